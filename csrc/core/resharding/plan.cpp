@@ -1,0 +1,39 @@
+#include "core/resharding/plan.h"
+
+#include <algorithm>
+
+namespace xmesh::core {
+namespace {
+
+std::map<int64_t, int64_t> nicBytes(const ReshardingPlan& plan, bool is_sent) {
+  std::map<int64_t, int64_t> out;
+  for (int64_t rank : plan.participants()) {
+    out[plan.topology.hostOf(rank)] = 0;
+  }
+  for (const Message& message : plan.messages) {
+    const int64_t from = plan.topology.hostOf(message.src_rank);
+    const int64_t to = plan.topology.hostOf(message.dst_rank);
+    if (from != to) {
+      out[is_sent ? from : to] += plan.numBytes(message);
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+std::vector<int64_t> ReshardingPlan::participants() const {
+  std::vector<int64_t> out;
+  for (const TensorPair& pair : tensors) {
+    out.insert(out.end(), pair.src.mesh.ranks().begin(), pair.src.mesh.ranks().end());
+    out.insert(out.end(), pair.dst.mesh.ranks().begin(), pair.dst.mesh.ranks().end());
+  }
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+std::map<int64_t, int64_t> ReshardingPlan::bytesSent() const { return nicBytes(*this, true); }
+std::map<int64_t, int64_t> ReshardingPlan::bytesReceived() const { return nicBytes(*this, false); }
+
+}  // namespace xmesh::core

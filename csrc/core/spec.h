@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/mesh.h"
+#include "core/placement.h"
+
+namespace xmesh::core {
+
+/// An element type by torch's name ("float32", "bfloat16", "bool", "float8_e4m3fn", ...) and size. The core only moves elements;
+/// the runtime knows how to add them.
+struct DType {
+  std::string name;
+  int64_t item_bytes = 0;
+  /// Throws InvalidArgument for a name torch does not have.
+  static DType parse(std::string_view name);
+  bool operator==(const DType&) const = default;
+};
+
+/// What is placed where: global shape, element type, mesh, one placement per mesh axis. Immutable value.
+struct TensorSpec {
+  std::vector<int64_t> shape;
+  DType dtype;
+  Mesh mesh;
+  std::vector<Placement> placements;
+
+  int64_t numElements() const;
+  int64_t numBytes() const { return numElements() * dtype.item_bytes; }
+  /// Throws InvalidArgument: negative extents, more than 8 dims, wrong number of placements, a dim out of range, Partial operations
+  /// that the dtype does not have, or different Partial operations on different axes (sum with avg excepted).
+  void validate() const;
+  bool hasPartial() const;
+  /// "float32[8, 4] on [[0, 1], [2, 3]] as (Shard(0), Replicate())"
+  std::string str() const;
+  bool operator==(const TensorSpec&) const = default;
+};
+
+std::string shapeStr(const std::vector<int64_t>& shape);
+std::string placementsStr(const std::vector<Placement>& placements);
+
+}  // namespace xmesh::core
