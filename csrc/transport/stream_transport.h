@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "transport/transport.h"
+
+namespace xmesh::transport {
+
+/// A transport whose messages are enqueued on one in-order stream and complete there; the host is told nothing. One object is one rank's end of one
+/// communicator. Buffers must live until the stream has passed the operation that uses them.
+/// Threading: one thread at a time. Nothing blocks the host for a peer.
+/// Matching: the k-th send to a peer meets the peer's k-th recv from this rank on the same communicator; their sizes must be equal.
+/// Order: an entry of the stream (a group, a message outside groups, a launch) begins when the one before it has ended. A message ends only when
+/// its counterpart has begun (rendezvous), so the ranks' orders must agree; messages of one group progress independently of each other.
+class StreamTransport : public Transport {
+ public:
+  CompletionKind completionKind() const final { return CompletionKind::kStream; }
+  /// Messages enqueued up to groupEnd() make one entry of the stream. Groups do not nest.
+  virtual void groupBegin() = 0;
+  virtual void groupEnd() = 0;
+  virtual void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) = 0;
+  virtual void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) = 0;
+  /// Puts work of this rank on the stream: `launch(stream)` must only do work, or start work on the native stream handle, that belongs behind all
+  /// entries so far and before all later ones. It runs on the host at once (a device stream) or when the stream gets there (a host-run fake,
+  /// which passes nullptr). Not inside a group.
+  virtual void enqueue(std::function<void(void* stream)> launch) = 0;
+};
+
+}  // namespace xmesh::transport
