@@ -1,0 +1,6 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "The C++ rooms of torch_xmesh.";
+  xmesh::bindings::bindProcessGroup(module);
+}

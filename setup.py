@@ -1,0 +1,79 @@
+"""Builds torch_xmesh: the extension ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).resolve().parent
+ROOMS = ("core", "core/resharding", "core/pipeline", "transport", "runtime", "c10d", "bindings")
+TORCH_VERSION = torch.__version__.split("+")[0]
+TORCH_MINOR = ".".join(TORCH_VERSION.split(".")[:2])
+os.environ.setdefault("MAX_JOBS", "2")
+os.chdir(ROOT)
+
+
+def sources() -> list[str]:
+    """C++ files of all rooms, relative to the root, in a fixed order."""
+    return sorted(
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / "csrc" / room).glob("*.cpp")
+    )
+
+
+class BuildWithTorchRecord(BuildExtension):  # type: ignore[misc]  # torch's class is untyped
+    """Builds with ninja into a folder per torch and Python version, and records the torch that the extension needs."""
+
+    def finalize_options(self) -> None:
+        chosen = self.build_temp
+        super().finalize_options()
+        self.force = True  # ninja knows what is out of date, headers included; setuptools would look at the sources only
+        if chosen is None:
+            python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+            self.build_temp = str(Path("build") / f"torch-{TORCH_VERSION}-{python}")
+
+    def run(self) -> None:
+        super().run()
+        self._write_record(Path(self.build_lib) / "torch_xmesh")
+        if self.inplace:
+            self._write_record(ROOT / "torch_xmesh")
+
+    def _write_record(self, package: Path) -> None:
+        package.mkdir(parents=True, exist_ok=True)
+        text = f'"""Written by setup.py."""\n\nBUILT_WITH_TORCH = "{TORCH_VERSION}"\n'
+        record = package / "_build_info.py"
+        if not record.exists() or record.read_text() != text:
+            record.write_text(text)
+
+    def get_outputs(self) -> list[str]:
+        outputs: list[str] = super().get_outputs()
+        return [*outputs, str(Path(self.build_lib) / "torch_xmesh" / "_build_info.py")]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        mapping: dict[str, str] = super().get_output_mapping()
+        record = Path("torch_xmesh") / "_build_info.py"
+        return {**mapping, str(Path(self.build_lib) / record): str(record)}
+
+
+def extension() -> Any:
+    return CppExtension(
+        "torch_xmesh._C",
+        sources(),
+        include_dirs=[str(ROOT / "csrc")],
+        # No contraction of multiply and add: plans are equal on every CPU.
+        extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", "-ffp-contract=off", "-fvisibility=hidden"],
+        extra_link_args=["-Wl,--as-needed", "-Wl,-s"],
+    )
+
+
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildWithTorchRecord},
+    install_requires=[f"torch=={TORCH_MINOR}.*", "numpy"],
+)

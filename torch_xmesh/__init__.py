@@ -1,0 +1,26 @@
+"""torch_xmesh: cross-mesh resharding of DTensors, and the c10d backend ``xmesh`` that carries it.
+
+Importing the package registers the backend: ``torch.distributed.init_process_group("xmesh")``.
+"""
+
+import torch
+
+try:
+    from torch_xmesh._build_info import BUILT_WITH_TORCH
+except ImportError as error:
+    raise ImportError(
+        "torch_xmesh is not built here; run `pip install --no-build-isolation -e .` in the repository's root"
+    ) from error
+
+if torch.__version__.split(".")[:2] != BUILT_WITH_TORCH.split(".")[:2]:
+    raise ImportError(
+        f"torch_xmesh was built against torch {BUILT_WITH_TORCH} and cannot be used with torch {torch.__version__}; "
+        "reinstall it with `pip install --no-build-isolation .` beside this torch"
+    )
+
+from torch_xmesh import backend as _backend
+
+__version__ = "0.1.0"
+__all__ = ["__version__"]
+
+_backend.register()
