@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/program.h"
+#include "runtime/region_copy.h"
+#include "runtime/staging_pool.h"
+#include "transport/transport.h"
+
+namespace xmesh::runtime {
+
+struct ExecutorOptions {
+  int64_t staging_bytes = int64_t{64} << 20;  ///< bound of the rank's StagingPool
+};
+
+/// How far an operation is with one peer.
+struct PeerProgress {
+  int64_t global_rank = 0;
+  int64_t num_sent = 0;
+  int64_t num_sends = 0;
+  int64_t num_received = 0;
+  int64_t num_receives = 0;
+};
+
+/// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
+/// run in memory), forwards what arrives, reduces contributions in order, copies what the rank keeps.
+/// Threading: everything on the transport's thread, constructor excepted; never blocks, never spins.
+/// Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or cancel(). The destructor cancels;
+/// after isDone() or cancel() it may run on any thread that is ordered after it.
+class HostExecutor final : public transport::OperationEvents, private StagingClient {
+ public:
+  /// `group_rank_of_peer[i]` is the transport's rank of program->peers()[i]. `src` and `dst` have one entry per tensor (empty entries where this rank
+  /// is not in the mesh); throws InvalidArgument when their shapes are not what the plan says. `on_done` runs once on the transport's thread when all
+  /// is sent, received and copied and the operation is closed; it may destroy the executor. It does not run after cancel().
+  HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, transport::OperationId operation,
+               std::vector<int32_t> group_rank_of_peer, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, StagingPool& pool,
+               std::function<void()> on_done);
+  HostExecutor(const HostExecutor&) = delete;
+  HostExecutor& operator=(const HostExecutor&) = delete;
+  ~HostExecutor() override;
+
+  /// Opens the operation and begins. May call on_done before it returns.
+  void start();
+  /// Closes the operation and gives up: the tensors' memory is free when this returns. No-op when done or not started.
+  void cancel();
+
+  bool isDone() const { return phase_ == Phase::kDone; }
+  /// One entry per peer of the program.
+  std::vector<PeerProgress> progress() const;
+  /// Ascending global ranks with messages to or from them that are not complete.
+  std::vector<int64_t> waitingFor() const;
+  /// For error texts: "received 3 of 8 messages from rank 5, sent 0 of 2 messages to rank 7"; empty when nothing is missing.
+  std::string describeProgress() const;
+
+  void onSent(int64_t cookie) override;
+  void onReceived(int64_t cookie) override;
+
+ private:
+  enum class Phase : uint8_t { kNew, kRunning, kDone, kCancelled };
+  struct ReduceState {
+    std::byte* accumulator = nullptr;  ///< in the destination, or in `staged`
+    StagingBuffer staged;
+    int32_t num_accumulated = 0;  ///< received contributions taken in so far
+    bool is_prepared = false;
+    bool is_own_done = false;
+  };
+
+  void onStagingFree() override;
+  void pump();
+  void pumpOnce();
+  void postReceives();
+  bool postReceive(int32_t index);
+  bool prepareReduction(int32_t index);
+  void postSends();
+  bool postSend(int32_t index);
+  void advanceReduction(int32_t index);
+  void accumulateOwn(int32_t index);
+  void finishReduction(int32_t index);
+  void onArrival(int32_t arrival);
+  void copyLocal();
+  void finish();
+  void releaseAll();
+  StridedBox boxOf(int32_t place) const;
+
+  std::shared_ptr<const Program> program_;
+  transport::HostTransport& transport_;
+  transport::OperationId operation_;
+  std::vector<int32_t> group_rank_of_peer_;
+  std::vector<LocalTensor> src_;
+  std::vector<LocalTensor> dst_;
+  StagingPool& pool_;
+  std::function<void()> on_done_;
+
+  Phase phase_ = Phase::kNew;
+  bool is_pumping_ = false;
+  bool is_pump_due_ = false;
+};
+
+}  // namespace xmesh::runtime

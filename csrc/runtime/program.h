@@ -1,0 +1,113 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/resharding/plan.h"
+#include "runtime/reduce.h"
+#include "runtime/region_copy.h"
+
+namespace xmesh::runtime {
+
+/// Part of what the ranks of a plan must agree on: it decides how messages are cut.
+struct ProgramOptions {
+  /// No message is longer, longer ones are cut (at least one element each). At most an eighth of the staging bound keeps executors inside the bound.
+  int64_t max_message_bytes = int64_t{4} << 20;
+};
+
+/// Where a task's box lies in this rank's part of a tensor.
+struct Place {
+  int32_t tensor = 0;
+  bool is_src = false;  ///< the source's local tensor, else the destination's
+  int64_t item_bytes = 0;
+  std::array<int64_t, kMaxDims> offsets{};
+  std::array<int64_t, kMaxDims> extents{};
+};
+
+/// One message out: elements [begin, end) of a place's box.
+struct SendStep {
+  int32_t peer = 0;           ///< index in Program::peers()
+  int32_t place = 0;          ///< index in places
+  int32_t num_deps = 0;       ///< arrivals that must come first
+  int32_t next_of_peer = -1;  ///< the next send to the same peer
+  int64_t position = 0;       ///< in the plan's order over sends and receives
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// One message in. A value goes to its place; a contribution goes to its reduction.
+struct ReceiveStep {
+  int32_t peer = 0;
+  int32_t place = 0;
+  int32_t reduction = -1;  ///< index in reductions, or -1 for a value
+  int32_t arrival = -1;    ///< told when a value has arrived
+  int64_t position = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// Elements [begin, end) of a destination place, reduced here from all contributions in order. Receives first_receive, first_receive + 1, ...
+/// bring the others' contributions in that order; the own one comes after `own_turn` of them.
+struct ReduceStep {
+  int32_t place = 0;
+  int32_t own_place = -1;  ///< in the source's local tensor, or -1 when this rank holds no contribution
+  int32_t own_turn = -1;
+  int32_t first_receive = 0;
+  int32_t num_receives = 0;
+  int32_t arrival = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  Reduction reduction;
+};
+
+/// Elements that this rank holds and needs.
+struct CopyStep {
+  int32_t src_place = 0;
+  int32_t dst_place = 0;
+  int64_t num_elements = 0;
+};
+
+/// What one rank does for one plan; immutable, shared between calls and threads. Made by compileProgram.
+///
+/// Order: the plan's, except that all contributions of one (task, receiver) move up to the first of them, are cut at the union of their cuts, and
+/// come range by range in contribution order; this keeps at most one range's accumulator waiting. A contribution depends on nothing, so
+/// moving it up is always allowed. Every rank derives the same order from the same plan and options.
+class Program {
+ public:
+  int64_t globalRank() const { return global_rank; }
+  /// Ascending global ranks that this rank exchanges messages with.
+  const std::vector<int64_t>& peers() const { return peer_ranks; }
+  int64_t numSends() const { return static_cast<int64_t>(sends.size()); }
+  int64_t numReceives() const { return static_cast<int64_t>(receives.size()); }
+  int64_t numTensors() const { return static_cast<int64_t>(src_shapes.size()); }
+  /// Local shape that a tensor must have on this rank; nothing when the rank is not in the source (destination) mesh.
+  const std::optional<std::vector<int64_t>>& srcShape(int64_t tensor) const { return src_shapes.at(static_cast<size_t>(tensor)); }
+  const std::optional<std::vector<int64_t>>& dstShape(int64_t tensor) const { return dst_shapes.at(static_cast<size_t>(tensor)); }
+  /// Throws InvalidArgument naming tensor and rank when a local tensor is missing, or its shape or strides do not fit.
+  void checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const;
+
+  int64_t global_rank = 0;
+  std::vector<int64_t> peer_ranks;
+  std::vector<int64_t> receives_of_peer;  ///< by index in peers()
+  std::vector<int64_t> sends_of_peer;
+  std::vector<int32_t> first_send_of_peer;  ///< -1 when there is none
+  std::vector<std::optional<std::vector<int64_t>>> src_shapes;
+  std::vector<std::optional<std::vector<int64_t>>> dst_shapes;
+  std::vector<Place> places;
+  std::vector<SendStep> sends;
+  std::vector<ReceiveStep> receives;
+  std::vector<ReduceStep> reductions;
+  std::vector<CopyStep> copies;
+  /// Sends that wait for arrival a: dependents[dependents_begin[a] .. dependents_begin[a + 1]).
+  std::vector<int32_t> dependents_begin;
+  std::vector<int32_t> dependents;
+};
+
+/// What `global_rank` does for `plan`. Throws InvalidArgument naming the message when the plan sends elements that the sender does not have by then,
+/// or leaves elements that the rank needs without a value.
+std::shared_ptr<const Program> compileProgram(const core::ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options = {});
+
+}  // namespace xmesh::runtime
