@@ -1,0 +1,138 @@
+#include "runtime/agreement.h"
+
+#include <algorithm>
+
+#include "runtime/wire.h"
+
+namespace xmesh::runtime {
+namespace {
+
+constexpr char kFieldEnd = '\x1e';
+constexpr char kNameEnd = '\x1f';
+
+WireWriter begin(ControlKind kind, const CallKey& key) {
+  WireWriter writer;
+  writer.put(kind).put(key);
+  return writer;
+}
+
+CallKey readHead(WireReader& reader) {
+  reader.get<ControlKind>();
+  return reader.get<CallKey>();
+}
+
+}  // namespace
+
+uint64_t hashBytes(std::string_view bytes, uint64_t state) {
+  for (const char c : bytes) {
+    state = (state ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  }
+  return state;
+}
+
+uint64_t hashRanks(const std::vector<int64_t>& ranks) {
+  std::string text;
+  for (const int64_t rank : ranks) {
+    text += std::to_string(rank) + ",";
+  }
+  return hashBytes(text);
+}
+
+uint64_t backwardLane(const CallKey& forward) { return hashBytes(WireWriter().put(forward).take(), hashBytes("backward")) | 1U; }
+
+uint64_t operationOf(const CallKey& key, std::string_view fingerprint) { return hashBytes(fingerprint, hashBytes(WireWriter().put(key).take())); }
+
+std::string packFields(const CallFields& fields) {
+  std::string out;
+  for (const auto& [name, value] : fields) {
+    out += name + kNameEnd + value + kFieldEnd;
+  }
+  return out;
+}
+
+CallFields unpackFields(std::string_view packed) {
+  CallFields out;
+  while (!packed.empty()) {
+    const size_t end = std::min(packed.find(kFieldEnd), packed.size());
+    const std::string_view field = packed.substr(0, end);
+    const size_t split = std::min(field.find(kNameEnd), field.size());
+    out.emplace_back(field.substr(0, split), field.substr(std::min(split + 1, field.size())));
+    packed.remove_prefix(std::min(end + 1, packed.size()));
+  }
+  return out;
+}
+
+std::string firstDifference(const std::string& mine, int64_t my_rank, const std::string& theirs, int64_t their_rank) {
+  const CallFields left = unpackFields(mine);
+  const CallFields right = unpackFields(theirs);
+  const std::string left_rank = "rank " + std::to_string(my_rank);
+  const std::string right_rank = "rank " + std::to_string(their_rank);
+  for (size_t i = 0; i < std::max(left.size(), right.size()); ++i) {
+    if (i >= left.size() || i >= right.size() || left[i].first != right[i].first) {
+      return "number of tensors: " + left_rank + " and " + right_rank + " pass lists of different length";
+    }
+    if (left[i].second != right[i].second) {
+      return left[i].first + ": " + left_rank + " has " + left[i].second + ", " + right_rank + " has " + right[i].second;
+    }
+  }
+  return "the plans: " + left_rank + " and " + right_rank + " computed different plans for equal arguments (do they run the same version?)";
+}
+
+ControlKind controlKind(std::string_view message) { return WireReader(message).get<ControlKind>(); }
+
+std::string encode(const Hello& hello) {
+  return begin(ControlKind::kHello, hello.key).put(hello.round).put(std::string_view(hello.fingerprint)).put(std::string_view(hello.fields)).take();
+}
+
+std::string encode(const FailNotice& notice) {
+  WireWriter writer = begin(ControlKind::kFail, notice.key);
+  writer.put(notice.failure.kind).put(std::string_view(notice.failure.text)).put(static_cast<uint64_t>(notice.failure.blamed_ranks.size()));
+  for (const int64_t rank : notice.failure.blamed_ranks) {
+    writer.put(rank);
+  }
+  return writer.take();
+}
+
+std::string encode(const Question& question) { return begin(ControlKind::kQuestion, question.key).take(); }
+
+std::string encode(const Answer& answer) {
+  return begin(ControlKind::kAnswer, answer.key).put(static_cast<uint8_t>(answer.has_called)).put(std::string_view(answer.state)).take();
+}
+
+Hello decodeHello(std::string_view message) {
+  WireReader reader(message);
+  Hello out;
+  out.key = readHead(reader);
+  out.round = reader.get<uint8_t>();
+  out.fingerprint = reader.getText();
+  out.fields = reader.getText();
+  return out;
+}
+
+FailNotice decodeFail(std::string_view message) {
+  WireReader reader(message);
+  FailNotice out;
+  out.key = readHead(reader);
+  out.failure.kind = reader.get<FailureKind>();
+  out.failure.text = reader.getText();
+  for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
+    out.failure.blamed_ranks.push_back(reader.get<int64_t>());
+  }
+  return out;
+}
+
+Question decodeQuestion(std::string_view message) {
+  WireReader reader(message);
+  return {readHead(reader)};
+}
+
+Answer decodeAnswer(std::string_view message) {
+  WireReader reader(message);
+  Answer out;
+  out.key = readHead(reader);
+  out.has_called = reader.get<uint8_t>() != 0;
+  out.state = reader.getText();
+  return out;
+}
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "runtime/failure.h"
+
+namespace xmesh::runtime {
+
+/// Which call this is: the same on every rank that makes it.
+struct CallKey {
+  uint64_t participants = 0;  ///< hash of the sorted global ranks
+  uint64_t lane = 0;          ///< 0 for forward calls, else a hash that names the backward of one forward call
+  uint64_t count = 0;         ///< how many calls with these participants came before it in its lane
+  auto operator<=>(const CallKey&) const = default;
+};
+
+/// FNV-1a over 64 bits, continued from `state`.
+uint64_t hashBytes(std::string_view bytes, uint64_t state = 0xcbf29ce484222325ULL);
+uint64_t hashRanks(const std::vector<int64_t>& ranks);
+/// The lane of the backward of the call `forward`.
+uint64_t backwardLane(const CallKey& forward);
+/// The transport's operation: ranks that disagree on the plan get different ones, so that their bytes never meet.
+uint64_t operationOf(const CallKey& key, std::string_view fingerprint);
+
+/// What a call is about, field by field: what ranks must agree on, in words.
+using CallFields = std::vector<std::pair<std::string, std::string>>;
+std::string packFields(const CallFields& fields);
+CallFields unpackFields(std::string_view packed);
+/// "src_placements: rank 0 has (Shard(0)), rank 2 has (Replicate())" for the first field that differs, or a general sentence.
+std::string firstDifference(const std::string& mine, int64_t my_rank, const std::string& theirs, int64_t their_rank);
+
+/// Agreement on a call among its n participants in ceil(log2 n) rounds: in round r the i-th sends a Hello to the (i + 2^r)-th and waits
+/// for that of the (i - 2^r)-th, so that at the end every pair has been compared, directly or through equals.
+struct Hello {
+  CallKey key;
+  uint8_t round = 0;
+  std::string fingerprint;
+  std::string fields;
+};
+
+/// "This call has failed": sent to every participant by whoever finds out.
+struct FailNotice {
+  CallKey key;
+  Failure failure;
+};
+
+/// At a timeout: "what do you do about this call?" and the answer.
+struct Question {
+  CallKey key;
+};
+struct Answer {
+  CallKey key;
+  bool has_called = false;
+  std::string state;
+};
+
+enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4 };
+ControlKind controlKind(std::string_view message);
+std::string encode(const Hello& hello);
+std::string encode(const FailNotice& notice);
+std::string encode(const Question& question);
+std::string encode(const Answer& answer);
+/// Each throws std::runtime_error for a message that is not whole.
+Hello decodeHello(std::string_view message);
+FailNotice decodeFail(std::string_view message);
+Question decodeQuestion(std::string_view message);
+Answer decodeAnswer(std::string_view message);
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace xmesh::runtime {
+
+/// A peer that was needed is gone, stopped or silent. Becomes Python's xm.PeerError.
+class PeerError : public std::runtime_error {
+ public:
+  PeerError(const std::string& message, std::vector<int64_t> global_ranks) : std::runtime_error(message), global_ranks_(std::move(global_ranks)) {}
+  /// The ranks to blame, ascending; empty when no single one can be named.
+  const std::vector<int64_t>& globalRanks() const { return global_ranks_; }
+
+ private:
+  std::vector<int64_t> global_ranks_;
+};
+
+/// The group was closed, or is used in a way its threading rule forbids. Becomes RuntimeError.
+class GroupError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+enum class FailureKind : uint8_t {
+  kMistake,  ///< ValueError: ranks disagree, or one of them refused its arguments
+  kPeer,     ///< PeerError
+  kGroup,    ///< RuntimeError
+};
+
+/// Why a call failed, in a form that travels between ranks.
+struct Failure {
+  FailureKind kind = FailureKind::kMistake;
+  std::string text;
+  std::vector<int64_t> blamed_ranks;
+};
+
+/// Throws the exception that the kind stands for.
+[[noreturn]] void throwFailure(const Failure& failure);
+
+}  // namespace xmesh::runtime

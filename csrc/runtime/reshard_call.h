@@ -1,0 +1,72 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/resharding/plan.h"
+#include "runtime/agreement.h"
+#include "runtime/failure.h"
+#include "runtime/program.h"
+
+namespace xmesh::runtime {
+
+/// A plan made ready for one rank: computed once per set of arguments and shared by all calls with them. Immutable.
+struct PreparedPlan {
+  std::shared_ptr<const core::ReshardingPlan> plan;
+  std::shared_ptr<const Program> program;
+  std::vector<int64_t> participants;       ///< ascending global ranks of either mesh
+  std::vector<int32_t> participant_peers;  ///< their group ranks, in the same order
+  std::vector<int32_t> program_peers;      ///< group ranks of program->peers()
+  uint64_t participants_hash = 0;
+  int64_t my_index = -1;    ///< this rank's place in participants
+  std::string fingerprint;  ///< of the plan and of everything else that ranks must agree on
+  std::string fields;       ///< the same in words (packFields)
+  std::string summary;      ///< one line for error texts
+};
+
+/// What begin() is given for one call.
+struct CallRequest {
+  std::shared_ptr<const PreparedPlan> prepared;
+  std::vector<LocalTensor> src;
+  std::vector<LocalTensor> dst;
+  uint64_t lane = 0;                     ///< 0, or backwardLane() of the forward call
+  std::chrono::milliseconds timeout{0};  ///< 0: none
+  bool is_detached = false;              ///< nobody waits for it; close() does
+  std::shared_ptr<void> keep_alive;      ///< owns the tensors' memory until the call has ended; dropped on the network's thread
+};
+
+/// A reshard in flight as its caller sees it. Every method may be called from any thread.
+class ReshardCall {
+ public:
+  ReshardCall(CallKey key, bool is_detached) : key_(key), is_detached_(is_detached) {}
+  const CallKey& key() const { return key_; }
+  /// Nobody waits for it.
+  bool isDetached() const { return is_detached_; }
+  bool isCompleted() const;
+  /// The failure of a call that has completed with one.
+  std::optional<Failure> failure() const;
+  /// Blocks until the call has ended (its own timeout bounds that); throws what it failed with. With a timeout above zero gives up
+  /// waiting after it (returns false; the call goes on).
+  bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
+  /// Runs `callback` when the call ends: on the network's thread, or at once if it has ended.
+  void onCompletion(std::function<void()> callback);
+  /// Ends the call; for the service.
+  void complete(std::optional<Failure> failure);
+
+ private:
+  const CallKey key_;
+  const bool is_detached_;
+  mutable std::mutex mutex_;
+  std::condition_variable ended_;
+  bool is_completed_ = false;
+  std::optional<Failure> failure_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "runtime/agreement.h"
+#include "runtime/host_executor.h"
+#include "runtime/reshard_call.h"
+#include "runtime/staging_pool.h"
+#include "transport/peer_network.h"
+
+namespace xmesh::runtime {
+
+/// Runs the reshards of one rank of one group: agreement among the ranks, execution, failures, timeouts.
+///
+/// Threading: begin(), refuse() and close() come from the caller's thread; everything else happens on the network's thread, which alone
+/// touches the calls in flight. The network is made by `make_network` (it needs the service as its PeerEvents) and dies in close().
+///
+/// A call ends when its own messages are done and every participant has been found to make the same call. It fails on every participant when one
+/// finds a disagreement, loses a peer that it still needs, or waits longer than its timeout; then the ranks that do not answer are named.
+class ReshardService final : public transport::PeerEvents {
+ public:
+  struct Options {
+    std::vector<int64_t> global_ranks;  ///< of every group rank
+    int32_t group_rank = 0;
+    int64_t staging_bytes = int64_t{64} << 20;
+  };
+  using MakeNetwork = std::function<std::unique_ptr<transport::PeerNetwork>(transport::PeerEvents&)>;
+
+  ReshardService(Options options, const MakeNetwork& make_network);
+  ~ReshardService() override;
+  ReshardService(const ReshardService&) = delete;
+  ReshardService& operator=(const ReshardService&) = delete;
+
+  transport::PeerNetwork& network() { return *network_; }
+
+  /// Starts a call. The addresses of all participants must be known to the network. Throws GroupError when closed.
+  std::shared_ptr<ReshardCall> begin(CallRequest request);
+  /// This rank refuses its next call with these participants (global ranks, ascending; this rank among them): the call counts, and the
+  /// others get `text` as a ValueError instead of waiting.
+  void refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text);
+  /// Waits for the detached calls (`drain` at most), fails the others with GroupError, says goodbye and joins the network's thread. Idempotent.
+  /// Not to be called in a forked child, which has no such thread: leak the service there.
+  void close(std::chrono::milliseconds drain) noexcept;
+
+  void onControl(int32_t peer, std::string message) override;
+  void onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) override;
+
+ private:
+  /// A call in flight on the network's thread.
+  struct ActiveCall {
+    std::shared_ptr<ReshardCall> handle;
+    CallRequest request;
+    std::unique_ptr<HostExecutor> executor;
+    int num_rounds = 0;
+    int rounds_done = 0;
+    std::map<uint8_t, Hello> hellos;  ///< that came before their round
+    bool is_moved = false;            ///< all messages sent and received
+    uint64_t timer = 0;
+    bool is_asking = false;
+    std::map<int32_t, Answer> answers;
+  };
+  /// What came for a call before this rank made it.
+  struct EarlyNews {
+    std::vector<std::pair<int32_t, Hello>> hellos;
+    std::optional<Failure> failure;
+  };
+
+  void startCall(const std::shared_ptr<ReshardCall>& handle, CallRequest request);
+  void sendHello(const CallKey& key, ActiveCall& call);
+  void takeHello(int32_t peer, Hello hello);
+  void advanceAgreement(const CallKey& key);
+  void finishIfDone(const CallKey& key);
+  /// Ends a call with a failure; with `tell` every other participant hears of it.
+  void fail(const CallKey& key, const Failure& failure, bool tell);
+  void takeFailNotice(FailNotice notice);
+  void askAround(const CallKey& key);
+  void takeAnswer(int32_t peer, Answer answer);
+  void concludeTimeout(const CallKey& key);
+  Answer answerTo(const Question& question) const;
+  bool isPast(const CallKey& key) const;
+  void remember(const CallKey& key, const Failure& failure);
+  void end(ActiveCall& call, const std::optional<Failure>& failure);
+  void takeControl(int32_t peer, const std::string& message);
+  bool needs(const ActiveCall& call, int32_t peer) const;
+  int64_t globalRank(int32_t peer) const { return options_.global_ranks.at(static_cast<size_t>(peer)); }
+  std::string callText(const CallKey& key, const ActiveCall& call) const;
+  std::unique_ptr<HostExecutor> makeExecutor(const CallKey& key, const CallRequest& request);
+
+  const Options options_;
+  StagingPool staging_;
+
+  std::mutex mutex_;  ///< guards the three below: what callers' threads share
+  bool is_closed_ = false;
+  std::map<uint64_t, uint64_t> next_count_;
+  std::set<std::shared_ptr<ReshardCall>> detached_;
+
+  // The network's thread only.
+  std::map<CallKey, ActiveCall> calls_;
+  std::map<CallKey, EarlyNews> early_;
+  std::map<uint64_t, uint64_t> started_;  ///< participants -> calls started or refused in lane 0
+  std::map<CallKey, Failure> failed_;     ///< calls that failed or were refused, for ranks that make them later; the oldest are forgotten
+  std::deque<CallKey> failed_order_;
+  std::map<int32_t, std::string> lost_;
+  std::string last_call_;  ///< for answers: what this rank called last
+
+  std::unique_ptr<transport::PeerNetwork> network_;
+};
+
+}  // namespace xmesh::runtime
