@@ -1,0 +1,235 @@
+"""The emulated cluster: ranks start on their hosts, links can be cut and slowed, and nothing is left behind."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torch_xmesh.testing import cluster as cluster_module
+from torch_xmesh.testing.cluster import Cluster, NetworkError, NotShapedError, network, parse_rate, sweep
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+print("rank", os.environ["RANK"], "host", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"],
+      os.environ["MASTER_ADDR"], os.readlink("/proc/self/ns/net"), flush=True)
+sys.exit(int(dict(part.split("=") for part in sys.argv[1:]).get(os.environ["RANK"], 0)))
+"""
+
+# The first rank of host 0 sends each line it reads from a pipe to the first rank of host 1, which prints what arrives.
+PING = """
+import os, socket, sys
+if os.environ["LOCAL_RANK"] != "0":
+    sys.exit(0)
+if os.environ["GROUP_RANK"] == "1":
+    with socket.create_server((os.environ["OWN"], 4000)) as server:
+        print("listening", flush=True)
+        connection, _ = server.accept()
+        while data := connection.recv(100):
+            print("got", data.decode(), flush=True)
+else:
+    control = open(os.environ["CONTROL"])
+    connection = socket.create_connection((os.environ["OWN"], 4000))
+    for line in control:
+        connection.sendall(line.strip().encode())
+        print("sent", line.strip(), flush=True)
+"""
+
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4000), timeout=0.3)"
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    kept = {path.name for path in Path("/etc/netns").iterdir()} if Path("/etc/netns").is_dir() else set()
+    return {line.split()[0] for line in listed.splitlines() if line} | kept
+
+
+def own_namespaces(pid: int) -> set[str]:
+    return {name for name in namespaces() if name.startswith(f"xmesh-{pid}-")}
+
+
+@pytest.fixture(scope="module")
+def shaped() -> Iterator[Cluster]:
+    with Cluster(hosts=2, devices=2, rate="100mbit", rate_of={1: "50mbit"}) as cluster:
+        if not cluster.is_shaped:
+            pytest.skip(f"needs root and iproute2 (Linux network namespaces): {cluster.unshaped_reason}")
+        yield cluster
+
+
+def python_module_env() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def test_rates_are_read_as_tc_reads_them() -> None:
+    assert parse_rate("200mbit") == 200_000_000
+    assert parse_rate("1Gbit") == 10**9
+    assert parse_rate("2.5mbit") == 2_500_000
+    for wrong in ("", "200", "0mbit", "-1mbit", "200MB"):
+        with pytest.raises(ValueError, match="rate"):
+            parse_rate(wrong)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="hosts=0"):
+        Cluster(hosts=0, devices=1)
+    with pytest.raises(ValueError, match="host 2 is not one of the 2 hosts"):
+        Cluster(hosts=2, devices=1, rate_of={2: "1gbit"})
+
+
+def test_ranks_see_torchruns_environment_and_their_own_host(shaped: Cluster) -> None:
+    job = shaped.run("-c", SCRIPT)
+    assert job.exit_codes == [0, 0, 0, 0]
+    fields = [handle.output.split() for handle in job.ranks]
+    assert [line[1] for line in fields] == ["0", "1", "2", "3"]
+    assert [line[3] for line in fields] == ["0", "0", "1", "1"]
+    assert [line[5] for line in fields] == ["0", "1", "0", "1"]
+    assert {line[6] for line in fields} == {shaped.address(0)}
+    inodes = [line[7] for line in fields]
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+    assert os.readlink("/proc/self/ns/net") not in inodes
+
+
+def test_the_first_failure_is_the_jobs_exit_code(shaped: Cluster) -> None:
+    job = shaped.run("-c", SCRIPT, "2=7")
+    assert job.exit_code == 7
+    assert job.failed_rank is not None
+    assert job.failed_rank.rank == 2
+
+
+def test_a_failing_rank_stops_the_others_unless_told_otherwise(shaped: Cluster) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)"
+    job = shaped.run("-c", script)
+    assert job.exit_codes == [128 + signal.SIGTERM, 3, 128 + signal.SIGTERM, 128 + signal.SIGTERM]
+    survivors = shaped.start("-c", "import time; print('up', flush=True); time.sleep(600)", stop_on_failure=False)
+    for rank in range(4):
+        survivors.wait_for_output("up", rank=rank)
+    survivors.ranks[0].send_signal(signal.SIGKILL)
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2, 3\] of 4 still run"):
+        survivors.wait(timeout=0.5)
+    survivors.stop()
+    assert survivors.exit_code == 128 + signal.SIGKILL
+
+
+def test_output_carries_the_rank(shaped: Cluster) -> None:
+    output = io.StringIO()
+    shaped._output = output
+    try:
+        shaped.run("-c", "import os; print('one\\ntwo ' + os.environ['RANK'], end='')")
+    finally:
+        shaped._output = None
+    assert sorted(output.getvalue().splitlines()) == sorted(
+        line for rank in range(4) for line in (f"[rank {rank}] one", f"[rank {rank}] two {rank}")
+    )
+
+
+def test_a_cut_link_delivers_after_restore(shaped: Cluster, tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    os.mkfifo(control)
+    job = shaped.start("-c", PING, env={"OWN": shaped.address(1), "CONTROL": str(control)})
+    job.wait_for_output("listening", rank=2)
+    with control.open("w", buffering=1) as lines:
+        lines.write("first\n")
+        job.wait_for_output("got first", rank=2)
+        shaped.cut(1)
+        lines.write("second\n")
+        job.wait_for_output("sent second", rank=0)
+        assert shaped._network is not None
+        connect = shaped._network.command_on(0, [sys.executable, "-c", CONNECT, shaped.address(1)])
+        refused = subprocess.run(connect, capture_output=True, text=True, check=False)
+        assert "TimeoutError" in refused.stderr
+        assert "got second" not in job.ranks[2].output
+        shaped.restore(1)
+        job.wait_for_output("got second", rank=2)
+    assert job.wait(timeout=30) == [0, 0, 0, 0]
+
+
+def test_goodput_follows_the_shaped_rates(shaped: Cluster) -> None:
+    goodput = shaped.goodput(seconds=0.5)
+    assert set(goodput.pairs) == {(0, 1), (1, 0)}
+    assert all(0 < rate <= 50e6 / 8 * 1.05 for rate in goodput.pairs.values())
+    assert goodput.nic_bytes_per_s[0] == pytest.approx(2 * goodput.nic_bytes_per_s[1])
+
+
+def test_wrong_hosts_and_factors_are_refused(shaped: Cluster) -> None:
+    with pytest.raises(ValueError, match="host 2 is not one of the 2 hosts"):
+        shaped.cut(2)
+    with pytest.raises(ValueError, match="factor must be positive"):
+        shaped.slow(0, 0)
+    shaped.slow(0, 10)
+    shaped.restore(0)
+
+
+def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: Cluster) -> None:
+    build = (
+        "import os, sys\nfrom torch_xmesh.testing.cluster import Cluster\n"
+        "cluster = Cluster(hosts=2, devices=1)\ncluster.start('-c', 'import time; time.sleep(600)')\n"
+        "print(os.getpid(), flush=True)\nsys.stdin.read()"
+    )
+    crashed = subprocess.Popen(
+        [sys.executable, "-c", build], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=python_module_env()
+    )
+    with crashed:
+        assert crashed.stdout is not None
+        pid = int(crashed.stdout.readline())
+        mine = own_namespaces(os.getpid())
+        theirs = own_namespaces(pid)
+        assert len(theirs) == 3
+        sweep()
+        assert own_namespaces(pid) == theirs
+        crashed.kill()
+        crashed.wait()
+        removed = sweep()
+    assert theirs <= set(removed)
+    assert own_namespaces(pid) == set()
+    assert own_namespaces(os.getpid()) == mine != set()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, code: int) -> None:
+    command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --no-goodput -- -c".split()
+    driver = subprocess.Popen(
+        [sys.executable, *command, "import time; print('up', flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=python_module_env(),
+    )
+    with driver:
+        assert driver.stdout is not None
+        while "up" not in driver.stdout.readline():
+            pass
+        assert len(own_namespaces(driver.pid)) == 3
+        driver.send_signal(number)
+        assert driver.wait(timeout=30) == code
+    assert own_namespaces(driver.pid) == set()
+
+
+def test_without_rights_it_runs_on_localhost_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module.emulated, "unavailable_reason", lambda: "needs root")
+    with Cluster(hosts=2, devices=1) as cluster:
+        assert not cluster.is_shaped
+        assert "NOTHING IS SHAPED" in cluster.description
+        assert "needs root" in cluster.description
+        job = cluster.run("-c", SCRIPT, "1=5")
+        assert job.exit_code == 5
+        assert "127.0.0.1" in job.ranks[0].output
+        with pytest.raises(NotShapedError, match="host 0"):
+            cluster.cut(0)
+
+
+def test_a_failing_command_leaves_no_network(monkeypatch: pytest.MonkeyPatch, shaped: Cluster) -> None:
+    before = namespaces()
+
+    def fail(self: network.Network, host: int, bits_per_s: int) -> None:
+        raise NetworkError("tc said no")
+
+    monkeypatch.setattr(network.Network, "_shape", fail)
+    with Cluster(hosts=2, devices=1) as cluster:
+        assert cluster.unshaped_reason == "tc said no"
+    assert namespaces() == before

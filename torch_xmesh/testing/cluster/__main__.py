@@ -1,0 +1,96 @@
+"""Runs a script on an emulated cluster, as torchrun would on a real one: `python -m torch_xmesh.testing.cluster
+--help`."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from . import Cluster, parse_rate
+
+_INTERRUPTED = 130
+
+
+def _rate_of(text: str) -> tuple[int, str]:
+    host, _, rate = text.partition("=")
+    if not host.isdigit():
+        raise argparse.ArgumentTypeError(f"expected HOST=RATE such as 2=100mbit, got {text!r}")
+    return int(host), _rate(rate)
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_xmesh.testing.cluster",
+        description="Runs a script on emulated hosts (network namespaces with shaped NICs), one process per device, "
+        "with torchrun's environment. Without root or iproute2 it runs on plain localhost and says so.",
+    )
+    parser.add_argument("--hosts", type=int, default=5, help="number of hosts (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=4, help="devices (processes) per host (default %(default)s)")
+    parser.add_argument(
+        "--rate", type=_rate, default="200mbit", help="NIC rate each way, as tc writes it (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rate-of", type=_rate_of, action="append", default=[], metavar="HOST=RATE", help="another rate for one host"
+    )
+    parser.add_argument(
+        "--no-goodput", action="store_true", help="do not measure and print what one TCP stream carries"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py args, or -- -m module args")
+    options = parser.parse_args(arguments)
+    if options.command and options.command[0] == "--":
+        options.command = options.command[1:]
+    if not options.command:
+        parser.error("expected a script after --")
+    return options
+
+
+def _raise_exit(signal_number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: that of the rank that failed first, 0 when none did, 130 after
+    SIGINT."""
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, _raise_exit)
+    try:
+        cluster = Cluster(
+            hosts=options.hosts,
+            devices=options.devices,
+            rate=options.rate,
+            rate_of=dict(options.rate_of),
+            output=sys.stdout,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        print(f"# {cluster.description}", flush=True)
+        if not options.no_goodput:
+            print(f"# goodput: {cluster.goodput()}", flush=True)
+        job = cluster.run(*options.command)
+        if job.failed_rank is not None:
+            failed = job.failed_rank
+            print(
+                f"# rank {failed.rank} on host {failed.host} failed first, with exit code {failed.exit_code}",
+                file=sys.stderr,
+            )
+        return job.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        cluster.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
