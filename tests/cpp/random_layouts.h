@@ -10,7 +10,7 @@
 
 #include "core/resharding/plan.h"
 
-namespace xmesh::testing {
+namespace xmesh::layouts {
 
 /// What randomPair may draw. The ranks of both meshes come from 0..num_ranks-1.
 struct LayoutOptions {
@@ -47,7 +47,9 @@ inline std::vector<int64_t> randomMeshShape(std::mt19937_64& rng, int64_t max_ax
   return shape;
 }
 
-inline int64_t product(const std::vector<int64_t>& extents) { return std::accumulate(extents.begin(), extents.end(), int64_t{1}, std::multiplies<>()); }
+inline int64_t product(const std::vector<int64_t>& extents) {
+  return std::accumulate(extents.begin(), extents.end(), int64_t{1}, std::multiplies<>());
+}
 
 inline core::Mesh randomMesh(std::mt19937_64& rng, const LayoutOptions& options, std::vector<int64_t> pool) {
   const std::vector<int64_t> shape = randomMeshShape(rng, options.max_axes, static_cast<int64_t>(pool.size()));
@@ -145,4 +147,4 @@ inline core::Topology randomTopology(std::mt19937_64& rng, int64_t num_ranks) {
   return core::Topology(std::move(host_of), core::LinkModel{}, std::move(nic_of_host));
 }
 
-}  // namespace xmesh::testing
+}  // namespace xmesh::layouts

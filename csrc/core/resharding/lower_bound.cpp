@@ -1,0 +1,91 @@
+#include "core/resharding/lower_bound.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "core/resharding/host_load.h"
+
+namespace xmesh::core {
+namespace {
+
+using Hosts = std::vector<int32_t>;
+
+bool isInside(const Hosts& inner, const Hosts& outer) { return std::includes(outer.begin(), outer.end(), inner.begin(), inner.end()); }
+
+bool areDisjoint(const Hosts& a, const Hosts& b) {
+  return std::none_of(a.begin(), a.end(), [&](int32_t host) { return std::binary_search(b.begin(), b.end(), host); });
+}
+
+/// Holder sets of which each must send the slice once: disjoint, the smallest first, none that holds all needing hosts.
+std::vector<Hosts> sendingSets(std::vector<Hosts> contributions, const Hosts& needers) {
+  std::stable_sort(contributions.begin(), contributions.end(), [](const Hosts& a, const Hosts& b) { return a.size() < b.size(); });
+  std::vector<Hosts> out;
+  for (const Hosts& holders : contributions) {
+    if (!isInside(needers, holders) && std::all_of(out.begin(), out.end(), [&](const Hosts& other) { return areDisjoint(holders, other); })) {
+      out.push_back(holders);
+    }
+  }
+  return out;
+}
+
+struct Demands {
+  std::vector<int64_t> incoming;  ///< bytes by host
+  std::vector<MassBlock> outgoing;
+};
+
+Demands demandsOf(const ReshardingPlan& plan, const Network& network) {
+  std::map<std::pair<int64_t, int64_t>, int64_t> mass_of;  // (holders, needers) -> bytes
+  for (const UnitTask& task : plan.tasks) {
+    mass_of[{task.holders, task.needers}] += numElements(task.box) * plan.itemBytes(task);
+  }
+  const HostSets hosts(plan, network);
+  Demands out;
+  out.incoming.resize(static_cast<size_t>(network.numHosts()));
+  std::map<Hosts, int64_t> mass_of_senders;
+  for (const auto& [tables, mass] : mass_of) {
+    const std::vector<Hosts>& contributions = hosts.holders[static_cast<size_t>(tables.first)];
+    const Hosts& needers = hosts.needers[static_cast<size_t>(tables.second)];
+    for (int32_t host : needers) {
+      const bool has_all = std::all_of(contributions.begin(), contributions.end(),
+                                       [&](const Hosts& holders) { return std::binary_search(holders.begin(), holders.end(), host); });
+      out.incoming[static_cast<size_t>(host)] += has_all ? 0 : mass;
+    }
+    for (const Hosts& senders : sendingSets(contributions, needers)) {
+      mass_of_senders[senders] += mass;
+    }
+  }
+  for (auto& [senders, mass] : mass_of_senders) {
+    out.outgoing.push_back({senders, mass});
+  }
+  return out;
+}
+
+LoadRatio worstLoad(const Demands& demands, const std::vector<int64_t>& rates) {
+  LoadRatio in{0, 1};
+  for (size_t host = 0; host < rates.size(); ++host) {
+    const LoadRatio here{demands.incoming[host], rates[host]};
+    in = here.seconds() > in.seconds() ? here : in;
+  }
+  return worstHostSet(demands.outgoing, rates, in);
+}
+
+}  // namespace
+
+LowerBound lowerBound(const ReshardingPlan& plan, const Network& network) {
+  const Demands demands = demandsOf(plan, network);
+  std::vector<int64_t> rates;
+  for (int32_t host = 0; host < network.numHosts(); ++host) {
+    rates.push_back(network.nicBytesPerS(host));
+  }
+  const LoadRatio in_bytes = worstLoad(demands, std::vector<int64_t>(rates.size(), 1));
+  LowerBound out;
+  out.bytes = (in_bytes.mass + in_bytes.rate - 1) / in_bytes.rate;
+  const bool is_uniform = std::all_of(rates.begin(), rates.end(), [&](int64_t rate) { return rate == rates.front(); });
+  out.seconds = is_uniform && !rates.empty()
+                    ? static_cast<double>(in_bytes.mass) / static_cast<double>(in_bytes.rate) / static_cast<double>(rates.front())
+                    : worstLoad(demands, rates).seconds();
+  return out;
+}
+
+}  // namespace xmesh::core

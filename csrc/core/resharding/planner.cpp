@@ -1,0 +1,83 @@
+#include "core/resharding/planner.h"
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "core/resharding/decompose.h"
+#include "core/resharding/lower_bound.h"
+#include "core/resharding/network.h"
+#include "core/resharding/simulate.h"
+#include "core/resharding/validate.h"
+
+namespace xmesh::core {
+namespace {
+
+void checkRanks(const TensorSpec& spec, const Topology& topology, const std::string& what) {
+  for (int64_t rank : spec.mesh.ranks()) {
+    require(topology.hasRank(rank), what + "rank " + std::to_string(rank) + " of mesh " + spec.mesh.str() + " has no host in the topology");
+    require(rank <= std::numeric_limits<int32_t>::max(), what + "rank " + std::to_string(rank) + " does not fit 31 bits");
+  }
+}
+
+void checkTensor(const TensorPair& pair, size_t index, const Topology& topology) {
+  const std::string what = "tensor " + std::to_string(index) + ": ";
+  for (const TensorSpec* spec : {&pair.src, &pair.dst}) {
+    try {
+      spec->validate();
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(what + (spec == &pair.src ? "source " : "destination ") + error.what());
+    }
+  }
+  require(pair.src.shape == pair.dst.shape,
+          what + "a reshard keeps the shape; the source has " + shapeStr(pair.src.shape) + ", the destination " + shapeStr(pair.dst.shape));
+  require(pair.src.dtype == pair.dst.dtype,
+          what + "a reshard keeps the dtype; the source has " + pair.src.dtype.name + ", the destination " + pair.dst.dtype.name);
+  require(!pair.dst.hasPartial(), what + "the destination " + placementsStr(pair.dst.placements) +
+                                      " has a Partial placement; a value cannot be split into contributions, ask for Replicate() or Shard(dim)");
+  require(pair.src.mesh.numRanks() > 0 && pair.dst.mesh.numRanks() > 0, what + "a mesh without ranks cannot hold a tensor");
+  checkRanks(pair.src, topology, what);
+  checkRanks(pair.dst, topology, what);
+}
+
+/// Runs one strategy on a plan that is decomposed and bounded.
+ReshardingPlan runStrategy(ReshardingPlan plan, const Strategy& strategy, const Network& network) {
+  plan.strategy = strategy.str();
+  strategyInfo(strategy.name).plan(plan, strategy);
+  plan.predicted_seconds = simulatedSeconds(plan, network);
+#ifndef NDEBUG
+  validatePlan(plan);
+#endif
+  return plan;
+}
+
+}  // namespace
+
+ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology, const Strategy& strategy) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    checkTensor(tensors[i], i, topology);
+  }
+  ReshardingPlan plan;
+  plan.tensors = std::move(tensors);
+  plan.topology = std::move(topology);
+  decompose(plan);
+  const Network network(plan);
+  const LowerBound bound = lowerBound(plan, network);
+  plan.lower_bound_bytes = bound.bytes;
+  plan.lower_bound_seconds = bound.seconds;
+  if (strategy.name != "auto") {
+    return runStrategy(std::move(plan), strategy, network);
+  }
+  std::optional<ReshardingPlan> best;
+  for (const StrategyInfo& info : strategies()) {
+    ReshardingPlan candidate = runStrategy(plan, parseStrategy(info.name), network);
+    if (!best || candidate.predicted_seconds < best->predicted_seconds) {
+      best = std::move(candidate);
+    }
+  }
+  return std::move(*best);
+}
+
+}  // namespace xmesh::core

@@ -1,0 +1,14 @@
+#pragma once
+
+#include "core/resharding/strategy.h"
+
+namespace xmesh::core {
+
+// One function per strategy, each in the file of its name; strategies() in strategy.cpp lists them.
+
+/// One message per needer and slice from one of its holders.
+StrategyInfo sendRecvStrategy();
+/// AlpaComm (MLSys'23, section 3): one sender per unit task, a chunked chain over the receiving hosts and over the devices of each.
+StrategyInfo broadcastStrategy();
+
+}  // namespace xmesh::core

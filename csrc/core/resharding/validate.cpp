@@ -1,0 +1,222 @@
+#include "core/resharding/validate.h"
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace xmesh::core {
+namespace {
+
+/// Elements as disjoint ascending ranges.
+class RangeSet {
+ public:
+  void add(Interval range) {
+    auto next = ranges_.lower_bound(range.begin);
+    if (next != ranges_.begin() && std::prev(next)->second >= range.begin) {
+      --next;
+      range.begin = next->first;
+      range.end = std::max(range.end, next->second);
+      next = ranges_.erase(next);
+    }
+    while (next != ranges_.end() && next->first <= range.end) {
+      range.end = std::max(range.end, next->second);
+      next = ranges_.erase(next);
+    }
+    ranges_[range.begin] = range.end;
+  }
+  bool meets(Interval range) const {
+    const auto next = ranges_.lower_bound(range.end);
+    return next != ranges_.begin() && std::prev(next)->second > range.begin;
+  }
+  /// The parts of `range` that are not in the set.
+  std::vector<Interval> gaps(Interval range) const {
+    std::vector<Interval> out;
+    auto it = ranges_.upper_bound(range.begin);
+    int64_t from = it != ranges_.begin() ? std::max(range.begin, std::prev(it)->second) : range.begin;
+    for (; it != ranges_.end() && it->first < range.end; ++it) {
+      if (from < it->first) {
+        out.push_back({from, it->first});
+      }
+      from = std::max(from, it->second);
+    }
+    if (from < range.end) {
+      out.push_back({from, range.end});
+    }
+    return out;
+  }
+
+ private:
+  std::map<int64_t, int64_t> ranges_;
+};
+
+/// What one rank has of one task.
+struct Stock {
+  RangeSet value;
+  std::vector<RangeSet> contributions;
+};
+
+class Replay {
+ public:
+  explicit Replay(const ReshardingPlan& plan) : plan_(plan) {
+    for (int64_t rank : plan.participants()) {
+      participants_.insert(rank);
+    }
+  }
+
+  void run() {
+    for (size_t i = 0; i < plan_.messages.size(); ++i) {
+      checkRanges(i);
+      play(i);
+    }
+    for (size_t task = 0; task < plan_.tasks.size(); ++task) {
+      checkComplete(task);
+    }
+  }
+
+ private:
+  const std::vector<std::vector<int64_t>>& contributionsOf(int64_t task) const {
+    return plan_.holders[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].holders)].contributions;
+  }
+  const std::vector<int64_t>& neederRanks(int64_t task) const {
+    return plan_.needers[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].needers)];
+  }
+  static bool has(const std::vector<int64_t>& ranks, int64_t rank) { return std::binary_search(ranks.begin(), ranks.end(), rank); }
+
+  /// A rank's stock; it begins with the contribution that the rank holds.
+  Stock& stockOf(int64_t task, int64_t rank) {
+    const auto [place, is_new] = stocks_.try_emplace({task, rank});
+    if (is_new) {
+      const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
+      place->second.contributions.resize(contributions.size());
+      for (size_t i = 0; i < contributions.size(); ++i) {
+        if (has(contributions[i], rank)) {
+          place->second.contributions[i].add({0, numElements(plan_.tasks[static_cast<size_t>(task)].box)});
+        }
+      }
+    }
+    return place->second;
+  }
+
+  /// The first range that the rank can neither copy nor reduce, or an empty one.
+  static Interval firstMissing(const Stock& stock, Interval range) {
+    for (const Interval& gap : stock.value.gaps(range)) {
+      for (const RangeSet& contribution : stock.contributions) {
+        const std::vector<Interval> missing = contribution.gaps(gap);
+        if (!missing.empty()) {
+          return missing.front();
+        }
+      }
+    }
+    return {};
+  }
+
+  void checkRanges(size_t index) const {
+    const Message& message = plan_.messages[index];
+    const std::string what = "plan message " + std::to_string(index) + ": ";
+    require(message.task >= 0 && std::cmp_less(message.task, plan_.tasks.size()), what + "there is no task " + std::to_string(message.task));
+    const int64_t num_elements = numElements(plan_.tasks[static_cast<size_t>(message.task)].box);
+    require(message.begin >= 0 && message.begin < message.end && message.end <= num_elements,
+            what + "elements [" + std::to_string(message.begin) + ", " + std::to_string(message.end) + ") are not a part of the task's " +
+                std::to_string(num_elements));
+    require(message.src_rank != message.dst_rank, what + "rank " + std::to_string(message.src_rank) + " sends to itself");
+    require(participants_.contains(message.src_rank) && participants_.contains(message.dst_rank),
+            what + "rank " + std::to_string(participants_.contains(message.src_rank) ? message.dst_rank : message.src_rank) + " is in no mesh");
+    require(message.contribution >= 0 && std::cmp_less(message.contribution, contributionsOf(message.task).size()),
+            what + "there is no contribution " + std::to_string(message.contribution));
+  }
+
+  void play(size_t index) {
+    const Message& message = plan_.messages[index];
+    const Interval range{message.begin, message.end};
+    const bool is_contribution = message.payload == Payload::kContribution;
+    if (!has(neederRanks(message.task), message.dst_rank)) {
+      fail(message.task, index, "rank " + std::to_string(message.dst_rank) + " receives what it does not need");
+    }
+    const Interval missing = is_contribution ? Interval{} : firstMissing(stockOf(message.task, message.src_rank), range);
+    if (missing.size() > 0) {
+      fail(message.task, index, "rank " + std::to_string(message.src_rank) + " sends elements " + rangeStr(missing) + " before it has them");
+    }
+    if (is_contribution && !has(contributionsOf(message.task)[static_cast<size_t>(message.contribution)], message.src_rank)) {
+      fail(message.task, index, "rank " + std::to_string(message.src_rank) + " does not hold contribution " + std::to_string(message.contribution));
+    }
+    Stock& stock = stockOf(message.task, message.dst_rank);
+    const bool reduces = stock.contributions.size() > 1;
+    if (is_contribution && !reduces) {
+      fail(message.task, index, "the slice is not Partial, its value travels as such");
+    }
+    const auto holds_all = [&] { return has(contributionsOf(message.task).front(), message.dst_rank); };
+    if (stock.value.meets(range) || (!reduces && holds_all()) ||
+        (is_contribution && stock.contributions[static_cast<size_t>(message.contribution)].meets(range))) {
+      fail(message.task, index, "rank " + std::to_string(message.dst_rank) + " has elements " + rangeStr(range) + " already");
+    }
+    if (!is_contribution && reduces && receivedContribution(message.task, message.dst_rank, range)) {
+      fail(message.task, index, "rank " + std::to_string(message.dst_rank) + " reduces elements of " + rangeStr(range) + " and receives them too");
+    }
+    if (is_contribution) {
+      stock.contributions[static_cast<size_t>(message.contribution)].add(range);
+    } else {
+      stock.value.add(range);
+    }
+  }
+
+  bool receivedContribution(int64_t task, int64_t rank, Interval range) {
+    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
+    const Stock& stock = stockOf(task, rank);
+    for (size_t i = 0; i < contributions.size(); ++i) {
+      if (!has(contributions[i], rank) && stock.contributions[i].meets(range)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void checkComplete(size_t task) {
+    const auto index = static_cast<int64_t>(task);
+    for (int64_t rank : neederRanks(index)) {
+      const Interval missing = firstMissing(stockOf(index, rank), {0, numElements(plan_.tasks[task].box)});
+      if (missing.size() > 0) {
+        fail(index, plan_.messages.size(), "rank " + std::to_string(rank) + " ends without elements " + rangeStr(missing));
+      }
+    }
+  }
+
+  static std::string rangeStr(Interval range) { return "[" + std::to_string(range.begin) + ", " + std::to_string(range.end) + ")"; }
+
+  /// The task's messages up to `bad`, the last dozen of them, the bad one marked.
+  [[noreturn]] void fail(int64_t task, size_t bad, const std::string& why) const {
+    constexpr size_t kShown = 12;
+    std::vector<std::string> lines;
+    for (size_t i = 0; i < plan_.messages.size() && i <= bad; ++i) {
+      const Message& message = plan_.messages[i];
+      if (message.task != task) {
+        continue;
+      }
+      lines.push_back((i == bad ? "> " : "  ") + std::to_string(i) + "  " + rangeStr({message.begin, message.end}) + "  " +
+                      std::to_string(message.src_rank) + " -> " + std::to_string(message.dst_rank) +
+                      (message.payload == Payload::kContribution ? "  contribution " + std::to_string(message.contribution) : "  value"));
+    }
+    std::string grid;
+    for (size_t i = lines.size() > kShown ? lines.size() - kShown : 0; i < lines.size(); ++i) {
+      grid += "\n" + lines[i];
+    }
+    const UnitTask& unit = plan_.tasks[static_cast<size_t>(task)];
+    throw InvalidArgument("invalid plan (" + plan_.strategy + "): tensor " + std::to_string(unit.tensor) + ", task " + std::to_string(task) + " " +
+                          boxStr(unit.box) + ": " + why + "\n  message  elements  from -> to  payload" + grid +
+                          (bad == plan_.messages.size() ? "\n> end of the plan" : ""));
+  }
+
+  const ReshardingPlan& plan_;
+  std::set<int64_t> participants_;
+  std::map<std::pair<int64_t, int64_t>, Stock> stocks_;
+};
+
+}  // namespace
+
+void validatePlan(const ReshardingPlan& plan) { Replay(plan).run(); }
+
+}  // namespace xmesh::core
