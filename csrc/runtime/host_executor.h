@@ -61,43 +61,69 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
 
  private:
   enum class Phase : uint8_t { kNew, kRunning, kDone, kCancelled };
+  enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy };
+  struct Event {
+    EventKind kind = EventKind::kStart;
+    int32_t index = 0;
+  };
   struct ReduceState {
-    std::byte* accumulator = nullptr;  ///< in the destination, or in `staged`
+    std::byte* accumulator = nullptr;  ///< in the destination, or staged
     StagingBuffer staged;
-    int32_t num_accumulated = 0;  ///< received contributions taken in so far
-    bool is_prepared = false;
+    int32_t num_received = 0;  ///< received contributions taken in so far
     bool is_own_done = false;
   };
 
-  void onStagingFree() override;
-  void pump();
-  void pumpOnce();
+  void onStagingFree() override { handle({EventKind::kStagingFree, 0}); }
+  /// Takes an event in, now or (when called back from inside) after the present one. The executor may be gone afterwards.
+  void handle(Event event);
+  void process(Event event);
+  void settle();
+  void begin();
   void postReceives();
   bool postReceive(int32_t index);
   bool prepareReduction(int32_t index);
-  void postSends();
+  std::byte* receiveTarget(int32_t index);
+  void postSendsTo(int32_t peer);
+  void postStagedSends();
   bool postSend(int32_t index);
+  void takeReceived(int32_t index);
   void advanceReduction(int32_t index);
-  void accumulateOwn(int32_t index);
-  void finishReduction(int32_t index);
+  void accumulateOwn(const ReduceStep& step, const ReduceState& state) const;
+  void finishReduction(const ReduceStep& step, ReduceState& state);
   void onArrival(int32_t arrival);
-  void copyLocal();
-  void finish();
+  void copySlice();
   void releaseAll();
-  StridedBox boxOf(int32_t place) const;
+  void release(StagingKind kind, StagingBuffer& buffer);
+  const StridedBox& boxOf(int32_t place) const { return boxes_[static_cast<size_t>(place)]; }
 
   std::shared_ptr<const Program> program_;
   transport::HostTransport& transport_;
-  transport::OperationId operation_;
+  const transport::OperationId operation_;
   std::vector<int32_t> group_rank_of_peer_;
-  std::vector<LocalTensor> src_;
-  std::vector<LocalTensor> dst_;
   StagingPool& pool_;
   std::function<void()> on_done_;
+  std::vector<StridedBox> boxes_;  ///< by place
 
   Phase phase_ = Phase::kNew;
-  bool is_pumping_ = false;
-  bool is_pump_due_ = false;
+  bool is_handling_ = false;
+  bool has_released_ = false;
+  std::vector<Event> pending_;  ///< events that came while one was being handled
+  int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete
+
+  std::vector<int32_t> num_deps_;      ///< by send: arrivals still missing
+  std::vector<int32_t> next_send_;     ///< by peer: the first send not posted, or -1
+  std::vector<int64_t> num_sent_;      ///< by peer
+  std::vector<int64_t> num_received_;  ///< by peer
+  std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending
+  size_t next_staged_send_ = 0;
+  int32_t next_receive_ = 0;
+  std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
+  std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged
+  std::vector<uint8_t> has_arrived_;            ///< by receive; empty when nothing is reduced
+  std::vector<ReduceState> reduce_states_;
+  size_t copy_index_ = 0;                ///< the copy under way
+  int64_t copy_element_ = 0;             ///< its first element not copied
+  std::shared_ptr<HostExecutor*> self_;  ///< what posted tasks hold: nulled when this ends
 };
 
 }  // namespace xmesh::runtime

@@ -1,0 +1,441 @@
+#include "runtime/host_executor.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+
+namespace xmesh::runtime {
+namespace {
+
+/// Local copies give way to other work on the transport's thread after so many bytes.
+constexpr int64_t kCopySliceBytes = int64_t{1} << 20;
+
+bool isAligned(const std::byte* data, int64_t item_bytes) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(std::min<int64_t>(item_bytes, alignof(std::max_align_t))) == 0;
+}
+
+}  // namespace
+
+HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, transport::OperationId operation,
+                           std::vector<int32_t> group_rank_of_peer, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, StagingPool& pool,
+                           std::function<void()> on_done)
+    : program_(std::move(program)),
+      transport_(transport),
+      operation_(operation),
+      group_rank_of_peer_(std::move(group_rank_of_peer)),
+      pool_(pool),
+      on_done_(std::move(on_done)) {
+  const Program& todo = *program_;
+  todo.checkLocalTensors(src, dst);
+  core::require(group_rank_of_peer_.size() == todo.peer_ranks.size(), "expected the group ranks of " + std::to_string(todo.peer_ranks.size()) +
+                                                                          " peers, got " + std::to_string(group_rank_of_peer_.size()));
+  boxes_.reserve(todo.places.size());
+  for (const Place& place : todo.places) {
+    const LocalTensor& tensor = (place.is_src ? src : dst)[static_cast<size_t>(place.tensor)];
+    boxes_.push_back(stridedBox(tensor, place.offsets.data(), place.extents.data(), place.item_bytes));
+  }
+  num_deps_.reserve(todo.sends.size());
+  for (size_t i = 0; i < todo.sends.size(); ++i) {
+    const SendStep& step = todo.sends[i];
+    num_deps_.push_back(step.num_deps);
+    if (contiguousRun(boxOf(step.place), step.begin, step.end, todo.places[static_cast<size_t>(step.place)].item_bytes) == nullptr) {
+      staged_sends_.push_back(static_cast<int32_t>(i));
+    }
+  }
+  next_send_ = todo.first_send_of_peer;
+  num_sent_.assign(todo.peer_ranks.size(), 0);
+  num_received_.assign(todo.peer_ranks.size(), 0);
+  send_buffers_.resize(staged_sends_.empty() ? 0 : todo.sends.size());
+  reduce_states_.resize(todo.reductions.size());
+  has_arrived_.resize(todo.reductions.empty() ? 0 : todo.receives.size());
+  num_open_ = todo.numSends() + todo.numReceives() + static_cast<int64_t>(todo.copies.size());
+}
+
+HostExecutor::~HostExecutor() {
+  if (phase_ == Phase::kRunning) {
+    cancel();
+  }
+}
+
+void HostExecutor::start() {
+  core::require(phase_ == Phase::kNew, "an operation can be started only once");
+  phase_ = Phase::kRunning;
+  handle({EventKind::kStart, 0});
+}
+
+void HostExecutor::cancel() {
+  if (phase_ != Phase::kRunning) {
+    return;
+  }
+  phase_ = Phase::kCancelled;
+  transport_.close(operation_);
+  if (self_ != nullptr) {
+    *self_ = nullptr;
+  }
+  releaseAll();
+  pool_.forget(*this);
+  pool_.serve();
+}
+
+void HostExecutor::onSent(int64_t cookie) { handle({EventKind::kSent, static_cast<int32_t>(cookie)}); }
+
+void HostExecutor::onReceived(int64_t cookie) { handle({EventKind::kReceived, static_cast<int32_t>(cookie)}); }
+
+void HostExecutor::handle(Event event) {
+  if (is_handling_) {
+    pending_.push_back(event);
+    return;
+  }
+  is_handling_ = true;
+  process(event);
+  for (size_t i = 0; i < pending_.size(); ++i) {
+    process(pending_[i]);
+  }
+  pending_.clear();
+  is_handling_ = false;
+  settle();
+}
+
+void HostExecutor::process(Event event) {
+  if (phase_ != Phase::kRunning) {
+    return;
+  }
+  switch (event.kind) {
+    case EventKind::kStart:
+      return begin();
+    case EventKind::kSent:
+      --num_open_;
+      ++num_sent_[static_cast<size_t>(program_->sends[static_cast<size_t>(event.index)].peer)];
+      if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(event.index)]) {
+        release(StagingKind::kSend, send_buffers_[static_cast<size_t>(event.index)]);
+        postStagedSends();
+      }
+      return;
+    case EventKind::kReceived:
+      return takeReceived(event.index);
+    case EventKind::kStagingFree:
+      postReceives();
+      return postStagedSends();
+    case EventKind::kCopy:
+      return copySlice();
+  }
+}
+
+/// Ends an event: reports the end of the operation, or lets others have what was released. Nothing of this object is touched afterwards.
+void HostExecutor::settle() {
+  if (phase_ == Phase::kRunning && num_open_ == 0) {
+    phase_ = Phase::kDone;
+    transport_.close(operation_);
+    pool_.forget(*this);
+    pool_.serve();
+    const std::function<void()> on_done = std::move(on_done_);
+    if (on_done) {
+      on_done();
+    }
+    return;
+  }
+  if (has_released_) {
+    has_released_ = false;
+    pool_.serve();
+  }
+}
+
+void HostExecutor::begin() {
+  transport_.open(operation_, *this);
+  postReceives();
+  // In plan order over all peers, as far as nothing has to be waited for.
+  for (size_t i = 0; i < program_->sends.size(); ++i) {
+    const auto peer = static_cast<size_t>(program_->sends[i].peer);
+    if (next_send_[peer] == static_cast<int32_t>(i) && num_deps_[i] == 0 && postSend(static_cast<int32_t>(i))) {
+      next_send_[peer] = program_->sends[i].next_of_peer;
+    }
+  }
+  if (!program_->copies.empty()) {
+    copySlice();
+  }
+}
+
+void HostExecutor::postReceives() {
+  while (next_receive_ < static_cast<int32_t>(program_->receives.size()) && postReceive(next_receive_)) {
+    ++next_receive_;
+  }
+}
+
+bool HostExecutor::postReceive(int32_t index) {
+  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
+  if (step.reduction >= 0 && !prepareReduction(step.reduction)) {
+    return false;
+  }
+  const int64_t num_bytes = (step.end - step.begin) * program_->places[static_cast<size_t>(step.place)].item_bytes;
+  std::byte* target = receiveTarget(index);
+  if (target == nullptr) {
+    if (receive_buffers_.empty()) {
+      receive_buffers_.resize(program_->receives.size());
+    }
+    StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
+    buffer = pool_.acquire(StagingKind::kReceive, num_bytes, *this);
+    if (!buffer) {
+      return false;
+    }
+    target = buffer.data;
+  }
+  transport_.recv(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], target, num_bytes, index);
+  return true;
+}
+
+/// Where a message may go without staging: a value into its place, a reduction's first contribution into the accumulator of its own type.
+std::byte* HostExecutor::receiveTarget(int32_t index) {
+  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
+  if (step.reduction < 0) {
+    return contiguousRun(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
+  }
+  const ReduceStep& reduce = program_->reductions[static_cast<size_t>(step.reduction)];
+  const bool is_first = index == reduce.first_receive && reduce.own_turn != 0;
+  return is_first && reduce.reduction.accumulatesInPlace() ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator : nullptr;
+}
+
+/// Makes sure that the reduction has an accumulator.
+bool HostExecutor::prepareReduction(int32_t index) {
+  const ReduceStep& step = program_->reductions[static_cast<size_t>(index)];
+  ReduceState& state = reduce_states_[static_cast<size_t>(index)];
+  if (state.accumulator != nullptr) {
+    return true;
+  }
+  const int64_t item_bytes = step.reduction.itemBytes();
+  std::byte* in_place = step.reduction.accumulatesInPlace() ? contiguousRun(boxOf(step.place), step.begin, step.end, item_bytes) : nullptr;
+  if (in_place != nullptr && isAligned(in_place, item_bytes)) {
+    state.accumulator = in_place;
+  } else {
+    state.staged = pool_.acquire(StagingKind::kAccumulate, (step.end - step.begin) * step.reduction.accumulatorItemBytes(), *this);
+    if (!state.staged) {
+      return false;
+    }
+    state.accumulator = state.staged.data;
+  }
+  if (step.own_turn == 0) {
+    accumulateOwn(step, state);
+    state.is_own_done = true;
+  }
+  return true;
+}
+
+void HostExecutor::postSendsTo(int32_t peer) {
+  int32_t& next = next_send_[static_cast<size_t>(peer)];
+  while (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0 && postSend(next)) {
+    next = program_->sends[static_cast<size_t>(next)].next_of_peer;
+  }
+}
+
+/// Goes on where the first send that must be packed may have been held up.
+void HostExecutor::postStagedSends() {
+  while (next_staged_send_ < staged_sends_.size()) {
+    const size_t before = next_staged_send_;
+    postSendsTo(program_->sends[static_cast<size_t>(staged_sends_[before])].peer);
+    if (next_staged_send_ == before) {
+      return;
+    }
+  }
+}
+
+/// Sends that must be packed go strictly in plan order (StagingPool says why), the others only in their peer's order.
+bool HostExecutor::postSend(int32_t index) {
+  const SendStep& step = program_->sends[static_cast<size_t>(index)];
+  const int64_t item_bytes = program_->places[static_cast<size_t>(step.place)].item_bytes;
+  const int64_t num_bytes = (step.end - step.begin) * item_bytes;
+  const StridedBox& box = boxOf(step.place);
+  const std::byte* data = contiguousRun(box, step.begin, step.end, item_bytes);
+  if (data == nullptr) {
+    if (staged_sends_[next_staged_send_] != index) {
+      return false;
+    }
+    StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
+    buffer = pool_.acquire(StagingKind::kSend, num_bytes, *this);
+    if (!buffer) {
+      return false;
+    }
+    ++next_staged_send_;
+    packRange(box, step.begin, step.end, item_bytes, buffer.data);
+    data = buffer.data;
+  }
+  transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, num_bytes, index);
+  return true;
+}
+
+void HostExecutor::takeReceived(int32_t index) {
+  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
+  --num_open_;
+  ++num_received_[static_cast<size_t>(step.peer)];
+  if (step.reduction >= 0) {
+    has_arrived_[static_cast<size_t>(index)] = 1;
+    advanceReduction(step.reduction);
+  } else {
+    if (!receive_buffers_.empty() && receive_buffers_[static_cast<size_t>(index)]) {
+      StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
+      unpackRange(buffer.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
+      release(StagingKind::kReceive, buffer);
+    }
+    onArrival(step.arrival);
+  }
+  postReceives();
+}
+
+/// Takes in what has arrived, as far as it is its turn.
+void HostExecutor::advanceReduction(int32_t index) {
+  const ReduceStep& step = program_->reductions[static_cast<size_t>(index)];
+  ReduceState& state = reduce_states_[static_cast<size_t>(index)];
+  while (true) {
+    if (step.own_turn == state.num_received && !state.is_own_done) {
+      accumulateOwn(step, state);
+      state.is_own_done = true;
+    }
+    const auto next = static_cast<size_t>(step.first_receive + state.num_received);
+    if (state.num_received == step.num_receives || has_arrived_[next] == 0) {
+      break;
+    }
+    if (!receive_buffers_.empty() && receive_buffers_[next]) {
+      StagingBuffer& buffer = receive_buffers_[next];
+      const bool is_first = state.num_received == 0 && !state.is_own_done;
+      (is_first ? initAccumulator : accumulate)(step.reduction, state.accumulator, buffer.data, step.end - step.begin);
+      release(StagingKind::kReceive, buffer);
+    }
+    ++state.num_received;
+  }
+  if (state.num_received == step.num_receives) {
+    finishReduction(step, state);
+  }
+}
+
+/// Own contribution, by way of a small buffer where it is not dense.
+void HostExecutor::accumulateOwn(const ReduceStep& step, const ReduceState& state) const {
+  constexpr int64_t kBufferBytes = 4096;
+  alignas(16) std::array<std::byte, kBufferBytes> dense;
+  const StridedBox& box = boxOf(step.own_place);
+  const int64_t item_bytes = step.reduction.itemBytes();
+  const auto take = step.own_turn == 0 ? initAccumulator : accumulate;
+  const std::byte* run = contiguousRun(box, step.begin, step.end, item_bytes);
+  if (run != nullptr) {
+    return take(step.reduction, state.accumulator, run, step.end - step.begin);
+  }
+  const int64_t piece = kBufferBytes / item_bytes;
+  for (int64_t begin = step.begin; begin < step.end; begin += piece) {
+    const int64_t end = std::min(step.end, begin + piece);
+    packRange(box, begin, end, item_bytes, dense.data());
+    take(step.reduction, state.accumulator + (begin - step.begin) * step.reduction.accumulatorItemBytes(), dense.data(), end - begin);
+  }
+}
+
+void HostExecutor::finishReduction(const ReduceStep& step, ReduceState& state) {
+  finishAccumulator(step.reduction, state.accumulator, step.end - step.begin);
+  if (state.staged) {
+    unpackRange(state.accumulator, boxOf(step.place), step.begin, step.end, step.reduction.itemBytes());
+    release(StagingKind::kAccumulate, state.staged);
+  }
+  onArrival(step.arrival);
+}
+
+void HostExecutor::onArrival(int32_t arrival) {
+  const Program& todo = *program_;
+  for (int32_t i = todo.dependents_begin[static_cast<size_t>(arrival)]; i < todo.dependents_begin[static_cast<size_t>(arrival) + 1]; ++i) {
+    const int32_t send = todo.dependents[static_cast<size_t>(i)];
+    const int32_t peer = todo.sends[static_cast<size_t>(send)].peer;
+    if (--num_deps_[static_cast<size_t>(send)] > 0 || next_send_[static_cast<size_t>(peer)] != send) {
+      continue;
+    }
+    const size_t staged_before = next_staged_send_;
+    postSendsTo(peer);
+    if (next_staged_send_ != staged_before) {
+      postStagedSends();
+    }
+  }
+}
+
+/// Copies one slice's worth of what this rank keeps; the rest follows in a task of its own.
+void HostExecutor::copySlice() {
+  int64_t left_bytes = kCopySliceBytes;
+  while (copy_index_ < program_->copies.size()) {
+    const CopyStep& step = program_->copies[copy_index_];
+    const int64_t item_bytes = program_->places[static_cast<size_t>(step.src_place)].item_bytes;
+    const int64_t end = std::min(step.num_elements, copy_element_ + std::max<int64_t>(1, left_bytes / item_bytes));
+    copyRange(boxOf(step.src_place), boxOf(step.dst_place), copy_element_, end, item_bytes);
+    left_bytes -= (end - copy_element_) * item_bytes;
+    copy_element_ = end;
+    if (end == step.num_elements) {
+      ++copy_index_;
+      copy_element_ = 0;
+      --num_open_;
+    }
+    if (left_bytes <= 0 && copy_index_ < program_->copies.size()) {
+      if (self_ == nullptr) {
+        self_ = std::make_shared<HostExecutor*>(this);
+      }
+      transport_.post([self = self_] {
+        if (*self != nullptr) {
+          (*self)->handle({EventKind::kCopy, 0});
+        }
+      });
+      return;
+    }
+  }
+}
+
+void HostExecutor::release(StagingKind kind, StagingBuffer& buffer) {
+  pool_.release(kind, buffer, *this);
+  buffer = {};
+  has_released_ = true;
+}
+
+void HostExecutor::releaseAll() {
+  for (StagingBuffer& buffer : send_buffers_) {
+    if (buffer) {
+      release(StagingKind::kSend, buffer);
+    }
+  }
+  for (StagingBuffer& buffer : receive_buffers_) {
+    if (buffer) {
+      release(StagingKind::kReceive, buffer);
+    }
+  }
+  for (ReduceState& state : reduce_states_) {
+    if (state.staged) {
+      release(StagingKind::kAccumulate, state.staged);
+    }
+  }
+}
+
+std::vector<PeerProgress> HostExecutor::progress() const {
+  std::vector<PeerProgress> out;
+  for (size_t i = 0; i < program_->peer_ranks.size(); ++i) {
+    out.push_back({program_->peer_ranks[i], num_sent_[i], program_->sends_of_peer[i], num_received_[i], program_->receives_of_peer[i]});
+  }
+  return out;
+}
+
+std::vector<int64_t> HostExecutor::waitingFor() const {
+  std::vector<int64_t> out;
+  for (const PeerProgress& peer : progress()) {
+    if (peer.num_sent < peer.num_sends || peer.num_received < peer.num_receives) {
+      out.push_back(peer.global_rank);
+    }
+  }
+  return out;
+}
+
+std::string HostExecutor::describeProgress() const {
+  std::string out;
+  const auto add = [&out](const char* verb, int64_t count, int64_t total, const char* preposition, int64_t global_rank) {
+    if (count < total) {
+      out += std::string(out.empty() ? "" : ", ") + verb + std::to_string(count) + " of " + std::to_string(total) + " messages " + preposition +
+             " rank " + std::to_string(global_rank);
+    }
+  };
+  for (const PeerProgress& peer : progress()) {
+    add("received ", peer.num_received, peer.num_receives, "from", peer.global_rank);
+    add("sent ", peer.num_sent, peer.num_sends, "to", peer.global_rank);
+  }
+  return out;
+}
+
+}  // namespace xmesh::runtime

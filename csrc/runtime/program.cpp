@@ -1,0 +1,307 @@
+#include "runtime/program.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "core/error.h"
+#include "core/tiling.h"
+#include "runtime/program_order.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Message;
+using core::Payload;
+using core::ReshardingPlan;
+using core::UnitTask;
+
+/// Elements [begin, end) of a task that this rank has from `arrival` on.
+struct ArrivedRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int32_t arrival = 0;
+};
+
+/// A tensor's tiling as this rank sees it.
+struct View {
+  core::Tiling tiling;
+  std::vector<int64_t> coord;
+};
+
+std::optional<View> viewOf(const core::TensorSpec& spec, int64_t global_rank) {
+  const int64_t index = spec.mesh.indexOfRank(global_rank);
+  if (index < 0) {
+    return std::nullopt;
+  }
+  return View{core::Tiling(spec), spec.mesh.coordOfIndex(index)};
+}
+
+class Compiler {
+ public:
+  Compiler(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options)
+      : plan_(plan), rank_(global_rank), options_(options), program_(std::make_shared<Program>()) {
+    core::require(options.max_message_bytes > 0, "messages must be at least one byte long, got " + std::to_string(options.max_message_bytes));
+    program_->global_rank = global_rank;
+    for (const core::TensorPair& pair : plan.tensors) {
+      src_views_.push_back(viewOf(pair.src, global_rank));
+      dst_views_.push_back(viewOf(pair.dst, global_rank));
+      program_->src_shapes.push_back(shapeOf(src_views_.back()));
+      program_->dst_shapes.push_back(shapeOf(dst_views_.back()));
+    }
+    for (const core::Holders& holders : plan.holders) {
+      own_contribution_.push_back(contributionOf(holders, global_rank));
+    }
+    for (const std::vector<int64_t>& needers : plan.needers) {
+      is_needer_.push_back(std::binary_search(needers.begin(), needers.end(), global_rank));
+    }
+  }
+
+  std::shared_ptr<const Program> compile() {
+    const std::vector<Message> messages = orderedMessages(plan_, rank_, options_.max_message_bytes);
+    collectPeers(messages);
+    for (size_t position = 0; position < messages.size(); ++position) {
+      const Message& message = messages[position];
+      if (message.src_rank == rank_) {
+        addSend(message, static_cast<int64_t>(position));
+      } else if (message.payload == Payload::kValue) {
+        addValue(message, static_cast<int64_t>(position));
+      } else {
+        addContribution(message, static_cast<int64_t>(position));
+      }
+    }
+    addCopies();
+    linkSends();
+    return std::move(program_);
+  }
+
+ private:
+  static std::optional<std::vector<int64_t>> shapeOf(const std::optional<View>& view) {
+    return view.has_value() ? std::optional(view->tiling.localShape(view->coord)) : std::nullopt;
+  }
+  const UnitTask& taskOf(const Message& message) const { return plan_.tasks[static_cast<size_t>(message.task)]; }
+  int64_t numContributions(const UnitTask& task) const {
+    return static_cast<int64_t>(plan_.holders.at(static_cast<size_t>(task.holders)).contributions.size());
+  }
+  int64_t ownContribution(const UnitTask& task) const { return own_contribution_.at(static_cast<size_t>(task.holders)); }
+  bool holdsValue(const UnitTask& task) const { return numContributions(task) == 1 && ownContribution(task) == 0; }
+  bool needs(const UnitTask& task) const { return is_needer_.at(static_cast<size_t>(task.needers)); }
+  std::string messageStr(const Message& message) const {
+    return "message from rank " + std::to_string(message.src_rank) + " to rank " + std::to_string(message.dst_rank) + " with elements [" +
+           std::to_string(message.begin) + ", " + std::to_string(message.end) + ") of " + taskStr(plan_, message.task);
+  }
+
+  void collectPeers(const std::vector<Message>& messages) {
+    for (const Message& message : messages) {
+      program_->peer_ranks.push_back(message.src_rank == rank_ ? message.dst_rank : message.src_rank);
+    }
+    std::sort(program_->peer_ranks.begin(), program_->peer_ranks.end());
+    program_->peer_ranks.erase(std::unique(program_->peer_ranks.begin(), program_->peer_ranks.end()), program_->peer_ranks.end());
+    for (size_t i = 0; i < program_->peer_ranks.size(); ++i) {
+      peer_index_[program_->peer_ranks[i]] = static_cast<int32_t>(i);
+    }
+    program_->receives_of_peer.assign(program_->peer_ranks.size(), 0);
+    program_->sends_of_peer.assign(program_->peer_ranks.size(), 0);
+    program_->first_send_of_peer.assign(program_->peer_ranks.size(), -1);
+  }
+
+  int32_t placeOf(int64_t task_index, bool is_src) {
+    std::unordered_map<int64_t, int32_t>& known = is_src ? src_place_ : dst_place_;
+    const auto [found, is_new] = known.try_emplace(task_index, static_cast<int32_t>(program_->places.size()));
+    if (is_new) {
+      const UnitTask& task = plan_.tasks[static_cast<size_t>(task_index)];
+      const View& view = (is_src ? src_views_ : dst_views_).at(static_cast<size_t>(task.tensor)).value();
+      Place place;
+      place.tensor = static_cast<int32_t>(task.tensor);
+      place.is_src = is_src;
+      place.item_bytes = plan_.itemBytes(task);
+      const std::vector<int64_t> offset = core::localOffset(view.tiling, view.coord, task.box);
+      std::copy(offset.begin(), offset.end(), place.offsets.begin());
+      for (size_t dim = 0; dim < task.box.size(); ++dim) {
+        place.extents[dim] = task.box[dim].size();
+      }
+      program_->places.push_back(place);
+    }
+    return found->second;
+  }
+
+  void addSend(const Message& message, int64_t position) {
+    const UnitTask& task = taskOf(message);
+    SendStep step;
+    step.peer = peer_index_.at(message.dst_rank);
+    step.position = position;
+    step.begin = message.begin;
+    step.end = message.end;
+    if (message.payload == Payload::kContribution) {
+      core::require(ownContribution(task) == message.contribution,
+                    messageStr(message) + ": its sender does not hold contribution " + std::to_string(message.contribution));
+      step.place = placeOf(message.task, true);
+    } else if (holdsValue(task)) {
+      step.place = placeOf(message.task, true);
+    } else {
+      addDependencies(message, step);
+      step.place = placeOf(message.task, false);
+    }
+    ++program_->sends_of_peer[static_cast<size_t>(step.peer)];
+    program_->sends.push_back(step);
+  }
+
+  void addDependencies(const Message& message, SendStep& step) {
+    const std::vector<ArrivedRange>& ranges = arrived_[message.task];
+    auto range = std::upper_bound(ranges.begin(), ranges.end(), message.begin,
+                                  [](int64_t begin, const ArrivedRange& candidate) { return begin < candidate.end; });
+    int64_t covered = message.begin;
+    for (; range != ranges.end() && range->begin <= covered && covered < message.end; ++range) {
+      covered = range->end;
+      dependencies_.emplace_back(range->arrival, static_cast<int32_t>(program_->sends.size()));
+      ++step.num_deps;
+    }
+    core::require(covered >= message.end, messageStr(message) + ": its sender does not have element " + std::to_string(covered) + " by then");
+  }
+
+  /// Registers elements that are there from now on; returns the arrival's index.
+  int32_t addArrival(const Message& message) {
+    core::require(needs(taskOf(message)), messageStr(message) + ": its receiver does not need them");
+    core::require(!holdsValue(taskOf(message)), messageStr(message) + ": its receiver holds them already");
+    std::vector<ArrivedRange>& ranges = arrived_[message.task];
+    const auto place = std::lower_bound(ranges.begin(), ranges.end(), message.begin,
+                                        [](const ArrivedRange& candidate, int64_t begin) { return candidate.begin < begin; });
+    const bool is_free = (place == ranges.end() || message.end <= place->begin) && (place == ranges.begin() || (place - 1)->end <= message.begin);
+    core::require(is_free, messageStr(message) + ": its receiver has some of them already");
+    ranges.insert(place, {message.begin, message.end, num_arrivals_});
+    return num_arrivals_++;
+  }
+
+  ReceiveStep& addReceive(const Message& message, int64_t position) {
+    ReceiveStep step;
+    step.peer = peer_index_.at(message.src_rank);
+    step.position = position;
+    step.begin = message.begin;
+    step.end = message.end;
+    step.place = placeOf(message.task, false);
+    ++program_->receives_of_peer[static_cast<size_t>(step.peer)];
+    program_->receives.push_back(step);
+    return program_->receives.back();
+  }
+
+  void addValue(const Message& message, int64_t position) {
+    const int32_t arrival = addArrival(message);
+    addReceive(message, position).arrival = arrival;
+  }
+
+  void addContribution(const Message& message, int64_t position) {
+    const UnitTask& task = taskOf(message);
+    std::vector<ReduceStep>& reductions = program_->reductions;
+    const bool continues = !reductions.empty() && last_reduced_task_ == message.task && reductions.back().begin == message.begin;
+    if (!continues) {
+      ReduceStep step;
+      step.arrival = addArrival(message);
+      step.place = placeOf(message.task, false);
+      step.begin = message.begin;
+      step.end = message.end;
+      step.first_receive = static_cast<int32_t>(program_->receives.size());
+      step.reduction = reductionOf(plan_.tensors[static_cast<size_t>(task.tensor)].src);
+      if (ownContribution(task) >= 0) {
+        step.own_place = placeOf(message.task, true);
+        step.own_turn = static_cast<int32_t>(ownContribution(task));  // as many received ones come before it
+      }
+      reductions.push_back(step);
+      last_reduced_task_ = message.task;
+    }
+    ++reductions.back().num_receives;
+    addReceive(message, position).reduction = static_cast<int32_t>(reductions.size()) - 1;
+  }
+
+  void addCopies() {
+    for (size_t index = 0; index < plan_.tasks.size(); ++index) {
+      const UnitTask& task = plan_.tasks[index];
+      if (!needs(task)) {
+        continue;
+      }
+      const int64_t num_elements = core::numElements(task.box);
+      if (holdsValue(task)) {
+        const int32_t src_place = placeOf(static_cast<int64_t>(index), true);
+        program_->copies.push_back({src_place, placeOf(static_cast<int64_t>(index), false), num_elements});
+        continue;
+      }
+      int64_t covered = 0;
+      for (const ArrivedRange& range : arrived_[static_cast<int64_t>(index)]) {
+        covered += range.end - range.begin;
+      }
+      core::require(covered == num_elements, "rank " + std::to_string(rank_) + " needs " + std::to_string(num_elements) + " elements of " +
+                                                 taskStr(plan_, static_cast<int64_t>(index)) + ", the plan brings it " + std::to_string(covered));
+    }
+  }
+
+  void linkSends() {
+    std::vector<SendStep>& sends = program_->sends;
+    for (size_t i = sends.size(); i-- > 0;) {
+      int32_t& first = program_->first_send_of_peer[static_cast<size_t>(sends[i].peer)];
+      sends[i].next_of_peer = first;
+      first = static_cast<int32_t>(i);
+    }
+    std::sort(dependencies_.begin(), dependencies_.end());
+    program_->dependents_begin.assign(static_cast<size_t>(num_arrivals_) + 1, 0);
+    for (const auto& [arrival, send] : dependencies_) {
+      ++program_->dependents_begin[static_cast<size_t>(arrival) + 1];
+      program_->dependents.push_back(send);
+    }
+    for (size_t i = 1; i < program_->dependents_begin.size(); ++i) {
+      program_->dependents_begin[i] += program_->dependents_begin[i - 1];
+    }
+  }
+
+  const ReshardingPlan& plan_;
+  const int64_t rank_;
+  const ProgramOptions options_;
+  std::shared_ptr<Program> program_;
+  std::vector<std::optional<View>> src_views_;
+  std::vector<std::optional<View>> dst_views_;
+  std::vector<int64_t> own_contribution_;  ///< by index in plan.holders
+  std::vector<bool> is_needer_;            ///< by index in plan.needers
+  std::unordered_map<int64_t, int32_t> peer_index_;
+  std::unordered_map<int64_t, int32_t> src_place_;
+  std::unordered_map<int64_t, int32_t> dst_place_;
+  std::unordered_map<int64_t, std::vector<ArrivedRange>> arrived_;  ///< by task; ascending
+  std::vector<std::pair<int32_t, int32_t>> dependencies_;           ///< (arrival, send)
+  int64_t last_reduced_task_ = -1;
+  int32_t num_arrivals_ = 0;
+};
+
+void checkLocalTensor(const std::string& what, const LocalTensor& tensor, const std::optional<std::vector<int64_t>>& shape) {
+  if (!shape.has_value()) {
+    return;
+  }
+  core::require(tensor.shape == *shape, what + ": expected shape " + core::shapeStr(*shape) + ", got " + core::shapeStr(tensor.shape));
+  core::require(tensor.strides.size() == shape->size(),
+                what + ": expected " + std::to_string(shape->size()) + " strides, got " + std::to_string(tensor.strides.size()));
+  const bool is_empty = std::find(shape->begin(), shape->end(), 0) != shape->end();
+  core::require(is_empty || tensor.data != nullptr, what + " of shape " + core::shapeStr(*shape) + " has no memory");
+}
+
+}  // namespace
+
+void Program::checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const {
+  const auto count = static_cast<size_t>(numTensors());
+  core::require(src.size() == count && dst.size() == count, "expected " + std::to_string(count) + " source and destination tensors, got " +
+                                                                std::to_string(src.size()) + " and " + std::to_string(dst.size()));
+  for (size_t i = 0; i < count; ++i) {
+    const bool src_fits =
+        !src_shapes[i].has_value() || (src[i].shape == *src_shapes[i] && src[i].strides.size() == src[i].shape.size() && src[i].data);
+    const bool dst_fits =
+        !dst_shapes[i].has_value() || (dst[i].shape == *dst_shapes[i] && dst[i].strides.size() == dst[i].shape.size() && dst[i].data);
+    if (!src_fits || !dst_fits) {
+      const std::string where = " of tensor " + std::to_string(i) + " on rank " + std::to_string(global_rank);
+      checkLocalTensor("the source's local tensor" + where, src[i], src_shapes[i]);
+      checkLocalTensor("the destination's local tensor" + where, dst[i], dst_shapes[i]);
+    }
+  }
+}
+
+std::shared_ptr<const Program> compileProgram(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options) {
+  return Compiler(plan, global_rank, options).compile();
+}
+
+}  // namespace xmesh::runtime

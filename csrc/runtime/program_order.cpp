@@ -1,0 +1,175 @@
+#include "runtime/program_order.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "runtime/reduce.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Message;
+using core::Payload;
+using core::ReshardingPlan;
+
+/// All contributions of one task to one receiver.
+struct Group {
+  int64_t task = 0;
+  int64_t dst_rank = 0;
+  bool is_placed = false;
+  std::vector<Message> messages;
+};
+
+using GroupIndex = std::map<std::pair<int64_t, int64_t>, size_t>;  ///< by (task, receiver)
+
+bool involves(const Message& message, int64_t global_rank) { return message.src_rank == global_rank || message.dst_rank == global_rank; }
+
+std::string groupStr(const ReshardingPlan& plan, const Group& group) {
+  return "contributions to " + taskStr(plan, group.task) + " at rank " + std::to_string(group.dst_rank);
+}
+
+/// Sorts by contribution; returns where each one's messages begin, and checks that none overlap.
+std::vector<size_t> sortByContribution(const ReshardingPlan& plan, Group& group, size_t num_contributions) {
+  std::stable_sort(group.messages.begin(), group.messages.end(),
+                   [](const Message& a, const Message& b) { return std::pair(a.contribution, a.begin) < std::pair(b.contribution, b.begin); });
+  std::vector<size_t> begins(num_contributions + 1, group.messages.size());
+  for (size_t i = group.messages.size(); i-- > 0;) {
+    const Message& message = group.messages[i];
+    core::require(message.contribution >= 0 && std::cmp_less(message.contribution, num_contributions),
+                  groupStr(plan, group) + ": there is no contribution " + std::to_string(message.contribution));
+    const bool follows = i > 0 && group.messages[i - 1].contribution == message.contribution;
+    core::require(!follows || group.messages[i - 1].end <= message.begin,
+                  groupStr(plan, group) + ": contribution " + std::to_string(message.contribution) + " comes twice");
+    begins[static_cast<size_t>(message.contribution)] = i;
+  }
+  for (size_t c = num_contributions; c-- > 0;) {
+    begins[c] = std::min(begins[c], begins[c + 1]);
+  }
+  return begins;
+}
+
+std::vector<int64_t> cutsOf(const Group& group) {
+  std::vector<int64_t> cuts;
+  for (const Message& message : group.messages) {
+    cuts.push_back(message.begin);
+    cuts.push_back(message.end);
+  }
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  return cuts;
+}
+
+/// Appends the group's messages that involve the rank, range by range.
+void appendGroup(const ReshardingPlan& plan, Group& group, int64_t global_rank, int64_t max_message_bytes, std::vector<Message>& out) {
+  const core::UnitTask& task = plan.tasks[static_cast<size_t>(group.task)];
+  const core::Holders& holders = plan.holders.at(static_cast<size_t>(task.holders));
+  const int64_t own = contributionOf(holders, group.dst_rank);
+  const size_t num_contributions = holders.contributions.size();
+  const std::vector<size_t> begins = sortByContribution(plan, group, num_contributions);
+  std::vector<size_t> cursors(begins.begin(), begins.end() - 1);
+  const Reduction reduction = reductionOf(plan.tensors[static_cast<size_t>(task.tensor)].src);
+  const int64_t max_elements = std::max<int64_t>(1, max_message_bytes / reduction.accumulatorItemBytes());
+  const std::vector<int64_t> cuts = cutsOf(group);
+  std::vector<Message> range;
+  for (size_t cut = 0; cut + 1 < cuts.size(); ++cut) {
+    range.clear();
+    for (size_t c = 0; c < num_contributions; ++c) {
+      while (cursors[c] < begins[c + 1] && group.messages[cursors[c]].end <= cuts[cut]) {
+        ++cursors[c];
+      }
+      if (cursors[c] < begins[c + 1] && group.messages[cursors[c]].begin <= cuts[cut]) {
+        core::require(std::cmp_not_equal(c, own), groupStr(plan, group) + ": contribution " + std::to_string(c) + " is the receiver's own");
+        range.push_back(group.messages[cursors[c]]);
+      }
+    }
+    core::require(range.empty() || range.size() + (own >= 0 ? 1 : 0) == num_contributions,
+                  groupStr(plan, group) + ": elements [" + std::to_string(cuts[cut]) + ", " + std::to_string(cuts[cut + 1]) + ") get " +
+                      std::to_string(range.size() + (own >= 0 ? 1 : 0)) + " of " + std::to_string(num_contributions) + " contributions");
+    for (int64_t begin = cuts[cut]; begin < cuts[cut + 1]; begin += max_elements) {
+      for (Message message : range) {
+        message.begin = begin;
+        message.end = std::min(cuts[cut + 1], begin + max_elements);
+        if (involves(message, global_rank)) {
+          out.push_back(message);
+        }
+      }
+    }
+  }
+}
+
+void checkMessage(const ReshardingPlan& plan, const Message& message) {
+  core::require(message.task >= 0 && std::cmp_less(message.task, plan.tasks.size()),
+                "a message names task " + std::to_string(message.task) + " of " + std::to_string(plan.tasks.size()));
+  const int64_t num_elements = core::numElements(plan.tasks[static_cast<size_t>(message.task)].box);
+  core::require(0 <= message.begin && message.begin <= message.end && message.end <= num_elements,
+                "a message of " + taskStr(plan, message.task) + " carries elements [" + std::to_string(message.begin) + ", " +
+                    std::to_string(message.end) + ") of " + std::to_string(num_elements));
+  core::require(message.src_rank != message.dst_rank,
+                "rank " + std::to_string(message.src_rank) + " sends a message of " + taskStr(plan, message.task) + " to itself");
+}
+
+}  // namespace
+
+std::vector<Message> orderedMessages(const ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes) {
+  GroupIndex index;
+  std::vector<Group> groups;
+  for (const Message& message : plan.messages) {
+    if (message.payload == Payload::kContribution && message.begin < message.end && involves(message, global_rank)) {
+      const auto [place, is_new] = index.try_emplace({message.task, message.dst_rank}, groups.size());
+      if (is_new) {
+        groups.push_back({message.task, message.dst_rank, false, {}});
+      }
+    }
+  }
+  if (!groups.empty()) {
+    for (const Message& message : plan.messages) {
+      const bool is_contribution = message.payload == Payload::kContribution && message.begin < message.end;
+      const auto found = is_contribution ? index.find({message.task, message.dst_rank}) : index.end();
+      if (found != index.end()) {
+        checkMessage(plan, message);
+        groups[found->second].messages.push_back(message);
+      }
+    }
+  }
+  std::vector<Message> out;
+  for (const Message& message : plan.messages) {
+    if (message.begin == message.end) {
+      continue;
+    }
+    if (message.payload == Payload::kContribution) {
+      const auto found = index.find({message.task, message.dst_rank});
+      if (found != index.end() && !groups[found->second].is_placed) {
+        groups[found->second].is_placed = true;
+        appendGroup(plan, groups[found->second], global_rank, max_message_bytes, out);
+      }
+    } else if (involves(message, global_rank)) {
+      checkMessage(plan, message);
+      const int64_t max_elements = std::max<int64_t>(1, max_message_bytes / plan.itemBytes(plan.tasks[static_cast<size_t>(message.task)]));
+      for (int64_t begin = message.begin; begin < message.end; begin += max_elements) {
+        out.push_back(message);
+        out.back().begin = begin;
+        out.back().end = std::min(message.end, begin + max_elements);
+      }
+    }
+  }
+  return out;
+}
+
+int64_t contributionOf(const core::Holders& holders, int64_t global_rank) {
+  for (size_t c = 0; c < holders.contributions.size(); ++c) {
+    if (std::binary_search(holders.contributions[c].begin(), holders.contributions[c].end(), global_rank)) {
+      return static_cast<int64_t>(c);
+    }
+  }
+  return -1;
+}
+
+std::string taskStr(const ReshardingPlan& plan, int64_t task) {
+  const core::UnitTask& unit = plan.tasks.at(static_cast<size_t>(task));
+  return "task " + std::to_string(task) + " (tensor " + std::to_string(unit.tensor) + ", " + core::boxStr(unit.box) + ")";
+}
+
+}  // namespace xmesh::runtime

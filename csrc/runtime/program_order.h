@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/resharding/plan.h"
+
+namespace xmesh::runtime {
+
+/// The messages that `global_rank` sends or receives, in the order of execution: the plan's, cut to `max_message_bytes`, with all contributions of
+/// one (task, receiver) moved up to the first of them and laid out range by range, in contribution order inside a range. All ranks derive the same
+/// order for the messages they share. Throws InvalidArgument naming task and receiver when the contributions of a range are incomplete or come twice.
+std::vector<core::Message> orderedMessages(const core::ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes);
+
+/// The contribution of a slice that `global_rank` holds, or -1.
+int64_t contributionOf(const core::Holders& holders, int64_t global_rank);
+
+/// "task 3 (tensor 0, [0:4, 2:8])"
+std::string taskStr(const core::ReshardingPlan& plan, int64_t task);
+
+}  // namespace xmesh::runtime
