@@ -19,8 +19,27 @@ if torch.__version__.split(".")[:2] != BUILT_WITH_TORCH.split(".")[:2]:
     )
 
 from torch_xmesh import backend as _backend
+from torch_xmesh.errors import PeerError
+from torch_xmesh.plan import ReshardingPlan, plan_resharding
+from torch_xmesh.resharding import reshard, reshard_many
+from torch_xmesh.spec import Mesh, Spec, device_mesh, stage_meshes
+from torch_xmesh.strategies import Broadcast
+from torch_xmesh.topology import Topology
 
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = [
+    "Broadcast",
+    "Mesh",
+    "PeerError",
+    "ReshardingPlan",
+    "Spec",
+    "Topology",
+    "__version__",
+    "device_mesh",
+    "plan_resharding",
+    "reshard",
+    "reshard_many",
+    "stage_meshes",
+]
 
 _backend.register()

@@ -6,5 +6,9 @@ namespace xmesh::bindings {
 
 /// The process group: ProcessGroupXmesh. Defined in bind_process_group.cpp.
 void bindProcessGroup(pybind11::module_& module);
+/// Specs, topologies, plans. Defined in bind_core.cpp.
+void bindCore(pybind11::module_& module);
+/// The reshards of a process group, and how C++ exceptions become Python's. Defined in bind_reshard.cpp; after bindCore and bindProcessGroup.
+void bindReshard(pybind11::module_& module);
 
 }  // namespace xmesh::bindings

@@ -3,4 +3,6 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The C++ rooms of torch_xmesh.";
   xmesh::bindings::bindProcessGroup(module);
+  xmesh::bindings::bindCore(module);
+  xmesh::bindings::bindReshard(module);
 }

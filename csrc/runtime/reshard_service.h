@@ -42,6 +42,8 @@ class ReshardService final : public transport::PeerEvents {
   ReshardService(const ReshardService&) = delete;
   ReshardService& operator=(const ReshardService&) = delete;
 
+  int64_t peakStagingBytes() const { return staging_.peakBytes(); }
+
   transport::PeerNetwork& network() { return *network_; }
 
   /// Starts a call. The addresses of all participants must be known to the network. Throws GroupError when closed.

@@ -1,0 +1,95 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "bindings/bindings.h"
+#include "c10d/process_group_xmesh.h"
+#include "c10d/reshard_group.h"
+#include "core/error.h"
+#include "runtime/failure.h"
+
+namespace py = pybind11;
+
+namespace xmesh::bindings {
+namespace {
+
+using c10d_backend::ProcessGroupXmesh;
+using c10d_backend::ReshardGroup;
+using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+void raisePeerError(const runtime::PeerError& error) {
+  const py::object type = py::module_::import("torch_xmesh.errors").attr("PeerError");
+  const py::object instance = type(error.what(), error.globalRanks());
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) {
+      std::rethrow_exception(pointer);
+    }
+  } catch (const runtime::PeerError& error) {
+    raisePeerError(error);
+  } catch (const core::InvalidArgument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const runtime::GroupError& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGroupXmesh>& group, std::vector<int64_t> global_ranks) {
+  if (auto attached = std::dynamic_pointer_cast<ReshardGroup>(group->attachment())) {
+    attached->setTimeout(group->timeout());
+    return attached;
+  }
+  if (group->isClosed()) {
+    throw runtime::GroupError("the process group is closed: no reshard can start on it");
+  }
+  auto made = std::make_shared<ReshardGroup>(group->store(), group->getRank(), std::move(global_ranks), group->timeout(),
+                                             c10d_backend::ReshardGroupOptions{group->stagingBytes()});
+  group->setAttachment(made);
+  return made;
+}
+
+}  // namespace
+
+void bindReshard(py::module_& module) {
+  py::register_exception_translator(&translate);
+  py::class_<runtime::PreparedPlan, std::shared_ptr<runtime::PreparedPlan>>(module, "PreparedPlan")
+      .def_property_readonly("participants", [](const runtime::PreparedPlan& self) { return self.participants; });
+  py::class_<runtime::CallKey>(module, "CallKey");
+  py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(module, "ReshardGroup")
+      .def_property_readonly("global_rank", &ReshardGroup::globalRank)
+      .def_property_readonly("peak_staging_bytes", &ReshardGroup::peakStagingBytes)
+      .def_property("timeout", &ReshardGroup::timeout, &ReshardGroup::setTimeout)
+      .def("topology", &ReshardGroup::topology, py::arg("ranks"), py::arg("links"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "prepare",
+          [](const ReshardGroup& self, std::shared_ptr<core::ReshardingPlan> plan, std::string requires_grad, bool is_backward) {
+            return std::const_pointer_cast<runtime::PreparedPlan>(self.prepare(std::move(plan), {std::move(requires_grad), is_backward}));
+          },
+          py::arg("plan"), py::arg("requires_grad"), py::arg("is_backward"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "begin",
+          [](ReshardGroup& self, const std::shared_ptr<runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src, std::vector<at::Tensor> dst,
+             const std::optional<runtime::CallKey>& forward,
+             bool is_detached) { return self.begin(prepared, std::move(src), std::move(dst), forward, is_detached); },
+          py::arg("prepared"), py::arg("src"), py::arg("dst"), py::arg("forward"), py::arg("is_detached"), py::call_guard<py::gil_scoped_release>())
+      .def("refuse", &ReshardGroup::refuse, py::arg("participants"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("close", &ReshardGroup::close, py::arg("abort"), py::call_guard<py::gil_scoped_release>());
+  module.def("reshard_group", &reshardGroupOf, py::arg("group"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
+             "The reshards of a process group on xmesh, made at the first call. `global_ranks` are those of its group ranks, in order.");
+  module.def(
+      "call_key",
+      [](const WorkPtr& work) {
+        const std::shared_ptr<runtime::ReshardCall> call = c10d_backend::callOf(work);
+        core::require(call != nullptr, "not the Work of a reshard");
+        return call->key();
+      },
+      py::arg("work"));
+}
+
+}  // namespace xmesh::bindings

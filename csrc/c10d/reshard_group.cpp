@@ -1,0 +1,269 @@
+#include "c10d/reshard_group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "c10d/reshard_work.h"
+#include "core/error.h"
+#include "core/resharding/fingerprint.h"
+#include "transport/local_address.h"
+#include "transport/tcp_network.h"
+
+namespace xmesh::c10d_backend {
+namespace {
+
+constexpr std::chrono::milliseconds kConnectTimeout{30'000};
+constexpr std::chrono::milliseconds kLongestDrain{30'000};
+constexpr int64_t kMessagesPerStaging = 16;  ///< a message is at most this part of the staging bound
+
+std::vector<uint8_t> bytesOf(const std::string& text) { return {text.begin(), text.end()}; }
+
+std::string randomToken() {
+  std::random_device device;
+  std::string token;
+  for (int i = 0; i < 16; ++i) {
+    token += static_cast<char>(device() & 0xffU);
+  }
+  return token;
+}
+
+/// The token all members present to each other: the first one to ask makes it.
+std::string agreeOnToken(::c10d::Store& store) {
+  const std::vector<uint8_t> agreed = store.compareSet("token", std::vector<uint8_t>{}, bytesOf(randomToken()));
+  return {agreed.begin(), agreed.end()};
+}
+
+/// The host of the TCP store behind any prefixes; empty for other stores.
+std::string storeHost(c10::intrusive_ptr<::c10d::Store> store) {
+  while (const auto* prefixed = dynamic_cast<::c10d::PrefixStore*>(store.get())) {
+    store = const_cast<::c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
+  }
+  const auto* tcp = dynamic_cast<::c10d::TCPStore*>(store.get());
+  return tcp == nullptr ? std::string() : tcp->getHost();
+}
+
+std::string memberKey(int32_t group_rank) { return "member/" + std::to_string(group_rank); }
+
+runtime::LocalTensor localOf(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "xmesh: only cpu tensors can be resharded in this version, got a tensor on ", tensor.device());
+  return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()};
+}
+
+runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& terms, int64_t max_message_bytes) {
+  runtime::CallFields fields = {{"number of tensors", std::to_string(plan.tensors.size())}, {"strategy", plan.strategy}};
+  for (size_t i = 0; i < plan.tensors.size(); ++i) {
+    const std::string tensor = plan.tensors.size() == 1 ? "" : " of tensor " + std::to_string(i);
+    const auto& [src, dst] = plan.tensors[i];
+    fields.emplace_back("shape" + tensor, core::shapeStr(src.shape));
+    fields.emplace_back("dtype" + tensor, src.dtype.name);
+    fields.emplace_back("source mesh" + tensor, src.mesh.str());
+    fields.emplace_back("source placements" + tensor, core::placementsStr(src.placements));
+    fields.emplace_back("destination mesh" + tensor, dst.mesh.str());
+    fields.emplace_back("destination placements" + tensor, core::placementsStr(dst.placements));
+    fields.emplace_back("requires_grad" + tensor, i < terms.requires_grad.size() && terms.requires_grad[i] == '1' ? "True" : "False");
+  }
+  std::string hosts;
+  for (const auto& [rank, host] : plan.topology.hostOfRanks()) {
+    hosts += std::to_string(rank) + "@" + std::to_string(host) + " ";
+  }
+  fields.emplace_back("topology (rank@host)", hosts);
+  fields.emplace_back("staging_bytes", std::to_string(max_message_bytes * kMessagesPerStaging));
+  return fields;
+}
+
+std::string summaryOf(const core::ReshardingPlan& plan, const CallTerms& terms) {
+  const auto& [src, dst] = plan.tensors.front();
+  std::string out = (terms.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
+                    core::placementsStr(src.placements) + " -> " + core::placementsStr(dst.placements);
+  return plan.tensors.size() > 1 ? "tensor 0 of " + std::to_string(plan.tensors.size()) + ": " + out : out;
+}
+
+/// The network told to bind and admit; made inside the service, which it reports to.
+runtime::ReshardService::MakeNetwork networkMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token, std::string& address) {
+  return [=, &address](transport::PeerEvents& events) {
+    transport::TcpNetworkOptions options;
+    options.group_rank = group_rank;
+    options.group_size = group_size;
+    options.listen_host = host;
+    std::copy_n(token.begin(), std::min(token.size(), options.token.size()), options.token.begin());
+    options.connect_timeout = kConnectTimeout;
+    auto network = std::make_unique<transport::TcpNetwork>(options, events);
+    address = network->address();
+    return network;
+  };
+}
+
+}  // namespace
+
+ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t group_rank, std::vector<int64_t> global_ranks,
+                           std::chrono::milliseconds timeout, ReshardGroupOptions options)
+    : store_(c10::make_intrusive<::c10d::PrefixStore>("xmesh/reshard", store)),
+      group_rank_(group_rank),
+      global_ranks_(std::move(global_ranks)),
+      timeout_(timeout),
+      options_(options),
+      owner_pid_(getpid()) {
+  for (size_t i = 0; i < global_ranks_.size(); ++i) {
+    group_rank_of_[global_ranks_[i]] = static_cast<int32_t>(i);
+  }
+  core::require(options_.staging_bytes >= 4096, "staging_bytes must be at least 4096, got " + std::to_string(options_.staging_bytes));
+  const std::string token = agreeOnToken(*store_);
+  std::string address;
+  service_ = std::make_unique<runtime::ReshardService>(
+      runtime::ReshardService::Options{global_ranks_, group_rank_, options_.staging_bytes},
+      networkMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, address));
+  store_->set(memberKey(group_rank_), bytesOf(address + " " + transport::hostIdentity()));
+}
+
+ReshardGroup::~ReshardGroup() { close(false); }
+
+int32_t ReshardGroup::groupRankOf(int64_t global_rank) const {
+  const auto found = group_rank_of_.find(global_rank);
+  core::require(found != group_rank_of_.end(), "rank " + std::to_string(global_rank) + " of a mesh is not in the process group");
+  return found->second;
+}
+
+std::vector<int32_t> ReshardGroup::peersOf(const std::vector<int64_t>& ranks) const {
+  std::vector<int32_t> out;
+  for (const int64_t rank : ranks) {
+    out.push_back(groupRankOf(rank));
+  }
+  return out;
+}
+
+void ReshardGroup::findMembers(const std::vector<int64_t>& ranks) {
+  std::vector<int64_t> missing;
+  std::vector<std::string> keys;
+  for (const int64_t rank : ranks) {
+    const int32_t peer = groupRankOf(rank);
+    if (!members_.contains(rank)) {
+      missing.push_back(rank);
+      keys.push_back(memberKey(peer));
+    }
+  }
+  if (missing.empty()) {
+    return;
+  }
+  try {
+    store_->wait(keys, timeout_.count() > 0 ? timeout_ : ::c10d::Store::kDefaultTimeout);
+  } catch (const std::exception& error) {
+    std::vector<int64_t> absent;
+    for (size_t i = 0; i < missing.size(); ++i) {
+      try {
+        if (!store_->check({keys[i]})) {
+          absent.push_back(missing[i]);
+        }
+      } catch (const std::exception&) {
+        throw runtime::PeerError("the store, by which the ranks of a group find each other, is gone: " + std::string(error.what()), {});
+      }
+    }
+    std::string names;
+    for (const int64_t rank : absent) {
+      names += (names.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    throw runtime::PeerError("on rank " + std::to_string(globalRank()) + ": rank [" + names + "] has not called any reshard on this group within " +
+                                 std::to_string(timeout_.count()) + " ms",
+                             absent);
+  }
+  for (size_t i = 0; i < missing.size(); ++i) {
+    const std::vector<uint8_t> record = store_->get(keys[i]);
+    const std::string text(record.begin(), record.end());
+    const size_t space = text.find(' ');
+    members_[missing[i]] = {text.substr(space + 1)};
+    if (const int32_t peer = groupRankOf(missing[i]); peer != group_rank_) {
+      transport::PeerNetwork& network = service_->network();
+      network.post([&network, peer, address = text.substr(0, space)] { network.setAddress(peer, address); });
+    }
+  }
+}
+
+core::Topology ReshardGroup::topology(const std::vector<int64_t>& ranks, const core::LinkModel& links) {
+  findMembers(ranks);
+  std::vector<int64_t> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  std::map<std::string, int64_t> index_of_host;
+  std::map<int64_t, int64_t> host_of;
+  for (const int64_t rank : sorted) {
+    host_of[rank] = index_of_host.try_emplace(members_.at(rank).host, static_cast<int64_t>(index_of_host.size())).first->second;
+  }
+  return core::Topology(std::move(host_of), links);
+}
+
+std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallTerms& terms) const {
+  auto out = std::make_shared<runtime::PreparedPlan>();
+  const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging)};
+  out->participants = plan->participants();
+  out->participant_peers = peersOf(out->participants);
+  out->participants_hash = runtime::hashRanks(out->participants);
+  const auto me = std::find(out->participants.begin(), out->participants.end(), globalRank());
+  core::require(me != out->participants.end(), "rank " + std::to_string(globalRank()) + " is in neither mesh");
+  out->my_index = me - out->participants.begin();
+  out->program = runtime::compileProgram(*plan, globalRank(), options);
+  out->program_peers = peersOf(out->program->peers());
+  out->fields = runtime::packFields(fieldsOf(*plan, terms, options.max_message_bytes));
+  out->fingerprint = core::planFingerprint(*plan) + std::to_string(runtime::hashBytes(out->fields));
+  out->summary = summaryOf(*plan, terms);
+  out->plan = std::move(plan);
+  return out;
+}
+
+c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
+                                                     std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached) {
+  findMembers(prepared->participants);
+  runtime::CallRequest request;
+  request.prepared = prepared;
+  request.timeout = timeout_;
+  request.is_detached = is_detached;
+  request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
+  // Aliases without a Python wrapper: the network's thread drops them without the GIL.
+  auto alive = std::make_shared<std::vector<at::Tensor>>();
+  const runtime::Program& program = *prepared->program;
+  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
+    request.src.push_back(program.srcShape(tensor).has_value() ? localOf(alive->emplace_back(src.at(tensor).detach())) : runtime::LocalTensor{});
+    request.dst.push_back(program.dstShape(tensor).has_value() ? localOf(alive->emplace_back(dst.at(tensor).detach())) : runtime::LocalTensor{});
+  }
+  program.checkLocalTensors(request.src, request.dst);
+  request.keep_alive = std::move(alive);
+  return c10::make_intrusive<ReshardWork>(service_->begin(std::move(request)), std::move(dst));
+}
+
+void ReshardGroup::refuse(std::vector<int64_t> participants, const std::string& text) {
+  std::sort(participants.begin(), participants.end());
+  participants.erase(std::unique(participants.begin(), participants.end()), participants.end());
+  const bool is_member = std::all_of(participants.begin(), participants.end(), [this](int64_t rank) { return group_rank_of_.contains(rank); });
+  if (!is_member || !std::binary_search(participants.begin(), participants.end(), globalRank())) {
+    return;
+  }
+  std::vector<int64_t> present;
+  for (const int64_t rank : participants) {
+    if (members_.contains(rank) || store_->check({memberKey(groupRankOf(rank))})) {
+      present.push_back(rank);
+    }
+  }
+  findMembers(present);
+  service_->refuse(participants, peersOf(participants), text);
+}
+
+void ReshardGroup::close(bool abort) noexcept {
+  if (service_ == nullptr) {
+    return;
+  }
+  if (getpid() != owner_pid_) {
+    static_cast<void>(service_.release());  // a forked child: the network's thread lives in the parent
+    return;
+  }
+  service_->close(abort ? std::chrono::milliseconds(0) : std::min(timeout_.count() > 0 ? timeout_ : kLongestDrain, kLongestDrain));
+}
+
+std::shared_ptr<runtime::ReshardCall> callOf(const c10::intrusive_ptr<::c10d::Work>& work) {
+  const auto* reshard = dynamic_cast<ReshardWork*>(work.get());
+  return reshard == nullptr ? nullptr : reshard->call();
+}
+
+}  // namespace xmesh::c10d_backend

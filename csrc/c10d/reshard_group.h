@@ -1,0 +1,83 @@
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "c10d/group_attachment.h"
+#include "core/resharding/plan.h"
+#include "core/topology.h"
+#include "runtime/reshard_service.h"
+
+namespace xmesh::c10d_backend {
+
+/// How a group's reshards run; the same on every rank.
+struct ReshardGroupOptions {
+  int64_t staging_bytes = int64_t{64} << 20;  ///< most staging memory per rank, all reshards in flight together
+};
+
+/// What ranks must agree on besides the plan.
+struct CallTerms {
+  std::string requires_grad;  ///< one letter per tensor
+  bool is_backward = false;
+};
+
+/// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain
+/// memory. Made at the first reshard; the store keys and the connections are its own.
+/// Threading: one caller's thread at a time (the Python layer sees to it); no method needs the GIL.
+class ReshardGroup final : public GroupAttachment {
+ public:
+  /// `store` is the group's. Publishes where this rank listens. `global_ranks` are those of the group ranks, in order.
+  ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t group_rank, std::vector<int64_t> global_ranks, std::chrono::milliseconds timeout,
+               ReshardGroupOptions options);
+  ~ReshardGroup() override;
+  ReshardGroup(const ReshardGroup&) = delete;
+  ReshardGroup& operator=(const ReshardGroup&) = delete;
+
+  int64_t globalRank() const { return global_ranks_.at(static_cast<size_t>(group_rank_)); }
+  /// Which host each of `ranks` (global) is on, as they published it; hosts are numbered in order of their lowest rank. Waits for ranks that have not
+  /// made their group yet, up to the timeout; PeerError then. InvalidArgument for a rank outside the group.
+  core::Topology topology(const std::vector<int64_t>& ranks, const core::LinkModel& links);
+  /// Compiles what this rank does for a plan. Keep it: later calls with the same arguments start from it.
+  std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallTerms& terms) const;
+  /// Starts a call: src and dst have one local tensor per tensor of the plan (ignored where this rank is not in the mesh). `forward` names the
+  /// call whose backward this is. The memory belongs to the call until it has ended.
+  c10::intrusive_ptr<::c10d::Work> begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
+                                         std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached);
+  /// Tells the other participants that this rank refuses its call; see ReshardService::refuse.
+  void refuse(std::vector<int64_t> participants, const std::string& text);
+  /// Most staging memory that was allocated at once, in bytes.
+  int64_t peakStagingBytes() const { return service_->peakStagingBytes(); }
+
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  void close(bool abort) noexcept override;
+
+ private:
+  struct Member {
+    std::string host;
+  };
+  void findMembers(const std::vector<int64_t>& ranks);
+  int32_t groupRankOf(int64_t global_rank) const;
+  std::vector<int32_t> peersOf(const std::vector<int64_t>& ranks) const;
+
+  c10::intrusive_ptr<::c10d::Store> store_;
+  const int32_t group_rank_;
+  const std::vector<int64_t> global_ranks_;
+  std::chrono::milliseconds timeout_;
+  const ReshardGroupOptions options_;
+  const int64_t owner_pid_;
+  std::map<int64_t, int32_t> group_rank_of_;
+  std::map<int64_t, Member> members_;  ///< by global rank; those found so far
+  std::unique_ptr<runtime::ReshardService> service_;
+};
+
+/// The call behind a Work that ReshardGroup::begin returned, or nothing for other Works.
+std::shared_ptr<runtime::ReshardCall> callOf(const c10::intrusive_ptr<::c10d::Work>& work);
+
+}  // namespace xmesh::c10d_backend

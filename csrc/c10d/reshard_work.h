@@ -1,0 +1,33 @@
+#pragma once
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "runtime/reshard_call.h"
+
+namespace xmesh::c10d_backend {
+
+/// A reshard in flight as a c10d::Work. wait() raises what the call failed with; result() and the future hold the destination's local tensors.
+class ReshardWork final : public ::c10d::Work {
+ public:
+  ReshardWork(std::shared_ptr<runtime::ReshardCall> call, std::vector<at::Tensor> dst);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override;
+  void abort() override;
+  std::vector<at::Tensor> result() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  const std::shared_ptr<runtime::ReshardCall>& call() const { return call_; }
+
+ private:
+  std::shared_ptr<runtime::ReshardCall> call_;
+  std::vector<at::Tensor> dst_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace xmesh::c10d_backend

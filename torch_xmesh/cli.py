@@ -1,0 +1,168 @@
+"""``python -m torch_xmesh plan``: plans for people who have no cluster at hand."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement
+
+from torch_xmesh import _C
+from torch_xmesh.plan import ReshardingPlan, plan_resharding
+from torch_xmesh.spec import Mesh, Spec, placement_of
+from torch_xmesh.topology import Topology
+
+_MAX_RANKS = 1 << 20
+_CASE_FIELDS = ("shape", "dtype", "src_mesh", "src", "dst_mesh", "dst")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status (2 for a user's mistake)."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torch_xmesh", description="Cross-mesh resharding.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    plan = commands.add_parser("plan", help="plan a reshard and print it, without any process group")
+    plan.set_defaults(run=_run_plan)
+    plan.add_argument("--shape", help="global shape: 1024,1024,512 (empty for a scalar)")
+    plan.add_argument("--dtype", default="float32", help="torch's name (default: %(default)s)")
+    plan.add_argument("--src-mesh", help="rows x columns x ... @ first rank: 2x4, 3x4@8; or JSON: [[0,1],[2,3]]")
+    plan.add_argument("--src", help='placements, one per axis: "Replicate(),Shard(1)"')
+    plan.add_argument("--dst-mesh", help="as --src-mesh")
+    plan.add_argument("--dst", help="as --src")
+    plan.add_argument("--devices-per-host", type=int, help="consecutive ranks per host")
+    plan.add_argument("--topology", type=Path, help="a topology file, instead of --devices-per-host")
+    plan.add_argument("--strategy", default="auto", help="auto, send_recv, broadcast, broadcast:naive+naive, ...")
+    plan.add_argument("--case-file", type=Path, help="JSON: a list of objects with name and the fields above")
+    plan.add_argument("--compare", action="store_true", help="one line per strategy instead of one plan")
+    plan.add_argument("--json", action="store_true", help="print the plan (or the list of plans) as JSON")
+    plan.add_argument("--plot", type=Path, help="draw each host's send and receive lanes into this image")
+    return parser
+
+
+def _run_plan(options: argparse.Namespace) -> None:
+    cases = _cases(options)
+    if options.plot is not None and len(cases) > 1:
+        raise ValueError("--plot draws one case; --case-file has several")
+    if options.compare:
+        for name, case in cases:
+            _print_comparison(name, case, options)
+        return
+    plans = [(name, _plan(case, options, options.strategy)) for name, case in cases]
+    if options.json:
+        texts = [plan.to_json() for _, plan in plans]
+        print(texts[0] if options.case_file is None else "[" + ",\n".join(texts) + "]")
+    else:
+        for name, plan in plans:
+            print(f"# {name}\n{plan}" if name else str(plan))
+    if options.plot is not None:
+        plans[0][1].plot(options.plot)
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    given = {name: getattr(options, name) for name in _CASE_FIELDS}
+    if options.case_file is None:
+        return [("", _complete(given, "the command line"))]
+    try:
+        listed = json.loads(options.case_file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{options.case_file}: not JSON: {error}") from None
+    if not isinstance(listed, list) or not listed or not all(isinstance(case, dict) for case in listed):
+        raise ValueError(f"{options.case_file}: expected a list of objects with {', '.join(_CASE_FIELDS)}")
+    out = []
+    for i, case in enumerate(listed):
+        name = str(case.get("name", f"case {i}"))
+        unknown = set(case) - {"name", *_CASE_FIELDS}
+        if unknown:
+            raise ValueError(f"{options.case_file}: {name} has the unknown field {sorted(unknown)[0]!r}")
+        out.append((name, _complete({"dtype": options.dtype} | case, f"{options.case_file}: {name}")))
+    return out
+
+
+def _complete(case: dict[str, Any], where: str) -> dict[str, Any]:
+    for name in _CASE_FIELDS:
+        if case.get(name) is None:
+            raise ValueError(f"{where}: --{name.replace('_', '-')} is missing")
+    return case
+
+
+def _plan(case: dict[str, Any], options: argparse.Namespace, strategy: str) -> ReshardingPlan:
+    dtype = getattr(torch, str(case["dtype"]).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {case['dtype']!r}")
+    src_mesh = parse_mesh(case["src_mesh"])
+    spec = Spec(parse_shape(case["shape"]), dtype, src_mesh, parse_placements(case["src"]))
+    dst_mesh = parse_mesh(case["dst_mesh"])
+    return plan_resharding(spec, dst_mesh, parse_placements(case["dst"]), strategy=strategy, topology=_topology(options))
+
+
+def _topology(options: argparse.Namespace) -> Topology:
+    if (options.topology is None) == (options.devices_per_host is None):
+        raise ValueError("say which ranks share a host: --devices-per-host N or --topology FILE")
+    if options.topology is not None:
+        return Topology.load(options.topology)
+    return Topology(devices_per_host=options.devices_per_host)
+
+
+def _print_comparison(name: str, case: dict[str, Any], options: argparse.Namespace) -> None:
+    plans = [(strategy, _plan(case, options, strategy)) for strategy in _C.strategy_names()]
+    bound = plans[0][1].lower_bound_seconds
+    print(f"# {name or 'all strategies'}: lower bound {plans[0][1].lower_bound_bytes} bytes per NIC, {bound:.6g} s")
+    print(f"{'strategy':<24} {'predicted s':>12} {'/ bound':>8} {'messages':>9}")
+    for strategy, plan in plans:
+        ratio = f"{plan.predicted_seconds / bound:8.3f}" if bound > 0 else "       -"
+        print(f"{strategy:<24} {plan.predicted_seconds:12.6g} {ratio} {plan.num_messages:9d}")
+
+
+def parse_shape(text: Any) -> list[int]:
+    """"1024,1024,512", or a list of integers. Raises ValueError."""
+    parts = text if isinstance(text, list) else [part for part in str(text).split(",") if part.strip()]
+    try:
+        return [int(part) for part in parts]
+    except (TypeError, ValueError):
+        raise ValueError(f"shape {text!r}: expected integers separated by commas") from None
+
+
+def parse_mesh(text: Any) -> Mesh:
+    """"3x4@8": a grid of consecutive ranks from 8 on; or nested lists of ranks, also as JSON. Raises ValueError."""
+    if isinstance(text, list):
+        return Mesh(text)
+    match = re.fullmatch(r"\s*(\d+(?:x\d+)*)(?:@(\d+))?\s*", str(text))
+    if match is None:
+        try:
+            return Mesh(json.loads(text))
+        except json.JSONDecodeError:
+            raise ValueError(f"mesh {text!r}: expected ROWSxCOLUMNS@FIRST_RANK such as 2x4@8, or JSON such as [[0,1]]") from None
+    shape = [int(extent) for extent in match.group(1).split("x")]
+    count = math.prod(shape)
+    if not 0 < count <= _MAX_RANKS:
+        raise ValueError(f"mesh {text!r} has {count} ranks, expected 1 to {_MAX_RANKS}")
+    first = int(match.group(2) or 0)
+    return Mesh(torch.arange(first, first + count).reshape(shape))
+
+
+def parse_placements(text: Any) -> list[Placement]:
+    """"Replicate(),Shard(1)", or a list of such texts. Raises ValueError."""
+    parts = text if isinstance(text, list) else [part for part in re.split(r",(?![^(]*\))", str(text)) if part.strip()]
+    out = []
+    for part in parts:
+        spelled = str(part).replace(" ", "")
+        if not re.fullmatch(r"R|Replicate\(\)|S\d+|Shard\((dim=)?\d+\)|_?StridedShard\(\d+,\d+\)|Partial\(\w*\)", spelled):
+            raise ValueError(f"placement {part!r}: expected Replicate(), Shard(dim), StridedShard(dim,split_factor) or Partial(op)")
+        spelled = re.sub(r"^R$", "Replicate()", re.sub(r"^S(\d+)$", r"Shard(\1)", spelled))
+        spelled = spelled.removeprefix("_").replace("dim=", "").replace("Partial()", "Partial(sum)")
+        out.append(placement_of(spelled))
+    return out

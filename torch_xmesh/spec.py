@@ -1,0 +1,263 @@
+"""Meshes and specs: what a user says about where a tensor lies."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from torch_xmesh import _C
+
+_REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
+
+class Mesh:
+    """A grid of global ranks: what ``DeviceMesh`` says about ranks, without a process group or a device.
+
+    Args:
+        ranks: an integer array of any shape (nested lists, numpy, torch) of distinct GLOBAL ranks; its dimensions are the axes.
+
+    Raises:
+        ValueError: a rank is negative or repeats, or the nesting is ragged.
+    """
+
+    __slots__ = ("_ranks", "_shape")
+
+    def __init__(self, ranks: Any) -> None:
+        try:
+            grid = torch.as_tensor(ranks)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"a mesh is an array of integers, got {ranks!r} ({error})") from None
+        if grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool:
+            raise ValueError(f"a mesh is an array of integers, got {grid.dtype}")
+        self._shape = tuple(grid.shape)
+        self._ranks = tuple(grid.flatten().tolist())
+        if len(set(self._ranks)) != len(self._ranks) or any(rank < 0 for rank in self._ranks):
+            raise ValueError(f"the ranks of a mesh are distinct and not negative, got {ranks!r}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, row-major."""
+        return self._ranks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (self._shape, self._ranks) == (other._shape, other._ranks)
+
+    def __hash__(self) -> int:
+        return hash((self._shape, self._ranks))
+
+    def __repr__(self) -> str:
+        return f"Mesh({torch.tensor(self._ranks, dtype=torch.int64).reshape(self._shape).tolist()})"
+
+
+AnyMesh = Mesh | DeviceMesh
+
+
+class Spec:
+    """What a tensor is and how it is placed: stands for a DTensor on a rank that has no data, and in planning.
+
+    Args:
+        shape: global shape.
+        dtype: element type.
+        mesh: a ``DeviceMesh`` or :class:`Mesh`.
+        placements: one of torch's placements per mesh axis.
+        requires_grad: what the DTensor on the other ranks says; ranks must agree.
+
+    Raises:
+        ValueError: placements that do not fit the mesh or the shape.
+    """
+
+    __slots__ = ("dtype", "mesh", "placements", "requires_grad", "shape")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        mesh: AnyMesh,
+        placements: Sequence[Placement],
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.mesh = mesh
+        self.placements = normal_placements(placements, len(self.shape))
+        self.requires_grad = requires_grad
+        self.to_core()
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> "Spec":
+        """The spec of a DTensor."""
+        return cls._known(tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, tensor.requires_grad)
+
+    @classmethod
+    def _known(
+        cls, shape: torch.Size, dtype: torch.dtype, mesh: AnyMesh, placements: tuple[Placement, ...], requires_grad: bool
+    ) -> "Spec":
+        spec = cls.__new__(cls)
+        spec.shape, spec.dtype, spec.mesh, spec.placements, spec.requires_grad = (
+            shape,
+            dtype,
+            mesh,
+            placements,
+            requires_grad,
+        )
+        return spec
+
+    def without_grad(self) -> "Spec":
+        """The same spec that requires no gradient."""
+        return self._known(self.shape, self.dtype, self.mesh, self.placements, False) if self.requires_grad else self
+
+    def to_core(self) -> "_C.TensorSpec":
+        """The C++ form."""
+        return core_spec(self.shape, self.dtype, self.mesh, self.placements)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.shape, self.dtype, mesh_grid(self.mesh), self.placements, self.requires_grad)
+
+    def __repr__(self) -> str:
+        return f"Spec({tuple(self.shape)}, {self.dtype}, mesh={mesh_grid(self.mesh)}, placements={self.placements})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _grid_of_device_mesh(mesh: DeviceMesh) -> Mesh:
+    return Mesh(mesh.mesh)
+
+
+def mesh_grid(mesh: AnyMesh) -> Mesh:
+    """The ranks of either kind of mesh. Raises ValueError for anything else."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        return _grid_of_device_mesh(mesh)
+    raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
+
+
+def normal_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
+    """Placements as a tuple with dims counted from the front. Raises ValueError for what is no placement."""
+    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+        raise ValueError(f"placements are a sequence with one placement per mesh axis, got {placements!r}")
+    out: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, _StridedShard):
+            dim = _front_dim(placement.dim, num_dims, placement)
+            out.append(_StridedShard(dim, split_factor=placement.split_factor))
+        elif isinstance(placement, Shard):
+            out.append(Shard(_front_dim(placement.dim, num_dims, placement)))
+        elif isinstance(placement, Replicate):
+            out.append(placement)
+        elif type(placement) is Partial:
+            out.append(placement)
+        else:
+            raise ValueError(
+                f"{placement!r} cannot be resharded: expected Replicate(), Shard(dim), _StridedShard or a plain Partial"
+            )
+    return tuple(out)
+
+
+def _front_dim(dim: int, num_dims: int, placement: Placement) -> int:
+    if not -num_dims <= dim < num_dims:
+        raise ValueError(f"{placement!r} is out of range for a tensor of {num_dims} dims")
+    return dim % num_dims
+
+
+def placement_text(placement: Placement) -> str:
+    """The core's spelling of a normal placement."""
+    if isinstance(placement, _StridedShard):
+        return f"StridedShard({placement.dim}, {placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    if isinstance(placement, Partial):
+        if placement.reduce_op not in _REDUCE_OPS:
+            raise ValueError(
+                f"Partial({placement.reduce_op!r}) cannot be resharded: expected one of {', '.join(_REDUCE_OPS)}"
+            )
+        return f"Partial({placement.reduce_op})"
+    return "Replicate()"
+
+
+def placement_of(text: str) -> Placement:
+    """The placement that ``placement_text`` spelled."""
+    name, _, inside = text.rstrip(")").partition("(")
+    if name == "Shard":
+        return Shard(int(inside))
+    if name == "StridedShard":
+        dim, split_factor = inside.split(",")
+        return _StridedShard(int(dim), split_factor=int(split_factor))
+    return Partial(inside) if name == "Partial" else Replicate()
+
+
+def core_spec(
+    shape: Sequence[int], dtype: torch.dtype, mesh: AnyMesh, placements: Sequence[Placement]
+) -> "_C.TensorSpec":
+    """The C++ spec. Raises ValueError for what does not fit."""
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
+    grid = mesh_grid(mesh)
+    texts = [placement_text(placement) for placement in normal_placements(placements, len(shape))]
+    return _C.TensorSpec(list(shape), str(dtype).removeprefix("torch."), list(grid.shape), list(grid.ranks), texts)
+
+
+@functools.lru_cache(maxsize=1024)
+def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
+    """A ``DeviceMesh`` for a :class:`Mesh`, without process groups of its own; a ``DeviceMesh`` is returned as it is.
+
+    Raises:
+        ValueError: ``mesh`` is neither.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
+    grid = torch.tensor(mesh.ranks, dtype=torch.int).reshape(mesh.shape)
+    return DeviceMesh(device_type, grid, _init_backend=False)
+
+
+def wrap_local(
+    local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> DTensor:
+    """A DTensor around a local tensor, with the global shape as given and row-major global strides."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.insert(0, step)
+        step *= max(extent, 1)
+    meta = TensorMeta(shape, tuple(strides), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg]
+
+
+def stage_meshes(world_mesh: DeviceMesh, axis: str | int) -> list[Mesh]:
+    """The meshes of all stages, on every rank in the same order: ``world_mesh`` cut along one axis.
+
+    Args:
+        world_mesh: the mesh of all ranks.
+        axis: the pipeline axis, by name or index; it disappears from the results.
+
+    Returns:
+        one :class:`Mesh` per index of the axis, with the remaining axes in order.
+
+    Raises:
+        ValueError: no such axis.
+    """
+    names = world_mesh.mesh_dim_names or ()
+    if isinstance(axis, str):
+        if axis not in names:
+            raise ValueError(f"the mesh has no axis {axis!r}; its axes are {names}")
+        axis = names.index(axis)
+    if not -world_mesh.ndim <= axis < world_mesh.ndim:
+        raise ValueError(f"axis {axis} is out of range for a mesh of {world_mesh.ndim} axes")
+    return [Mesh(grid) for grid in world_mesh.mesh.unbind(axis)]
