@@ -1,5 +1,99 @@
-"""The c10d backend ``xmesh``: registration, and the inner backends that carry each device kind."""
+"""The c10d backend ``xmesh``: its registration, and the inner backends that carry each device kind.
+
+``import torch_xmesh`` registers it; ``init_process_group("xmesh")`` and ``"cpu:xmesh,cuda:xmesh"`` then make groups on it. gloo carries cpu
+tensors and is made with the group; NCCL carries cuda tensors and is made at the first of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_xmesh._C import ProcessGroupXmesh
+
+__all__ = ["Options", "ProcessGroupXmesh", "backend_of", "register"]
+
+Options = ProcessGroupXmesh.Options
 
 
 def register() -> None:
     """Registers ``xmesh`` with torch.distributed for cpu and cuda tensors. Safe to call again."""
+    if "XMESH" not in dist.Backend._plugins:
+        dist.Backend.register_backend("xmesh", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def backend_of(group: dist.ProcessGroup | None = None) -> ProcessGroupXmesh:
+    """The xmesh backend of a process group (None: the default group), also behind TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    Raises ValueError when the group does not run on xmesh, or this rank is not in it.
+    """
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError("the default process group has not been initialized; expected init_process_group('xmesh')")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"this rank is not in the group: expected a ProcessGroup, got {group!r}")
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)
+        if isinstance(backend, ProcessGroupXmesh):
+            return backend
+    raise ValueError(f"expected a process group on xmesh, got one on {dist.get_backend(group)}")
+
+
+def _create(created: Any, given: Any) -> ProcessGroupXmesh:
+    """What c10d calls for each new group: ``created`` describes it, ``given`` is the user's ``pg_options``."""
+    options = _options(given)
+    options._timeout = created.timeout
+    options.group_name = created.group_id
+    options.global_ranks_in_group = created.global_ranks_in_group
+    has_cuda = dist.is_nccl_available() and torch.cuda.is_available()
+    return ProcessGroupXmesh(created.store, created.group_rank, created.group_size, options, _make_inner, has_cuda)
+
+
+def _options(given: Any) -> Options:
+    if given is None:
+        return Options()
+    if isinstance(given, Options):
+        return copy.copy(given)
+    options = Options()
+    if isinstance(given, dist.ProcessGroupGloo.Options):
+        options.gloo = given
+    elif dist.is_nccl_available() and isinstance(given, dist.ProcessGroupNCCL.Options):
+        options.nccl = given
+    else:
+        raise ValueError(
+            "pg_options of a group on xmesh: expected torch_xmesh.backend.Options, or the Options of ProcessGroupGloo or "
+            f"ProcessGroupNCCL, got {type(given).__qualname__}"
+        )
+    return options
+
+
+def _make_inner(kind: str, store: dist.Store, rank: int, size: int, options: Options) -> Any:
+    """Makes the backend that carries one device kind. Blocks, for gloo, until every rank of the group is here."""
+    inner_store = dist.PrefixStore(f"xmesh_{kind}", store)
+    return (_make_nccl if kind == "cuda" else _make_gloo)(inner_store, rank, size, options)
+
+
+def _make_gloo(store: dist.Store, rank: int, size: int, options: Options) -> Any:
+    if options.gloo is None:
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+    else:
+        chosen: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        chosen._threads, chosen._devices = options.gloo._threads, options.gloo._devices
+        chosen._timeout = options._timeout
+        backend = dist.ProcessGroupGloo(store, rank, size, chosen)
+    backend.options.global_ranks_in_group = options.global_ranks_in_group
+    backend.options.group_name = options.group_name
+    return backend
+
+
+def _make_nccl(store: dist.Store, rank: int, size: int, options: Options) -> Any:
+    chosen: Any = dist.ProcessGroupNCCL.Options() if options.nccl is None else copy.deepcopy(options.nccl)
+    chosen._timeout = options._timeout
+    chosen.global_ranks_in_group = options.global_ranks_in_group
+    chosen.group_name = options.group_name
+    return dist.ProcessGroupNCCL(store, rank, size, chosen)

@@ -1,7 +1,100 @@
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+
 #include "bindings/bindings.h"
+#include "c10d/process_group_xmesh.h"
 
 namespace xmesh::bindings {
+namespace {
 
-void bindProcessGroup(pybind11::module_& module) { static_cast<void>(module); }
+namespace py = pybind11;
+using c10d_backend::HostHooks;
+using c10d_backend::ProcessGroupXmesh;
+using c10d_backend::XmeshOptions;
+
+bool interpreterIsThere() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0;
+#else
+  return Py_IsInitialized() != 0 && _Py_IsFinalizing() == 0;
+#endif
+}
+
+void runUnlocked(const std::function<void()>& function) {
+  if (interpreterIsThere() && PyGILState_Check() != 0) {
+    const py::gil_scoped_release unlocked;
+    function();
+  } else {
+    function();
+  }
+}
+
+/// Holds a Python callable whose last reference may go on any thread, or after the interpreter.
+std::shared_ptr<py::object> holdCallable(py::object callable) {
+  return {new py::object(std::move(callable)), [](py::object* held) {
+            if (!interpreterIsThere()) {
+              static_cast<void>(held->release());
+              return;
+            }
+            const py::gil_scoped_acquire locked;
+            delete held;
+          }};
+}
+
+HostHooks hostHooks(py::object make_inner, bool has_cuda) {
+  HostHooks hooks;
+  auto callable = holdCallable(std::move(make_inner));
+  hooks.make_inner = [callable](c10::DeviceType kind, const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
+                                const c10::intrusive_ptr<XmeshOptions>& options) {
+    const py::gil_scoped_acquire locked;
+    return (*callable)(c10::DeviceTypeName(kind, /*lower_case=*/true), store, rank, size, options).cast<c10::intrusive_ptr<::c10d::Backend>>();
+  };
+  hooks.run_unlocked = runUnlocked;
+  hooks.has_cuda = has_cuda;
+  return hooks;
+}
+
+}  // namespace
+
+void bindProcessGroup(py::module_& module) {
+  py::module_::import("torch.distributed");
+  py::class_<ProcessGroupXmesh, ::c10d::Backend, c10::intrusive_ptr<ProcessGroupXmesh>> group(
+      module, "ProcessGroupXmesh", "The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors.");
+
+  py::class_<XmeshOptions, ::c10d::Backend::Options, c10::intrusive_ptr<XmeshOptions>>(
+      group, "Options", "Options of a group on xmesh; ``gloo`` and ``nccl`` are handed to the inner backends.")
+      .def(py::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<XmeshOptions>(timeout); }),
+           py::arg("timeout") = c10d_backend::kDefaultTimeout)
+      .def_readwrite("gloo", &XmeshOptions::gloo)
+      .def_readwrite("nccl", &XmeshOptions::nccl)
+      .def("__copy__", [](const XmeshOptions& self) { return c10::make_intrusive<XmeshOptions>(self); })
+      .def("__deepcopy__", [](const XmeshOptions& self, const py::object&) { return c10::make_intrusive<XmeshOptions>(self); }, py::arg("memo"));
+
+  group
+      .def(py::init([](const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size, const c10::intrusive_ptr<XmeshOptions>& options,
+                       py::object make_inner, bool has_cuda) {
+             HostHooks hooks = hostHooks(std::move(make_inner), has_cuda);
+             const py::gil_scoped_release unlocked;
+             return c10::make_intrusive<ProcessGroupXmesh>(store, rank, size, options, std::move(hooks));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("make_inner"), py::arg("has_cuda"))
+      .def_property_readonly("store", &ProcessGroupXmesh::store, "The store of this group's own keys.")
+      .def_property_readonly("options", &ProcessGroupXmesh::getBackendOptions, "The group's live options.")
+      .def_property_readonly("timeout", &ProcessGroupXmesh::timeout)
+      .def_property_readonly("global_ranks", &ProcessGroupXmesh::globalRanks, "Global rank of every group rank; empty for the default group.")
+      .def_property_readonly("is_closed", &ProcessGroupXmesh::isClosed, "True after abort() or shutdown().")
+      .def(
+          "inner_backend", [](ProcessGroupXmesh& self, const at::Device& device) { return self.innerBackend(device.type()); }, py::arg("device"),
+          "The inner backend that carries tensors of the device's kind, made if need be.", py::call_guard<py::gil_scoped_release>())
+      .def("_set_default_timeout", &ProcessGroupXmesh::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      // c10d calls this on the ranks outside a new group when the default group is bound to a device. xmesh's new groups never split a parent's
+      // communicator, so there is nothing to take part in.
+      .def("perform_nocolor_split", [](ProcessGroupXmesh&, const at::Device&) {}, py::arg("device"));
+}
 
 }  // namespace xmesh::bindings

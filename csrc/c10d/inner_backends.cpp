@@ -1,0 +1,77 @@
+#include "c10d/inner_backends.h"
+
+#include <utility>
+
+namespace xmesh::c10d_backend {
+
+XmeshOptions::XmeshOptions(std::chrono::milliseconds timeout) : Options("xmesh", timeout) {}
+
+c10::intrusive_ptr<::c10d::Backend::Options> XmeshOptions::clone() const { return c10::make_intrusive<XmeshOptions>(*this); }
+
+InnerBackends::InnerBackends(HostHooks hooks, c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options)
+    : hooks_(std::move(hooks)), store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)) {}
+
+std::optional<size_t> InnerBackends::slotOf(c10::DeviceType kind) {
+  switch (kind) {
+    case c10::DeviceType::CPU:
+      return 0;
+    case c10::DeviceType::CUDA:
+      return 1;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::DeviceType::CPU || (kind == c10::DeviceType::CUDA && hooks_.has_cuda); }
+
+::c10d::Backend* InnerBackends::made(c10::DeviceType kind) const {
+  const auto slot = slotOf(kind);
+  return slot ? slots_[*slot].fast.load(std::memory_order_acquire) : nullptr;
+}
+
+::c10d::Backend& InnerBackends::get(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare) {
+  if (::c10d::Backend* backend = made(kind)) {
+    return *backend;
+  }
+  return make(kind, prepare);
+}
+
+::c10d::Backend& InnerBackends::make(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare) {
+  const auto slot = slotOf(kind);
+  TORCH_CHECK_NOT_IMPLEMENTED(slot && canMake(kind), "Backend xmesh carries cpu tensors",
+                              hooks_.has_cuda ? " and cuda tensors" : " (and cuda tensors where NCCL and a GPU are there)", ", got a ",
+                              c10::DeviceTypeName(kind, /*lower_case=*/true), " tensor on group rank ", rank_);
+  ::c10d::Backend* result = nullptr;
+  // The factory needs the GIL, and another thread may hold it while it waits for the mutex.
+  hooks_.run_unlocked([&] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Slot& place = slots_[*slot];
+    if (!place.owner) {
+      auto backend = hooks_.make_inner(kind, store_, rank_, size_, options_);
+      TORCH_CHECK(backend, "xmesh: the factory of the ", c10::DeviceTypeName(kind, true), " backend returned None");
+      prepare(*backend);
+      place.owner = std::move(backend);
+      place.fast.store(place.owner.get(), std::memory_order_release);
+    }
+    result = place.owner.get();
+  });
+  return *result;
+}
+
+void InnerBackends::forEach(const std::function<void(::c10d::Backend&)>& visit) const {
+  for (const Slot& slot : slots_) {
+    if (::c10d::Backend* backend = slot.fast.load(std::memory_order_acquire)) {
+      visit(*backend);
+    }
+  }
+}
+
+void InnerBackends::leak() noexcept {
+  for (Slot& slot : slots_) {
+    slot.fast.store(nullptr, std::memory_order_release);
+    static_cast<void>(slot.owner.release());
+  }
+  static_cast<void>(store_.release());
+}
+
+}  // namespace xmesh::c10d_backend

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace xmesh::c10d_backend {
+
+constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(30);
+
+/// Options of a group on xmesh. `gloo` and `nccl`, where given, are handed to the inner backend of that kind.
+struct XmeshOptions : ::c10d::Backend::Options {
+  explicit XmeshOptions(std::chrono::milliseconds timeout = kDefaultTimeout);
+  XmeshOptions(const XmeshOptions&) = default;
+  ~XmeshOptions() override = default;
+
+  /// Overrides where c10d has it.
+  c10::intrusive_ptr<::c10d::Backend::Options> clone() const;
+
+  c10::intrusive_ptr<::c10d::Backend::Options> gloo;
+  c10::intrusive_ptr<::c10d::Backend::Options> nccl;
+};
+
+/// Makes the inner backend of one device kind. May block in a rendezvous of all the group's ranks. Called without locks of the group's callers;
+/// takes the GIL itself if it needs it.
+using InnerFactory = std::function<c10::intrusive_ptr<::c10d::Backend>(c10::DeviceType kind, const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                                                       int size, const c10::intrusive_ptr<XmeshOptions>& options)>;
+
+/// What the host language provides.
+struct HostHooks {
+  InnerFactory make_inner;
+  /// Runs the function without the interpreter's lock if the caller holds it.
+  std::function<void(const std::function<void()>&)> run_unlocked;
+  /// True if NCCL can be had here.
+  bool has_cuda = false;
+};
+
+/// The inner backends of one group, one per device kind, each made once: gloo for cpu, NCCL for cuda.
+/// Threading: any thread. Ownership: owns the inner backends.
+class InnerBackends {
+ public:
+  InnerBackends(HostHooks hooks, c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options);
+
+  /// The kind's backend; `prepare` is applied to it when it is made by this call. NotImplementedError for a kind that no inner backend carries,
+  /// and after release().
+  ::c10d::Backend& get(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare);
+  /// The kind's backend if it was made, else nullptr.
+  ::c10d::Backend* made(c10::DeviceType kind) const;
+  /// Calls `visit` on every backend made so far.
+  void forEach(const std::function<void(::c10d::Backend&)>& visit) const;
+  /// True if the kind can be carried on this machine.
+  bool canMake(c10::DeviceType kind) const;
+  /// Gives up ownership without destroying anything: for a forked child, which has none of the backends' threads.
+  void leak() noexcept;
+
+  const HostHooks& hooks() const { return hooks_; }
+  const c10::intrusive_ptr<::c10d::Store>& store() const { return store_; }
+
+ private:
+  struct Slot {
+    std::atomic<::c10d::Backend*> fast{nullptr};
+    c10::intrusive_ptr<::c10d::Backend> owner;
+  };
+  static std::optional<size_t> slotOf(c10::DeviceType kind);
+  ::c10d::Backend& make(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare);
+
+  HostHooks hooks_;
+  c10::intrusive_ptr<::c10d::Store> store_;
+  int rank_;
+  int size_;
+  c10::intrusive_ptr<XmeshOptions> options_;
+  std::mutex mutex_;
+  std::array<Slot, 2> slots_;
+};
+
+}  // namespace xmesh::c10d_backend

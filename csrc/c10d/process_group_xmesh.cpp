@@ -1,0 +1,294 @@
+#include "c10d/process_group_xmesh.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "c10d/coalesced_work.h"
+
+namespace xmesh::c10d_backend {
+namespace {
+
+constexpr auto kCpu = c10::DeviceType::CPU;
+constexpr auto kCuda = c10::DeviceType::CUDA;
+
+/// Finds the one device kind of a call's tensors; cpu for a call without any.
+class KindOf {
+ public:
+  explicit KindOf(const char* operation) : operation_(operation) {}
+  KindOf& operator()(const at::Tensor& tensor) {
+    const auto kind = tensor.device().type();
+    if (!is_known_) {
+      kind_ = kind;
+      is_known_ = true;
+    }
+    TORCH_CHECK_VALUE(kind == kind_, "xmesh: ", operation_, " got tensors on ", c10::DeviceTypeName(kind_, true), " and on ",
+                      c10::DeviceTypeName(kind, true), "; expected the tensors of one call on one kind of device");
+    return *this;
+  }
+  KindOf& operator()(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      (*this)(tensor);
+    }
+    return *this;
+  }
+  KindOf& operator()(const std::vector<std::vector<at::Tensor>>& lists) {
+    for (const auto& tensors : lists) {
+      (*this)(tensors);
+    }
+    return *this;
+  }
+  operator c10::DeviceType() const { return kind_; }  // NOLINT(google-explicit-constructor): the chain's value
+
+ private:
+  const char* operation_;
+  c10::DeviceType kind_ = kCpu;
+  bool is_known_ = false;
+};
+
+/// c10d's refusals name the backend that lacks something: the user asked xmesh.
+[[noreturn]] void rethrowAsXmesh(const c10::Error& error, const std::string& inner_name) {
+  const std::string& message = error.msg();
+  for (const char* const before : {"Backend ", "got "}) {
+    const std::string named = before + inner_name + " ";
+    const auto at = message.find(named);
+    if (at != std::string::npos) {
+      throw c10::Error(message.substr(0, at) + before + "xmesh " + message.substr(at + named.size()), error.backtrace());
+    }
+  }
+  throw;
+}
+
+}  // namespace
+
+ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options,
+                                     HostHooks hooks)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      inner_(std::move(hooks), std::move(store), rank, size, options_),
+      pid_(getpid()),
+      last_split_(c10::intrusive_ptr<::c10d::Backend>()) {
+  init();
+  inner(kCpu);
+}
+
+ProcessGroupXmesh::~ProcessGroupXmesh() {
+  if (getpid() != pid_) {
+    inner_.leak();
+    new std::shared_ptr<GroupAttachment>(std::move(attachment_));  // NOLINT(bugprone-unused-raii): its threads are the parent's
+    return;
+  }
+  close(/*abort=*/false);
+}
+
+void ProcessGroupXmesh::close(bool abort) noexcept {
+  std::shared_ptr<GroupAttachment> attachment;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+    attachment = std::move(attachment_);
+    attachment_ = nullptr;
+  }
+  if (attachment) {
+    inner_.hooks().run_unlocked([&] {
+      attachment->close(abort);
+      attachment.reset();
+    });
+  }
+}
+
+::c10d::Backend& ProcessGroupXmesh::inner(c10::DeviceType kind) const {
+  return inner_.get(kind, [this, kind](::c10d::Backend& made) {
+    made.setGroupUid(getGroupUid());
+    made.setGroupDesc(getGroupDesc());
+    if (bound_device_id_ && bound_device_id_->type() == kind) {
+      made.setBoundDeviceId(bound_device_id_);
+    }
+  });
+}
+
+::c10d::Backend& ProcessGroupXmesh::primary() const { return inner(inner_.canMake(kCuda) ? kCuda : kCpu); }
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupXmesh::innerBackend(c10::DeviceType kind) {
+  return c10::intrusive_ptr<::c10d::Backend>::unsafe_reclaim_from_nonowning(&inner(kind));
+}
+
+template <class Call>
+auto ProcessGroupXmesh::forward(c10::DeviceType kind, Call&& call) const {
+  ::c10d::Backend& backend = inner(kind);
+  try {
+    return call(backend);
+  } catch (const c10::Error& error) {
+    rethrowAsXmesh(error, backend.getBackendName());
+  }
+}
+
+void ProcessGroupXmesh::forwardPrimary(const std::function<void(::c10d::Backend&)>& call) const {
+  forward(inner_.canMake(kCuda) ? kCuda : kCpu, call);
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::collect(c10::DeviceType kind, Work work) {
+  if (is_coalescing_ && kind == kCpu && work) {
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+void ProcessGroupXmesh::setAttachment(std::shared_ptr<GroupAttachment> attachment) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!is_closed_, "xmesh: the process group is closed on group rank ", getRank());
+    attachment_.swap(attachment);
+  }
+  if (attachment) {
+    inner_.hooks().run_unlocked([&] { attachment->close(false); });
+  }
+}
+
+std::shared_ptr<GroupAttachment> ProcessGroupXmesh::attachment() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return attachment_;
+}
+
+bool ProcessGroupXmesh::isClosed() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_closed_;
+}
+
+void ProcessGroupXmesh::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  inner_.forEach([&](::c10d::Backend& made) { made.setTimeout(timeout); });
+}
+
+#define XMESH_FORWARD(kind_expression, call_expression) \
+  const c10::DeviceType kind = kind_expression;         \
+  return collect(kind, forward(kind, [&](::c10d::Backend& backend) { return backend.call_expression; }))
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
+  XMESH_FORWARD(KindOf("broadcast")(tensors), broadcast(tensors, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  XMESH_FORWARD(KindOf("all_reduce")(tensors), allreduce(tensors, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  XMESH_FORWARD(KindOf("all_reduce (sparse)")(tensors), allreduce_sparse(tensors, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
+  XMESH_FORWARD(KindOf("all_reduce_coalesced")(tensors), allreduce_coalesced(tensors, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
+  XMESH_FORWARD(KindOf("reduce")(tensors), reduce(tensors, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
+  XMESH_FORWARD(KindOf("all_gather")(inputs)(outputs), allgather(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::_allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) {
+  XMESH_FORWARD(KindOf("all_gather_into_tensor")(input)(output), _allgather_base(output, input, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
+  XMESH_FORWARD(KindOf("all_gather_coalesced")(inputs)(outputs), allgather_coalesced(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
+  XMESH_FORWARD(KindOf("all_gather_into_tensor_coalesced")(inputs)(outputs), allgather_into_tensor_coalesced(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) {
+  XMESH_FORWARD(KindOf("gather")(inputs)(outputs), gather(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) {
+  XMESH_FORWARD(KindOf("scatter")(outputs)(inputs), scatter(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) {
+  XMESH_FORWARD(KindOf("reduce_scatter")(outputs)(inputs), reduce_scatter(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts) {
+  XMESH_FORWARD(KindOf("reduce_scatter_tensor")(output)(input), _reduce_scatter_base(output, input, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                           const ::c10d::ReduceScatterOptions& opts) {
+  XMESH_FORWARD(KindOf("reduce_scatter_tensor_coalesced")(outputs)(inputs), reduce_scatter_tensor_coalesced(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                                                         std::vector<int64_t>& input_splits, const ::c10d::AllToAllOptions& opts) {
+  XMESH_FORWARD(KindOf("all_to_all_single")(output)(input), alltoall_base(output, input, output_splits, input_splits, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
+  XMESH_FORWARD(KindOf("all_to_all")(outputs)(inputs), alltoall(outputs, inputs, opts));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::send(Tensors& tensors, int dst_rank, int tag) {
+  XMESH_FORWARD(KindOf("send")(tensors), send(tensors, dst_rank, tag));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::recv(Tensors& tensors, int src_rank, int tag) {
+  XMESH_FORWARD(KindOf("recv")(tensors), recv(tensors, src_rank, tag));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::recvAnysource(Tensors& tensors, int tag) {
+  XMESH_FORWARD(KindOf("recv from any source")(tensors), recvAnysource(tensors, tag));
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::barrier(const ::c10d::BarrierOptions& opts) {
+  const bool is_on_cuda = opts.device ? opts.device->type() == kCuda : !opts.device_ids.empty();
+  XMESH_FORWARD(is_on_cuda && inner_.canMake(kCuda) ? kCuda : kCpu, barrier(opts));
+}
+
+namespace {
+/// As ProcessGroup's call of this name, on whichever c10d this is built against.
+template <class AnyBackend>
+c10::intrusive_ptr<::c10d::Work> gatherIntoTensor(AnyBackend& backend, at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts) {
+  if constexpr (requires { backend.gather_into_tensor(output, input, opts); }) {
+    return backend.gather_into_tensor(output, input, opts);
+  } else {
+    TORCH_CHECK(false, "Backend ", backend.getBackendName(), " does not support gather_into_tensor");
+  }
+}
+}  // namespace
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts) {
+  const c10::DeviceType kind = KindOf("gather_into_tensor")(input);
+  return collect(kind, forward(kind, [&](::c10d::Backend& backend) { return gatherIntoTensor(backend, output, input, opts); }));
+}
+
+#undef XMESH_FORWARD
+
+void ProcessGroupXmesh::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  forward(kCpu, [&](::c10d::Backend& backend) { backend.monitoredBarrier(opts, wait_all_ranks); });
+}
+
+bool ProcessGroupXmesh::supportsCoalescing() const { return inner_.canMake(kCuda) && primary().supportsCoalescing(); }
+
+void ProcessGroupXmesh::startCoalescing() {
+  forward(primary().supportsCoalescing() ? kCuda : kCpu, [](::c10d::Backend& backend) { backend.startCoalescing(); });
+  is_coalescing_ = true;
+}
+
+ProcessGroupXmesh::Work ProcessGroupXmesh::endCoalescing() {
+  is_coalescing_ = false;
+  auto parts = std::exchange(coalesced_, {});
+  if (Work work = forward(primary().supportsCoalescing() ? kCuda : kCpu, [](::c10d::Backend& backend) { return backend.endCoalescing(); })) {
+    parts.push_back(std::move(work));
+  }
+  if (parts.size() <= 1) {
+    return parts.empty() ? nullptr : parts.front();
+  }
+  return c10::make_intrusive<CoalescedWork>(std::move(parts));
+}
+
+}  // namespace xmesh::c10d_backend
