@@ -38,8 +38,8 @@ class FakeStreamNetwork {
   void run();
 
  private:
-  bool moveBytes();
-  bool endEntries();
+  /// Moves one message or ends one entry; false when nothing can.
+  bool step();
   std::string describeDeadlock() const;
 
   int32_t num_ranks_;
