@@ -1,0 +1,53 @@
+#!/bin/bash
+# The lint command: clang-format, clang-tidy (the core; --all: every room), ruff, mypy --strict, stubtest, codespell. --fix formats in place.
+# Tools are those of PYTHON's environment (pyproject.toml's extra "lint"), compile commands those of build/cpp-plain.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+PATH="$(dirname "$PYTHON"):$PATH"
+all=0 fix=0
+for arg in "$@"; do
+  case $arg in
+  --all) all=1 ;;
+  --fix) fix=1 ;;
+  *) echo "usage: $0 [--all] [--fix]" && exit 2 ;;
+  esac
+done
+failed=()
+check() { # NAME COMMAND...
+  local name=$1 began=$SECONDS
+  shift
+  if "$@"; then echo "lint: $name ok ($((SECONDS - began)) s)"; else failed+=("$name") && echo "lint: $name FAILED"; fi
+}
+cpp_files() { find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' \) | LC_ALL=C sort; }
+tidy() { # BUILD_FOLDER FILES...
+  local folder=$1
+  shift
+  printf '%s\n' "$@" | xargs -r -d '\n' -n 1 -P "${MAX_JOBS:-2}" clang-tidy --quiet -p "$folder" --warnings-as-errors='*' 2>/dev/null
+}
+# Rooms that include torch: the compile commands are those of the extension's own build.
+tidy_torch_rooms() {
+  local found
+  found=build/torch-$("$PYTHON" -c 'import sysconfig, torch; print(torch.__version__.split("+")[0], sysconfig.get_config_var("SOABI"), sep="-")')
+  [ -f "$found/build.ninja" ] || { echo "no build.ninja under $found: build the extension first" && return 1; }
+  ninja -C "$found" -t compdb >"$found/compile_commands.json" && tidy "$found" csrc/c10d/*.cpp csrc/bindings/*.cpp
+}
+if [ $fix = 1 ]; then
+  cpp_files | xargs clang-format -i
+  ruff check --fix -q . || true
+  ruff format -q .
+fi
+check clang-format bash -c "$(declare -f cpp_files); cpp_files | xargs clang-format --dry-run --Werror"
+check "ruff check" ruff check -q .
+check "ruff format" ruff format -q --check .
+check codespell codespell csrc torch_xmesh tests examples benchmarks scripts README.md setup.py pyproject.toml
+check mypy mypy --python-executable "$PYTHON"
+check stubtest "$PYTHON" -m mypy.stubtest torch_xmesh._C --ignore-missing-stub --allowlist scripts/stubtest_allowlist.txt
+mapfile -t core < <(find csrc/core -name '*.cpp' | LC_ALL=C sort)
+check "clang-tidy (core)" tidy build/cpp-plain "${core[@]}"
+if [ $all = 1 ]; then
+  mapfile -t rooms < <(find csrc/transport csrc/runtime -name '*.cpp' | LC_ALL=C sort)
+  check "clang-tidy (transport, runtime)" tidy build/cpp-plain "${rooms[@]}"
+  check "clang-tidy (c10d, bindings)" tidy_torch_rooms
+fi
+[ ${#failed[@]} -eq 0 ] || { printf 'lint failed: %s\n' "${failed[*]}" && exit 1; }

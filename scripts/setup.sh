@@ -1,0 +1,121 @@
+# Sourced by examples/run.sh and tests/run.sh: a Python with torch, and torch_xmesh built in place beside it.
+#   XMESH_PYTHON=/path/python   use that environment as it is (torch >= 2.11 there); nothing is installed into it
+#   TORCH_VERSION=2.11.0        otherwise: .venv for 2.11.0, .venv-X for another X
+#   setup_python EXTRAS...      sets PYTHON; EXTRAS of pyproject.toml's optional dependencies
+#   setup_cpp                   makes sure of cmake, ninja and GoogleTest
+DEFAULT_TORCH=2.11.0
+TORCH_VERSION=${TORCH_VERSION:-$DEFAULT_TORCH}
+export MAX_JOBS=${MAX_JOBS:-2} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '== %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# need PACKAGE CHECK...: if the check fails, installs the Debian package where apt and root are there, else names it and stops.
+need() {
+  local package=$1
+  shift
+  "$@" >/dev/null 2>&1 && return
+  if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+    say "installing $package"
+    { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" ||
+      { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; }; } >&2 ||
+      die "could not install the package $package; install it and run this again"
+    hash -r
+    "$@" >/dev/null 2>&1 || die "$package is installed, but this still fails: $*"
+  else
+    die "the Debian package $package (or its like) is missing: install it and run this again"
+  fi
+}
+
+has_cxx20() { echo '#include <compare>' | g++ -std=c++20 -fsyntax-only -x c++ -; }
+has_gtest() { echo '#include <gtest/gtest.h>' | g++ -std=c++20 -fsyntax-only -x c++ -; }
+has_python_headers() { "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; }
+
+setup_cpp() {
+  need g++ has_cxx20
+  need cmake command -v cmake
+  need ninja-build command -v ninja
+  need libgtest-dev has_gtest
+}
+
+# The hash of what its arguments' files and the words on stdin say.
+fingerprint() { { cat; find "$@" -type f | LC_ALL=C sort | xargs -d '\n' sha256sum; } | sha256sum | cut -c1-32; }
+
+make_venv() {
+  local venv=$1 extras=$2 base=${PYTHON_FOR_VENV:-python3}
+  need python3 command -v "$base"
+  "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || die "$base is $("$base" -V); torch needs Python 3.10 to 3.14 (set PYTHON_FOR_VENV)"
+  if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    need python3-venv "$base" -c 'import ensurepip, venv'
+    rm -rf "$venv"
+    "$base" -m venv "$venv"
+  fi
+  need python3-dev has_python_headers "$venv/bin/python"
+  local stamp
+  stamp=$(echo "$TORCH_VERSION $extras" | fingerprint pyproject.toml setup.py)
+  [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp" ] && return
+  say "installing torch $TORCH_VERSION into $venv (several GB at the first time)"
+  "$venv/bin/python" -m pip install -q --retries 5 "torch==$TORCH_VERSION" "setuptools<81" wheel ninja numpy
+  say "building torch_xmesh for torch $TORCH_VERSION"
+  PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -q --retries 5 --no-build-isolation -e ".[$extras]"
+  echo "$stamp" >"$venv/.stamp"
+}
+
+build_in_place() {
+  local stamp
+  stamp=$("$PYTHON" -c 'import sys; from importlib.metadata import version; print(sys.executable, version("torch"))' | fingerprint csrc setup.py)
+  if [ "$(cat build/in_place.stamp 2>/dev/null)" = "$stamp" ] && compgen -G 'torch_xmesh/_C*.so' >/dev/null; then
+    return
+  fi
+  say "building torch_xmesh in place"
+  mkdir -p build
+  PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" setup.py -q build_ext --inplace >build/extension.log 2>&1 || {
+    tail -n 60 build/extension.log >&2
+    die "the extension did not build; all of it is in build/extension.log"
+  }
+  echo "$stamp" >build/in_place.stamp
+}
+
+setup_python() {
+  local extras
+  extras=$(IFS=,; echo "$*")
+  need g++ has_cxx20
+  if [ -n "${XMESH_PYTHON:-}" ]; then
+    PYTHON=$XMESH_PYTHON
+    "$PYTHON" -c '
+import sys
+from importlib.metadata import PackageNotFoundError, version
+missing = []
+for name in ("torch", "setuptools", "ninja", "numpy", *sys.argv[2:]):
+    try:
+        version(name)
+    except PackageNotFoundError:
+        missing.append(name)
+if missing:
+    sys.exit(f"error: {sys.executable} lacks {missing}; install them there, or run without XMESH_PYTHON")
+found = version("torch").split("+")[0]
+if tuple(map(int, found.split(".")[:2])) < (2, 11):
+    sys.exit(f"error: {sys.executable} has torch {found}; expected 2.11 or newer")
+if sys.argv[1] and found != sys.argv[1]:
+    sys.exit(f"error: --torch {sys.argv[1]}, but {sys.executable} has torch {found}")
+' "${TORCH_ASKED:-}" $(required_modules "$@") || exit 1
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+  else
+    local venv=.venv
+    [ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || venv=.venv-$TORCH_VERSION
+    make_venv "$venv" "$extras"
+    PYTHON=$PWD/$venv/bin/python
+  fi
+  build_in_place
+  export PYTHON
+}
+
+# What XMESH_PYTHON's environment must have for these extras.
+required_modules() {
+  for extra in "$@"; do
+    case $extra in
+    test) echo pytest pytest-timeout hypothesis expecttest psutil ;;
+    lint) echo clang-format clang-tidy ruff mypy codespell ;;
+    esac
+  done
+}

@@ -1,0 +1,67 @@
+#!/bin/bash
+# Every test: lint, GoogleTest (ctest), pytest.
+#   --torch X         with torch X, in an environment of its own (default 2.11.0)
+#   --only a,b        some of lint, cpp, python
+#   --lint-all        clang-tidy on every room, not the core alone
+#   --sanitize        C++ tests also under ASan+UBSan and TSan
+#   --soak            the long tests too
+#   -- ARGS           handed to pytest
+#   XMESH_PYTHON=/path/python uses that environment as it is.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+stages=lint,cpp,python
+lint_args=() pytest_args=() builds=(plain)
+while [ $# -gt 0 ]; do
+  case $1 in
+  --torch) TORCH_VERSION=$2 TORCH_ASKED=$2 && shift ;;
+  --only) stages=$2 && shift ;;
+  --lint-all) lint_args+=(--all) ;;
+  --sanitize) builds+=(address,undefined thread) ;;
+  --soak) pytest_args+=(--soak) ;;
+  --) shift && pytest_args+=("$@") && break ;;
+  *) sed -n '2,10s/^# \?//p' "$0" && exit 2 ;;
+  esac
+  shift
+done
+source scripts/setup.sh
+started=$SECONDS
+wants() { [[ ,$stages, == *,$1,* ]]; }
+extras=(plot)
+! wants lint || extras+=(lint)
+! wants python || extras+=(test)
+if wants lint || wants python; then setup_python "${extras[@]}"; fi
+if wants lint || wants cpp; then setup_cpp; fi
+
+configure() { # BUILD_FOLDER [SANITIZERS]
+  cmake -S csrc -B "$1" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DXMESH_SANITIZE="${2:-}" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
+}
+run_lint() {
+  configure build/cpp-plain && timeout -k 10 1200 bash scripts/lint.sh ${lint_args[@]+"${lint_args[@]}"}
+}
+run_cpp() {
+  local build folder
+  for build in "${builds[@]}"; do
+    folder=build/cpp-${build%%,*}
+    say "C++ tests ($build)"
+    configure "$folder" "${build/plain/}" || return 1
+    timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" >"$folder.log" 2>&1 || { tail -n 60 "$folder.log" && return 1; }
+    TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 300 -j "$MAX_JOBS" || return 1
+  done
+}
+run_python() {
+  timeout -k 10 2400 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}
+}
+
+failed=()
+for stage in lint cpp python; do
+  wants "$stage" || continue
+  say "$stage"
+  began=$SECONDS
+  "run_$stage" || failed+=("$stage")
+  say "$stage took $((SECONDS - began)) s"
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  say "FAILED: ${failed[*]} (after $((SECONDS - started)) s)"
+  exit 1
+fi
+say "all passed: $stages ($((SECONDS - started)) s)"
