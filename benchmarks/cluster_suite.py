@@ -1,0 +1,124 @@
+"""Measures cases on the emulated cluster: builds it, measures its goodput, starts a worker on each device, collects the
+records."""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import Case
+from table import Record
+
+from torch_xmesh.testing.cluster import Cluster, Goodput
+
+_WORKER = Path(__file__).with_name("cluster_worker.py")
+_START_SECONDS = 120.0
+"""Starting 20 processes that import torch and make groups, and preparing data, on two cores."""
+
+
+class MeasurementError(RuntimeError):
+    """A rank failed while it measured; the message holds what it wrote last."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure. `links` are further arguments of the product's Topology; `budget_seconds` limits the timed
+    part."""
+
+    hosts: int = 5
+    devices: int = 4
+    rate: str | None = "200mbit"
+    runs: int = 5
+    budget_seconds: float = 480.0
+    timeout_seconds: float = 300.0
+    links: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Records and what has to be said with them: `notes` head the table, `about` goes into the JSON."""
+
+    records: list[Record]
+    notes: list[str]
+    about: dict[str, Any]
+
+
+def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings) -> Measurement:
+    """Runs every case under every strategy, alternating, on one set of processes.
+
+    Raises MeasurementError when a rank fails or the processes do not end in time.
+    """
+    with Cluster(hosts=settings.hosts, devices=settings.devices, rate=settings.rate) as cluster:
+        goodput = cluster.goodput()
+        nic_bytes_per_s = list(goodput.nic_bytes_per_s) or [1e9]
+        with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
+            job = {
+                "cases": [case.to_json() for case in cases],
+                "strategies": list(strategies),
+                "devices": settings.devices,
+                "runs": settings.runs,
+                "budget_seconds": settings.budget_seconds,
+                "timeout_seconds": settings.timeout_seconds,
+                "nic_bytes_per_s": nic_bytes_per_s,
+                "links": settings.links,
+                "records": f"{folder}/records.jsonl",
+            }
+            job_path = Path(folder, "job.json")
+            job_path.write_text(json.dumps(job))
+            skipped = _run_workers(cluster, job_path, settings)
+            lines = Path(folder, "records.jsonl").read_text().splitlines()
+        records = [Record(**json.loads(line)) for line in lines]
+        notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}", *skipped]
+        about = {
+            "machine": machine_notes(),
+            "cluster": cluster.description,
+            "is_shaped": cluster.is_shaped,
+            "nic_bytes_per_s": nic_bytes_per_s,
+            "runs": settings.runs,
+            "skipped": skipped,
+        }
+    return Measurement(records, notes, about)
+
+
+def _run_workers(cluster: Cluster, job_path: Path, settings: Settings) -> list[str]:
+    """Returns the lines about skipped methods."""
+    job = cluster.start(str(_WORKER), str(job_path))
+    try:
+        job.wait(settings.budget_seconds + settings.timeout_seconds + _START_SECONDS)
+    except TimeoutError as error:
+        job.stop()
+        raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
+    failed = job.failed_rank
+    if failed is not None:
+        tail = "\n".join(failed.output.splitlines()[-30:])
+        raise MeasurementError(f"rank {failed.rank} ended with {failed.exit_code}; it wrote last:\n{tail}")
+    return [line for line in job.ranks[0].output.splitlines() if line.startswith("skipped: ")]
+
+
+def _goodput_note(cluster: Cluster, goodput: Goodput) -> str:
+    use = "the bound uses it" if cluster.is_shaped else "loopback; the bound uses it and means little"
+    return f"{goodput}; {use}"
+
+
+def machine_notes() -> list[str]:
+    """Versions, cores and load, for the head of a table."""
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    processor = platform.processor() or platform.machine()
+    return [
+        f"torch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}",
+        f"{os.cpu_count()} cores ({processor}), load before the run {load}",
+    ]
+
+
+def main_exit_code(records: Sequence[Record]) -> int:
+    """1 when an element was wrong, else 0."""
+    wrong = sum(record.wrong for record in records)
+    if wrong:
+        print(f"{wrong} wrong elements", file=sys.stderr)
+    return 1 if wrong else 0

@@ -1,0 +1,178 @@
+"""One rank of a measurement: runs every case under every strategy, alternating run by run, and checks every element of
+every run.
+
+Started by cluster_suite on each device with one argument, the path of a job description; rank 0 writes one JSON line
+per record.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import Case
+from methods import Method, RankData, XmeshMethod
+from overlaps import bound_seconds
+from rivals import is_rival, make_rival
+from table import Record
+
+_SLOW = 1.5  # a method this many times slower than the fastest may get fewer runs when time is short
+_NUM_SLOW_RUNS_MIN = 2
+
+
+@dataclass
+class Samples:
+    """What the timed runs of one method gave; equal on all ranks."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+class Worker:
+    """This rank's groups and the job. Every method is collective: all ranks of the cluster call it in the same
+    order."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job = job
+        self._rank = int(os.environ["RANK"])
+        backend = "gloo" if all(is_rival(name) for name in job["strategies"]) else "xmesh"
+        if backend == "xmesh":
+            import torch_xmesh  # noqa: F401
+        dist.init_process_group(backend, timeout=timedelta(seconds=job["timeout_seconds"]))
+        self._gloo: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._topology = self._make_topology() if backend == "xmesh" else None
+        self._deadline = time.monotonic() + job["budget_seconds"]
+
+    def _make_topology(self) -> Any:
+        import torch_xmesh as xm
+
+        job = self._job
+        host_of = {rank: rank // job["devices"] for rank in range(dist.get_world_size())}
+        return xm.Topology(host_of=host_of, nic_bytes_per_s=int(min(job["nic_bytes_per_s"])), **job["links"])
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def measure(self, case: Case, left_share: float) -> list[Record]:
+        """Records of one case. `left_share` is the part of the remaining time that this case may take."""
+        torch.manual_seed(0)
+        data = RankData.make(case, self._rank)
+        methods = {name: method for name in self._job["strategies"] if (method := self._make(name, data)) is not None}
+        samples = {name: Samples() for name in methods}
+        first = {name: self._run_once(data, method, samples[name], is_timed=False) for name, method in methods.items()}
+        runs = self._runs_of(first, (self._deadline - self._now()) * left_share)
+        for run in range(self._job["runs"]):
+            for name, method in methods.items():
+                if run < runs[name]:
+                    self._run_once(data, method, samples[name], is_timed=True)
+        return [self._record(case, name, methods[name], samples[name]) for name in methods]
+
+    def _make(self, name: str, data: RankData) -> Method | None:
+        """The method, or None (said once) where the product cannot plan the case with it."""
+        if is_rival(name):
+            return make_rival(name, data, self._gloo, self._subgroups)
+        try:
+            return XmeshMethod(data, name, self._topology)
+        except ValueError as error:
+            if self._rank == 0:
+                print(f"skipped: {data.case.name} {name}: {error}", flush=True)
+            return None
+
+    def _now(self) -> float:
+        """Rank 0's clock, so that all ranks decide alike."""
+        now = torch.tensor([time.monotonic()], dtype=torch.float64)
+        dist.broadcast(now, 0, group=self._gloo)
+        return float(now)
+
+    def _runs_of(self, first: dict[str, float], seconds: float) -> dict[str, int]:
+        """Timed runs per method: all that were asked for, fewer for slow methods where `seconds` do not suffice for
+        all."""
+        wanted = int(self._job["runs"])
+        fastest = min(first.values())
+        slow = sum(time for time in first.values() if time > _SLOW * fastest)
+        left = seconds - wanted * sum(time for time in first.values() if time <= _SLOW * fastest)
+        slow_runs = wanted if slow == 0 else max(min(_NUM_SLOW_RUNS_MIN, wanted), min(wanted, int(left / slow)))
+        return {name: slow_runs if time > _SLOW * fastest else wanted for name, time in first.items()}
+
+    def _run_once(self, data: RankData, method: Method, samples: Samples, *, is_timed: bool) -> float:
+        """One reshard between barriers; returns its time and adds it to `samples` when timed. Elements are checked in
+        any case."""
+        data.poison()
+        dist.barrier(group=self._gloo)
+        cpu = _cpu_seconds()
+        start = time.monotonic()
+        results: Sequence[torch.Tensor] = method.run() if data.is_participant else data.outs
+        end = time.monotonic()
+        cpu = _cpu_seconds() - cpu
+        wrong = data.count_wrong(results)
+        mine = torch.tensor([start, end, cpu, wrong], dtype=torch.float64)
+        if not data.is_participant:
+            mine[0], mine[1] = float("inf"), 0.0
+        everyone = torch.empty(dist.get_world_size(), 4, dtype=torch.float64)
+        dist.all_gather(list(everyone.unbind(0)), mine, group=self._gloo)
+        seconds = float(everyone[:, 1].max() - everyone[:, 0].min())
+        samples.wrong += int(everyone[:, 3].sum())
+        if is_timed:
+            samples.seconds.append(seconds)
+            samples.cpu_seconds.append(float(everyone[:, 2].sum()))
+        return seconds
+
+    def _record(self, case: Case, name: str, method: Method, samples: Samples) -> Record:
+        devices = self._job["devices"]
+        bound = bound_seconds(case, lambda rank: rank // devices, self._job["nic_bytes_per_s"])
+        seconds = statistics.median(samples.seconds)
+        return Record(
+            case=case.name,
+            strategy=name,
+            num_bytes=case.num_bytes,
+            seconds=seconds,
+            seconds_min=min(samples.seconds),
+            seconds_max=max(samples.seconds),
+            bound_seconds=bound,
+            ratio=seconds / bound if bound > 0 else None,
+            predicted_seconds=method.predicted_seconds,
+            num_messages=method.num_messages,
+            wrong=samples.wrong,
+            runs=len(samples.seconds),
+            cpu_seconds=statistics.median(samples.cpu_seconds),
+            plan_strategy=method.plan_strategy,
+        )
+
+
+def _cpu_seconds() -> float:
+    """User and system time of all threads of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    cases = [Case.from_json(data) for data in job["cases"]]
+    worker = Worker(job)
+    with contextlib.ExitStack() as stack:
+        stack.callback(worker.close)
+        lines = stack.enter_context(Path(job["records"]).open("w")) if os.environ["RANK"] == "0" else None
+        weights = [case.num_bytes for case in cases]
+        for index, case in enumerate(cases):
+            records = worker.measure(case, weights[index] / sum(weights[index:]))
+            if lines is not None:
+                lines.writelines(json.dumps(record.to_json()) + "\n" for record in records)
+                lines.flush()
+                best = min(records, key=lambda record: record.seconds)
+                print(f"{case.name}: fastest {best.strategy} {best.seconds:.3f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

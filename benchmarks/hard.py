@@ -1,0 +1,55 @@
+"""Which random layouts are hard: those where even the best broadcast plan is far from the bound, by the product's own
+simulator."""
+
+from cases import Case, random_case
+from overlaps import bound_seconds
+
+from torch_xmesh.testing.cluster import parse_rate
+
+BROADCASTS = ("broadcast:naive+naive", "broadcast:size+naive", "broadcast:size+dfs", "broadcast:size+greedy")
+_HARD = 1.2
+_MIN_BOUND_SECONDS = 1.0
+_GOODPUT = 0.955  # of the nominal rate: what TCP over Ethernet carries
+_MAX_TRIES = 4000
+
+
+def best_broadcast_ratio(case: Case, *, devices: int, nic_bytes_per_s: float, bound: float) -> float:
+    """predicted / bound of the best of the broadcast strategies."""
+    import numpy as np
+    import torch
+    from methods import placement
+
+    import torch_xmesh as xm
+
+    ranks = np.union1d(case.src_mesh, case.dst_mesh).tolist()
+    topology = xm.Topology(host_of={rank: rank // devices for rank in ranks}, nic_bytes_per_s=int(nic_bytes_per_s))
+    layout = case.tensors[0]
+    spec = xm.Spec(
+        layout.shape, getattr(torch, layout.dtype), xm.Mesh(case.src_mesh), [placement(text) for text in layout.src]
+    )
+    dst = [placement(text) for text in layout.dst]
+    predicted = [
+        xm.plan_resharding(spec, xm.Mesh(case.dst_mesh), dst, strategy=name, topology=topology).predicted_seconds
+        for name in BROADCASTS
+    ]
+    return float(min(predicted)) / bound
+
+
+def hard_cases(count: int, *, first_seed: int, rate: str, num_bytes: int, hosts: int, devices: int) -> list[Case]:
+    """The first `count` layouts from `first_seed` on whose bound is at least 1 s and whose best broadcast plan exceeds
+    1.2 of it.
+
+    Raises ValueError when too few are found in 4,000 seeds.
+    """
+    nic_bytes_per_s = parse_rate("200mbit" if rate == "none" else rate) / 8 * _GOODPUT
+    found: list[Case] = []
+    for seed in range(first_seed, first_seed + _MAX_TRIES):
+        case = random_case(seed, num_bytes=num_bytes, hosts=hosts, devices=devices)
+        bound = bound_seconds(case, lambda rank: rank // devices, [nic_bytes_per_s] * hosts)
+        if bound < _MIN_BOUND_SECONDS:
+            continue
+        if best_broadcast_ratio(case, devices=devices, nic_bytes_per_s=nic_bytes_per_s, bound=bound) > _HARD:
+            found.append(case)
+        if len(found) == count:
+            return found
+    raise ValueError(f"random --hard: {len(found)} of {count} hard layouts within {_MAX_TRIES} seeds from {first_seed}")

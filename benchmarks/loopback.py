@@ -1,0 +1,182 @@
+"""The product against raw gloo on two local ranks: a large reshard's rate, and what a tiny cached one costs in CPU
+time.
+
+Every comparison alternates block by block in the same two processes and carries `gloo_control`, gloo against itself:
+the spread that the machine alone makes. Records use gloo's median time as `bound_seconds`.
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cases import S0, Case, TensorLayout
+from cluster_suite import Measurement, MeasurementError, machine_notes
+from methods import Method, RankData, XmeshMethod
+from rivals import TorchP2P
+from table import Record
+
+from torch_xmesh.testing.cluster import Cluster
+
+_TIMEOUT_SECONDS = 420.0
+_SMALL_REPEATS = 500
+RIVAL, CONTROL, OURS = "gloo", "gloo_control", "xmesh"
+
+Block = Callable[[], None]
+
+
+def measure(*, num_bytes: int, runs: int) -> Measurement:
+    """Runs the three comparisons. Raises MeasurementError when a rank fails."""
+    with (
+        Cluster(hosts=1, devices=2, rate=None) as cluster,
+        tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
+    ):
+        records_path = Path(folder, "records.json")
+        job = cluster.start(__file__, json.dumps({"num_bytes": num_bytes, "runs": runs, "records": str(records_path)}))
+        try:
+            job.wait(_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            job.stop()
+            raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
+        if job.failed_rank is not None:
+            raise MeasurementError(f"rank {job.failed_rank.rank} failed; it wrote:\n{job.failed_rank.output}")
+        records = [Record(**entry) for entry in json.loads(records_path.read_text())]
+    cluster_note = "2 ranks on loopback"
+    notes = [*machine_notes(), cluster_note, "bound = gloo's median; cpu = both ranks, per operation"]
+    return Measurement(records, notes, {"machine": machine_notes(), "cluster": cluster_note, "runs": runs})
+
+
+class _Comparison:
+    """Named blocks that are run in turn; a block is `repeats` operations."""
+
+    def __init__(self, case: str, num_bytes: int, repeats: int, blocks: dict[str, Block]) -> None:
+        self._case = case
+        self._num_bytes = num_bytes
+        self._repeats = repeats
+        self._blocks = blocks
+
+    def run(self, runs: int, group: dist.ProcessGroup, count_wrong: Callable[[], int]) -> list[Record]:
+        """One uncounted round, then `runs` rounds; wrong elements are counted after every block."""
+        seconds: dict[str, list[float]] = {name: [] for name in self._blocks}
+        cpu: dict[str, list[float]] = {name: [] for name in self._blocks}
+        wrong = dict.fromkeys(self._blocks, 0)
+        for round_index in range(runs + 1):
+            for name, block in self._blocks.items():
+                took, used, bad = _time_block(block, group, count_wrong)
+                wrong[name] += bad
+                if round_index > 0:
+                    seconds[name].append(took / self._repeats)
+                    cpu[name].append(used / self._repeats)
+        gloo = statistics.median(seconds[RIVAL])
+        return [self._record(name, seconds[name], cpu[name], wrong[name], gloo) for name in self._blocks]
+
+    def _record(self, name: str, seconds: list[float], cpu: list[float], wrong: int, gloo: float) -> Record:
+        return Record(
+            case=self._case,
+            strategy=name,
+            num_bytes=self._num_bytes,
+            seconds=statistics.median(seconds),
+            seconds_min=min(seconds),
+            seconds_max=max(seconds),
+            bound_seconds=gloo,
+            ratio=statistics.median(seconds) / gloo,
+            predicted_seconds=None,
+            num_messages=1,
+            wrong=wrong,
+            runs=len(seconds),
+            cpu_seconds=statistics.median(cpu),
+        )
+
+
+def _time_block(block: Block, group: dist.ProcessGroup, count_wrong: Callable[[], int]) -> tuple[float, float, int]:
+    """Time from the first start to the last end, CPU seconds of both ranks, wrong elements of both ranks."""
+    dist.barrier(group=group)
+    cpu = _cpu_seconds()
+    start = time.monotonic()
+    block()
+    end = time.monotonic()
+    mine = torch.tensor([start, end, _cpu_seconds() - cpu, count_wrong()], dtype=torch.float64)
+    everyone = torch.empty(2, 4, dtype=torch.float64)
+    dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+    return (
+        float(everyone[:, 1].max() - everyone[:, 0].min()),
+        float(everyone[:, 2].sum()),
+        int(everyone[:, 3].sum()),
+    )
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _repeat(method: Method, repeats: int) -> Block:
+    def block() -> None:
+        for _ in range(repeats):
+            method.run()
+
+    return block
+
+
+def _reshard(case_name: str, num_bytes: int, repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
+    """Shard(0) on rank 0 to Shard(0) on rank 1: the same bytes as one isend and irecv."""
+    layout = TensorLayout((num_bytes // 4,), "float32", (S0,), (S0,))
+    data = RankData.make(Case(case_name, np.array([0]), np.array([1]), (layout,)), dist.get_rank())
+    gloo = TorchP2P(data, group)
+    methods: dict[str, Method] = {RIVAL: gloo, OURS: XmeshMethod(data, "auto", None), CONTROL: gloo}
+    blocks = {name: _repeat(method, repeats) for name, method in methods.items()}
+
+    def count_wrong() -> int:
+        wrong = data.count_wrong(data.outs)
+        data.poison()
+        return wrong
+
+    data.poison()
+    return _Comparison(case_name, num_bytes, repeats, blocks).run(runs, group, count_wrong)
+
+
+def _all_reduce(repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
+    """A 4-byte all_reduce through xmesh (the default group) and through gloo."""
+    value = torch.ones(1)
+
+    def block_on(on: dist.ProcessGroup | None) -> Block:
+        def block() -> None:
+            for _ in range(repeats):
+                dist.all_reduce(value, group=on)
+
+        return block
+
+    def count_wrong() -> int:
+        wrong = int(value.item() != 2.0**repeats)
+        value.fill_(1.0)
+        return wrong
+
+    blocks = {RIVAL: block_on(group), OURS: block_on(None), CONTROL: block_on(group)}
+    return _Comparison("all_reduce-4B", 4, repeats, blocks).run(runs, group, count_wrong)
+
+
+def _worker(arguments: Sequence[str]) -> None:
+    job: dict[str, Any] = json.loads(arguments[0])
+    import torch_xmesh  # noqa: F401
+
+    dist.init_process_group("xmesh")
+    group = dist.new_group(backend="gloo")
+    records = _reshard("reshard-large", job["num_bytes"], 1, job["runs"], group)
+    records += _reshard("reshard-4B", 4, _SMALL_REPEATS, job["runs"], group)
+    records += _all_reduce(100, job["runs"], group)
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        Path(job["records"]).write_text(json.dumps([record.to_json() for record in records]))
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Measures cross-mesh resharding: python benchmarks/reshard_perf.py --suite table2 --json out.json --plot out.png
+
+Suites table2, fig5, fig8, refit and random run on an emulated cluster (namespaces with shaped NICs; plain localhost
+without root, and the table says so); loopback compares with raw gloo on two local ranks. README.md beside this file
+defines every figure.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import loopback
+from case_file import read_cases
+from cases import SUITES, Case, fits, suite_cases
+from charts import plot
+from cluster_suite import Measurement, MeasurementError, Settings, main_exit_code, measure
+from hard import hard_cases
+from table import render, save
+
+_STRATEGIES = {
+    "table2": ("auto", "broadcast", "alpa", "send_recv", "torch_p2p", "torch_broadcast"),
+    "fig5": ("auto", "broadcast", "alpa", "send_recv", "torch_broadcast"),
+    "fig8": ("auto", "broadcast:naive+naive", "broadcast:size+naive", "broadcast:size+dfs", "broadcast:size+greedy"),
+    "refit": ("auto", "broadcast", "send_recv", "torch_p2p"),
+    "random": ("auto", "broadcast", "torch_p2p"),
+}
+_ALL = (
+    "auto",
+    "striped",
+    "broadcast",
+    "local_allgather",
+    "global_allgather",
+    "alpa",
+    "send_recv",
+    "torch_p2p",
+    "torch_broadcast",
+)
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def num_bytes(text: str) -> int:
+    """Bytes of "64MiB", "1GB" or a plain number."""
+    digits = text.rstrip("BKMGi")
+    unit = text[len(digits) :]
+    try:
+        value = int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected a size such as 64MiB, got {text!r}") from None
+    if value < 4096:
+        raise argparse.ArgumentTypeError(f"expected at least 4096 bytes, got {value}")
+    return value
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=[*SUITES, "loopback"], default="table2")
+    parser.add_argument("--case-file", type=Path, help="measure the cases of this JSON file instead of a suite's")
+    parser.add_argument("--strategies", help="comma-separated, or 'all' (default: the suite's)")
+    parser.add_argument("--cases", help="comma-separated names: only these cases of the suite")
+    parser.add_argument("--hosts", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=4, help="per host")
+    parser.add_argument("--rate", default="200mbit", help="NIC rate each way, or 'none' for plain localhost")
+    parser.add_argument("--num-bytes", type=num_bytes, default=64 << 20, help="bytes of a case (default 64MiB)")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each method (default 5)")
+    parser.add_argument("--budget-seconds", type=float, default=480.0, help="beyond it slow methods get fewer runs")
+    parser.add_argument("--seeds", type=int, default=10, help="random: number of layouts")
+    parser.add_argument("--first-seed", type=int, default=0, help="random: the first seed")
+    parser.add_argument(
+        "--hard", action="store_true", help="random: only layouts whose best broadcast plan exceeds 1.2 of the bound"
+    )
+    parser.add_argument("--json", type=Path, help="write the records here")
+    parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
+    return parser.parse_args(arguments)
+
+
+def choose_cases(options: argparse.Namespace) -> list[Case]:
+    if options.case_file is not None:
+        cases = read_cases(options.case_file)
+        unfit = [case.name for case in cases if not fits(case, hosts=options.hosts, devices=options.devices)]
+        if unfit:
+            raise ValueError(f"{unfit} do not fit on {options.hosts} hosts x {options.devices} devices")
+        return cases
+    size = {"num_bytes": options.num_bytes, "hosts": options.hosts, "devices": options.devices}
+    if options.suite == "random" and options.hard:
+        return hard_cases(options.seeds, first_seed=options.first_seed, rate=options.rate, **size)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    cases = suite_cases(options.suite, seeds=seeds, **size)
+    if options.cases is None:
+        return cases
+    names = options.cases.split(",")
+    unknown = sorted(set(names) - {case.name for case in cases})
+    if unknown:
+        raise ValueError(f"--cases: {unknown} are not among {[case.name for case in cases]}")
+    return [case for case in cases if case.name in names]
+
+
+def choose_strategies(options: argparse.Namespace) -> list[str]:
+    if options.strategies is None:
+        return list(_STRATEGIES[options.suite])
+    return list(_ALL) if options.strategies == "all" else options.strategies.split(",")
+
+
+def report(options: argparse.Namespace, measurement: Measurement) -> None:
+    """Prints the table; writes JSON and chart where asked."""
+    title = f"suite {options.suite}" if options.case_file is None else f"cases of {options.case_file.name}"
+    print(render(measurement.records, [f"torch_xmesh reshard_perf, {title}", *measurement.notes]))
+    if options.json is not None:
+        save(options.json, measurement.records, {"suite": options.suite, **measurement.about})
+    if options.plot is not None:
+        subtitle = f"{title}: {measurement.about['cluster']}"
+        plot(options.plot, measurement.records, title=subtitle, as_ratio=options.suite in ("table2", "refit", "random"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when all was measured and no element was wrong, 1 when one was, 2 for a wrong argument or a failed rank."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if options.suite == "loopback":
+            measurement = loopback.measure(num_bytes=options.num_bytes, runs=options.runs)
+        else:
+            settings = Settings(
+                hosts=options.hosts,
+                devices=options.devices,
+                rate=None if options.rate == "none" else options.rate,
+                runs=options.runs,
+                budget_seconds=options.budget_seconds,
+            )
+            measurement = measure(choose_cases(options), choose_strategies(options), settings)
+    except (ValueError, MeasurementError) as error:
+        print(f"reshard_perf: {error}", file=sys.stderr)
+        return 2
+    report(options, measurement)
+    return main_exit_code(measurement.records)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
