@@ -18,6 +18,8 @@ def plot(path: Path, records: Sequence[Record], *, title: str, as_ratio: bool) -
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
 
     cases = list(dict.fromkeys(record.case for record in records))
     strategies = list(dict.fromkeys(record.strategy for record in records))
@@ -40,8 +42,8 @@ def plot(path: Path, records: Sequence[Record], *, title: str, as_ratio: bool) -
     axes.set_xticks(range(len(cases)), cases, fontsize=8, rotation=30 if max(map(len, cases)) > 8 else 0)
     axes.set_ylabel("time / lower bound" if as_ratio else "time (s)")
     axes.set_title(title, fontsize=9)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLORS[i % len(_COLORS)]) for i in range(len(strategies))]
-    bound_line = pyplot.Line2D([0], [0], color="black", lw=1.2)
+    handles = [Rectangle((0, 0), 1, 1, color=_COLORS[i % len(_COLORS)]) for i in range(len(strategies))]
+    bound_line = Line2D([0], [0], color="black", lw=1.2)
     axes.legend([*handles, bound_line], [*strategies, "lower bound"], fontsize=7, ncols=min(4, len(strategies) + 1))
     axes.margins(y=0.18)
     for side in ("top", "right"):

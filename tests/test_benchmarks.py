@@ -94,15 +94,15 @@ def test_overlaps_cover_every_destination_tile_once(seed: int) -> None:
     source = np.zeros((int(layout.src_mesh.max()) + 1, *layout.shape), dtype=np.int8)
     wanted = np.zeros((int(layout.dst_mesh.max()) + 1, *layout.shape), dtype=np.int8)
     for mesh, texts, marks in ((layout.src_mesh, layout.src, source), (layout.dst_mesh, layout.dst, wanted)):
-        for rank in mesh.flat:
-            box = tile(layout.shape, mesh, texts, int(rank))
+        for rank in mesh.reshape(-1).tolist():
+            box = tile(layout.shape, mesh, texts, rank)
             assert box is not None
             marks[(rank, *(slice(*side) for side in box))] = 1
     for part in overlaps(case):
-        box = tuple(slice(*side) for side in part.box)
-        assert all((source[(rank, *box)] == 1).all() for rank in part.holders)
+        inside = tuple(slice(*side) for side in part.box)
+        assert all((source[(rank, *inside)] == 1).all() for rank in part.holders)
         for rank in part.needers:
-            wanted[(rank, *box)] -= 1
+            wanted[(rank, *inside)] -= 1
     assert (wanted == 0).all()
 
 
@@ -125,7 +125,7 @@ def test_the_pattern_depends_on_the_global_index_alone() -> None:
     whole = pattern(layout, 3, ((0, 6), (0, 5), (0, 4)))
     assert torch.equal(pattern(layout, 3, ((2, 5), (1, 4), (3, 4))), whole[2:5, 1:4, 3:4])
     assert not torch.equal(pattern(layout, 4, ((0, 6), (0, 5), (0, 4))), whole)
-    assert len(whole.unique()) > 100
+    assert len(set(whole.flatten().tolist())) > 100
 
 
 def test_wrong_elements_are_counted() -> None:
