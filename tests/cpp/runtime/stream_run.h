@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/reshard_case.h"
+#include "runtime/stream_executor.h"
+#include "transport/fake_stream_network.h"
+
+namespace xmesh::replay {
+
+/// Runs a plan on the fake stream network; returns the first difference from the oracle, or an empty text.
+inline std::string runOnStreams(const core::ReshardingPlan& plan, MemoryLayout layout, uint64_t seed, int64_t staging_bytes,
+                                runtime::ProgramOptions options = {}) {
+  const int64_t num_ranks = plan.topology.hostOfRanks().rbegin()->first + 1;
+  transport::FakeStreamNetwork network(static_cast<int32_t>(num_ranks), seed);
+  const runtime::HostKernels kernels;
+  ReshardCase data(plan, num_ranks, layout, seed);
+  std::vector<std::unique_ptr<runtime::StreamExecutor>> executors;
+  std::vector<std::vector<std::max_align_t>> staging;
+  for (int64_t rank : plan.participants()) {
+    auto program = runtime::compileProgram(plan, rank, options);
+    std::vector<int32_t> peers = sameRanks(*program);
+    executors.push_back(std::make_unique<runtime::StreamExecutor>(std::move(program), network.transport(static_cast<int32_t>(rank)), std::move(peers),
+                                                                  data.src(rank), data.dst(rank), kernels,
+                                                                  runtime::StreamExecutor::Options{staging_bytes}));
+    staging.emplace_back((static_cast<size_t>(executors.back()->stagingBytes()) + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
+    executors.back()->enqueue(staging.back().data());
+  }
+  network.run();
+  return data.firstDifference();
+}
+
+}  // namespace xmesh::replay

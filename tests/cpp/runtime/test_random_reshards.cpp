@@ -1,0 +1,106 @@
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <random>
+#include <string>
+
+#include "core/resharding/planner.h"
+#include "random_layouts.h"
+#include "runtime/host_run.h"
+#include "runtime/random_plan.h"
+#include "runtime/stream_run.h"
+
+namespace xmesh::replay {
+
+using layouts::LayoutOptions;
+using layouts::randomPair;
+using layouts::randomTopology;
+namespace {
+
+std::vector<core::TensorPair> randomTensors(std::mt19937_64& rng, int64_t round) {
+  LayoutOptions options;
+  options.num_ranks = randomInt(rng, 2, 10);
+  options.max_elements = round % 50 == 0 ? 4096 : 200;
+  options.max_extent = round % 50 == 0 ? 40 : 9;
+  std::vector<core::TensorPair> tensors;
+  const int64_t num_tensors = randomInt(rng, 0, 4) == 0 ? 3 : 1;
+  for (int64_t i = 0; i < num_tensors; ++i) {
+    tensors.push_back(randomPair(rng, options));
+    drawDType(rng, tensors.back());
+  }
+  return tensors;
+}
+
+/// A bound and a message size: generous, or so small that nearly every message waits for memory.
+struct Limits {
+  int64_t staging_bytes = int64_t{64} << 20;
+  runtime::ProgramOptions program;
+};
+
+Limits randomLimits(std::mt19937_64& rng) {
+  Limits limits;
+  if (randomInt(rng, 0, 1) == 0) {
+    limits.staging_bytes = randomInt(rng, 1, 4096);
+    limits.program.max_message_bytes = randomInt(rng, 1, 256);
+  }
+  return limits;
+}
+
+MemoryLayout randomLayout(std::mt19937_64& rng) { return randomInt(rng, 0, 1) == 0 ? MemoryLayout::kContiguous : MemoryLayout::kRandom; }
+
+void checkOnHosts(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
+  const Limits limits = randomLimits(rng);
+  HostRanks ranks(plan.topology.hostOfRanks().rbegin()->first + 1, rng(), limits.staging_bytes);
+  HostOperation operation(ranks, plan, 1, randomLayout(rng), rng(), limits.program);
+  operation.start();
+  ranks.network().runUntilIdle();
+  ASSERT_TRUE(operation.isDone()) << operation.progress();
+  ASSERT_EQ(operation.firstDifference(), "");
+  for (int64_t rank : plan.participants()) {
+    ASSERT_EQ(ranks.pool(rank).bytesInUse(), 0);
+  }
+}
+
+void checkOnStreams(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
+  const Limits limits = randomLimits(rng);
+  const MemoryLayout layout = randomLayout(rng);
+  const uint64_t seed = rng();
+  ASSERT_EQ(runOnStreams(plan, layout, seed, limits.staging_bytes, limits.program), "");
+}
+
+/// Rounds of one test share nothing: each has its own seed, so that a failing one can be run alone.
+template <typename MakePlan>
+void checkRounds(int64_t num_rounds, uint64_t salt, const MakePlan& makePlan) {
+  for (int64_t round = 0; round < num_rounds; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    std::mt19937_64 rng(mix(salt + static_cast<uint64_t>(round)));
+    const core::ReshardingPlan plan = makePlan(rng, round);
+    ASSERT_NO_FATAL_FAILURE(checkOnHosts(plan, rng));
+    ASSERT_NO_FATAL_FAILURE(checkOnStreams(plan, rng));
+  }
+}
+
+#ifdef XMESH_FEW_ROUNDS
+constexpr int64_t kScale = 10;
+#else
+constexpr int64_t kScale = 1;
+#endif
+
+TEST(RandomReshards, HostilePlansOnBothFakes) {
+  checkRounds(2500 / kScale, 1000, [](std::mt19937_64& rng, int64_t round) {
+    std::vector<core::TensorPair> tensors = randomTensors(rng, round);
+    return RandomPlanner(std::move(tensors), randomTopology(rng, 10), rng).plan();
+  });
+}
+
+TEST(RandomReshards, EveryStrategyOnBothFakes) {
+  checkRounds(5000 / kScale, 500000, [](std::mt19937_64& rng, int64_t round) {
+    std::vector<core::TensorPair> tensors = randomTensors(rng, round);
+    const auto& known = core::strategies();
+    const core::Strategy strategy = core::parseStrategy(known[static_cast<size_t>(round) % known.size()].name);
+    return core::planResharding(std::move(tensors), randomTopology(rng, 10), strategy);
+  });
+}
+
+}  // namespace
+}  // namespace xmesh::replay
