@@ -3,10 +3,10 @@
 import threading
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from torch_xmesh import _C
+from torch_xmesh.backend import backend_of
 
 
 class GroupReshards:
@@ -28,19 +28,6 @@ class GroupReshards:
 
 
 _reshards: "WeakKeyDictionary[_C.ProcessGroupXmesh, GroupReshards]" = WeakKeyDictionary()
-
-
-def backend_of(group: dist.ProcessGroup | None) -> "_C.ProcessGroupXmesh":
-    """The xmesh backend of a process group (None: the default group). Raises ValueError when it runs on another backend."""
-    if not dist.is_initialized():
-        raise ValueError("there is no process group: call torch.distributed.init_process_group('xmesh') first")
-    chosen = dist.group.WORLD if group is None else group
-    if not isinstance(chosen, dist.ProcessGroup):
-        raise ValueError("this rank is not in the process group that was given")
-    backend = chosen._get_backend(torch.device("cpu"))
-    if not isinstance(backend, _C.ProcessGroupXmesh):
-        raise ValueError(f"reshard needs a process group on the backend 'xmesh', this one runs on {backend.name()!r}")
-    return backend
 
 
 def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:

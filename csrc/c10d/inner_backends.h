@@ -27,6 +27,7 @@ struct XmeshOptions : ::c10d::Backend::Options {
 
   c10::intrusive_ptr<::c10d::Backend::Options> gloo;
   c10::intrusive_ptr<::c10d::Backend::Options> nccl;
+  int64_t staging_bytes = int64_t{64} << 20;  ///< most memory per rank that reshards may stage messages in, all in flight together
 };
 
 /// Makes the inner backend of one device kind. May block in a rendezvous of all the group's ranks. Called without locks of the group's callers;
