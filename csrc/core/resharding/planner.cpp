@@ -55,10 +55,14 @@ ReshardingPlan runStrategy(ReshardingPlan plan, const Strategy& strategy, const 
 
 }  // namespace
 
-ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology, const Strategy& strategy) {
+void checkReshard(const std::vector<TensorPair>& tensors, const Topology& topology) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     checkTensor(tensors[i], i, topology);
   }
+}
+
+ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology, const Strategy& strategy) {
+  checkReshard(tensors, topology);
   ReshardingPlan plan;
   plan.tensors = std::move(tensors);
   plan.topology = std::move(topology);

@@ -14,4 +14,7 @@ namespace xmesh::core {
 /// not valid by itself, a rank that the topology lacks. Builds without NDEBUG validate every plan.
 ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology, const Strategy& strategy);
 
+/// Throws what planResharding throws for bad inputs, without planning.
+void checkReshard(const std::vector<TensorPair>& tensors, const Topology& topology);
+
 }  // namespace xmesh::core

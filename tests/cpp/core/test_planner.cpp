@@ -1,25 +1,160 @@
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <cstdio>
 #include <string>
 
 #include "core/error.h"
+#include "core/resharding/network.h"
 #include "core/resharding/planner.h"
+#include "core/resharding/simulate.h"
 #include "core/resharding/validate.h"
+#include "element_oracle.h"
+#include "published_cases.h"
 #include "random_layouts.h"
 
 namespace xmesh::core {
 namespace {
 
-TEST(Planner, Smoke) {
-  for (const char* text : {"send_recv", "broadcast", "broadcast:naive+naive", "auto"}) {
-    for (int64_t seed = 0; seed < 300; ++seed) {
-      std::mt19937_64 rng(static_cast<uint64_t>(seed));
-      const TensorPair pair = layouts::randomPair(rng);
-      const ReshardingPlan plan = planResharding({pair}, layouts::randomTopology(rng, 12), parseStrategy(text));
-      ASSERT_NO_THROW(validatePlan(plan)) << "seed " << seed << " " << pair.src.str() << " -> " << pair.dst.str();
-      ASSERT_LE(plan.lower_bound_seconds, plan.predicted_seconds * (1 + 1e-9)) << seed << text;
+std::string messageOf(const std::vector<TensorPair>& tensors, const Topology& topology) {
+  try {
+    planResharding(tensors, topology, parseStrategy("send_recv"));
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TensorPair simplePair() {
+  const DType dtype = DType::parse("float32");
+  return {{{8, 4}, dtype, Mesh({2}, {0, 1}), {Placement::shard(0)}}, {{8, 4}, dtype, Mesh({2}, {2, 3}), {Placement::shard(1)}}};
+}
+
+TEST(Planner, RefusesBadInputsNamingTheTensor) {
+  const Topology topology = Topology::uniform(4, 2);
+  TensorPair bad = simplePair();
+  bad.dst.shape = {4, 8};
+  EXPECT_NE(messageOf({simplePair(), bad}, topology).find("tensor 1: a reshard keeps the shape; the source has [8, 4], the destination [4, 8]"),
+            std::string::npos);
+  bad = simplePair();
+  bad.dst.dtype = DType::parse("bfloat16");
+  EXPECT_NE(messageOf({bad}, topology).find("the source has float32, the destination bfloat16"), std::string::npos);
+  bad = simplePair();
+  bad.dst.placements = {Placement::partial(ReduceOp::kSum)};
+  EXPECT_NE(messageOf({bad}, topology).find("Partial placement"), std::string::npos);
+  bad = simplePair();
+  bad.src.placements = {Placement::shard(2)};
+  EXPECT_NE(messageOf({bad}, topology).find("tensor 0: source"), std::string::npos);
+  EXPECT_NE(messageOf({simplePair()}, Topology::uniform(3, 2)).find("rank 3"), std::string::npos);
+}
+
+TEST(Planner, NothingMovesWhereEveryRankHasWhatItNeeds) {
+  TensorPair pair = simplePair();
+  pair.dst = pair.src;
+  for (const StrategyInfo& info : strategies()) {
+    const ReshardingPlan plan = planResharding({pair}, Topology::uniform(4, 2), parseStrategy(info.name));
+    EXPECT_TRUE(plan.messages.empty()) << info.name;
+    EXPECT_EQ(plan.lower_bound_bytes, 0);
+    EXPECT_EQ(plan.predicted_seconds, 0);
+  }
+}
+
+TEST(Planner, PastFourGiB) {
+  TensorPair pair = simplePair();
+  pair.src.shape = pair.dst.shape = {int64_t{1} << 17, int64_t{1} << 14};  // 8 GiB
+  for (const StrategyInfo& info : strategies()) {
+    const ReshardingPlan plan = planResharding({pair}, Topology::uniform(4, 2), parseStrategy(info.name));
+    EXPECT_NO_THROW(validatePlan(plan)) << info.name;
+    EXPECT_EQ(plan.lower_bound_bytes, int64_t{8} << 30);
+    EXPECT_EQ(plan.bytesReceived().at(1), int64_t{8} << 30);
+  }
+}
+
+TEST(Planner, AutoIsTheFastestCandidate) {
+  for (const layouts::PublishedCase& published : layouts::publishedCases()) {
+    const auto tensors = std::vector{layouts::pairOf(published)};
+    const ReshardingPlan chosen = planResharding(tensors, layouts::topologyOf(published), parseStrategy("auto"));
+    for (const StrategyInfo& info : strategies()) {
+      const ReshardingPlan plan = planResharding(tensors, layouts::topologyOf(published), parseStrategy(info.name));
+      EXPECT_LE(chosen.predicted_seconds, plan.predicted_seconds) << published.name << " " << info.name;
+    }
+    EXPECT_EQ(chosen.messages, planResharding(tensors, layouts::topologyOf(published), parseStrategy(chosen.strategy)).messages) << published.name;
+  }
+}
+
+TEST(Planner, PublishedCasesDecomposeAndBroadcastReceivesOnce) {
+  for (const layouts::PublishedCase& published : layouts::publishedCases()) {
+    const TensorPair pair = layouts::pairOf(published);
+    const ReshardingPlan plan = planResharding({pair}, layouts::topologyOf(published), parseStrategy("broadcast"));
+    EXPECT_EQ(static_cast<int64_t>(plan.tasks.size()), published.num_tasks) << published.name;
+    EXPECT_NO_THROW(validatePlan(plan)) << published.name;
+    const int64_t num_dst_hosts = pair.dst.mesh.numRanks() / 4;
+    const bool is_replicated = published.dst[0] == Placement::replicate();
+    for (const auto& [host, bytes] : plan.bytesReceived()) {
+      const bool is_dst = host >= pair.src.mesh.numRanks() / 4;
+      EXPECT_EQ(bytes, !is_dst ? 0 : pair.src.numBytes() / (is_replicated ? 1 : num_dst_hosts)) << published.name << " host " << host;
+    }
+  }
+}
+
+/// Every strategy on random layouts against the element-wise oracle; several tensors per plan now and then.
+class RandomLayouts : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(RandomLayouts, EveryElementArrivesOnce) {
+  constexpr uint64_t kLayouts = 5000;
+  for (uint64_t seed = 0; seed < kLayouts; ++seed) {
+    std::mt19937_64 rng(seed);
+    layouts::LayoutOptions options;
+    options.max_elements = 256;
+    std::vector<TensorPair> tensors;
+    for (int64_t i = layouts::randomInt(rng, 0, 7) == 0 ? 3 : 1; i > 0; --i) {
+      tensors.push_back(layouts::randomPair(rng, options));
+    }
+    const ReshardingPlan plan = planResharding(tensors, layouts::randomTopology(rng, options.num_ranks), parseStrategy(GetParam()));
+    ASSERT_EQ(layouts::ElementOracle::check(plan), "") << "seed " << seed << " " << tensors[0].src.str() << " -> " << tensors[0].dst.str();
+    ASSERT_NO_THROW(validatePlan(plan)) << "seed " << seed;
+    ASSERT_LE(plan.lower_bound_seconds, plan.predicted_seconds * (1 + 1e-9)) << "seed " << seed;
+    int64_t busiest = 0;
+    for (const std::map<int64_t, int64_t>& bytes : {plan.bytesSent(), plan.bytesReceived()}) {
+      for (const auto& [host, carried] : bytes) {
+        busiest = std::max(busiest, carried);
+      }
+    }
+    ASSERT_LE(plan.lower_bound_bytes, busiest) << "seed " << seed;
+  }
+}
+
+std::string testName(const ::testing::TestParamInfo<std::string>& info) {
+  std::string out;
+  for (char c : info.param) {
+    out += std::isalnum(static_cast<unsigned char>(c)) != 0 ? c : '_';
+  }
+  return out;
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, RandomLayouts,
+                         ::testing::Values("send_recv", "broadcast", "broadcast:naive+naive", "broadcast:size+greedy,seed=7", "broadcast:naive+dfs",
+                                           "broadcast:num_chunks=5", "auto"),
+                         testName);
+
+TEST(Planner, BroadcastBringsAHostEachByteOnce) {
+  for (uint64_t seed = 0; seed < 1000; ++seed) {
+    std::mt19937_64 rng(seed);
+    layouts::LayoutOptions options;
+    options.allow_partial = false;
+    const TensorPair pair = layouts::randomPair(rng, options);
+    const ReshardingPlan plan = planResharding({pair}, layouts::randomTopology(rng, options.num_ranks), parseStrategy("broadcast"));
+    const Network network(plan);
+    const HostSets hosts(plan, network);
+    std::map<int64_t, int64_t> demand;
+    for (const UnitTask& task : plan.tasks) {
+      const std::vector<int32_t>& holders = hosts.holders[static_cast<size_t>(task.holders)].front();
+      for (int32_t host : hosts.needers[static_cast<size_t>(task.needers)]) {
+        if (std::find(holders.begin(), holders.end(), host) == holders.end()) {
+          demand[network.hostNumber(host)] += numElements(task.box) * plan.itemBytes(task);
+        }
+      }
+    }
+    for (const auto& [host, bytes] : plan.bytesReceived()) {
+      ASSERT_EQ(bytes, demand[host]) << "seed " << seed << " host " << host;
     }
   }
 }
