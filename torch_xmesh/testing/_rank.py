@@ -37,6 +37,7 @@ class Job:
     file: str | None
     name: str
     args: bytes
+    path: list[str]
 
 
 def mark(text: str) -> None:
@@ -53,19 +54,21 @@ def main(job: Job, parent: Connection) -> None:
     _redirect(job.log)
     os.environ.clear()
     os.environ.update(job.environment)
+    sys.path[:] = job.path
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.set_debug_level_from_env()
+    report: tuple[bytes | None, str | None, str | None]
     try:
         fn = _load(job)
         if job.backend is not None:
             _init_process_group(job, parent)
         value = fn(job.rank, job.world_size, *pickle.loads(job.args))
-        report = ("report", (value, None, None))
+        report = (pickle.dumps(value), None, None)
     except BaseException as error:
         kind = type(error)
-        report = ("report", (None, traceback.format_exc(), f"{kind.__module__}.{kind.__qualname__}"))
-    _send(parent, report)
-    if report[1][1] is not None:
+        report = (None, traceback.format_exc(), f"{kind.__module__}.{kind.__qualname__}")
+    parent.send(("report", report))
+    if report[1] is not None:
         sys.stderr.flush()
         os._exit(1)
     _leave(parent)
@@ -117,13 +120,6 @@ def _await(parent: Connection, kind: str) -> Any:
         found, payload = parent.recv()
         if found == kind:
             return payload
-
-
-def _send(parent: Connection, report: tuple[str, Any]) -> None:
-    try:
-        parent.send(report)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        parent.send(("report", (None, f"the rank's value cannot be pickled: {error}", "pickle.PicklingError")))
 
 
 def _leave(parent: Connection) -> None:

@@ -121,7 +121,7 @@ class World:
         self._folder = tempfile.TemporaryDirectory(prefix="xmesh_world_")
         self._changed = threading.Condition()
         self._marks: list[list[str]] = [[] for _ in range(world_size)]
-        self._reports: list[tuple[Any, str | None, str | None] | None] = [None] * world_size
+        self._reports: list[tuple[bytes | None, str | None, str | None] | None] = [None] * world_size
         self._released = False
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection | None] = []
@@ -138,6 +138,7 @@ class World:
                 file=getattr(sys.modules.get(fn.__module__), "__file__", None),
                 name=fn.__qualname__,
                 args=pickle.dumps(args),
+                path=list(sys.path),
             )
             self._start(job, fresh)
         self._pump = threading.Thread(target=self._run, name="xmesh-world", daemon=True)
@@ -222,7 +223,8 @@ class World:
         """What is known of every rank now."""
         result = []
         for rank, process in enumerate(self._processes):
-            value, error, error_type = self._reports[rank] or (None, None, None)
+            pickled, error, error_type = self._reports[rank] or (None, None, None)
+            value = None if pickled is None else pickle.loads(pickled)
             log = self._log(rank)
             output = log.read_text(errors="replace") if log.exists() else ""
             result.append(RankOutcome(rank, value, error, error_type, process.exitcode, output))
