@@ -62,6 +62,8 @@ class TcpSender final : private FdHandler {
   void pace(int64_t bytes_per_s);
   /// Writes until the socket is full or nothing is left that may go. True when it stopped only to give others their turn.
   bool flush();
+  /// Reads what the peer has said on this connection: a goodbye or an error.
+  void readReverse();
   /// Closes the connection and drops everything; nothing is reported any more.
   void stop();
 
@@ -103,8 +105,6 @@ class TcpSender final : private FdHandler {
   void onConnectFailed(int error);
   void onConnectTimeout();
   void closeSocket();
-  /// Reads what the peer says on this connection: a goodbye or an error.
-  void readReverse();
   bool parseReverse();
   void breakDown(const std::string& what, int error);
 

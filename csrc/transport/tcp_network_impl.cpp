@@ -206,6 +206,9 @@ void TcpNetwork::Impl::onBroken(int32_t rank, Direction direction, const std::st
     loop_.startTimer(kLastWordTimeout, [this, rank, reason] { losePeer(rank, Event::Kind::kLost, reason); });
     return;
   }
+  if (direction == Direction::kIncoming && peer.sender) {
+    peer.sender->readReverse();  // the peer may have said why
+  }
   losePeer(rank, Event::Kind::kLost, reason);
 }
 
@@ -316,6 +319,10 @@ bool TcpNetwork::Impl::drain(std::chrono::milliseconds timeout) {
   }
   auto result = std::make_shared<std::promise<bool>>();
   loop_.post([this, result, timeout] {
+    if (isDrained()) {
+      result->set_value(true);
+      return;
+    }
     const uint64_t timer = loop_.startTimer(timeout, [this, result] {
       std::erase_if(drains_, [&](const Drain& drain) { return drain.result == result; });
       result->set_value(false);

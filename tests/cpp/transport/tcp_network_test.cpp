@@ -1,0 +1,407 @@
+// What TcpNetwork promises beyond PeerNetwork: strangers on its port, peers that die, shortages, forks.
+#include "transport/tcp_network.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <stdexcept>
+
+#include "transport/network_cluster.h"
+#include "transport/raw_socket.h"
+
+namespace xmesh::transport::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// A network of two ranks whose other rank the test plays by hand.
+class Alone {
+ public:
+  explicit Alone(TcpNetworkOptions options = {}) {
+    options.group_size = 2;
+    options.log = [this](const std::string& line) {
+      const std::lock_guard lock(monitor_.mutex);
+      lines_.push_back(line);
+      monitor_.changed.notify_all();
+    };
+    network_ = std::make_unique<TcpNetwork>(options, recorder_);
+  }
+  TcpNetwork& network() { return *network_; }
+  void destroyNetwork() { network_.reset(); }
+  Told& told() { return recorder_.told; }
+  Recorder& recorder() { return recorder_; }
+  const std::vector<std::string>& lines() const { return lines_; }
+  bool waitFor(const std::function<bool()>& done) {
+    std::unique_lock lock(monitor_.mutex);
+    return monitor_.changed.wait_until(lock, std::chrono::system_clock::now() + std::chrono::minutes(1), done);
+  }
+  Told::Loss waitLoss() {
+    EXPECT_TRUE(waitFor([this] { return !told().losses.empty(); }));
+    return told().losses.at(0);
+  }
+  /// Runs `task` with the peer's address set.
+  void call(const std::string& peer_address, const std::function<void(TcpNetwork&)>& task) {
+    network_->post([=, this] {
+      network_->setAddress(1, peer_address);
+      task(*network_);
+    });
+  }
+
+ private:
+  Monitor monitor_;
+  std::vector<std::string> lines_;
+  Recorder recorder_{monitor_};
+  std::unique_ptr<TcpNetwork> network_;
+};
+
+std::string addressOf(const Fd& fd) { return SocketAddress::ofSocket(fd.get()).str(); }
+
+void expectRejected(Alone& alone, const std::string& bytes, const std::string& why) {
+  const Fd stranger = rawConnect(alone.network().address());
+  rawWrite(stranger, bytes);
+  EXPECT_TRUE(isClosedByOther(stranger));
+  ASSERT_TRUE(alone.waitFor([&] { return !alone.lines().empty(); }));
+  EXPECT_NE(alone.lines()[0].find(why), std::string::npos) << alone.lines()[0];
+}
+
+TEST(TcpNetwork, DropsGarbageAndSaysSoOnce) {
+  Alone alone;
+  expectRejected(alone, "GET / HTTP/1.1\r\n\r\n", "no hello");
+  expectRejected(alone, std::string(100'000, '\xff'), "no hello");
+  EXPECT_GE(alone.network().numRejectedConnections(), 2);
+  EXPECT_EQ(alone.lines().size(), 1U);
+  EXPECT_TRUE(alone.told().losses.empty());
+}
+
+TEST(TcpNetwork, DropsWhoIsNotOfTheGroup) {
+  Token token{};
+  token[3] = 1;
+  struct Case {
+    Hello hello;
+    std::string why;
+  };
+  for (const Case& wrong : {Case{{1, 2, token}, "token"}, Case{{1, 3, {}}, "rank 1 of 3"}, Case{{2, 2, {}}, "rank 2 of 2"},
+                            Case{{0, 2, {}}, "rank 0 of 2"}, Case{{0xffffffff, 2, {}}, "rank 4294967295"}}) {
+    Alone alone;
+    expectRejected(alone, helloBytes(wrong.hello), wrong.why);
+    EXPECT_EQ(alone.network().numRejectedConnections(), 1);
+  }
+}
+
+TEST(TcpNetwork, DropsASlowHandshake) {
+  TcpNetworkOptions options;
+  options.handshake_timeout = milliseconds(20);
+  Alone alone(options);
+  expectRejected(alone, helloBytes({1, 2, {}}).substr(0, 39), "no hello in time");
+}
+
+TEST(TcpNetwork, DropsASecondConnectionOfARank) {
+  Alone alone;
+  const Fd first = rawConnect(alone.network().address());
+  rawWrite(first, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 5, 0}) + "first");
+  ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
+  expectRejected(alone, helloBytes({1, 2, {}}), "connected already");
+  rawWrite(first, headerBytes({FrameKind::kControl, 0, 6, 0}) + "second");
+  ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 2; }));
+  EXPECT_EQ(alone.told().controls[1].second, "second");
+}
+
+TEST(TcpNetwork, AWrongTokenLosesThePeerForItsOwner) {
+  Alone alone;
+  Monitor monitor;
+  Recorder recorder(monitor);
+  TcpNetworkOptions options;
+  options.group_rank = 1;
+  options.group_size = 2;
+  options.token.fill(9);
+  TcpNetwork other(options, recorder);
+  alone.call(other.address(), [](TcpNetwork& network) { network.sendControl(1, "hello?"); });
+  EXPECT_NE(alone.waitLoss().reason.find("connection reset by peer"), std::string::npos);
+  EXPECT_TRUE(recorder.told.controls.empty());
+}
+
+TEST(TcpNetwork, TrustsNoLengthOfAFrame) {
+  for (const FrameHeader& header :
+       {FrameHeader{FrameKind::kControl, 0, int64_t{1} << 62, 0}, FrameHeader{FrameKind::kData, 1, int64_t{1} << 40, int64_t{1} << 40},
+        FrameHeader{static_cast<FrameKind>(77), 0, 0, 0}}) {
+    Alone alone;
+    const Fd peer = rawConnect(alone.network().address());
+    rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes(header));
+    EXPECT_NE(alone.waitLoss().reason.find("protocol error"), std::string::npos);
+    const std::string answer = rawRead(peer, kFrameHeaderBytes);
+    ASSERT_EQ(answer.size(), kFrameHeaderBytes);
+    EXPECT_EQ(decodeFrameHeader(std::span<const char, kFrameHeaderBytes>(answer.data(), kFrameHeaderBytes))->kind, FrameKind::kError);
+  }
+}
+
+TEST(TcpNetwork, DataWithoutAReceiveIsAProtocolErrorOrDiscarded) {
+  Alone alone;
+  std::vector<char> got(4, 'a');
+  alone.call("127.0.0.1:1", [&](TcpNetwork& network) { network.open(1, alone.recorder().operation(1)); });
+  const Fd peer = rawConnect(alone.network().address());
+  // Operation 2 is not open: discarded, byte by byte.
+  const std::string bytes =
+      helloBytes({1, 2, {}}) + headerBytes({FrameKind::kData, 2, 4, 4}) + "data" + '\0' + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok";
+  for (const char byte : bytes) {
+    rawWrite(peer, {&byte, 1});
+  }
+  ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
+  EXPECT_EQ(alone.told().controls[0].second, "ok");
+}
+
+TEST(TcpNetwork, RefusedConnectionNamesTheAddress) {
+  TcpNetworkOptions options;
+  options.connect_timeout = milliseconds(50);
+  Alone alone(options);
+  const Fd closed_port = rawBind();
+  alone.call(addressOf(closed_port), [](TcpNetwork& network) { network.sendControl(1, "hello?"); });
+  EXPECT_EQ(alone.waitLoss().reason, "cannot connect to rank 1 at " + addressOf(closed_port) + " within 50 ms: Connection refused");
+  EXPECT_FALSE(alone.told().losses[0].is_goodbye);
+}
+
+TEST(TcpNetwork, KeepsTryingWhileThePeerStarts) {
+  Alone alone;
+  const Fd port = rawBind();
+  std::atomic<bool> has_been_refused = false;
+  alone.call(addressOf(port), [&](TcpNetwork& network) {
+    network.sendControl(1, "hello");
+    network.startTimer(milliseconds(20), [&] { has_been_refused = true; });
+  });
+  while (!has_been_refused) {
+    std::this_thread::yield();
+  }
+  ASSERT_EQ(::listen(port.get(), 1), 0);
+  const Fd accepted(::accept(port.get(), nullptr, nullptr));
+  EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, 2, {}}));
+  EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes + 5).substr(kFrameHeaderBytes), "hello");
+  EXPECT_TRUE(alone.told().losses.empty());
+}
+
+TEST(TcpNetwork, EndWithoutGoodbyeIsALossFromBothSides) {
+  {
+    Alone alone;
+    Fd peer = rawConnect(alone.network().address());
+    rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+    ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
+    peer.reset();
+    EXPECT_EQ(alone.waitLoss().reason.find("connection reset by peer"), 0U);
+  }
+  {
+    Alone alone;
+    const Fd port = rawBind();
+    ASSERT_EQ(::listen(port.get(), 1), 0);
+    alone.call(addressOf(port), [](TcpNetwork& network) { network.sendControl(1, "hello"); });
+    Fd accepted(::accept(port.get(), nullptr, nullptr));
+    rawRead(accepted, kHelloBytes);
+    accepted.reset();
+    EXPECT_EQ(alone.waitLoss().reason.find("connection reset by peer"), 0U);
+  }
+}
+
+TEST(TcpNetwork, AKilledProcessIsLost) {
+  int from_child[2];
+  int to_child[2];
+  ASSERT_EQ(::pipe(from_child), 0);
+  ASSERT_EQ(::pipe(to_child), 0);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    Monitor monitor;
+    Recorder recorder(monitor);
+    TcpNetworkOptions options;
+    options.group_rank = 1;
+    options.group_size = 2;
+    TcpNetwork network(options, recorder);
+    std::string address = network.address() + "\n";
+    static_cast<void>(!::write(from_child[1], address.data(), address.size()));
+    std::array<char, 100> bytes{};
+    static_cast<void>(!::read(to_child[0], bytes.data(), bytes.size() - 1));
+    network.post([&] {
+      network.setAddress(0, bytes.data());
+      network.sendControl(0, "alive");
+    });
+    while (true) {
+      ::pause();
+    }
+  }
+  {
+    Alone alone;
+    std::array<char, 100> bytes{};
+    ASSERT_GT(::read(from_child[0], bytes.data(), bytes.size() - 1), 0);
+    const std::string address = alone.network().address();
+    ASSERT_GT(::write(to_child[1], address.data(), address.size()), 0);
+    ASSERT_TRUE(alone.waitFor([&] { return !alone.told().controls.empty(); }));
+    ASSERT_EQ(::kill(child, SIGKILL), 0);
+    const Told::Loss loss = alone.waitLoss();
+    EXPECT_EQ(loss.peer, 1);
+    EXPECT_FALSE(loss.is_goodbye);
+    EXPECT_EQ(loss.reason.find("connection reset by peer"), 0U) << loss.reason;
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  for (const int fd : {from_child[0], from_child[1], to_child[0], to_child[1]}) {
+    ::close(fd);
+  }
+}
+
+TEST(TcpNetwork, PaceSetsTheRateOfTheConnection) {
+  TcpCluster cluster(2);
+  const auto rate = [&] {
+    uint64_t value = 0;
+    socklen_t length = sizeof(value);
+    EXPECT_EQ(::getsockopt(findSocketTo(cluster.network(1).address()), SOL_SOCKET, SO_MAX_PACING_RATE, &value, &length), 0);
+    return value;
+  };
+  cluster.call(0, [&] { cluster.network(0).pace(1, 5'000'000'000); });  // before there is a connection
+  ASSERT_TRUE(cluster.fence(0, 1));
+  EXPECT_EQ(rate(), 5'000'000'000U);
+  cluster.call(0, [&] { cluster.network(0).pace(1, 25'000'000); });
+  EXPECT_EQ(rate(), 25'000'000U);
+  cluster.call(0, [&] { cluster.network(0).pace(1, 0); });
+  EXPECT_EQ(rate(), ~uint64_t{0});
+}
+
+TEST(TcpNetwork, LeavesNoDescriptorAndNoThread) {
+  const size_t fds = countEntries("/proc/self/fd");
+  const size_t threads = countEntries("/proc/self/task");
+  for (int i = 0; i < 3; ++i) {
+    TcpCluster cluster(3);
+    ASSERT_TRUE(cluster.fenceBoth(0, 1));
+    ASSERT_TRUE(cluster.fenceBoth(1, 2));
+    const size_t in_use = countEntries("/proc/self/fd");
+    for (OperationId operation = 1; operation <= 50; ++operation) {
+      const std::vector<char> data = randomBytes(20'000, operation);
+      std::vector<char> got(data.size());
+      cluster.open(0, operation);
+      cluster.open(1, operation);
+      cluster.send(0, operation, 1, data, 1);
+      cluster.recv(1, operation, 0, got, 1);
+      ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received[operation].size() == 1; }));
+      cluster.close(0, operation);
+      cluster.close(1, operation);
+    }
+    EXPECT_EQ(countEntries("/proc/self/fd"), in_use);
+  }
+  EXPECT_EQ(countEntries("/proc/self/fd"), fds);
+  EXPECT_EQ(countEntries("/proc/self/task"), threads);
+}
+
+TEST(TcpNetwork, ALackOfDescriptorsIsNamedAsSuch) {
+  Alone alone;
+  const Fd port = rawBind();
+  ASSERT_EQ(::listen(port.get(), 1), 0);
+  rlimit old{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &old), 0);
+  // Descriptors below the limit may be free: fill them.
+  rlimit tight = old;
+  tight.rlim_cur = 64;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &tight), 0);
+  std::vector<Fd> fillers;
+  while (fillers.empty() || fillers.back().valid()) {
+    fillers.emplace_back(::dup(port.get()));
+  }
+  alone.call(addressOf(port), [](TcpNetwork& network) { network.sendControl(1, "hello"); });
+  const Told::Loss loss = alone.waitLoss();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &old), 0);
+  EXPECT_NE(loss.reason.find("this rank is short of resources (Too many open files)"), std::string::npos) << loss.reason;
+  EXPECT_EQ(loss.reason.find("connection reset"), std::string::npos) << loss.reason;
+}
+
+TEST(TcpNetwork, DrainWaitsForWhatMayBeWritten) {
+  Alone alone;
+  const Fd port = rawBind();
+  ASSERT_EQ(::listen(port.get(), 1), 0);
+  EXPECT_TRUE(alone.network().drain(milliseconds(0)));
+  const std::string message(32 << 20, 'x');
+  const std::string unwanted = "nobody has posted a receive for this";
+  alone.call(addressOf(port), [&](TcpNetwork& network) {
+    network.sendControl(1, message);
+    network.open(1, alone.recorder().operation(1));
+    network.send(1, 1, unwanted.data(), static_cast<int64_t>(unwanted.size()), 1);
+  });
+  const Fd accepted(::accept(port.get(), nullptr, nullptr));
+  EXPECT_FALSE(alone.network().drain(milliseconds(50)));  // the peer does not read
+  std::thread reader(
+      [&] { EXPECT_EQ(rawRead(accepted, kHelloBytes + kFrameHeaderBytes + message.size()).substr(kHelloBytes + kFrameHeaderBytes), message); });
+  EXPECT_TRUE(alone.network().drain(std::chrono::minutes(1)));
+  reader.join();
+}
+
+TEST(TcpNetwork, DestructorDoesNotWaitForAPeerThatDoesNotRead) {
+  Alone alone;
+  const Fd port = rawBind();
+  ASSERT_EQ(::listen(port.get(), 1), 0);
+  alone.call(addressOf(port), [](TcpNetwork& network) { network.sendControl(1, std::string(32 << 20, 'x')); });
+  const Fd accepted(::accept(port.get(), nullptr, nullptr));
+  EXPECT_FALSE(alone.network().drain(milliseconds(10)));
+  alone.destroyNetwork();
+}
+
+TEST(TcpNetwork, AForkedChildMayDestroyItsCopy) {
+  auto cluster = std::make_unique<TcpCluster>(2);
+  ASSERT_TRUE(cluster->fenceBoth(0, 1));
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    cluster->leave(0);
+    cluster->leave(1);
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_TRUE(cluster->fenceBoth(0, 1));
+  EXPECT_TRUE(cluster->told(0).losses.empty() && cluster->told(1).losses.empty());
+}
+
+TEST(TcpNetwork, WhatCallbacksThrowIsLoggedAndTheNetworkGoesOn) {
+  Alone alone;
+  alone.network().post([] { throw std::runtime_error("from a task"); });
+  std::atomic<bool> goes_on = false;
+  alone.network().post([&] { goes_on = true; });
+  ASSERT_TRUE(alone.waitFor([&] { return !alone.lines().empty(); }));
+  EXPECT_NE(alone.lines()[0].find("from a task"), std::string::npos);
+  EXPECT_TRUE(alone.network().drain(std::chrono::minutes(1)));
+  EXPECT_TRUE(goes_on);
+}
+
+TEST(TcpNetwork, MisuseThrows) {
+  Alone alone;
+  EXPECT_THROW(alone.network().open(1, alone.recorder().operation(1)), std::logic_error);  // not on the network's thread
+  EXPECT_THROW(static_cast<void>(alone.network().hasAddress(1)), std::logic_error);
+  std::atomic<bool> is_done = false;
+  alone.network().post([&] {
+    EXPECT_THROW(alone.network().sendControl(1, "to whom?"), std::logic_error);  // no address yet
+    for (const char* address : {"", "127.0.0.1", ":80", "127.0.0.1:", "some.host.name:80", "127.0.0.1:http!"}) {
+      EXPECT_THROW(alone.network().setAddress(1, address), std::invalid_argument) << address;
+    }
+    EXPECT_THROW(static_cast<void>(alone.network().drain(milliseconds(0))), std::logic_error);
+    is_done = true;
+  });
+  EXPECT_TRUE(alone.network().drain(std::chrono::minutes(1)));
+  EXPECT_TRUE(is_done);
+  Monitor monitor;
+  Recorder recorder(monitor);
+  TcpNetworkOptions options;
+  options.group_rank = 2;
+  options.group_size = 2;
+  EXPECT_THROW(TcpNetwork(options, recorder), std::invalid_argument);
+  options.group_rank = 0;
+  options.listen_host = "203.0.113.1";  // no interface of this machine has it
+  EXPECT_THROW(TcpNetwork(options, recorder), std::system_error);
+}
+
+TEST(SocketAddress, ReadsWhatItWrites) {
+  for (const char* text : {"127.0.0.1:4711", "[::1]:80", "10.77.0.3:65535"}) {
+    EXPECT_EQ(SocketAddress::parse(text).str(), text);
+  }
+}
+
+}  // namespace
+}  // namespace xmesh::transport::test
