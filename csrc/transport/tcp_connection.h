@@ -34,6 +34,8 @@ class ConnectionOwner {
   virtual void onGoodbyeFrame(int32_t peer, bool is_final) = 0;
   /// The connection that this rank opened (kOutgoing) or accepted is of no use any more; `reason` is for a person.
   virtual void onBroken(int32_t peer, Direction direction, const std::string& reason) = 0;
+  /// One of the two ranks broke the protocol or the contract of HostTransport; the other end has been told if it was found here.
+  virtual void onProtocolError(int32_t peer, const std::string& reason) = 0;
   /// Asks for a flush of the peer's sender at the end of the turn.
   virtual void wantFlush(int32_t peer) = 0;
 };

@@ -76,6 +76,7 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   void onReadyFrame(int32_t peer, OperationId operation, int64_t count) override;
   void onGoodbyeFrame(int32_t peer, bool is_final) override;
   void onBroken(int32_t peer, Direction direction, const std::string& reason) override;
+  void onProtocolError(int32_t peer, const std::string& reason) override { losePeer(peer, Event::Kind::kLost, reason); }
   void wantFlush(int32_t peer) override;
 
   Hello hello() const;

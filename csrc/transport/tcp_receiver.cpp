@@ -168,7 +168,7 @@ bool TcpReceiver::consumeText() {
   phase_ = Phase::kHeader;
   std::string text = std::exchange(text_, {});
   if (header_.kind == FrameKind::kError) {
-    owner_.onBroken(peer_, Direction::kIncoming, text);
+    owner_.onProtocolError(peer_, text);
   } else {
     owner_.onControlFrame(peer_, std::move(text));
   }
@@ -246,7 +246,7 @@ void TcpReceiver::refuse(const std::string& reason) {
   const std::string text = reason.substr(0, static_cast<size_t>(kMaxErrorBytes));
   appendFrame({FrameKind::kError, 0, static_cast<int64_t>(text.size()), 0}, text, frame);
   sayBack(frame);
-  owner_.onBroken(peer_, Direction::kIncoming, reason);
+  owner_.onProtocolError(peer_, reason);
 }
 
 }  // namespace xmesh::transport

@@ -180,7 +180,7 @@ bool TcpSender::parseReverse() {
     }
     const std::string text = reverse_.substr(kFrameHeaderBytes, text_bytes);
     reverse_.erase(0, kFrameHeaderBytes + text_bytes);
-    is_error ? owner_.onBroken(peer_, Direction::kOutgoing, text) : owner_.onGoodbyeFrame(peer_, header->num_bytes == kGoodbyeFinal);
+    is_error ? owner_.onProtocolError(peer_, text) : owner_.onGoodbyeFrame(peer_, header->num_bytes == kGoodbyeFinal);
     if (state_ != State::kConnected) {
       return false;
     }
