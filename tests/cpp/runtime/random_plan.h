@@ -143,8 +143,8 @@ class RandomPlanner {
 
 /// Gives random pairs a dtype out of all that the placements allow.
 inline void drawDType(std::mt19937_64& rng, core::TensorPair& pair) {
-  constexpr const char* kNames[] = {"float32", "float64", "float16",    "bfloat16", "int8",      "uint8",      "int16",         "uint16",     "int32", "uint32",
-                                    "int64",   "uint64",  "complex128", "bool",     "complex64", "complex128", "float8_e4m3fn", "complex32"};
+  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16",   "int8", "uint8",     "int16",      "uint16",        "int32",
+                                    "uint32",  "int64",   "uint64",  "complex128", "bool", "complex64", "complex128", "float8_e4m3fn", "complex32"};
   for (int attempt = 0; attempt < 20; ++attempt) {
     pair.src.dtype = core::DType::parse(kNames[randomInt(rng, 0, 17)]);
     pair.dst.dtype = pair.src.dtype;

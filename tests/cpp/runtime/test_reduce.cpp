@@ -153,7 +153,8 @@ TEST(Reduce, RoundsHalfPrecisionSumsOnce) {
 }
 
 TEST(Reduce, DividesByTheExtentsOfAvgAxesOnly) {
-  const core::TensorSpec mixed = specOf("float32", {2, 3, 4}, {Placement::partial(ReduceOp::kSum), Placement::partial(ReduceOp::kAvg), Placement::replicate()});
+  const core::TensorSpec mixed =
+      specOf("float32", {2, 3, 4}, {Placement::partial(ReduceOp::kSum), Placement::partial(ReduceOp::kAvg), Placement::replicate()});
   EXPECT_EQ(reductionOf(mixed).divisor, 3);
   EXPECT_EQ(reductionOf(mixed).op, ReduceOp::kAvg);
   const core::TensorSpec twice = specOf("float32", {2, 3}, {Placement::partial(ReduceOp::kAvg), Placement::partial(ReduceOp::kAvg)});

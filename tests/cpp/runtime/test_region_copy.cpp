@@ -13,9 +13,9 @@
 namespace xmesh::runtime {
 namespace {
 
+using layouts::randomInt;
 using replay::MemoryLayout;
 using replay::OwnedTensor;
-using layouts::randomInt;
 
 struct BoxInTensor {
   std::vector<int64_t> offsets;

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace xmesh::replay {
+
+/// A HostTransport that only writes down what it is asked to do; the test says what completes. One operation at a time.
+class ManualTransport final : public transport::HostTransport {
+ public:
+  struct Posted {
+    int32_t peer = 0;
+    const void* data = nullptr;
+    int64_t num_bytes = 0;
+    int64_t cookie = 0;
+  };
+
+  int32_t groupRank() const override { return 0; }
+  void post(std::function<void()> task) override { tasks.push_back(std::move(task)); }
+  void open(transport::OperationId /*operation*/, transport::OperationEvents& to) override { events = &to; }
+  void send(transport::OperationId /*operation*/, int32_t peer, const void* data, int64_t num_bytes, int64_t cookie) override {
+    sends.push_back({peer, data, num_bytes, cookie});
+    if (completes_sends_inside) {
+      events->onSent(cookie);
+    }
+  }
+  void recv(transport::OperationId /*operation*/, int32_t peer, void* data, int64_t num_bytes, int64_t cookie) override {
+    receives.push_back({peer, data, num_bytes, cookie});
+  }
+  void close(transport::OperationId /*operation*/) override { events = nullptr; }
+
+  void runTask() {
+    const std::function<void()> task = std::move(tasks.front());
+    tasks.pop_front();
+    task();
+  }
+
+  transport::OperationEvents* events = nullptr;  ///< null when closed
+  bool completes_sends_inside = false;
+  std::vector<Posted> sends;
+  std::vector<Posted> receives;
+  std::deque<std::function<void()>> tasks;
+};
+
+}  // namespace xmesh::replay

@@ -1,0 +1,246 @@
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "runtime/host_run.h"
+#include "runtime/manual_transport.h"
+#include "runtime/plans.h"
+#include "runtime/random_plan.h"
+
+namespace xmesh::replay {
+namespace {
+
+using core::Placement;
+using runtime::compileProgram;
+using runtime::HostExecutor;
+using runtime::LocalTensor;
+using runtime::StagingPool;
+
+/// One rank's executor on a ManualTransport.
+struct OneRank {
+  OneRank(const core::ReshardingPlan& plan, int64_t rank, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, int64_t staging_bytes = 1 << 20)
+      : pool(staging_bytes) {
+    auto program = compileProgram(plan, rank);
+    std::vector<int32_t> peers = sameRanks(*program);
+    executor = std::make_unique<HostExecutor>(std::move(program), transport, 1, std::move(peers), std::move(src), std::move(dst), pool,
+                                              [this] { ++num_done; });
+  }
+  ManualTransport transport;
+  StagingPool pool;
+  int num_done = 0;
+  std::unique_ptr<HostExecutor> executor;
+};
+
+TEST(HostExecutor, ForwardsEachChunkInPlaceAsSoonAsItIsThere) {
+  std::vector<float> out(10);
+  OneRank rank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {10}, {1}}});
+  rank.executor->start();
+  ASSERT_EQ(rank.transport.receives.size(), 2U) << "all receives are posted ahead";
+  EXPECT_EQ(rank.transport.receives[1].data, out.data() + 5) << "in place";
+  EXPECT_TRUE(rank.transport.sends.empty());
+  rank.transport.events->onReceived(0);
+  ASSERT_EQ(rank.transport.sends.size(), 1U);
+  EXPECT_EQ(rank.transport.sends[0].data, out.data());
+  EXPECT_EQ(rank.transport.sends[0].peer, 2);
+  rank.transport.events->onReceived(1);
+  rank.transport.events->onSent(0);
+  EXPECT_EQ(rank.executor->describeProgress(), "sent 1 of 2 messages to rank 2");
+  EXPECT_EQ(rank.executor->waitingFor(), std::vector<int64_t>{2});
+  rank.transport.events->onSent(1);
+  EXPECT_EQ(rank.num_done, 1);
+  EXPECT_TRUE(rank.executor->isDone());
+  EXPECT_EQ(rank.transport.events, nullptr) << "the operation is closed";
+  EXPECT_EQ(rank.executor->describeProgress(), "");
+  EXPECT_EQ(rank.pool.peakBytes(), 0);
+}
+
+TEST(HostExecutor, SaysWhatIsMissing) {
+  std::vector<float> out(10);
+  OneRank rank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {10}, {1}}});
+  rank.executor->start();
+  rank.transport.events->onReceived(0);
+  EXPECT_EQ(rank.executor->describeProgress(), "received 1 of 2 messages from rank 0, sent 0 of 2 messages to rank 2");
+  EXPECT_EQ(rank.executor->waitingFor(), (std::vector<int64_t>{0, 2}));
+}
+
+TEST(HostExecutor, BearsCallbacksFromInsideSend) {
+  std::vector<float> in(1000);
+  OneRank rank(transposePlan(10, 100, 1, 5), 0, {{in.data(), {10, 100}, {100, 1}}}, {{}}, 64);
+  rank.transport.completes_sends_inside = true;
+  rank.executor->start();
+  EXPECT_EQ(rank.transport.sends.size(), 5U);
+  EXPECT_EQ(rank.num_done, 1);
+  EXPECT_EQ(rank.pool.bytesInUse(), 0);
+}
+
+TEST(HostExecutor, PacksOnlyAsMuchAsStagingHolds) {
+  std::vector<float> in(1000);
+  OneRank rank(transposePlan(10, 100, 1, 5), 0, {{in.data(), {10, 100}, {100, 1}}}, {{}}, 3200);
+  rank.executor->start();
+  EXPECT_EQ(rank.transport.sends.size(), 2U) << "800 bytes each in half of the bound";
+  rank.transport.events->onSent(rank.transport.sends[0].cookie);
+  EXPECT_EQ(rank.transport.sends.size(), 3U);
+  EXPECT_LE(rank.pool.peakBytes(), 1600);
+}
+
+TEST(HostExecutor, IsDoneAtOnceWithoutWork) {
+  OneRank rank(chainPlan(10, 5, 2), 9, {{}}, {{}});
+  rank.executor->start();
+  EXPECT_EQ(rank.num_done, 1);
+}
+
+TEST(HostExecutor, MayBeDestroyedWhenDone) {
+  std::vector<float> out(10);
+  const core::ReshardingPlan plan = chainPlan(10, 10, 1);
+  ManualTransport transport;
+  StagingPool pool(1 << 20);
+  std::unique_ptr<HostExecutor> executor;
+  executor = std::make_unique<HostExecutor>(compileProgram(plan, 1), transport, 1, std::vector<int32_t>{0}, std::vector<LocalTensor>{{}},
+                                            std::vector<LocalTensor>{{out.data(), {10}, {1}}}, pool, [&executor] { executor.reset(); });
+  executor->start();
+  transport.events->onReceived(0);
+  EXPECT_EQ(executor, nullptr);
+}
+
+core::ReshardingPlan copyPlan(int64_t num_elements) {
+  return emptyPlan({{lineSpec({num_elements}, "uint8", {0}, Placement::replicate()), lineSpec({num_elements}, "uint8", {0}, Placement::shard(0))}});
+}
+
+TEST(HostExecutor, CopiesInSlices) {
+  constexpr int64_t kBytes = int64_t{5} << 20;
+  std::vector<uint8_t> in(kBytes, 7);
+  std::vector<uint8_t> out(kBytes, 0);
+  OneRank rank(copyPlan(kBytes), 0, {{in.data(), {kBytes}, {1}}}, {{out.data(), {kBytes}, {1}}});
+  rank.executor->start();
+  int num_tasks = 0;
+  while (!rank.transport.tasks.empty()) {
+    EXPECT_EQ(rank.num_done, 0);
+    rank.transport.runTask();
+    ++num_tasks;
+  }
+  EXPECT_EQ(num_tasks, 4);
+  EXPECT_EQ(rank.num_done, 1);
+  EXPECT_EQ(in, out);
+}
+
+TEST(HostExecutor, CancelStopsItsCopies) {
+  constexpr int64_t kBytes = int64_t{3} << 20;
+  auto memory = std::make_unique<std::vector<uint8_t>>(kBytes, 7);
+  std::vector<uint8_t> out(kBytes, 0);
+  OneRank rank(copyPlan(kBytes), 0, {{memory->data(), {kBytes}, {1}}}, {{out.data(), {kBytes}, {1}}});
+  rank.executor->start();
+  rank.executor->cancel();
+  memory.reset();
+  rank.executor.reset();
+  rank.transport.runTask();
+  EXPECT_EQ(rank.num_done, 0);
+}
+
+TEST(HostExecutor, RefusesWrongShapes) {
+  std::vector<float> out(10);
+  EXPECT_THROW(OneRank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {9}, {1}}}), core::InvalidArgument);
+}
+
+TEST(HostExecutor, KeepsStagingInsideTheBound) {
+  const core::ReshardingPlan plan = transposePlan(512, 512, 2, 2);
+  constexpr int64_t kBound = 64 << 10;
+  HostRanks ranks(4, 3, kBound);
+  HostOperation operation(ranks, plan, 1, MemoryLayout::kRandom, 4, {kBound / 8});
+  operation.start();
+  ranks.network().runUntilIdle();
+  ASSERT_TRUE(operation.isDone()) << operation.progress();
+  EXPECT_EQ(operation.firstDifference(), "");
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    EXPECT_LE(ranks.pool(rank).peakBytes(), kBound);
+  }
+}
+
+/// Several random operations over the same ranks, started in another order on every rank, with hardly any staging memory.
+class ManyOperations {
+ public:
+  explicit ManyOperations(uint64_t seed) : rng_(mix(seed)), ranks_(kNumRanks, rng_(), 256) {
+    for (size_t i = 0; i < kNumOperations; ++i) {
+      layouts::LayoutOptions options;
+      options.num_ranks = kNumRanks;
+      core::TensorPair pair = layouts::randomPair(rng_, options);
+      drawDType(rng_, pair);
+      plans_.push_back(std::make_unique<core::ReshardingPlan>(RandomPlanner({pair}, core::Topology::uniform(kNumRanks, 2), rng_).plan()));
+      operations_.push_back(
+          std::make_unique<HostOperation>(ranks_, *plans_.back(), i + 1, MemoryLayout::kRandom, rng_(), runtime::ProgramOptions{64}));
+    }
+    std::vector<int64_t> starts;
+    for (size_t i = 0; i < kNumOperations; ++i) {
+      starts.insert(starts.end(), operations_[i]->numRanks(), static_cast<int64_t>(i));
+    }
+    layouts::shuffleRanks(rng_, starts);
+    std::vector<size_t> next(kNumOperations, 0);
+    for (int64_t operation : starts) {
+      const auto i = static_cast<size_t>(operation);
+      operations_[i]->startOne(next[i]++);
+    }
+  }
+
+  std::mt19937_64& rng() { return rng_; }
+  HostRanks& ranks() { return ranks_; }
+  std::vector<std::unique_ptr<HostOperation>>& operations() { return operations_; }
+  int64_t bytesInUse() {
+    int64_t bytes = 0;
+    for (int64_t rank = 0; rank < kNumRanks; ++rank) {
+      bytes += ranks_.pool(rank).bytesInUse();
+    }
+    return bytes;
+  }
+
+ private:
+  static constexpr int64_t kNumRanks = 6;
+  static constexpr size_t kNumOperations = 6;
+  std::mt19937_64 rng_;
+  HostRanks ranks_;
+  std::vector<std::unique_ptr<core::ReshardingPlan>> plans_;
+  std::vector<std::unique_ptr<HostOperation>> operations_;
+};
+
+TEST(HostExecutor, RunsSeveralOperationsAtOnceInAnyOrder) {
+  for (uint64_t seed = 0; seed < 150; ++seed) {
+    ManyOperations many(seed);
+    many.ranks().network().runUntilIdle();
+    for (auto& operation : many.operations()) {
+      ASSERT_TRUE(operation->isDone()) << "seed " << seed << "\n" << operation->progress();
+      ASSERT_EQ(operation->firstDifference(), "") << "seed " << seed;
+    }
+    ASSERT_EQ(many.bytesInUse(), 0);
+  }
+}
+
+TEST(HostExecutor, CancelInTheMiddleLeavesTheOthersAlone) {
+  for (uint64_t seed = 0; seed < 150; ++seed) {
+    ManyOperations many(1000 + seed);
+    const int64_t num_steps = randomInt(many.rng(), 0, 300);
+    for (int64_t step = 0; step < num_steps && many.ranks().network().step(); ++step) {
+    }
+    // Operation 0 is given up on every rank, at different times; its memory is gone at once.
+    HostOperation& victim = *many.operations()[0];
+    for (size_t i = 0; i < victim.numRanks(); ++i) {
+      for (int64_t step = randomInt(many.rng(), 0, 20); step > 0 && many.ranks().network().step(); --step) {
+      }
+      victim.executor(i).cancel();
+    }
+    many.ranks().network().runUntilIdle();
+    for (size_t i = 0; i < victim.numRanks(); ++i) {
+      victim.executor(i).cancel();  // a rank that started after its cancel() in the script
+    }
+    many.ranks().network().runUntilIdle();
+    for (size_t i = 1; i < many.operations().size(); ++i) {
+      ASSERT_TRUE(many.operations()[i]->isDone()) << "seed " << seed << "\n" << many.operations()[i]->progress();
+      ASSERT_EQ(many.operations()[i]->firstDifference(), "") << "seed " << seed;
+    }
+    ASSERT_EQ(many.bytesInUse(), 0);
+  }
+}
+
+}  // namespace
+}  // namespace xmesh::replay
