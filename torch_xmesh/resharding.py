@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards, reshards_of
 from torch_xmesh.plan import placements_per_tensor
-from torch_xmesh.spec import AnyMesh, Spec, core_spec, device_mesh, mesh_grid, normal_placements, wrap_local
+from torch_xmesh.spec import AnyMesh, Spec, core_spec, device_mesh, empty_local, mesh_grid, normal_placements, wrap_local
 from torch_xmesh.topology import Topology
 
 Source = DTensor | Spec
@@ -266,7 +266,7 @@ class _Call:
             locals_out = [out._local_tensor.detach() for out in outs]
         else:
             locals_out = [
-                torch.empty([0] if shape is None else shape, dtype=source.dtype)
+                empty_local(source.shape, source.dtype) if shape is None else torch.empty(shape, dtype=source.dtype)
                 for shape, source in zip(self._prepared.dst_shapes, arguments.sources, strict=True)
             ]
         if self._prepared.core is not None:
@@ -331,7 +331,7 @@ class _CompletedWork:
 def _placeholder(spec: Spec) -> DTensor:
     """An empty DTensor for a rank that passes a spec: the leaf that its backward ends in."""
     mesh = device_mesh(spec.mesh)
-    empty = wrap_local(torch.empty(0, dtype=spec.dtype), spec.shape, mesh, spec.placements)
+    empty = wrap_local(empty_local(spec.shape, spec.dtype), spec.shape, mesh, spec.placements)
     return empty.requires_grad_(spec.requires_grad)
 
 

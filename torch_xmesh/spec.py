@@ -240,6 +240,11 @@ def wrap_local(
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg]
 
 
+def empty_local(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The local tensor of a rank outside the mesh. It has the global tensor's number of dims, which DTensor's autograd asks for."""
+    return torch.empty([0] * max(len(shape), 1), dtype=dtype)
+
+
 def stage_meshes(world_mesh: DeviceMesh, axis: str | int) -> list[Mesh]:
     """The meshes of all stages, on every rank in the same order: ``world_mesh`` cut along one axis.
 

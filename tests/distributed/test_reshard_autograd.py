@@ -1,0 +1,118 @@
+"""Gradients through reshards: the identity on the global tensor."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from layouts import assert_same_bytes, dtensor_of, local_part
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import torch_xmesh as xm
+from torch_xmesh.testing import spawn
+
+FRONT, BACK = xm.Mesh([[0, 1], [2, 3]]), xm.Mesh([3, 4, 5])
+
+
+def leaf(whole: torch.Tensor, mesh: xm.Mesh, placements: tuple, rank: int) -> DTensor:
+    return dtensor_of(local_part(whole, mesh, placements, rank), tuple(whole.shape), mesh, placements).requires_grad_()
+
+
+def check_gradient(x: DTensor, whole: torch.Tensor, mesh: xm.Mesh, placements: tuple, rank: int) -> None:
+    assert x.grad is not None
+    if rank in mesh.ranks:
+        assert_same_bytes(x.grad.to_local(), local_part(whole, mesh, placements, rank), "gradient")
+
+
+def gradient_comes_home(rank: int, world_size: int) -> None:
+    whole = torch.arange(42.0).reshape(6, 7)
+    x = leaf(whole, FRONT, (Shard(0), Shard(1)), rank)
+    y = xm.reshard(x, BACK, (Shard(1),))
+    assert y.requires_grad
+    assert_same_bytes(y.to_local().detach(), local_part(whole, BACK, (Shard(1),), rank), "forward")
+    weight = local_part(whole.square() + 1, BACK, (Shard(1),), rank)
+    (y.to_local() * weight).sum().backward()
+    assert x.grad is not None
+    assert x.grad.placements == (Shard(0), Shard(1))
+    check_gradient(x, whole.square() + 1, FRONT, (Shard(0), Shard(1)), rank)
+
+
+def spec_on_ranks_without_data(rank: int, world_size: int) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    source = xm.Mesh([0, 1])
+    x = leaf(whole, source, (Shard(0),), rank) if rank in source.ranks else xm.Spec((3, 4), torch.float32, source, (Shard(0),), requires_grad=True)
+    y = xm.reshard(x, BACK, (Replicate(),))
+    y.to_local().sum().backward()
+    if isinstance(x, DTensor) and rank in source.ranks:
+        check_gradient(x, torch.ones(3, 4), source, (Shard(0),), rank)
+
+
+def partial_source_and_partial_gradient(rank: int, world_size: int) -> None:
+    """A Partial source's gradient comes as Replicate; a Partial gradient is reduced on the way."""
+    source = xm.Mesh([0, 1])
+    x = dtensor_of(torch.full((4,), float(rank + 1)) if rank < 2 else torch.empty(0), (4,), source, (Partial("sum"),)).requires_grad_()
+    y = xm.reshard(x, BACK, (Replicate(),))
+    if rank in BACK.ranks:
+        assert torch.equal(y.to_local(), torch.full((4,), 3.0))
+    scale = BACK.ranks.index(rank) + 1.0 if rank in BACK.ranks else 0.0
+    (y.to_local(grad_placements=(Partial("sum"),)) * scale).sum().backward()
+    assert x.grad is not None
+    assert x.grad.placements == (Replicate(),)
+    if rank in source.ranks:
+        assert torch.equal(x.grad.to_local(), torch.full((4,), 6.0))
+
+
+def backwards_in_any_order(rank: int, world_size: int) -> None:
+    """Ranks that only give gradients run the backwards of several calls in different orders."""
+    source, target = xm.Mesh([0, 1]), xm.Mesh([2, 3, 4, 5])
+    whole = torch.arange(16.0)
+    xs = [leaf(whole + i, source, (Shard(0),), rank) for i in range(8)]
+    ys = [xm.reshard(x, target, (Shard(0),)) for x in xs]
+    order = list(range(8))
+    if rank in target.ranks:
+        random.Random(rank).shuffle(order)
+    for i in order:
+        (ys[i].to_local() * (i + 1)).sum().backward()
+    for i, x in enumerate(xs):
+        check_gradient(x, torch.full((16,), i + 1.0), source, (Shard(0),), rank)
+
+
+def lists_with_integers(rank: int, world_size: int) -> None:
+    """Only the tensors that require grad take part in backward; unused results count as zero gradient."""
+    source, target = xm.Mesh([0]), xm.Mesh([1, 2])
+    whole = torch.arange(6.0)
+    a, b = (leaf(whole, source, (Replicate(),), rank) for _ in range(2))
+    index = dtensor_of(local_part(torch.arange(6), source, (Replicate(),), rank), (6,), source, (Replicate(),))
+    ya, yi, _ = xm.reshard_many([a, index, b], target, (Shard(0),))
+    assert not yi.requires_grad
+    ya.to_local().sum().backward()
+    check_gradient(a, torch.ones(6), source, (Replicate(),), rank)
+    check_gradient(b, torch.zeros(6), source, (Replicate(),), rank)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    x = leaf(torch.ones(4), xm.Mesh([0, 1]), (Shard(0),), rank)
+    out = dtensor_of(local_part(torch.zeros(4), BACK, (Shard(0),), rank), (4,), BACK, (Shard(0),))
+    with pytest.raises(ValueError, match="async_op=True"):
+        xm.reshard(x, BACK, (Shard(0),), async_op=True)
+    with pytest.raises(ValueError, match="out="):
+        xm.reshard(x, BACK, (Shard(0),), out=out)
+    with torch.no_grad():
+        y = xm.reshard(x, BACK, (Shard(0),), out=out)
+    assert not y.requires_grad
+    y = xm.reshard(x, BACK, (Shard(0),))
+    (gradient,) = torch.autograd.grad(y.to_local().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.to_local().sum().backward()
+
+
+def everything(rank: int, world_size: int) -> None:
+    for check in (
+        gradient_comes_home, spec_on_ranks_without_data, partial_source_and_partial_gradient, backwards_in_any_order, lists_with_integers, refusals,
+    ):  # fmt: skip
+        check(rank, world_size)
+
+
+def test_gradients() -> None:
+    spawn(everything, 6)
