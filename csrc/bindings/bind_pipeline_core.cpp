@@ -1,0 +1,120 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "core/pipeline/generators.h"
+#include "core/pipeline/simulate.h"
+#include "core/pipeline/validate.h"
+
+namespace py = pybind11;
+
+namespace xmesh::bindings {
+
+/// Actions, schedules, their simulation. Defined in bind_pipeline_core.cpp.
+void bindPipelineCore(pybind11::module_& module);
+
+namespace {
+
+using core::Action;
+using core::Schedule;
+using core::StageEdge;
+using SchedulePtr = std::shared_ptr<Schedule>;
+
+/// Kind, stage, microbatch; None where idle.
+using Cell = std::optional<std::tuple<char, int32_t, int32_t>>;
+/// From, to, has_gradient.
+using EdgeTuple = std::tuple<int32_t, int32_t, bool>;
+/// Seconds, bytes.
+using TransferTuple = std::tuple<double, int64_t>;
+
+std::vector<std::vector<Cell>> cellsOf(const Schedule& schedule) {
+  std::vector<std::vector<Cell>> out;
+  for (const auto& cells : schedule.cells) {
+    std::vector<Cell>& row = out.emplace_back();
+    for (const std::optional<Action>& cell : cells) {
+      row.push_back(cell ? Cell(std::tuple(static_cast<char>(cell->kind), cell->stage, cell->microbatch)) : std::nullopt);
+    }
+  }
+  return out;
+}
+
+std::vector<StageEdge> edgesOf(const std::vector<EdgeTuple>& tuples) {
+  std::vector<StageEdge> edges;
+  for (const auto& [from, to, has_gradient] : tuples) {
+    edges.push_back({from, to, has_gradient});
+  }
+  return edges;
+}
+
+core::TransferCost transferOf(const TransferTuple& tuple) { return {std::get<0>(tuple), std::get<1>(tuple)}; }
+
+py::dict resultOf(const core::SimulatedSchedule& simulated) {
+  py::list actions;
+  for (const core::ActionSpan& span : simulated.actions) {
+    actions.append(py::make_tuple(span.place, span.action.str(), span.start_s, span.end_s));
+  }
+  py::list transfers;
+  for (const core::TransferSpan& span : simulated.transfers) {
+    transfers.append(py::make_tuple(span.from_stage, span.to_stage, span.microbatch, span.ready_s, span.start_s, span.end_s));
+  }
+  py::dict out;
+  out["makespan_s"] = simulated.makespan_s;
+  out["bubble_fraction"] = simulated.bubbleFraction();
+  out["busy_s"] = simulated.busy_s;
+  out["peak_in_flight"] = simulated.peak_in_flight;
+  out["actions"] = actions;
+  out["transfers"] = transfers;
+  return out;
+}
+
+/// Stages: (F, B, I, W) seconds each. Edges: (from, to, has_gradient), forward and backward (seconds, bytes).
+py::dict simulate(const Schedule& schedule, const std::vector<std::array<double, 4>>& stages,
+                  const std::vector<std::tuple<EdgeTuple, TransferTuple, TransferTuple>>& edges, double nic_bytes_per_s, double latency_s,
+                  bool overlap) {
+  core::ScheduleCosts costs;
+  for (const auto& [forward, backward, input, weight] : stages) {
+    costs.stages.push_back({forward, backward, input, weight});
+  }
+  for (const auto& [edge, forward, backward] : edges) {
+    costs.edges.push_back({edgesOf({edge})[0], transferOf(forward), transferOf(backward)});
+  }
+  costs.nic_bytes_per_s = nic_bytes_per_s;
+  costs.latency_s = latency_s;
+  costs.overlap = overlap;
+  core::SimulatedSchedule simulated;
+  {
+    const py::gil_scoped_release no_gil;
+    simulated = core::simulateSchedule(schedule, costs);
+  }
+  return resultOf(simulated);
+}
+
+}  // namespace
+
+void bindPipelineCore(py::module_& module) {
+  py::class_<Schedule, SchedulePtr>(module, "Schedule")
+      .def_readonly("name", &Schedule::name)
+      .def_readonly("num_stages", &Schedule::num_stages)
+      .def_readonly("num_microbatches", &Schedule::num_microbatches)
+      .def_readonly("place_of_stage", &Schedule::place_of_stage)
+      .def_property_readonly("num_places", &Schedule::numPlaces)
+      .def_property_readonly("cells", &cellsOf)
+      .def_property_readonly("peak_in_flight", &core::peakInFlight)
+      .def("to_csv", &core::scheduleToCsv)
+      .def(
+          "validate",
+          [](const Schedule& self, const std::vector<EdgeTuple>& edges, bool is_forward_only) {
+            core::validateSchedule(self, edgesOf(edges), {is_forward_only});
+          },
+          py::arg("edges"), py::arg("is_forward_only") = false, py::call_guard<py::gil_scoped_release>())
+      .def("forwards", &core::forwardsOf)
+      .def("__eq__", [](const Schedule& self, const Schedule& other) { return self == other; })
+      .def("__str__", &Schedule::str);
+  module.def("make_schedule", &core::makeSchedule, py::arg("name"), py::arg("num_stages"), py::arg("num_microbatches"),
+             py::arg("place_of_stage") = std::vector<int32_t>(), py::call_guard<py::gil_scoped_release>());
+  module.def("schedule_names", &core::scheduleNames);
+  module.def("schedule_from_csv", &core::scheduleFromCsv, py::arg("text"), py::arg("name") = "csv", py::call_guard<py::gil_scoped_release>());
+  module.def("simulate_schedule", &simulate, py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("nic_bytes_per_s"),
+             py::arg("latency_s"), py::arg("overlap"));
+}
+
+}  // namespace xmesh::bindings

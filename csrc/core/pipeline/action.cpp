@@ -1,0 +1,50 @@
+#include "core/pipeline/action.h"
+
+#include <charconv>
+
+#include "core/error.h"
+
+namespace xmesh::core {
+namespace {
+
+constexpr std::string_view kKinds = "FBIW";
+
+[[noreturn]] void refuse(std::string_view text) {
+  throw InvalidArgument(
+      "'" + std::string(text) +
+      "' is not an action of a schedule; expected [stage][F|B|I|W][microbatch], for example 2F0. Communication (SEND_F, RECV_B, ...), "
+      "UNSHARD, RESHARD, REDUCE_GRAD and overlapped pairs are not written in a schedule");
+}
+
+/// Reads a number at the front of `rest` and drops it there; false where there is none or it does not fit.
+bool takeNumber(std::string_view& rest, int32_t& number) {
+  const char* end = rest.data() + rest.size();
+  const auto [stop, error] = std::from_chars(rest.data(), end, number);
+  if (error != std::errc() || number < 0) {
+    return false;
+  }
+  rest.remove_prefix(static_cast<size_t>(stop - rest.data()));
+  return true;
+}
+
+}  // namespace
+
+std::string Action::str() const { return std::to_string(stage) + static_cast<char>(kind) + std::to_string(microbatch); }
+
+Action Action::parse(std::string_view text) {
+  constexpr std::string_view kSpaces = " \t\r\n";
+  const size_t first = text.find_first_not_of(kSpaces);
+  std::string_view rest = first == std::string_view::npos ? std::string_view() : text.substr(first, text.find_last_not_of(kSpaces) - first + 1);
+  Action action;
+  if (!takeNumber(rest, action.stage) || rest.empty() || kKinds.find(rest.front()) == std::string_view::npos) {
+    refuse(text);
+  }
+  action.kind = static_cast<ActionKind>(rest.front());
+  rest.remove_prefix(1);
+  if (!takeNumber(rest, action.microbatch) || !rest.empty()) {
+    refuse(text);
+  }
+  return action;
+}
+
+}  // namespace xmesh::core

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/pipeline/schedule.h"
+
+namespace xmesh::core {
+
+/// What a generator is given. Checked by makeSchedule(): positive numbers, one place per stage, places 0..p-1 each with a stage.
+struct PipelineShape {
+  int32_t num_stages = 0;
+  int32_t num_microbatches = 0;
+  std::vector<int32_t> place_of_stage;
+
+  int32_t numPlaces() const;
+};
+
+/// A schedule by name ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"). `place_of_stage` empty: stage s on place s. Any number of microbatches,
+/// fewer than stages too. Empty cells stand where a place would idle if every action took one unit of time and communication none. Throws
+/// InvalidArgument for an unknown name (the known ones are listed), a shape that is none, or one that the schedule cannot be made for, with the
+/// reason.
+Schedule makeSchedule(const std::string& name, int32_t num_stages, int32_t num_microbatches, std::vector<int32_t> place_of_stage = {});
+/// The names makeSchedule() knows, in the order of the documentation.
+std::vector<std::string> scheduleNames();
+
+/// All forwards, then all backwards (Huang et al., 2019). A place with several stages: its stages' forwards one stage after the other, its backwards
+/// in the reverse order of stages.
+Schedule gpipe(const PipelineShape& shape);
+/// Stage i of n starts with min(m, n - i) forwards, then alternates (Narayanan et al., 2021): that many microbatches are in flight at most.
+/// One stage per place.
+Schedule oneFOneB(const PipelineShape& shape);
+/// Stage i of n starts with min(m, 2(n - i) - 1) forwards, then alternates (AlpaComm, section 4): one more action stands between producing a value
+/// and using it on the next stage, under which its transfer hides. One stage per place.
+Schedule eagerOneFOneB(const PipelineShape& shape);
+/// Stage s on place s mod p, v stages per place (Narayanan et al., 2021, section 2.2). Microbatches go in max(1, m / p) rounds of equal size, the
+/// first ones one larger where m does not divide; for those that divide it is the order of torch's ScheduleInterleaved1F1B.
+Schedule interleavedOneFOneB(const PipelineShape& shape);
+
+/// Shared by the generators: stage i runs min(m, peak_in_flight[i]) forwards first, then one backward, one forward in turn until forwards end, then
+/// the remaining backwards. Throws InvalidArgument, naming the schedule, where a place has several stages.
+Schedule alternate(const std::string& name, const PipelineShape& shape, const std::vector<int32_t>& peak_in_flight);
+/// The same lists, each action moved to the earliest cell that its dependencies (stages as a chain) allow when every action takes one cell.
+/// Throws InvalidArgument for a schedule that deadlocks.
+Schedule alignCells(const Schedule& schedule);
+
+}  // namespace xmesh::core

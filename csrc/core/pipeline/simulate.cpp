@@ -1,0 +1,255 @@
+#include "core/pipeline/simulate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <queue>
+
+#include "core/error.h"
+#include "core/pipeline/validate.h"
+
+namespace xmesh::core {
+namespace {
+
+std::vector<StageEdge> edgesOf(const ScheduleCosts& costs) {
+  std::vector<StageEdge> edges;
+  for (const EdgeCost& cost : costs.edges) {
+    edges.push_back(cost.edge);
+  }
+  return edges;
+}
+
+bool isSeconds(double value) { return std::isfinite(value) && value >= 0; }
+
+void checkCosts(const Schedule& schedule, const ScheduleCosts& costs) {
+  require(costs.stages.size() == static_cast<size_t>(schedule.num_stages),
+          "costs are given for every stage, expected " + std::to_string(schedule.num_stages) + " stages, got " + std::to_string(costs.stages.size()));
+  for (size_t stage = 0; stage < costs.stages.size(); ++stage) {
+    const StageSeconds& cost = costs.stages[stage];
+    for (double seconds : {cost.forward_s, cost.backward_s, cost.backward_input_s, cost.backward_weight_s}) {
+      require(isSeconds(seconds), "seconds of stage " + std::to_string(stage) + " must be finite and not negative, got " + std::to_string(seconds));
+    }
+  }
+  require(isSeconds(costs.latency_s), "latency must be finite and not negative, got " + std::to_string(costs.latency_s) + " s");
+  for (const EdgeCost& cost : costs.edges) {
+    const std::string name = "edge " + std::to_string(cost.edge.from) + " -> " + std::to_string(cost.edge.to);
+    for (const TransferCost& transfer : {cost.forward, cost.backward}) {
+      require(isSeconds(transfer.seconds) && transfer.num_bytes >= 0, "seconds and bytes of " + name + " must be finite and not negative, got " +
+                                                                          std::to_string(transfer.seconds) + " s and " +
+                                                                          std::to_string(transfer.num_bytes) + " bytes");
+      require(transfer.num_bytes == 0 || (std::isfinite(costs.nic_bytes_per_s) && costs.nic_bytes_per_s > 0),
+              name + " has bytes, so nic_bytes_per_s must be positive, got " + std::to_string(costs.nic_bytes_per_s));
+    }
+  }
+}
+
+double secondsOf(const StageSeconds& stage, ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward:
+      return stage.forward_s;
+    case ActionKind::kBackward:
+      return stage.backward_s;
+    case ActionKind::kBackwardInput:
+      return stage.backward_input_s;
+    case ActionKind::kBackwardWeight:
+      return stage.backward_weight_s;
+  }
+  return 0;
+}
+
+struct Event {
+  double time_s;
+  enum class Kind : uint8_t { kComputed, kSent, kArrived } kind;
+  int32_t index;  ///< node, or transfer
+
+  auto operator<=>(const Event&) const = default;
+};
+
+/// A value's way from a node to a node of another place.
+struct Transfer {
+  int32_t producer;
+  int32_t user;
+  double seconds;
+  TransferSpan span;
+};
+
+/// What happens on one place at the moment.
+struct PlaceState {
+  int32_t next_node = 0;
+  bool is_computing = false;
+  bool is_sending = false;        ///< its outgoing NIC is taken
+  bool is_receiving = false;      ///< its incoming NIC is taken
+  int32_t num_unsent_values = 0;  ///< of the last action: ready, not yet sent
+};
+
+class Simulation {
+ public:
+  Simulation(const ActionTable& table, const ScheduleCosts& costs)
+      : table_(table), costs_(costs), waits_for_(static_cast<size_t>(table.numNodes()), 0) {
+    local_dependents_.resize(waits_for_.size());
+    transfers_of_.resize(waits_for_.size());
+    for (int32_t node = 0; node < table_.numNodes(); ++node) {
+      for (const ActionTable::Dependency& dependency : table_.dependenciesOf(node)) {
+        addDependency(dependency, node);
+      }
+    }
+    for (int32_t place = 0; place < table_.schedule().numPlaces(); ++place) {
+      places_.push_back({table_.firstNode(place)});
+      out_.busy_s.push_back(0);
+    }
+  }
+
+  SimulatedSchedule run() {
+    startAll(0);
+    while (!events_.empty()) {
+      const double now = events_.top().time_s;
+      while (!events_.empty() && events_.top().time_s == now) {
+        const Event event = events_.top();
+        events_.pop();
+        finish(event);
+      }
+      out_.makespan_s = now;
+      startAll(now);
+    }
+    for (const Transfer& transfer : transfers_) {
+      out_.transfers.push_back(transfer.span);
+    }
+    std::stable_sort(out_.transfers.begin(), out_.transfers.end(), [](const auto& a, const auto& b) { return a.start_s < b.start_s; });
+    out_.peak_in_flight = peakInFlight(table_.schedule());
+    return std::move(out_);
+  }
+
+ private:
+  PlaceState& place(int32_t node) { return places_[static_cast<size_t>(table_.placeOf(node))]; }
+
+  void addDependency(const ActionTable::Dependency& dependency, int32_t node) {
+    ++waits_for_[static_cast<size_t>(node)];
+    if (table_.placeOf(dependency.node) == table_.placeOf(node)) {
+      local_dependents_[static_cast<size_t>(dependency.node)].push_back(node);
+      return;
+    }
+    const EdgeCost& edge = costs_.edges[static_cast<size_t>(dependency.edge)];
+    const Action& user = table_.action(node);
+    const TransferCost& cost = user.kind == ActionKind::kForward ? edge.forward : edge.backward;
+    const double seconds = cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
+    transfers_of_[static_cast<size_t>(dependency.node)].push_back(static_cast<int32_t>(transfers_.size()));
+    transfers_.push_back({dependency.node, node, seconds, {table_.action(dependency.node).stage, user.stage, user.microbatch, 0, 0, 0}});
+  }
+
+  void finish(const Event& event) {
+    if (event.kind == Event::Kind::kComputed) {
+      PlaceState& state = place(event.index);
+      state.is_computing = false;
+      for (int32_t node : local_dependents_[static_cast<size_t>(event.index)]) {
+        --waits_for_[static_cast<size_t>(node)];
+      }
+      for (int32_t transfer : transfers_of_[static_cast<size_t>(event.index)]) {
+        transfers_[static_cast<size_t>(transfer)].span.ready_s = event.time_s;
+        pending_.push_back(transfer);
+        ++state.num_unsent_values;
+      }
+      return;
+    }
+    const Transfer& transfer = transfers_[static_cast<size_t>(event.index)];
+    if (event.kind == Event::Kind::kSent) {
+      place(transfer.producer).is_sending = false;
+      --place(transfer.producer).num_unsent_values;
+      place(transfer.user).is_receiving = false;
+    } else {
+      --waits_for_[static_cast<size_t>(transfer.user)];
+    }
+  }
+
+  void startAll(double now) {
+    for (int32_t index = 0; index < static_cast<int32_t>(places_.size()); ++index) {
+      startAction(index, now);
+    }
+    std::erase_if(pending_, [&](int32_t index) { return startTransfer(index, now); });
+  }
+
+  void startAction(int32_t index, double now) {
+    PlaceState& state = places_[static_cast<size_t>(index)];
+    const bool is_blocked = !costs_.overlap && (state.num_unsent_values > 0 || state.is_receiving);
+    const int32_t node = state.next_node;
+    if (state.is_computing || is_blocked || node == table_.firstNode(index + 1) || waits_for_[static_cast<size_t>(node)] > 0) {
+      return;
+    }
+    const Action& action = table_.action(node);
+    const double seconds = secondsOf(costs_.stages[static_cast<size_t>(action.stage)], action.kind);
+    state.is_computing = true;
+    ++state.next_node;
+    out_.busy_s[static_cast<size_t>(index)] += seconds;
+    out_.actions.push_back({index, action, now, now + seconds});
+    events_.push({now + seconds, Event::Kind::kComputed, node});
+  }
+
+  /// False where it must wait.
+  bool startTransfer(int32_t index, double now) {
+    Transfer& transfer = transfers_[static_cast<size_t>(index)];
+    PlaceState& sender = place(transfer.producer);
+    PlaceState& receiver = place(transfer.user);
+    if (sender.is_sending || receiver.is_receiving || (!costs_.overlap && receiver.is_computing)) {
+      return false;
+    }
+    sender.is_sending = true;
+    receiver.is_receiving = true;
+    transfer.span.start_s = now;
+    transfer.span.end_s = now + transfer.seconds + costs_.latency_s;
+    events_.push({now + transfer.seconds, Event::Kind::kSent, index});
+    events_.push({transfer.span.end_s, Event::Kind::kArrived, index});
+    return true;
+  }
+
+  const ActionTable& table_;
+  const ScheduleCosts& costs_;
+  std::vector<int32_t> waits_for_;                      ///< by node: values and actions that are not there yet
+  std::vector<std::vector<int32_t>> local_dependents_;  ///< by node
+  std::vector<std::vector<int32_t>> transfers_of_;      ///< by producing node
+  std::vector<Transfer> transfers_;
+  std::vector<PlaceState> places_;
+  std::vector<int32_t> pending_;  ///< transfers whose value exists, oldest first
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  SimulatedSchedule out_;
+};
+
+bool isForwardOnly(const Schedule& schedule) {
+  return std::all_of(schedule.cells.begin(), schedule.cells.end(), [](const auto& cells) {
+    return std::all_of(cells.begin(), cells.end(), [](const auto& cell) { return !cell || cell->kind == ActionKind::kForward; });
+  });
+}
+
+}  // namespace
+
+double SimulatedSchedule::bubbleFraction() const {
+  double busy = 0;
+  for (double seconds : busy_s) {
+    busy += seconds;
+  }
+  return makespan_s > 0 ? 1 - busy / (static_cast<double>(busy_s.size()) * makespan_s) : 0;
+}
+
+SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs) {
+  checkCosts(schedule, costs);
+  const std::vector<StageEdge> edges = edgesOf(costs);
+  validateSchedule(schedule, edges, {isForwardOnly(schedule)});
+  const ActionTable table(schedule, edges);
+  return Simulation(table, costs).run();
+}
+
+std::vector<int32_t> peakInFlight(const Schedule& schedule) {
+  std::vector<int32_t> now(static_cast<size_t>(schedule.num_stages), 0);
+  std::vector<int32_t> peak = now;
+  for (const auto& cells : schedule.cells) {
+    for (const std::optional<Action>& cell : cells) {
+      if (!cell || cell->kind == ActionKind::kBackwardInput) {
+        continue;
+      }
+      const auto stage = static_cast<size_t>(cell->stage);
+      now[stage] += cell->kind == ActionKind::kForward ? 1 : -1;
+      peak[stage] = std::max(peak[stage], now[stage]);
+    }
+  }
+  return peak;
+}
+
+}  // namespace xmesh::core

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/pipeline/action_table.h"
+
+namespace xmesh::core {
+
+/// Seconds of one microbatch on one stage.
+struct StageSeconds {
+  double forward_s = 0;
+  double backward_s = 0;         ///< B
+  double backward_input_s = 0;   ///< I
+  double backward_weight_s = 0;  ///< W
+};
+
+/// One microbatch's way between two stages in one direction: how long it holds the NICs.
+struct TransferCost {
+  double seconds = 0;     ///< known time, e.g. a reshard plan's predicted_seconds
+  int64_t num_bytes = 0;  ///< adds num_bytes / nic_bytes_per_s
+
+  bool operator==(const TransferCost&) const = default;
+};
+
+struct EdgeCost {
+  StageEdge edge;
+  TransferCost forward;
+  TransferCost backward;
+};
+
+struct ScheduleCosts {
+  std::vector<StageSeconds> stages;  ///< one per stage
+  std::vector<EdgeCost> edges;       ///< every edge; one without cost still orders its stages
+  double nic_bytes_per_s = 0;        ///< one way, of each place; needed where an edge has bytes
+  double latency_s = 0;              ///< from the last byte sent until the value can be used
+  /// True: transfers run beside computation. False (the paper's "Broadcast"): after each action the place's compute thread waits until the action's
+  /// values are sent, and a transfer takes the receiver's thread too: it starts only while that one does not compute.
+  bool overlap = true;
+};
+
+/// An action in time.
+struct ActionSpan {
+  int32_t place = 0;
+  Action action;
+  double start_s = 0;
+  double end_s = 0;
+};
+
+/// A transfer in time; between stages of different places only.
+struct TransferSpan {
+  int32_t from_stage = 0;  ///< a gradient goes from a later to an earlier stage
+  int32_t to_stage = 0;
+  int32_t microbatch = 0;
+  double ready_s = 0;  ///< the value exists
+  double start_s = 0;  ///< it holds both NICs from here on
+  double end_s = 0;    ///< it can be used
+};
+
+struct SimulatedSchedule {
+  double makespan_s = 0;
+  std::vector<double> busy_s;           ///< by place: seconds of computation
+  std::vector<int32_t> peak_in_flight;  ///< by stage
+  std::vector<ActionSpan> actions;      ///< by start
+  std::vector<TransferSpan> transfers;  ///< by start
+  /// 1 - busy seconds of all places / (places * makespan); 0 for a makespan of 0.
+  double bubbleFraction() const;
+};
+
+/// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
+/// duplex: its outgoing transfers follow one another, and so do its incoming ones; among transfers whose two NICs are free the one whose value
+/// existed first goes. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
+/// validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
+SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
+
+/// By stage: the most microbatches between their F and the end of their B or W (those whose activations are held).
+std::vector<int32_t> peakInFlight(const Schedule& schedule);
+
+}  // namespace xmesh::core
