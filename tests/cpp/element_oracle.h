@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <map>
 #include <numeric>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -84,6 +83,11 @@ class ElementOracle {
  private:
   ElementOracle(const core::ReshardingPlan& plan, size_t tensor) : plan_(plan), tensor_(tensor) {
     const auto& [src, dst] = plan.tensors[tensor];
+    const auto num_elements = static_cast<size_t>(src.numElements());
+    for (int64_t rank : plan.participants()) {
+      held_[rank].assign(num_elements, 0);
+      needed_[rank].assign(num_elements, false);
+    }
     for (int64_t i = 0; i < src.mesh.numRanks(); ++i) {
       const std::vector<int64_t> coord = src.mesh.coordOfIndex(i);
       int64_t contribution = 0;
@@ -96,12 +100,13 @@ class ElementOracle {
       }
       full_ = (uint64_t{1} << num_contributions) - 1;
       for (int64_t element : flatIndices(src.shape, heldIndices(src, coord))) {
-        held_[{src.mesh.ranks()[static_cast<size_t>(i)], element}] = uint64_t{1} << contribution;
+        held_[src.mesh.ranks()[static_cast<size_t>(i)]][static_cast<size_t>(element)] = uint64_t{1} << contribution;
       }
     }
+    own_ = held_;
     for (int64_t i = 0; i < dst.mesh.numRanks(); ++i) {
       for (int64_t element : flatIndices(dst.shape, heldIndices(dst, dst.mesh.coordOfIndex(i)))) {
-        needed_.insert({dst.mesh.ranks()[static_cast<size_t>(i)], element});
+        needed_[dst.mesh.ranks()[static_cast<size_t>(i)]][static_cast<size_t>(element)] = true;
       }
     }
   }
@@ -125,67 +130,44 @@ class ElementOracle {
         }
       }
     }
-    for (const auto& [rank, element] : needed_) {
-      if (held_[{rank, element}] != full_) {
-        return "rank " + std::to_string(rank) + " ends without element " + std::to_string(element);
+    for (const auto& [rank, elements] : needed_) {
+      for (size_t element = 0; element < elements.size(); ++element) {
+        if (elements[element] && held_[rank][element] != full_) {
+          return "rank " + std::to_string(rank) + " ends without element " + std::to_string(element);
+        }
       }
     }
     return "";
   }
 
   std::string move(const core::Message& message, int64_t element) {
-    const std::pair<int64_t, int64_t> to{message.dst_rank, element};
-    const uint64_t sent = held_[{message.src_rank, element}];
-    if (!needed_.contains(to)) {
+    const auto index = static_cast<size_t>(element);
+    const uint64_t sent = held_.at(message.src_rank).at(index);
+    if (!needed_.at(message.dst_rank).at(index)) {
       return "the receiver does not need it";
     }
-    uint64_t& held = held_[to];
+    uint64_t& held = held_.at(message.dst_rank).at(index);
     if (message.payload == core::Payload::kContribution) {
       const uint64_t bit = uint64_t{1} << message.contribution;
-      if (full_ == 1 || (sent & bit) == 0 || (held & bit) != 0 || own(message.src_rank, element) != bit) {
+      if (full_ == 1 || own_[message.src_rank][index] != bit || (held & bit) != 0) {
         return "no contribution to send, or received already";
       }
       held |= bit;
       return "";
     }
-    if (sent != full_ || held != own(message.dst_rank, element) || held == full_) {
+    if (sent != full_ || held != own_[message.dst_rank][index] || held == full_) {
       return "the sender lacks it, or the receiver has it already";
     }
     held = full_;
     return "";
   }
 
-  /// What the rank held of the element before anything moved.
-  uint64_t own(int64_t rank, int64_t element) const {
-    const auto& src = plan_.tensors[tensor_].src;
-    const int64_t index = src.mesh.indexOfRank(rank);
-    if (index < 0) {
-      return 0;
-    }
-    const std::vector<int64_t> coord = src.mesh.coordOfIndex(index);
-    int64_t contribution = 0;
-    for (size_t axis = 0; axis < coord.size(); ++axis) {
-      if (src.placements[axis].kind == core::PlacementKind::kPartial) {
-        contribution = contribution * src.mesh.shape()[axis] + coord[axis];
-      }
-    }
-    const std::vector<std::vector<int64_t>> lists = heldIndices(src, coord);
-    int64_t rest = element;
-    for (size_t dim = lists.size(); dim-- > 0;) {
-      const int64_t at = rest % src.shape[dim];
-      rest /= src.shape[dim];
-      if (std::find(lists[dim].begin(), lists[dim].end(), at) == lists[dim].end()) {
-        return 0;
-      }
-    }
-    return uint64_t{1} << contribution;
-  }
-
   const core::ReshardingPlan& plan_;
   size_t tensor_;
   uint64_t full_ = 1;
-  std::map<std::pair<int64_t, int64_t>, uint64_t> held_;
-  std::set<std::pair<int64_t, int64_t>> needed_;
+  std::map<int64_t, std::vector<uint64_t>> held_;  ///< by rank and element: a bit per contribution
+  std::map<int64_t, std::vector<uint64_t>> own_;   ///< the same before anything moved
+  std::map<int64_t, std::vector<bool>> needed_;
 };
 
 }  // namespace xmesh::layouts

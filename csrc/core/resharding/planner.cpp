@@ -76,6 +76,9 @@ ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology
   }
   std::optional<ReshardingPlan> best;
   for (const StrategyInfo& info : strategies()) {
+    if (!info.is_candidate) {
+      continue;
+    }
     ReshardingPlan candidate = runStrategy(plan, parseStrategy(info.name), network);
     if (!best || candidate.predicted_seconds < best->predicted_seconds) {
       best = std::move(candidate);

@@ -93,7 +93,8 @@ Strategy withDefaults(const StrategyInfo& info) {
 }  // namespace
 
 const std::vector<StrategyInfo>& strategies() {
-  static const std::vector<StrategyInfo> all = {broadcastStrategy(), sendRecvStrategy()};
+  static const std::vector<StrategyInfo> all = {broadcastStrategy(), sendRecvStrategy(), localAllgatherStrategy(), globalAllgatherStrategy(),
+                                                alpaStrategy()};
   return all;
 }
 

@@ -47,10 +47,11 @@ struct StrategyInfo {
   std::string summary;
   std::vector<WordSlot> words;
   std::vector<IntegerOption> options;
+  bool is_candidate = false;  ///< "auto" tries it
   void (*plan)(ReshardingPlan& plan, const Strategy& strategy) = nullptr;
 };
 
-/// All strategies in the order in which "auto" breaks ties; "auto" itself is not among them.
+/// All strategies; "auto" itself is not among them. Its candidates come in the order in which it breaks ties.
 const std::vector<StrategyInfo>& strategies();
 /// Throws InvalidArgument listing the names when there is none of that name.
 const StrategyInfo& strategyInfo(std::string_view name);

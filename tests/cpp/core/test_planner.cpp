@@ -73,6 +73,9 @@ TEST(Planner, AutoIsTheFastestCandidate) {
     const auto tensors = std::vector{layouts::pairOf(published)};
     const ReshardingPlan chosen = planResharding(tensors, layouts::topologyOf(published), parseStrategy("auto"));
     for (const StrategyInfo& info : strategies()) {
+      if (!info.is_candidate) {
+        continue;
+      }
       const ReshardingPlan plan = planResharding(tensors, layouts::topologyOf(published), parseStrategy(info.name));
       EXPECT_LE(chosen.predicted_seconds, plan.predicted_seconds) << published.name << " " << info.name;
     }
@@ -99,7 +102,11 @@ TEST(Planner, PublishedCasesDecomposeAndBroadcastReceivesOnce) {
 class RandomLayouts : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(RandomLayouts, EveryElementArrivesOnce) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr uint64_t kLayouts = 500;  // an order of magnitude slower there
+#else
   constexpr uint64_t kLayouts = 5000;
+#endif
   for (uint64_t seed = 0; seed < kLayouts; ++seed) {
     std::mt19937_64 rng(seed);
     layouts::LayoutOptions options;
@@ -132,7 +139,7 @@ std::string testName(const ::testing::TestParamInfo<std::string>& info) {
 
 INSTANTIATE_TEST_SUITE_P(Strategies, RandomLayouts,
                          ::testing::Values("send_recv", "broadcast", "broadcast:naive+naive", "broadcast:size+greedy,seed=7", "broadcast:naive+dfs",
-                                           "broadcast:num_chunks=5", "auto"),
+                                           "broadcast:num_chunks=5", "local_allgather", "global_allgather", "alpa", "auto"),
                          testName);
 
 TEST(Planner, BroadcastBringsAHostEachByteOnce) {

@@ -1,0 +1,171 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/error.h"
+#include "core/pipeline/generators.h"
+#include "core/pipeline/schedule.h"
+#include "core/pipeline/simulate.h"
+#include "core/pipeline/validate.h"
+
+namespace xmesh::core {
+namespace {
+
+/// What an InvalidArgument of `call` says; empty where it throws none.
+template <typename Call>
+std::string refusal(Call call) {
+  try {
+    call();
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return {};
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST(PipelineAction, TextRoundTrip) {
+  EXPECT_EQ(Action::parse("2F0"), (Action{ActionKind::kForward, 2, 0}));
+  EXPECT_EQ(Action::parse(" 10B12 "), (Action{ActionKind::kBackward, 10, 12}));
+  for (const char* text : {"0F3", "1B2", "0I1", "0W1", "17F255"}) {
+    EXPECT_EQ(Action::parse(text).str(), text);
+  }
+}
+
+TEST(PipelineAction, RefusesOtherText) {
+  for (const char* text : {"", "F0", "0F", "0X1", "-1F0", "0F-1", "0F0 1", "1SEND_F0", "0UNSHARD", "(0F1;1B0)OVERLAP_F_B", "99999999999F0", "0f0"}) {
+    EXPECT_TRUE(contains(refusal([&] { Action::parse(text); }), std::string("'") + text + "'")) << text;
+  }
+}
+
+TEST(PipelineSchedule, PublishedGridOf1F1B) {
+  EXPECT_EQ(makeSchedule("1f1b", 3, 6).str(),
+            "1f1b: 3 stages on 3 places, 6 microbatches\n"
+            "stage 0 | F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5\n"
+            "stage 1 | .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5\n"
+            "stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5\n");
+}
+
+TEST(PipelineSchedule, PublishedGridOfEager1F1B) {
+  EXPECT_EQ(makeSchedule("eager_1f1b", 3, 6).str(),
+            "eager_1f1b: 3 stages on 3 places, 6 microbatches\n"
+            "stage 0 | F0 F1 F2 F3 F4 B0 F5 B1 .  B2 .  B3 .  B4 .  B5\n"
+            "stage 1 | .  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5\n"
+            "stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5\n");
+}
+
+TEST(PipelineSchedule, GridNamesStagesWhereAPlaceHasSeveral) {
+  EXPECT_EQ(makeSchedule("gpipe", 3, 1, {0, 1, 0}).str(),
+            "gpipe: 3 stages on 2 places, 1 microbatch\n"
+            "place 0 (stages 0, 2) | 0F0 .   2F0 2B0 .   0B0\n"
+            "place 1 (stage 1)     | .   1F0 .   .   1B0\n");
+}
+
+TEST(PipelineSchedule, CsvIsTorchsFormat) {
+  const Schedule schedule = makeSchedule("1f1b", 2, 2);
+  EXPECT_EQ(scheduleToCsv(schedule), "0F0,0F1,,0B0,,0B1\r\n,1F0,1B0,1F1,1B1\r\n");
+  // A row as torch writes it, and as its own tests read it: padded, either line end, split backward.
+  const Schedule read = scheduleFromCsv("0F0,0F1,,,0I0,0W0,0B1\n,1F0,1F1,1B0, 1B1 ,\n");
+  EXPECT_EQ(read.num_stages, 2);
+  EXPECT_EQ(read.num_microbatches, 2);
+  EXPECT_EQ(read.actionsOf(0).size(), 5U);
+  EXPECT_EQ(read.cells[1].size(), 6U);
+  EXPECT_EQ(read.cells[0][4], (Action{ActionKind::kBackwardInput, 0, 0}));
+  EXPECT_NO_THROW(validateSchedule(read, chainEdges(2)));
+}
+
+TEST(PipelineSchedule, CsvRoundTrip) {
+  for (const std::string& name : scheduleNames()) {
+    for (int32_t n = 1; n <= 5; ++n) {
+      const Schedule schedule = makeSchedule(name, n, 7);
+      EXPECT_EQ(scheduleFromCsv(scheduleToCsv(schedule)), schedule) << schedule.str();
+    }
+  }
+  const Schedule interleaved = makeSchedule("interleaved_1f1b", 6, 4, {0, 1, 0, 1, 0, 1});
+  EXPECT_EQ(scheduleFromCsv(scheduleToCsv(interleaved)), interleaved);
+}
+
+TEST(PipelineSchedule, CsvErrorsNamePlaceAndCell) {
+  EXPECT_TRUE(contains(refusal([] { scheduleFromCsv("0F0,0B0\n1F0,1Q0\n"); }), "place 1, cell 1: '1Q0'"));
+  EXPECT_TRUE(contains(refusal([] { scheduleFromCsv("0F0,1SEND_F0\n"); }), "place 0, cell 1"));
+  EXPECT_TRUE(contains(refusal([] { scheduleFromCsv("0F0,0B0\n0F1,0B1\n"); }), "stage 0 belongs to one place"));
+  EXPECT_TRUE(contains(refusal([] { scheduleFromCsv("0F0,0B0\n2F0,2B0\n"); }), "stage 1 has no action"));
+  EXPECT_TRUE(contains(refusal([] { scheduleFromCsv(",,\n"); }), "at least one action"));
+  EXPECT_TRUE(contains(refusal([] { scheduleFromCsv("2000000000F2000000000\n"); }), "only 1 actions"));
+}
+
+TEST(PipelineGenerators, PeakInFlightAndWarmUp) {
+  for (int32_t n = 1; n <= 6; ++n) {
+    for (int32_t m = 1; m <= 12; ++m) {
+      const std::vector<int32_t> gpipe_peak = peakInFlight(makeSchedule("gpipe", n, m));
+      const Schedule plain = makeSchedule("1f1b", n, m);
+      const Schedule eager = makeSchedule("eager_1f1b", n, m);
+      for (int32_t i = 0; i < n; ++i) {
+        const auto stage = static_cast<size_t>(i);
+        EXPECT_EQ(gpipe_peak[stage], m);
+        EXPECT_EQ(peakInFlight(plain)[stage], std::min(m, n - i));
+        EXPECT_EQ(peakInFlight(eager)[stage], std::min(m, 2 * (n - i) - 1));
+        const auto warmUp = [&](const Schedule& schedule) {
+          const std::vector<Action> actions = schedule.actionsOf(i);
+          return std::find_if(actions.begin(), actions.end(), [](const Action& a) { return a.kind != ActionKind::kForward; }) - actions.begin();
+        };
+        EXPECT_EQ(warmUp(plain), std::min(m, n - i));
+        EXPECT_EQ(warmUp(eager), std::min(m, 2 * (n - i) - 1));
+      }
+    }
+  }
+}
+
+TEST(PipelineGenerators, AllAreValid) {
+  for (const std::string& name : scheduleNames()) {
+    for (int32_t n = 1; n <= 6; ++n) {
+      for (int32_t m = 1; m <= 12; ++m) {
+        std::vector<StageEdge> edges = chainEdges(n);
+        for (int32_t from = 0; from < n; ++from) {
+          for (int32_t to = from + 2; to < n; ++to) {
+            edges.push_back({from, to});
+          }
+        }
+        const Schedule schedule = makeSchedule(name, n, m);
+        EXPECT_NO_THROW(validateSchedule(schedule, edges)) << schedule.str();
+        EXPECT_NO_THROW(validateSchedule(forwardsOf(schedule), edges, {true})) << schedule.str();
+      }
+    }
+  }
+}
+
+TEST(PipelineGenerators, InterleavedTakesAnyNumberOfMicrobatches) {
+  for (int32_t places = 1; places <= 5; ++places) {
+    for (int32_t per_place = 1; per_place <= 4; ++per_place) {
+      for (int32_t m = 1; m <= 17; ++m) {
+        std::vector<int32_t> place_of_stage;
+        for (int32_t stage = 0; stage < places * per_place; ++stage) {
+          place_of_stage.push_back(stage % places);
+        }
+        const Schedule schedule = makeSchedule("interleaved_1f1b", places * per_place, m, place_of_stage);
+        EXPECT_NO_THROW(validateSchedule(schedule, chainEdges(schedule.num_stages))) << schedule.str();
+      }
+    }
+  }
+}
+
+TEST(PipelineGenerators, RefusesShapesWithTheReason) {
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("2f2b", 2, 2); }), "'gpipe', '1f1b', 'eager_1f1b', 'interleaved_1f1b'"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("1f1b", 0, 2); }), "got 0 stages"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("1f1b", 2, 0); }), "0 microbatches"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("1f1b", 3, 2, {0, 1}); }), "2 places for 3 stages"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("1f1b", 3, 2, {0, 2, 2}); }), "none on place 1"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("eager_1f1b", 3, 2, {0, 1, 0}); }), "stages 0 and 2 on place 0"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("interleaved_1f1b", 4, 2, {0, 1, 1, 0}); }), "stage 2 on place 1"));
+  EXPECT_TRUE(contains(refusal([] { makeSchedule("interleaved_1f1b", 3, 2, {0, 1, 0}); }), "3 stages"));
+}
+
+TEST(PipelineGenerators, PlacesMayBePermuted) {
+  const Schedule schedule = makeSchedule("eager_1f1b", 3, 5, {2, 0, 1});
+  EXPECT_NO_THROW(validateSchedule(schedule, chainEdges(3)));
+  EXPECT_EQ(schedule.actionsOf(2), makeSchedule("eager_1f1b", 3, 5).actionsOf(0));
+}
+
+}  // namespace
+}  // namespace xmesh::core
