@@ -413,29 +413,4 @@ std::vector<PeerProgress> HostExecutor::progress() const {
   return out;
 }
 
-std::vector<int64_t> HostExecutor::waitingFor() const {
-  std::vector<int64_t> out;
-  for (const PeerProgress& peer : progress()) {
-    if (peer.num_sent < peer.num_sends || peer.num_received < peer.num_receives) {
-      out.push_back(peer.global_rank);
-    }
-  }
-  return out;
-}
-
-std::string HostExecutor::describeProgress() const {
-  std::string out;
-  const auto add = [&out](const char* verb, int64_t count, int64_t total, const char* preposition, int64_t global_rank) {
-    if (count < total) {
-      out += std::string(out.empty() ? "" : ", ") + verb + std::to_string(count) + " of " + std::to_string(total) + " messages " + preposition +
-             " rank " + std::to_string(global_rank);
-    }
-  };
-  for (const PeerProgress& peer : progress()) {
-    add("received ", peer.num_received, peer.num_receives, "from", peer.global_rank);
-    add("sent ", peer.num_sent, peer.num_sends, "to", peer.global_rank);
-  }
-  return out;
-}
-
 }  // namespace xmesh::runtime

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/peer_progress.h"
 #include "runtime/program.h"
 #include "runtime/region_copy.h"
 #include "runtime/staging_pool.h"
@@ -15,15 +16,6 @@ namespace xmesh::runtime {
 
 struct ExecutorOptions {
   int64_t staging_bytes = int64_t{64} << 20;  ///< bound of the rank's StagingPool
-};
-
-/// How far an operation is with one peer.
-struct PeerProgress {
-  int64_t global_rank = 0;
-  int64_t num_sent = 0;
-  int64_t num_sends = 0;
-  int64_t num_received = 0;
-  int64_t num_receives = 0;
 };
 
 /// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
@@ -51,10 +43,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool isDone() const { return phase_ == Phase::kDone; }
   /// One entry per peer of the program.
   std::vector<PeerProgress> progress() const;
-  /// Ascending global ranks with messages to or from them that are not complete.
-  std::vector<int64_t> waitingFor() const;
-  /// For error texts: "received 3 of 8 messages from rank 5, sent 0 of 2 messages to rank 7"; empty when nothing is missing.
-  std::string describeProgress() const;
+  std::vector<int64_t> waitingFor() const { return runtime::waitingFor(progress()); }
+  std::string describeProgress() const { return runtime::describeProgress(progress()); }
 
   void onSent(int64_t cookie) override;
   void onReceived(int64_t cookie) override;

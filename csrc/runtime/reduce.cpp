@@ -1,5 +1,6 @@
 #include "runtime/reduce.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <complex>
@@ -44,16 +45,13 @@ Float16 roundTo(float value, Float16 /*type*/) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000U;
   const uint32_t magnitude = bits & 0x7fffffffU;
-  uint32_t out = 0;
-  if (magnitude > 0x7f800000U) {
-    out = 0x7e00U;
-  } else if (magnitude >= 0x47800000U) {  // 2^16 and more
-    out = 0x7c00U;
-  } else if (magnitude >= 0x38800000U) {  // normal: rebias the exponent, round to nearest even; a carry into infinity is right
-    out = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
-  } else {  // subnormal: the last place of 0.5f is float16's smallest step
-    out = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
-  }
+  // Normal: rebias the exponent, round to nearest even; a carry into infinity is right.
+  const uint32_t normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+  // Subnormal: the last place of 0.5f is float16's smallest step.
+  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
+  const uint32_t special = magnitude > 0x7f800000U ? 0x7e00U : 0x7c00U;
+  uint32_t out = magnitude < 0x38800000U ? subnormal : normal;
+  out = magnitude >= 0x47800000U ? special : out;  // 2^16 and more
   return {static_cast<uint16_t>(out | sign)};
 }
 
@@ -165,12 +163,18 @@ void finishType(int64_t divisor, void* accumulator, int64_t num_elements) {
     }
   }
   if constexpr (kIsHalf<T>) {
+    // In blocks by way of the stack: the result lies where the accumulator lies, but overtakes no float that is still to be read.
+    constexpr int64_t kBlock = 256;
     auto* bytes = static_cast<std::byte*>(accumulator);
-    for (int64_t i = 0; i < num_elements; ++i) {  // the result overtakes no float that is still to be read
-      float value = 0;
-      std::memcpy(&value, bytes + i * static_cast<int64_t>(sizeof(float)), sizeof(float));
-      const T rounded = roundTo(value, T{});
-      std::memcpy(bytes + i * static_cast<int64_t>(sizeof(T)), &rounded, sizeof(T));
+    std::array<float, kBlock> values;
+    std::array<T, kBlock> rounded;
+    for (int64_t begin = 0; begin < num_elements; begin += kBlock) {
+      const int64_t count = std::min(kBlock, num_elements - begin);
+      std::memcpy(values.data(), bytes + begin * static_cast<int64_t>(sizeof(float)), static_cast<size_t>(count) * sizeof(float));
+      for (int64_t i = 0; i < count; ++i) {
+        rounded[static_cast<size_t>(i)] = roundTo(values[static_cast<size_t>(i)], T{});
+      }
+      std::memcpy(bytes + begin * static_cast<int64_t>(sizeof(T)), rounded.data(), static_cast<size_t>(count) * sizeof(T));
     }
   }
 }
