@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from cases import S0, Case, TensorLayout
 from cluster_suite import Measurement, MeasurementError, machine_notes
-from methods import Method, RankData, XmeshMethod
-from rivals import TorchP2P
+from methods import RankData, XmeshMethod, placement
 from table import Record
 
 from torch_xmesh.testing.cluster import Cluster
 
 _TIMEOUT_SECONDS = 420.0
+_ALL_REDUCE_REPEATS = 100  # float32 holds 2^100
 _SMALL_REPEATS = 500
 RIVAL, CONTROL, OURS = "gloo", "gloo_control", "xmesh"
 
@@ -119,21 +119,52 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _repeat(method: Method, repeats: int) -> Block:
+def _repeat(operation: Callable[[], object], repeats: int) -> Block:
     def block() -> None:
         for _ in range(repeats):
-            method.run()
+            operation()
 
     return block
+
+
+def _raw(data: RankData, group: dist.ProcessGroup) -> Callable[[], None]:
+    """One isend or irecv of the whole tensor: what the reshard of this layout has to cost at least."""
+
+    def operation() -> None:
+        if dist.get_rank() == 0:
+            work = dist.isend(data.sources[0], 1, group=group)
+        else:
+            work = dist.irecv(data.outs[0], 0, group=group)
+        assert work is not None
+        work.wait()
+
+    return operation
+
+
+def _prepared(data: RankData) -> Callable[[], None]:
+    """The reshard without its Python front: a prepared plan handed to the C++ side."""
+    import torch_xmesh as xm
+    from torch_xmesh.group import group_of
+
+    layout, placements = data.case.tensors[0], [placement(text) for text in data.case.tensors[0].src]
+    spec = xm.Spec(layout.shape, getattr(torch, layout.dtype), xm.Mesh(data.case.src_mesh), placements)
+    plan = xm.plan_resharding(spec, xm.Mesh(data.case.dst_mesh), placements)
+    group = group_of(None)
+    prepared = group.prepare(plan.core, "0", False)
+
+    def operation() -> None:
+        group.begin(prepared, data.sources, data.outs, None, False).wait()
+
+    return operation
 
 
 def _reshard(case_name: str, num_bytes: int, repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
     """Shard(0) on rank 0 to Shard(0) on rank 1: the same bytes as one isend and irecv."""
     layout = TensorLayout((num_bytes // 4,), "float32", (S0,), (S0,))
     data = RankData.make(Case(case_name, np.array([0]), np.array([1]), (layout,)), dist.get_rank())
-    gloo = TorchP2P(data, group)
-    methods: dict[str, Method] = {RIVAL: gloo, OURS: XmeshMethod(data, "auto", None), CONTROL: gloo}
-    blocks = {name: _repeat(method, repeats) for name, method in methods.items()}
+    raw = _raw(data, group)
+    operations = {RIVAL: raw, OURS: XmeshMethod(data, "auto", None).run, "xmesh_cpp": _prepared(data), CONTROL: raw}
+    blocks = {name: _repeat(operation, repeats) for name, operation in operations.items()}
 
     def count_wrong() -> int:
         wrong = data.count_wrong(data.outs)
@@ -148,19 +179,14 @@ def _all_reduce(repeats: int, runs: int, group: dist.ProcessGroup) -> list[Recor
     """A 4-byte all_reduce through xmesh (the default group) and through gloo."""
     value = torch.ones(1)
 
-    def block_on(on: dist.ProcessGroup | None) -> Block:
-        def block() -> None:
-            for _ in range(repeats):
-                dist.all_reduce(value, group=on)
-
-        return block
-
     def count_wrong() -> int:
         wrong = int(value.item() != 2.0**repeats)
         value.fill_(1.0)
         return wrong
 
-    blocks = {RIVAL: block_on(group), OURS: block_on(None), CONTROL: block_on(group)}
+    on_gloo = _repeat(lambda: dist.all_reduce(value, group=group), repeats)
+    on_xmesh = _repeat(lambda: dist.all_reduce(value), repeats)
+    blocks = {RIVAL: on_gloo, OURS: on_xmesh, CONTROL: on_gloo}
     return _Comparison("all_reduce-4B", 4, repeats, blocks).run(runs, group, count_wrong)
 
 
@@ -172,7 +198,7 @@ def _worker(arguments: Sequence[str]) -> None:
     group = dist.new_group(backend="gloo")
     records = _reshard("reshard-large", job["num_bytes"], 1, job["runs"], group)
     records += _reshard("reshard-4B", 4, _SMALL_REPEATS, job["runs"], group)
-    records += _all_reduce(100, job["runs"], group)
+    records += _all_reduce(_ALL_REDUCE_REPEATS, job["runs"], group)
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         Path(job["records"]).write_text(json.dumps([record.to_json() for record in records]))

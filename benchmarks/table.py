@@ -48,7 +48,7 @@ _HEAD = (
     ("ratio", ""),
     ("predicted", "(ms)"),
     ("rate", "(MB/s)"),
-    ("cpu", "(s)"),
+    ("cpu", "(ms)"),
     ("runs", ""),
     ("#wrong", ""),
 )
@@ -72,7 +72,7 @@ def _row(record: Record) -> list[str]:
         "-" if record.ratio is None else f"{record.ratio:.3f}",
         ms(record.predicted_seconds),
         f"{record.num_bytes / record.seconds / 1e6:.1f}" if record.seconds > 0 else "-",
-        f"{record.cpu_seconds:.2f}",
+        ms(record.cpu_seconds),
         str(record.runs),
         str(record.wrong),
     ]
