@@ -34,6 +34,8 @@ class Settings:
     hosts: int = 5
     devices: int = 4
     rate: str | None = "200mbit"
+    rate_of: dict[int, str] = field(default_factory=dict)
+    is_paced: bool = True
     runs: int = 5
     budget_seconds: float = 480.0
     timeout_seconds: float = 300.0
@@ -54,7 +56,9 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
 
     Raises MeasurementError when a rank fails or the processes do not end in time.
     """
-    with Cluster(hosts=settings.hosts, devices=settings.devices, rate=settings.rate) as cluster:
+    with Cluster(
+        hosts=settings.hosts, devices=settings.devices, rate=settings.rate, rate_of=settings.rate_of
+    ) as cluster:
         goodput = cluster.goodput()
         nic_bytes_per_s = list(goodput.nic_bytes_per_s) or [1e9]
         with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
@@ -66,7 +70,7 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
                 "budget_seconds": settings.budget_seconds,
                 "timeout_seconds": settings.timeout_seconds,
                 "nic_bytes_per_s": nic_bytes_per_s,
-                "links": settings.links,
+                "links": {"is_measured": settings.is_paced and cluster.is_shaped, **settings.links},
                 "records": f"{folder}/records.jsonl",
             }
             job_path = Path(folder, "job.json")

@@ -60,7 +60,10 @@ class Worker:
 
         job = self._job
         host_of = {rank: rank // job["devices"] for rank in range(dist.get_world_size())}
-        return xm.Topology(host_of=host_of, nic_bytes_per_s=int(min(job["nic_bytes_per_s"])), **job["links"])
+        rates = {host: int(rate) for host, rate in enumerate(job["nic_bytes_per_s"])}
+        usual = statistics.mode(rates.values())
+        special = {host: rate for host, rate in rates.items() if rate != usual}
+        return xm.Topology(host_of=host_of, nic_bytes_per_s=usual, nic_of_host=special, **job["links"])
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -61,6 +61,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=5)
     parser.add_argument("--devices", type=int, default=4, help="per host")
     parser.add_argument("--rate", default="200mbit", help="NIC rate each way, or 'none' for plain localhost")
+    parser.add_argument("--rate-of", action="append", default=[], metavar="HOST=RATE", help="another rate for one host")
+    parser.add_argument(
+        "--no-pacing", action="store_true", help="do not tell the product that the NIC rates are measured"
+    )
+    parser.add_argument("--topology", type=Path, help="take latencies and message costs from this topology file")
     parser.add_argument("--num-bytes", type=num_bytes, default=64 << 20, help="bytes of a case (default 64MiB)")
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument("--budget-seconds", type=float, default=480.0, help="beyond it slow methods get fewer runs")
@@ -101,6 +106,38 @@ def choose_strategies(options: argparse.Namespace) -> list[str]:
     return list(_ALL) if options.strategies == "all" else options.strategies.split(",")
 
 
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Raises ValueError for a malformed --rate-of or topology file."""
+    rate_of = {}
+    for text in options.rate_of:
+        host, _, rate = text.partition("=")
+        if not host.isdigit():
+            raise ValueError(f"--rate-of: expected HOST=RATE such as 2=100mbit, got {text!r}")
+        rate_of[int(host)] = rate
+    return Settings(
+        hosts=options.hosts,
+        devices=options.devices,
+        rate=None if options.rate == "none" else options.rate,
+        rate_of=rate_of,
+        is_paced=not options.no_pacing,
+        runs=options.runs,
+        budget_seconds=options.budget_seconds,
+        links=_costs_of(options.topology),
+    )
+
+
+def _costs_of(path: Path | None) -> dict[str, float]:
+    """What a topology file says besides NIC rates, which are measured anew."""
+    if path is None:
+        return {}
+    from torch_xmesh import Topology
+
+    links = Topology.load(path).links
+    return {
+        name: getattr(links, name) for name in ("local_bytes_per_s", "latency_us", "message_us", "local_latency_us")
+    }
+
+
 def report(options: argparse.Namespace, measurement: Measurement) -> None:
     """Prints the table; writes JSON and chart where asked."""
     title = f"suite {options.suite}" if options.case_file is None else f"cases of {options.case_file.name}"
@@ -119,13 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.suite == "loopback":
             measurement = loopback.measure(num_bytes=options.num_bytes, runs=options.runs)
         else:
-            settings = Settings(
-                hosts=options.hosts,
-                devices=options.devices,
-                rate=None if options.rate == "none" else options.rate,
-                runs=options.runs,
-                budget_seconds=options.budget_seconds,
-            )
+            settings = settings_of(options)
             measurement = measure(choose_cases(options), choose_strategies(options), settings)
     except (ValueError, MeasurementError) as error:
         print(f"reshard_perf: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import cases as bench_cases  # noqa: E402
 import table  # noqa: E402
 from methods import RankData, pattern  # noqa: E402
-from overlaps import bound_seconds, overlaps, tile  # noqa: E402
+from overlaps import Box, bound_seconds, overlaps, tile  # noqa: E402
 from random_layouts import random_layout  # noqa: E402
 
 from torch_xmesh.testing.cluster import unavailable_reason  # noqa: E402
@@ -29,6 +30,10 @@ MIB = 1 << 20
 
 def host_of(rank: int) -> int:
     return rank // 4
+
+
+def within(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(begin, end) for begin, end in box)
 
 
 def suite(name: str, num_bytes: int = MIB) -> dict[str, bench_cases.Case]:
@@ -97,12 +102,11 @@ def test_overlaps_cover_every_destination_tile_once(seed: int) -> None:
         for rank in mesh.reshape(-1).tolist():
             box = tile(layout.shape, mesh, texts, rank)
             assert box is not None
-            marks[(rank, *(slice(*side) for side in box))] = 1
+            marks[rank][within(box)] = 1
     for part in overlaps(case):
-        inside = tuple(slice(*side) for side in part.box)
-        assert all((source[(rank, *inside)] == 1).all() for rank in part.holders)
+        assert all((source[rank][within(part.box)] == 1).all() for rank in part.holders)
         for rank in part.needers:
-            wanted[(rank, *inside)] -= 1
+            wanted[rank][within(part.box)] -= 1
     assert (wanted == 0).all()
 
 
@@ -165,7 +169,7 @@ def test_the_case_file_says_what_is_wrong(tmp_path: Path) -> None:
     assert case.tensors[0].src == ("Shard(0)", "Replicate()")
 
 
-def run_suite(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
+def run_suite(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     out = tmp_path / "out.json"
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "reshard_perf.py"), *arguments, "--json", str(out)],
@@ -185,6 +189,7 @@ def test_a_suite_end_to_end(tmp_path: Path) -> None:
         tmp_path,
         *("--suite", "fig5", "--cases", "1to1x2,1to2x2", "--hosts", "3", "--devices", "2", "--rate", rate),
         *("--strategies", "auto,torch_p2p,torch_broadcast", "--num-bytes", "1MiB", "--runs", "2"),
+        *("--plot", str(tmp_path / "out.png"), "--rate-of", "2=200mbit"),
     )
     assert [(r["case"], r["strategy"]) for r in records] == [
         (case, strategy) for case in ("1to1x2", "1to2x2") for strategy in ("auto", "torch_p2p", "torch_broadcast")
@@ -193,3 +198,6 @@ def test_a_suite_end_to_end(tmp_path: Path) -> None:
         assert record["wrong"] == 0
         assert record["num_bytes"] == MIB
         assert record["runs"] == 2
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    bounds = {record["case"]: record["bound_seconds"] for record in records}
+    assert bounds["1to2x2"] == pytest.approx(bounds["1to1x2"] * (1 if rate == "none" else 2))
