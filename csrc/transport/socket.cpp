@@ -90,6 +90,8 @@ void setNoDelay(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
+void setUnsentLimit(int fd, int num_bytes) { ::setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &num_bytes, sizeof(num_bytes)); }
+
 void setPacingRate(int fd, int64_t bytes_per_s) {
   const uint64_t rate = bytes_per_s > 0 ? static_cast<uint64_t>(bytes_per_s) : ~uint64_t{0};
   ::setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof(rate));

@@ -52,6 +52,8 @@ struct SocketAddress {
 Fd listenOn(const std::string& host, int backlog);
 /// No delay of small writes.
 void setNoDelay(int fd);
+/// Lets the kernel take at most about this much beyond what is on the wire, so that what is queued late is not late.
+void setUnsentLimit(int fd, int num_bytes);
 /// Limits the rate of a socket in bytes per second; 0 lifts the limit.
 void setPacingRate(int fd, int64_t bytes_per_s);
 /// The error pending on a socket, as an errno value; 0 when there is none.

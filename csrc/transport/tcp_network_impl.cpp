@@ -251,6 +251,9 @@ void TcpNetwork::Impl::dispatch(Event& event) {
 }
 
 void TcpNetwork::Impl::dispatchDue() {
+  if (is_closing_) {
+    events_due_.clear();
+  }
   for (size_t left = events_due_.size(); left > 0 && !events_due_.empty(); --left) {
     Event event = std::move(events_due_.front());
     events_due_.pop_front();

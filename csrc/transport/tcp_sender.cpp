@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kSmallMessageBytes = 8 << 10;  ///< up to here a copy is cheaper than a system call of its own
 constexpr size_t kMaxCopiedBytes = 64 << 10;
 constexpr int64_t kFlushBudgetBytes = 4 << 20;
+constexpr int kUnsentLimitBytes = 512 << 10;
 constexpr size_t kKeptOutboxBytes = 256 << 10;
 constexpr std::chrono::milliseconds kFirstBackoff{5};
 constexpr std::chrono::milliseconds kLastBackoff{200};
@@ -84,6 +85,7 @@ void TcpSender::tryConnect() {
     return;
   }
   setNoDelay(fd_.get());
+  setUnsentLimit(fd_.get(), kUnsentLimitBytes);
   if (pacing_rate_ != 0) {
     setPacingRate(fd_.get(), pacing_rate_);
   }
