@@ -35,6 +35,15 @@ from torch_xmesh.testing._rank import mark
 
 __all__ = ["RankError", "RankOutcome", "World", "mark", "spawn"]
 
+# What the server imports once, so that no rank has to.
+_PRELOAD = [
+    "torch_xmesh.testing._rank",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "hypothesis",
+]
 _GRACE_SECONDS = 10.0  # what surviving ranks get to end by themselves once one has failed
 
 
@@ -246,7 +255,7 @@ class World:
         ours, theirs = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
-            context.set_forkserver_preload(["torch_xmesh.testing._rank"])
+            context.set_forkserver_preload(_PRELOAD)
         with _environment({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
             process = context.Process(target=_rank.main, args=(job, theirs), name=f"rank{job.rank}", daemon=True)
             process.start()
