@@ -12,9 +12,10 @@ from torch_xmesh.backend import backend_of
 class GroupReshards:
     """One process group's reshards on this rank: the C++ group, the plans made so far, and who is calling."""
 
-    def __init__(self, core: "_C.ReshardGroup", size: int) -> None:
+    def __init__(self, backend: "_C.ProcessGroupXmesh", core: "_C.ReshardGroup", ranks: list[int]) -> None:
+        self.backend = backend
         self.core = core
-        self.size = size
+        self.ranks = frozenset(ranks)
         self.plans: dict[object, object] = {}
         self._caller = threading.Lock()
 
@@ -27,17 +28,21 @@ class GroupReshards:
         self._caller.release()
 
 
-_reshards: "WeakKeyDictionary[_C.ProcessGroupXmesh, GroupReshards]" = WeakKeyDictionary()
+# Keyed by the group, whose Python object lives as long as it is in use; that of its backend is made anew at each look.
+_reshards: "WeakKeyDictionary[dist.ProcessGroup, GroupReshards]" = WeakKeyDictionary()
 
 
 def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:
     """The reshards of a process group. Raises ValueError for a group on another backend, RuntimeError for a closed one."""
-    backend = backend_of(group)
-    known = _reshards.get(backend)
-    if known is None or backend.is_closed:
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-        known = GroupReshards(_C.reshard_group(backend, ranks), len(ranks))
-        _reshards[backend] = known
+    chosen = dist.group.WORLD if group is None else group
+    known = None if chosen is None else _reshards.get(chosen)
+    if known is None or known.backend.is_closed:
+        backend = backend_of(chosen)
+        if backend.is_closed:
+            raise RuntimeError("the process group is closed: no reshard can start on it")
+        ranks = dist.get_process_group_ranks(chosen)
+        known = GroupReshards(backend, _C.reshard_group(backend, ranks), ranks)
+        _reshards[chosen] = known
     return known
 
 

@@ -87,7 +87,7 @@ def reshard(
     Floating Partial sums are added in one fixed order, bf16 and fp16 in fp32: all replicas are bitwise equal.
     """
     outs = None if out is None else [out]
-    results, work = _reshard([x], dst_mesh, [dst_placements], strategy, group, async_op, outs, topology)
+    results, work = _reshard([x], dst_mesh, dst_placements, strategy, group, async_op, outs, topology)
     return (results[0], work) if async_op else results[0]
 
 
@@ -198,6 +198,9 @@ def _prepare(reshards: GroupReshards, arguments: _Arguments) -> _Prepared:
         core_spec(source.shape, source.dtype, mesh, placements)
         for source, mesh, placements in zip(sources, arguments.dst_meshes, arguments.placements, strict=True)
     ]
+    strangers = [rank for rank in ranks if rank not in reshards.ranks]
+    if strangers:
+        raise ValueError(f"rank {strangers[0]} of a mesh is not in the process group, which has {len(reshards.ranks)} ranks")
     me = reshards.core.global_rank
     core = None
     if me in ranks:

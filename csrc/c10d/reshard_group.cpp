@@ -56,7 +56,7 @@ runtime::LocalTensor localOf(const at::Tensor& tensor) {
 }
 
 runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& terms, int64_t max_message_bytes) {
-  runtime::CallFields fields = {{"number of tensors", std::to_string(plan.tensors.size())}, {"strategy", plan.strategy}};
+  runtime::CallFields fields = {{"number of tensors", std::to_string(plan.tensors.size())}};
   for (size_t i = 0; i < plan.tensors.size(); ++i) {
     const std::string tensor = plan.tensors.size() == 1 ? "" : " of tensor " + std::to_string(i);
     const auto& [src, dst] = plan.tensors[i];
@@ -73,6 +73,7 @@ runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& 
     hosts += std::to_string(rank) + "@" + std::to_string(host) + " ";
   }
   fields.emplace_back("topology (rank@host)", hosts);
+  fields.emplace_back("strategy", plan.strategy);
   fields.emplace_back("staging_bytes", std::to_string(max_message_bytes * kMessagesPerStaging));
   return fields;
 }

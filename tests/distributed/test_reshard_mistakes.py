@@ -1,0 +1,142 @@
+"""A user's mistakes: a ValueError that names what differs, on every rank that calls, and no state left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import Layout, assert_same_bytes, dtensor_of, expected_of, source_of
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import torch_xmesh as xm
+from torch_xmesh.testing import spawn
+
+LAYOUT = Layout((8, 6), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Shard(1),))
+
+
+def good_call() -> None:
+    y = xm.reshard(source_of(LAYOUT, as_spec=True), LAYOUT.dst_mesh, LAYOUT.dst)
+    assert_same_bytes(y.to_local(), expected_of(LAYOUT), "after a mistake")
+
+
+def spec(**changes: Any) -> xm.Spec:
+    fields = {"shape": LAYOUT.shape, "dtype": LAYOUT.dtype, "mesh": LAYOUT.src_mesh, "placements": LAYOUT.src}
+    return xm.Spec(**(fields | changes))
+
+
+# (field, what rank 3 passes instead); the source ranks pass the right thing.
+DIFFERENCES: list[tuple[str, Callable[[], Any]]] = [
+    ("shape", lambda: xm.reshard(spec(shape=(8, 7)), LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("dtype", lambda: xm.reshard(spec(dtype=torch.float64), LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("source placements", lambda: xm.reshard(spec(placements=(Shard(1),)), LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("source mesh", lambda: xm.reshard(spec(mesh=xm.Mesh([1, 0])), LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("destination placements", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Replicate(),))),
+    ("destination mesh", lambda: xm.reshard(spec(), xm.Mesh([3, 2]), LAYOUT.dst)),
+    ("requires_grad", lambda: xm.reshard(spec(requires_grad=True), LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("strategy", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, strategy="broadcast:naive+naive")),
+    ("number of tensors", lambda: xm.reshard_many([spec(), spec()], LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("topology", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, topology=xm.Topology(devices_per_host=1))),
+]
+
+
+def disagreements(rank: int, world_size: int) -> None:
+    for field, odd_call in DIFFERENCES:
+        with pytest.raises(ValueError, match=rf"ranks disagree on {field}.*rank \d has .*rank \d"):
+            odd_call() if rank == 3 else xm.reshard(source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst)
+        good_call()
+
+
+# (pattern, the call that rank 3 refuses by itself); the others get its reason instead of waiting.
+REFUSALS: list[tuple[str, Callable[[], Any]]] = [
+    ("one placement per mesh axis", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Shard(0), Shard(1)))),
+    ("out of range", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Shard(2),))),
+    ("Partial", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Partial("sum"),))),
+    ("unknown strategy|strategy 'fastest'", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, strategy="fastest")),
+    ("out= of tensor 0", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, out=torch.empty(8, 3))),  # type: ignore[arg-type]
+]
+
+
+def one_rank_refuses(rank: int, world_size: int) -> None:
+    for pattern, odd_call in REFUSALS:
+        with pytest.raises(ValueError, match=pattern):
+            odd_call() if rank == 3 else xm.reshard(source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst)
+        good_call()
+
+
+def wrong_local_shape(rank: int, world_size: int) -> None:
+    bad = dtensor_of(torch.zeros(3, 6), LAYOUT.shape, LAYOUT.src_mesh, LAYOUT.src)
+    with pytest.raises(ValueError, match=r"(?s)shape.*\[4, 6\].*\[3, 6\]|\[3, 6\].*\[4, 6\]"):
+        xm.reshard(bad if rank == 0 else source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst)
+    good_call()
+
+
+def everyone_wrong(rank: int, world_size: int) -> None:
+    """Mistakes that need no other rank to be seen, made by all."""
+    x = source_of(LAYOUT)
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("expected a DTensor", lambda: xm.reshard(torch.zeros(8, 6), LAYOUT.dst_mesh, LAYOUT.dst)),  # type: ignore[arg-type]
+        ("list is empty", lambda: xm.reshard_many([], LAYOUT.dst_mesh, LAYOUT.dst)),
+        ("not in the process group", lambda: xm.reshard(x, xm.Mesh([2, 9]), LAYOUT.dst)),
+        ("distinct", lambda: xm.reshard(x, xm.Mesh([2, 2]), LAYOUT.dst)),
+        ("DeviceMesh or an xm.Mesh", lambda: xm.reshard(x, [2, 3], LAYOUT.dst)),  # type: ignore[arg-type]
+        ("placements are a sequence", lambda: xm.reshard(x, LAYOUT.dst_mesh, Shard(0))),  # type: ignore[arg-type]
+        ("different keys", lambda: xm.reshard_many({"a": x}, LAYOUT.dst_mesh, {"b": LAYOUT.dst})),
+        ("out= has 2", lambda: xm.reshard_many([x], LAYOUT.dst_mesh, LAYOUT.dst, out=[x, x])),
+        ("names no host", lambda: xm.reshard(x, LAYOUT.dst_mesh, LAYOUT.dst, topology=xm.Topology({0: 0}))),
+    ]
+    for pattern, call in cases:
+        with pytest.raises(ValueError, match=pattern):
+            call()
+        dist.barrier()
+        good_call()
+
+
+def other_backend(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="gloo")
+    with pytest.raises(ValueError, match="xmesh"):
+        xm.reshard(source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst, group=group)
+    good_call()
+
+
+def two_threads(rank: int, world_size: int) -> None:
+    """While rank 0's first call waits for the others, a second thread's call is refused."""
+    if rank > 0:
+        dist.barrier()
+        good_call()
+        return
+    failures: list[BaseException] = []
+    first = threading.Thread(target=good_call)
+    first.start()
+    while not failures and first.is_alive():
+        try:
+            with torch.no_grad():
+                xm.reshard(torch.zeros(1), LAYOUT.dst_mesh, LAYOUT.dst)  # type: ignore[arg-type]
+        except ValueError:
+            continue  # the first thread has not come to its call yet
+        except RuntimeError as error:
+            failures.append(error)
+    dist.barrier()
+    first.join()
+    assert "two threads" in str(failures[0])
+
+
+def closed_group(rank: int, world_size: int) -> None:
+    good_call()
+    group = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises((RuntimeError, ValueError), match="closed|process group"):
+        xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, group=group)
+
+
+def everything(rank: int, world_size: int) -> None:
+    for check in (disagreements, one_rank_refuses, wrong_local_shape, everyone_wrong, other_backend, two_threads, closed_group):
+        check(rank, world_size)
+
+
+def test_mistakes() -> None:
+    spawn(everything, 4, timeout=150)
