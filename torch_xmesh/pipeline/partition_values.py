@@ -1,0 +1,171 @@
+"""What a partition consists of: stages, the tensors between them, the model's inputs and outputs."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torch_xmesh.pipeline.partition_propagate import TensorInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueInfo:
+    """A tensor that enters the model, crosses stages or leaves the model.
+
+    Attributes:
+        name: unique in the partition, the same on every rank.
+        producer: the stage that makes it, or None for an input of the model.
+        consumers: the other stages that read it, ascending; the last stage is one if it hands on another's model output.
+        shape: for the example's number of samples.
+        requires_grad: what the producer's autograd says, hence also `is_differentiable`.
+        batch_dim: the dim that holds the samples, or None.
+    """
+
+    name: str
+    producer: int | None
+    consumers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    batch_dim: int | None
+    is_output: bool
+    tensor: TensorInfo = dataclasses.field(repr=False)
+    samples: int = dataclasses.field(repr=False, default=0)
+    fixed_batch: bool = dataclasses.field(repr=False, default=False)
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.requires_grad
+
+    def shape_for(self, num_samples: int) -> tuple[int, ...]:
+        """The shape for a microbatch (or a data shard of one) of `num_samples` samples.
+
+        Raises:
+            ValueError: the stage works for the example's number of samples only.
+        """
+        if self.fixed_batch and num_samples != self.samples:
+            raise ValueError(
+                f"{self.name}: the model was traced for microbatches of exactly {self.samples} samples, got {num_samples}: "
+                "its forward uses the batch size in a way that does not carry over to others"
+            )
+        return self.tensor.shape(num_samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputInfo:
+    """A tensor argument of the model: ``path`` is ("args", 0, ...) or ("kwargs", "name", ...)."""
+
+    name: str
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    stages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueName:
+    """The place of a value in the output's structure."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputStructure:
+    """The model's output: a pytree whose leaves are values (`names`, without repeats) and constants."""
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(leaf.name for leaf in self.leaves if isinstance(leaf, ValueName)))
+
+    def unflatten(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """The model's output, of the output values by name."""
+        flat = [values[leaf.name] if isinstance(leaf, ValueName) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(flat, self.structure)
+
+
+@dataclasses.dataclass
+class StageProgram:
+    """One stage: calling it maps its input values to its output values, on one autograd graph.
+
+    Attributes:
+        module: shares parameters, buffers and submodules with the model, under the model's names; may be replaced by a wrapper
+            with the same call.
+        input_values: order of the inputs; `model_inputs` are those that the user passes to the step.
+        output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed through.
+        uses_rng: False if the stage certainly draws no random numbers in training mode.
+        only_mode: the value of ``module.training`` for which the stage was traced, or None for both.
+        adapter: how a ready module is called, None for a traced one.
+    """
+
+    index: int
+    module: nn.Module
+    input_values: tuple[str, ...]
+    output_values: tuple[str, ...]
+    model_inputs: tuple[str, ...]
+    uses_rng: bool = True
+    only_mode: bool | None = None
+    adapter: "ReadyAdapter | None" = None
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the stage.
+
+        Raises:
+            ValueError: another number of inputs than `input_values`.
+            RuntimeError: the stage is in a mode (train, eval) that it was not traced for.
+        """
+        if len(inputs) != len(self.input_values):
+            raise ValueError(
+                f"stage {self.index} takes {len(self.input_values)} inputs {list(self.input_values)}, got {len(inputs)}"
+            )
+        if self.only_mode is not None and self.module.training != self.only_mode:
+            have, want = ("train()", "eval()") if self.module.training else ("eval()", "train()")
+            raise RuntimeError(
+                f"stage {self.index} was traced in {want} and is now in {have}: the model's forward differs between the two in more than constants; "
+                f"partition it in {have}, or start stages at modules whose parents do not look at self.training"
+            )
+        if self.adapter is not None:
+            return self.adapter.run(self.index, self.module, inputs)
+        return tuple(self.module(*inputs))
+
+    def parameter_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.module.named_parameters())
+
+    def buffer_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.module.named_buffers())
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyAdapter:
+    """How a ready stage module is called: input leaves into arguments, the result into output leaves.
+
+    Attributes:
+        leaves: of (args, kwargs): an int is the position among the inputs, a tuple (value,) a constant.
+        structure: of (args, kwargs).
+        result: the structure that the module must return.
+        tensor_positions: which of the result's leaves are the stage's outputs.
+        changed: positions of the inputs that the module changes in place: it gets copies.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    result: pytree.TreeSpec
+    tensor_positions: tuple[int, ...]
+    changed: frozenset[int] = frozenset()
+
+    def run(self, stage: int, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given = [tensor.clone() if position in self.changed else tensor for position, tensor in enumerate(inputs)]
+        flat = [given[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(flat, self.structure)
+        leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
+        if structure != self.result:
+            raise ValueError(
+                f"stage {stage} ({type(module).__name__}) returned the structure {structure}, its example run returned {self.result}"
+            )
+        return tuple(leaves[position] for position in self.tensor_positions)

@@ -1,0 +1,35 @@
+"""Where dropout's random numbers come from: one seed per step, stage, microbatch and data shard, on every rank alike."""
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import torch
+
+
+def dropout_seed(seed: int, step: int, stage: int, microbatch: int, data_shard: int) -> int:
+    """The seed of one stage's forward: 63 bits, equal on all ranks that pass the same five numbers.
+
+    It does not depend on the mesh beyond the data shard, so ranks that share a shard (tensor parallelism) draw the same numbers.
+    """
+    words = struct.pack("<5q", seed, step, stage, microbatch, data_shard)
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+
+
+@contextlib.contextmanager
+def dropout_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from generators seeded with `seed` inside, and leave the global ones (CPU, and `device` if it is CUDA) as they were."""
+    cuda = device if device is not None and device.type == "cuda" else None
+    cpu_state = torch.random.get_rng_state()
+    cuda_state = None if cuda is None else torch.cuda.get_rng_state(cuda)
+    torch.default_generator.manual_seed(seed)
+    if cuda is not None:
+        with torch.cuda.device(cuda):
+            torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, cuda)

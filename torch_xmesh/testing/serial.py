@@ -1,0 +1,201 @@
+"""The oracle of a pipeline step: the same microbatches and data shards, one after another in one process."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_xmesh.pipeline.microbatch import (
+    Microbatch,
+    leaf_specs,
+    merge_outputs,
+    shard_sizes,
+    split_microbatches,
+    split_tree,
+)
+from torch_xmesh.pipeline.partition import Partition
+from torch_xmesh.pipeline.seeds import dropout_rng, dropout_seed
+
+__all__ = ["SerialResult", "serial_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SerialResult:
+    """What a step gives: one detached loss per microbatch, the step's loss, and the merged output (None if not asked for)."""
+
+    losses: list[torch.Tensor]
+    loss: torch.Tensor
+    output: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    partition: Partition | None
+    scale_grads: bool
+    seed: int
+    step: int
+    backward: bool
+
+
+def serial_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    num_microbatches: int,
+    num_data_shards: int = 1,
+    scale_grads: bool = True,
+    partition: Partition | None = None,
+    seed: int = 0,
+    step: int = 0,
+    shard_first: bool = False,
+    return_outputs: bool = True,
+    backward: bool = True,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+    target_chunk_spec: Any = None,
+    output_merge_spec: Any = None,
+) -> SerialResult:
+    """One training step as a pipeline takes it: the loss is sum_i w_i loss_fn(model(x_i), y_i), gradients accumulate in ``.grad``.
+
+    i runs over microbatches and, within each, data shards; w_i is samples of the part over samples of the batch (`scale_grads`), or 1. Each data shard
+    accumulates its microbatches in order, then the shards' gradients are summed in order. Buffers end as data shard 0 leaves them.
+
+    Args:
+        args, kwargs, target: the whole batch; cut by ``torch.tensor_split`` into microbatches, each by DTensor's rule into data shards.
+        loss_fn: a mean over its samples (or a sum, with ``scale_grads=False``).
+        partition: a partition of `model`: its stages run in turn and dropout is seeded for each. Without it the model is one stage.
+        seed, step: what dropout's seeds are made of, see `dropout_seed`.
+        shard_first: cut into data shards first and each shard into microbatches: what a sharded batch does.
+        backward: False for losses and outputs only.
+
+    Returns:
+        losses[i]: microbatch i's loss, the weighted mean (or the sum) over its data shards.
+
+    Raises:
+        ValueError: the batch cannot be cut so.
+    """
+    specs = {
+        "args_chunk_spec": args_chunk_spec,
+        "kwargs_chunk_spec": kwargs_chunk_spec,
+        "target_chunk_spec": target_chunk_spec,
+    }
+    batch = Microbatch(0, tuple(args), dict(kwargs or {}), target, 0)
+    if shard_first:
+        shards = _data_shards(_whole(batch, specs), num_data_shards, specs)
+        grid = [
+            split_microbatches(s.args, s.kwargs, s.target, num_microbatches=num_microbatches, **specs) for s in shards
+        ]
+    else:
+        parts = split_microbatches(batch.args, batch.kwargs, target, num_microbatches=num_microbatches, **specs)
+        columns = [_data_shards(part, num_data_shards, specs) for part in parts]
+        grid = [[column[shard] for column in columns] for shard in range(num_data_shards)]
+    plan = _Plan(model, loss_fn, partition, scale_grads, seed, step, backward)
+    total = sum(part.num_samples for row in grid for part in row)
+    results = _run_shards(plan, grid, total)
+    losses, outputs = [], []
+    for index in range(num_microbatches):
+        ran = [
+            (row[index], result[index]) for row, result in zip(grid, results, strict=True) if result[index] is not None
+        ]
+        samples = sum(part.num_samples for part, _ in ran)
+        losses.append(sum(loss * (part.num_samples / samples if scale_grads else 1.0) for part, (loss, _) in ran))
+        if return_outputs:
+            outputs.append(merge_outputs([output for _, (_, output) in ran], output_merge_spec))
+    sizes = [sum(row[index].num_samples for row in grid) for index in range(num_microbatches)]
+    weighted = [loss * (size / total if scale_grads else 1.0) for loss, size in zip(losses, sizes, strict=True)]
+    return SerialResult(
+        losses, torch.stack(weighted).sum(), merge_outputs(outputs, output_merge_spec) if return_outputs else None
+    )
+
+
+def _whole(batch: Microbatch, specs: dict[str, Any]) -> Microbatch:
+    return split_microbatches(batch.args, batch.kwargs, batch.target, num_microbatches=1, **specs)[0]
+
+
+def _data_shards(part: Microbatch, num_shards: int, specs: dict[str, Any]) -> list[Microbatch]:
+    if num_shards == 1:
+        return [part]
+    sizes = shard_sizes(part.num_samples, num_shards)
+    leaves = leaf_specs(part.args, specs["args_chunk_spec"], "args") + leaf_specs(
+        part.kwargs, specs["kwargs_chunk_spec"], "kwargs"
+    )
+    trees = split_tree((part.args, part.kwargs), leaves, sizes, "an argument")
+    targets = split_tree(
+        part.target, leaf_specs(part.target, specs["target_chunk_spec"], "target"), sizes, "the target"
+    )
+    return [Microbatch(part.index, trees[d][0], trees[d][1], targets[d], sizes[d]) for d in range(num_shards)]
+
+
+def _run_shards(plan: _Plan, grid: list[list[Microbatch]], total: int) -> list[list[tuple[torch.Tensor, Any] | None]]:
+    if len(grid) == 1:
+        return [_run_shard(plan, grid[0], 0, total)]
+    parameters = list(plan.model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    initial = [buffer.detach().clone() for buffer in plan.model.buffers()]
+    first = initial
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+    results = []
+    for shard, row in enumerate(grid):
+        _set_buffers(plan.model, initial)
+        for parameter in parameters:
+            parameter.grad = None
+        results.append(_run_shard(plan, row, shard, total))
+        if shard == 0:
+            first = [buffer.detach().clone() for buffer in plan.model.buffers()]
+        sums = [_add(done, parameter.grad) for done, parameter in zip(sums, parameters, strict=True)]
+    for parameter, old, new in zip(parameters, before, sums, strict=True):
+        parameter.grad = _add(old, new)
+    _set_buffers(plan.model, first)
+    return results
+
+
+def _run_shard(plan: _Plan, row: list[Microbatch], shard: int, total: int) -> list[tuple[torch.Tensor, Any] | None]:
+    results: list[tuple[torch.Tensor, Any] | None] = []
+    for part in row:
+        if part.num_samples == 0:
+            results.append(None)
+            continue
+        with torch.set_grad_enabled(plan.backward):
+            output = _forward(plan, part, shard)
+            loss = plan.loss_fn(output, part.target)
+            if plan.backward:
+                (loss * (part.num_samples / total) if plan.scale_grads else loss).backward()  # type: ignore[no-untyped-call]
+        detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        results.append((loss.detach(), detached))
+    return results
+
+
+def _forward(plan: _Plan, part: Microbatch, shard: int) -> Any:
+    if plan.partition is None:
+        with dropout_rng(dropout_seed(plan.seed, plan.step, 0, part.index, shard), _device(plan.model)):
+            return plan.model(*part.args, **part.kwargs)
+    values = plan.partition.bind(part.args, part.kwargs)
+    for stage in plan.partition.stages:
+        with dropout_rng(dropout_seed(plan.seed, plan.step, stage.index, part.index, shard), _device(stage.module)):
+            results = stage(*[values[name] for name in stage.input_values])
+        values.update(zip(stage.output_values, results, strict=True))
+    return plan.partition.outputs.unflatten(values)
+
+
+def _device(module: nn.Module) -> torch.device | None:
+    first = next(module.parameters(), None)
+    return None if first is None else first.device
+
+
+def _set_buffers(model: nn.Module, values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+
+def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
