@@ -72,14 +72,19 @@ int32_t Network::rankIndex(int64_t global_rank) const {
 Network::Cost Network::cost(int32_t src, int32_t dst, int64_t num_bytes) const {
   const int32_t src_host = hostOf(src);
   const int32_t dst_host = hostOf(dst);
-  const auto bytes = static_cast<double>(num_bytes);
   if (src_host == dst_host) {
-    const auto ticks = static_cast<int64_t>(std::ceil(bytes * local_ticks_per_byte_));
+    const auto ticks = static_cast<int64_t>(std::ceil(static_cast<double>(num_bytes) * local_ticks_per_byte_));
     return {numHosts() + src, numHosts() + dst, ticks, ticks, local_latency_ticks_};
   }
+  return nicCost(src_host, dst_host, num_bytes, 1);
+}
+
+Network::Cost Network::nicCost(int32_t src_host, int32_t dst_host, int64_t num_bytes, int64_t num_messages) const {
+  const auto bytes = static_cast<double>(num_bytes);
+  const int64_t overhead = message_ticks_ * num_messages;
   const auto send = static_cast<int64_t>(std::ceil(bytes * ticks_per_byte_[static_cast<size_t>(src_host)]));
   const auto recv = static_cast<int64_t>(std::ceil(bytes * ticks_per_byte_[static_cast<size_t>(dst_host)]));
-  return {src_host, dst_host, message_ticks_ + send, message_ticks_ + recv, latency_ticks_};
+  return {src_host, dst_host, overhead + send, overhead + recv, latency_ticks_};
 }
 
 HostSets::HostSets(const ReshardingPlan& plan, const Network& network) {

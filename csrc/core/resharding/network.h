@@ -37,6 +37,8 @@ class Network {
     int64_t flight_ticks = 0;
   };
   Cost cost(int32_t src, int32_t dst, int64_t num_bytes) const;
+  /// The same between two hosts, for `num_messages` messages of `num_bytes` together.
+  Cost nicCost(int32_t src_host, int32_t dst_host, int64_t num_bytes, int64_t num_messages) const;
   double seconds(int64_t ticks) const { return static_cast<double>(ticks) / ticks_per_s_; }
 
  private:

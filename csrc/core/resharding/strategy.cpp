@@ -93,8 +93,8 @@ Strategy withDefaults(const StrategyInfo& info) {
 }  // namespace
 
 const std::vector<StrategyInfo>& strategies() {
-  static const std::vector<StrategyInfo> all = {broadcastStrategy(), sendRecvStrategy(), localAllgatherStrategy(), globalAllgatherStrategy(),
-                                                alpaStrategy()};
+  static const std::vector<StrategyInfo> all = {stripedStrategy(),        broadcastStrategy(),       sendRecvStrategy(),
+                                                localAllgatherStrategy(), globalAllgatherStrategy(), alpaStrategy()};
   return all;
 }
 

@@ -17,4 +17,7 @@ StrategyInfo globalAllgatherStrategy();
 /// Alpa's rule: the all-gather over all receivers where the slice divides by their number, else send_recv.
 StrategyInfo alpaStrategy();
 
+/// Slices split over all their holders, chunks passed on by receivers, in an order decided chunk by chunk.
+StrategyInfo stripedStrategy();
+
 }  // namespace xmesh::core

@@ -139,7 +139,8 @@ std::string testName(const ::testing::TestParamInfo<std::string>& info) {
 
 INSTANTIATE_TEST_SUITE_P(Strategies, RandomLayouts,
                          ::testing::Values("send_recv", "broadcast", "broadcast:naive+naive", "broadcast:size+greedy,seed=7", "broadcast:naive+dfs",
-                                           "broadcast:num_chunks=5", "local_allgather", "global_allgather", "alpa", "auto"),
+                                           "broadcast:num_chunks=5", "local_allgather", "global_allgather", "alpa", "striped", "striped:num_chunks=7",
+                                           "auto"),
                          testName);
 
 TEST(Planner, BroadcastBringsAHostEachByteOnce) {

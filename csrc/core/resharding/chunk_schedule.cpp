@@ -1,0 +1,279 @@
+#include "core/resharding/chunk_schedule.h"
+
+#include <algorithm>
+#include <bit>
+#include <queue>
+#include <tuple>
+
+namespace xmesh::core {
+namespace {
+
+/// How many atoms a sender weighs for one message, and how many receivers.
+constexpr size_t kMostAtomsWeighed = 256;
+constexpr size_t kMostReceiversWeighed = 64;
+
+/// A set of atoms.
+class AtomSet {
+ public:
+  explicit AtomSet(size_t num_atoms = 0) : words_((num_atoms + 63) / 64, 0) {}
+  void insert(int32_t atom) { words_[static_cast<size_t>(atom) / 64] |= uint64_t{1} << (atom % 64); }
+  void erase(int32_t atom) { words_[static_cast<size_t>(atom) / 64] &= ~(uint64_t{1} << (atom % 64)); }
+  bool contains(int32_t atom) const { return (words_[static_cast<size_t>(atom) / 64] >> (atom % 64) & 1) != 0; }
+  size_t numWords() const { return words_.size(); }
+  uint64_t word(size_t i) const { return words_[i]; }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+struct Arrival {
+  int64_t tick = 0;
+  int32_t atom = -1;  ///< -1: only a port that falls free
+  int32_t host = 0;
+  bool operator>(const Arrival& other) const { return std::tie(tick, atom, host) > std::tie(other.tick, other.atom, other.host); }
+};
+
+class Scheduler {
+ public:
+  Scheduler(const Shipments& shipments, const Network& network, const ScheduleTaste& taste)
+      : shipments_(shipments),
+        network_(network),
+        taste_(taste),
+        num_hosts_(network.numHosts()),
+        have_(static_cast<size_t>(num_hosts_), AtomSet(shipments.atoms.size())),
+        need_(have_),
+        owned_(have_),
+        fresh_(shipments.atoms.size()),
+        to_come_(static_cast<size_t>(num_hosts_), 0),
+        owed_(static_cast<size_t>(num_hosts_), 0),
+        send_free_(static_cast<size_t>(num_hosts_), 0),
+        recv_free_(static_cast<size_t>(num_hosts_), 0),
+        copies_(shipments.atoms.size(), 0),
+        waits_for_(shipments.atoms.size(), 0),
+        left_(shipments.atoms.size(), 0) {
+    for (size_t i = 0; i < shipments.atoms.size(); ++i) {
+      enter(static_cast<int32_t>(i), shipments.atoms[i]);
+    }
+  }
+
+  std::vector<AtomTransfer> run(int64_t* predicted_ticks) {
+    int64_t now = 0;
+    match(now);
+    while (!events_.empty()) {
+      now = events_.top().tick;
+      while (!events_.empty() && events_.top().tick == now) {
+        if (events_.top().atom >= 0) {
+          arrive(events_.top().atom, events_.top().host);
+          last_arrival_ = now;
+        }
+        events_.pop();
+      }
+      match(now);
+    }
+    if (predicted_ticks != nullptr) {
+      *predicted_ticks = last_arrival_;
+    }
+    return std::move(out_);
+  }
+
+ private:
+  /// What a sender could send a receiver now.
+  struct Offer {
+    int32_t receiver = -1;
+    bool has_first_copy = false;
+    double weight = 0;
+  };
+
+  void enter(int32_t index, const Atom& atom) {
+    for (int32_t host : atom.sources) {
+      have_[static_cast<size_t>(host)].insert(index);
+    }
+    for (int32_t host : atom.receivers) {
+      need_[static_cast<size_t>(host)].insert(index);
+      to_come_[static_cast<size_t>(host)] += atom.num_bytes;
+    }
+    if (!atom.receivers.empty()) {
+      owned_[static_cast<size_t>(atom.owner)].insert(index);
+      owed_[static_cast<size_t>(atom.owner)] += atom.num_bytes;
+      fresh_.insert(index);
+    }
+    copies_[static_cast<size_t>(index)] = static_cast<int32_t>(atom.sources.size());
+    left_[static_cast<size_t>(index)] = static_cast<int32_t>(atom.receivers.size());
+    waits_for_[static_cast<size_t>(index)] = atom.num_parts;
+  }
+
+  void arrive(int32_t index, int32_t host) {
+    const Atom& atom = shipments_.atoms[static_cast<size_t>(index)];
+    if (atom.value_atom < 0) {
+      have_[static_cast<size_t>(host)].insert(index);
+    } else if (--waits_for_[static_cast<size_t>(atom.value_atom)] == 0) {
+      have_[static_cast<size_t>(host)].insert(atom.value_atom);
+      ++copies_[static_cast<size_t>(atom.value_atom)];
+    }
+  }
+
+  void match(int64_t now) {
+    std::vector<int32_t> senders;
+    std::vector<int32_t> receivers;
+    for (int32_t host = 0; host < num_hosts_; ++host) {
+      if (send_free_[static_cast<size_t>(host)] <= now) {
+        senders.push_back(host);
+      }
+      if (recv_free_[static_cast<size_t>(host)] <= now && to_come_[static_cast<size_t>(host)] > 0) {
+        receivers.push_back(host);
+      }
+    }
+    if (receivers.empty()) {
+      return;
+    }
+    std::stable_sort(senders.begin(), senders.end(), [&](int32_t a, int32_t b) { return seconds(owed_, a) > seconds(owed_, b); });
+    std::stable_sort(receivers.begin(), receivers.end(), [&](int32_t a, int32_t b) { return seconds(to_come_, a) > seconds(to_come_, b); });
+    for (int32_t sender : senders) {
+      const Offer best = bestOffer(sender, receivers);
+      if (best.receiver >= 0) {
+        send(sender, best.receiver, now);
+        std::erase(receivers, best.receiver);
+      }
+      if (receivers.empty()) {
+        return;
+      }
+    }
+  }
+
+  double seconds(const std::vector<int64_t>& bytes, int32_t host) const {
+    return static_cast<double>(bytes[static_cast<size_t>(host)]) / static_cast<double>(network_.nicBytesPerS(host));
+  }
+
+  /// Whether a holder that is not the owner may send a first copy to the receiver.
+  bool maySendForOwner(int32_t atom, int32_t receiver) const {
+    const int32_t owner = shipments_.atoms[static_cast<size_t>(atom)].owner;
+    return !taste_.spares_fresh || owed_[static_cast<size_t>(owner)] > to_come_[static_cast<size_t>(receiver)] - shipments_.chunk_bytes;
+  }
+
+  Offer bestOffer(int32_t sender, const std::vector<int32_t>& receivers) const {
+    Offer best;
+    const size_t count = std::min(receivers.size(), kMostReceiversWeighed);
+    for (size_t i = 0; i < count; ++i) {
+      const int32_t receiver = receivers[i];
+      if (receiver == sender) {
+        continue;
+      }
+      const Offer here = offer(sender, receiver);
+      if (here.receiver >= 0 && (best.receiver < 0 || std::tie(here.has_first_copy, here.weight) > std::tie(best.has_first_copy, best.weight))) {
+        best = here;
+      }
+    }
+    return best;
+  }
+
+  Offer offer(int32_t sender, int32_t receiver) const {
+    Offer out;
+    int64_t bytes = 0;
+    forEachCandidate(sender, receiver, [&](int32_t atom, bool is_own) {
+      out.receiver = receiver;
+      out.has_first_copy = out.has_first_copy || is_own;
+      bytes += shipments_.atoms[static_cast<size_t>(atom)].num_bytes;
+      return bytes < shipments_.chunk_bytes || !out.has_first_copy;
+    });
+    const double fill = std::min(1.0, static_cast<double>(bytes) / static_cast<double>(shipments_.chunk_bytes));
+    out.weight = seconds(to_come_, receiver) * (1 - taste_.fill_weight + taste_.fill_weight * fill);
+    return out;
+  }
+
+  /// Calls visit(atom, is own first copy) for what the sender may send the receiver, own first copies before repeats, until it returns false.
+  template <typename Visit>
+  void forEachCandidate(int32_t sender, int32_t receiver, Visit visit) const {
+    const AtomSet& have = have_[static_cast<size_t>(sender)];
+    const AtomSet& need = need_[static_cast<size_t>(receiver)];
+    const AtomSet& owned = owned_[static_cast<size_t>(sender)];
+    for (const bool own_round : {true, false}) {
+      for (size_t i = 0; i < have.numWords(); ++i) {
+        const uint64_t all = have.word(i) & need.word(i);
+        const uint64_t own = all & fresh_.word(i) & owned.word(i);
+        for (uint64_t bits = own_round ? own : all & ~own; bits != 0; bits &= bits - 1) {
+          const auto atom = static_cast<int32_t>(i * 64 + static_cast<size_t>(std::countr_zero(bits)));
+          if (!own_round && fresh_.contains(atom) && !maySendForOwner(atom, receiver)) {
+            continue;
+          }
+          if (!visit(atom, own_round)) {
+            return;
+          }
+        }
+      }
+    }
+  }
+
+  void send(int32_t sender, int32_t receiver, int64_t now) {
+    using Rank = std::tuple<bool, int32_t, int32_t>;  // repeats later; rarity; atom
+    std::vector<Rank> ranked;
+    forEachCandidate(sender, receiver, [&](int32_t atom, bool is_own) {
+      const auto index = static_cast<size_t>(atom);
+      const int32_t rarity = is_own || !taste_.is_rarest_first ? -left_[index] : copies_[index];
+      ranked.emplace_back(!is_own, rarity, atom);
+      return ranked.size() < kMostAtomsWeighed;
+    });
+    std::sort(ranked.begin(), ranked.end());
+    int64_t bytes = 0;
+    int64_t num_messages = 0;
+    std::vector<int32_t> sent;
+    for (const auto& [is_repeat, rarity, atom] : ranked) {
+      const int64_t more = shipments_.atoms[static_cast<size_t>(atom)].num_bytes;
+      if (sent.empty() || bytes + more <= shipments_.chunk_bytes) {
+        sent.push_back(atom);
+        bytes += more;
+        num_messages += static_cast<int64_t>(shipments_.atoms[static_cast<size_t>(atom)].pieces.size());
+      }
+    }
+    const Network::Cost cost = network_.nicCost(sender, receiver, bytes, num_messages);
+    const int64_t there = now + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
+    for (int32_t atom : sent) {
+      dispatch(atom, sender, receiver);
+      events_.push({there, atom, receiver});
+    }
+    send_free_[static_cast<size_t>(sender)] = now + cost.send_ticks;
+    recv_free_[static_cast<size_t>(receiver)] = now + cost.recv_ticks;
+    events_.push({now + cost.send_ticks, -1, sender});
+    events_.push({now + cost.recv_ticks, -1, receiver});
+  }
+
+  void dispatch(int32_t atom, int32_t sender, int32_t receiver) {
+    const auto index = static_cast<size_t>(atom);
+    const Atom& shipped = shipments_.atoms[index];
+    out_.push_back({atom, sender, receiver});
+    need_[static_cast<size_t>(receiver)].erase(atom);
+    to_come_[static_cast<size_t>(receiver)] -= shipped.num_bytes;
+    ++copies_[index];
+    --left_[index];
+    if (fresh_.contains(atom)) {
+      fresh_.erase(atom);
+      owed_[static_cast<size_t>(shipped.owner)] -= shipped.num_bytes;
+    }
+  }
+
+  const Shipments& shipments_;
+  const Network& network_;
+  const ScheduleTaste& taste_;
+  int32_t num_hosts_;
+  std::vector<AtomSet> have_;
+  std::vector<AtomSet> need_;  ///< still to be sent to the host
+  std::vector<AtomSet> owned_;
+  AtomSet fresh_;  ///< atoms of which no copy was sent
+  std::vector<int64_t> to_come_;
+  std::vector<int64_t> owed_;
+  std::vector<int64_t> send_free_;
+  std::vector<int64_t> recv_free_;
+  std::vector<int32_t> copies_;
+  std::vector<int32_t> waits_for_;
+  std::vector<int32_t> left_;
+  int64_t last_arrival_ = 0;
+  std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> events_;
+  std::vector<AtomTransfer> out_;
+};
+
+}  // namespace
+
+std::vector<AtomTransfer> scheduleAtoms(const Shipments& shipments, const Network& network, const ScheduleTaste& taste, int64_t* predicted_ticks) {
+  return Scheduler(shipments, network, taste).run(predicted_ticks);
+}
+
+}  // namespace xmesh::core

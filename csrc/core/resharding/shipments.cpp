@@ -1,0 +1,295 @@
+#include "core/resharding/shipments.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <iterator>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "core/resharding/chunking.h"
+#include "core/resharding/water_fill.h"
+
+namespace xmesh::core {
+namespace {
+
+using Hosts = std::vector<int32_t>;
+
+bool has(const Hosts& hosts, int32_t host) { return std::binary_search(hosts.begin(), hosts.end(), host); }
+
+Hosts without(const Hosts& hosts, const Hosts& others) {
+  Hosts out;
+  std::set_difference(hosts.begin(), hosts.end(), others.begin(), others.end(), std::back_inserter(out));
+  return out;
+}
+
+/// Pieces that go from the same hosts to the same hosts.
+struct SliceClass {
+  Hosts sources;
+  Hosts receivers;
+  std::vector<Piece> pieces;
+  int64_t num_bytes = 0;
+};
+
+/// Walks a list of pieces from its front.
+class PieceCutter {
+ public:
+  PieceCutter(const ReshardingPlan& plan, const std::vector<Piece>& pieces) : plan_(plan), pieces_(pieces) {}
+
+  /// About `num_bytes` more, whole elements, at least one; empty at the end.
+  std::vector<Piece> take(double num_bytes, int64_t& taken_bytes) {
+    std::vector<Piece> out;
+    taken_bytes = 0;
+    while (index_ < pieces_.size()) {
+      const Piece& piece = pieces_[index_];
+      const int64_t item_bytes = plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
+      const int64_t wanted = std::llround((num_bytes - static_cast<double>(taken_bytes)) / static_cast<double>(item_bytes));
+      const int64_t begin = piece.begin + offset_;
+      const int64_t end = std::min(piece.end, begin + std::max<int64_t>(wanted, out.empty() ? 1 : 0));
+      if (end == begin) {
+        break;
+      }
+      out.push_back({piece.task, begin, end});
+      taken_bytes += (end - begin) * item_bytes;
+      offset_ = end - piece.begin;
+      if (end == piece.end) {
+        ++index_;
+        offset_ = 0;
+      }
+    }
+    return out;
+  }
+
+ private:
+  const ReshardingPlan& plan_;
+  const std::vector<Piece>& pieces_;
+  size_t index_ = 0;
+  int64_t offset_ = 0;
+};
+
+class ShipmentBuilder {
+ public:
+  ShipmentBuilder(const ReshardingPlan& plan, const Network& network) : plan_(plan), network_(network), hosts_(plan, network) {
+    for (int32_t host = 0; host < network.numHosts(); ++host) {
+      rates_.push_back(network.nicBytesPerS(host));
+    }
+  }
+
+  Shipments build(int64_t num_chunks) {
+    collect();
+    fill();
+    chooseChunk(num_chunks);
+    for (size_t i = 0; i < classes_.size(); ++i) {
+      cut(classes_[i], filled_.bytes[i]);
+    }
+    for (const Reduction& reduction : reductions_) {
+      cut(reduction);
+    }
+    return std::move(out_);
+  }
+
+ private:
+  /// A Partial class on its way to one reducing host.
+  struct Reduction {
+    SliceClass slices;  ///< sources: the reducing host; receivers: the others
+    int64_t holders = 0;
+  };
+
+  int64_t bytesOf(const std::vector<Piece>& pieces) const {
+    int64_t out = 0;
+    for (const Piece& piece : pieces) {
+      out += (piece.end - piece.begin) * plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
+    }
+    return out;
+  }
+
+  void collect() {
+    std::map<std::pair<Hosts, Hosts>, size_t> class_of;
+    std::map<std::pair<int64_t, Hosts>, SliceClass> partial;  // by holders and needing hosts
+    for (size_t task = 0; task < plan_.tasks.size(); ++task) {
+      const UnitTask& unit = plan_.tasks[task];
+      const std::vector<Hosts>& holders = hosts_.holders[static_cast<size_t>(unit.holders)];
+      const Hosts& needers = hosts_.needers[static_cast<size_t>(unit.needers)];
+      Hosts sources = holders.front();
+      if (holders.size() > 1) {  // needing hosts where every contribution is at hand
+        sources = needers;
+        std::erase_if(sources,
+                      [&](int32_t host) { return !std::all_of(holders.begin(), holders.end(), [&](const Hosts& h) { return has(h, host); }); });
+      }
+      const Piece piece{static_cast<int32_t>(task), 0, numElements(unit.box)};
+      Hosts receivers = without(needers, sources);
+      SliceClass* slices = nullptr;
+      if (sources.empty()) {
+        slices = &partial[{unit.holders, needers}];
+      } else {
+        const auto [place, is_new] = class_of.try_emplace({sources, receivers}, classes_.size());
+        if (is_new) {
+          classes_.push_back({std::move(sources), std::move(receivers), {}, 0});
+        }
+        slices = &classes_[place->second];
+      }
+      slices->pieces.push_back(piece);
+      slices->num_bytes += bytesOf({piece});
+    }
+    for (const auto& [key, slices] : partial) {
+      stripeOverReducers(key.first, key.second, slices);
+    }
+  }
+
+  /// A needing host that lacks l contributions and reduces the share x receives (l - 1) x more than the slice itself: equal for all at x ~ 1 / (l -
+  /// 1). Hosts that lack one reduce at no cost and share all between them.
+  void stripeOverReducers(int64_t holders, const Hosts& needers, const SliceClass& slices) {
+    const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(holders)];
+    std::vector<double> weights;
+    bool any_free = false;
+    for (int32_t host : needers) {
+      const auto lacking = std::count_if(contributions.begin(), contributions.end(), [&](const Hosts& h) { return !has(h, host); });
+      any_free = any_free || lacking == 1;
+      weights.push_back(lacking > 1 ? 1.0 / static_cast<double>(lacking - 1) : 0);
+    }
+    double total = 0;
+    for (double& weight : weights) {
+      weight = any_free ? (weight == 0 ? 1 : 0) : weight;
+      total += weight;
+    }
+    PieceCutter cutter(plan_, slices.pieces);
+    int64_t given = 0;
+    double passed = 0;
+    for (size_t i = 0; i < needers.size(); ++i) {
+      passed += weights[i];
+      const double target = std::round(static_cast<double>(slices.num_bytes) * (passed / total)) - static_cast<double>(given);
+      if (weights[i] == 0 || target < 1) {
+        continue;
+      }
+      Reduction reduction{{{needers[i]}, without(needers, {needers[i]}), {}, 0}, holders};
+      reduction.slices.pieces = cutter.take(target, reduction.slices.num_bytes);
+      given += reduction.slices.num_bytes;
+      if (!reduction.slices.pieces.empty()) {
+        reductions_.push_back(std::move(reduction));
+      }
+    }
+  }
+
+  /// First copies over the holders, further copies over holders and needers alike, contributions over their holders.
+  void fill() {
+    std::vector<MassBlock> blocks;
+    std::vector<MassBlock> more;
+    std::vector<int64_t> incoming(rates_.size(), 0);
+    const auto addSpread = [&](const SliceClass& slices) {
+      for (int32_t host : slices.receivers) {
+        incoming[static_cast<size_t>(host)] += slices.num_bytes;
+      }
+      if (slices.receivers.size() > 1) {
+        Hosts all;
+        std::set_union(slices.sources.begin(), slices.sources.end(), slices.receivers.begin(), slices.receivers.end(), std::back_inserter(all));
+        more.push_back({all, slices.num_bytes * static_cast<int64_t>(slices.receivers.size() - 1)});
+      }
+      out_.largest_fan = std::max(out_.largest_fan, static_cast<int64_t>(slices.receivers.size()));
+    };
+    for (const SliceClass& slices : classes_) {
+      blocks.push_back({slices.sources, slices.receivers.empty() ? 0 : slices.num_bytes});
+      addSpread(slices);
+    }
+    for (const Reduction& reduction : reductions_) {
+      addSpread(reduction.slices);
+      more.push_back({reduction.slices.sources, reduction.slices.receivers.empty() ? 0 : reduction.slices.num_bytes});
+      for (const Hosts& holders : hosts_.holders[static_cast<size_t>(reduction.holders)]) {
+        if (!has(holders, reduction.slices.sources[0])) {
+          more.push_back({holders, reduction.slices.num_bytes});
+          incoming[static_cast<size_t>(reduction.slices.sources[0])] += reduction.slices.num_bytes;
+        }
+      }
+    }
+    blocks.insert(blocks.end(), more.begin(), more.end());
+    double bound_s = plan_.lower_bound_seconds;
+    for (size_t host = 0; host < rates_.size(); ++host) {
+      bound_s = std::max(bound_s, static_cast<double>(incoming[host]) / static_cast<double>(rates_[host]));
+    }
+    filled_ = waterFill(blocks, rates_, bound_s);
+    out_.bottleneck_s = std::max(bound_s, filled_.largest_load_s);
+  }
+
+  /// T (1 + d/K) + K o is least at K = sqrt(d T / o), d being the depth of the trees.
+  void chooseChunk(int64_t num_chunks) {
+    constexpr int64_t kFewestChunks = 8;
+    if (num_chunks == 0) {
+      const double depth = 1.0 + std::bit_width(static_cast<uint64_t>(out_.largest_fan));
+      const double message_s = 1e-6 * std::max(0.1, plan_.topology.links().message_us);
+      num_chunks = std::clamp<int64_t>(std::llround(std::sqrt(depth * out_.bottleneck_s / message_s)), kFewestChunks, kMaxPipelineChunks);
+    }
+    const auto slowest = static_cast<double>(*std::min_element(rates_.begin(), rates_.end()));
+    const double bytes = std::ceil(out_.bottleneck_s * slowest / static_cast<double>(num_chunks));
+    out_.chunk_bytes = bytes > 0 ? std::clamp<int64_t>(static_cast<int64_t>(bytes), 1, kMaxChunkBytes) : kMaxChunkBytes;
+  }
+
+  void cut(const SliceClass& slices, const std::vector<double>& shares) {
+    PieceCutter cutter(plan_, slices.pieces);
+    const auto chunk_bytes = static_cast<double>(slices.receivers.empty() ? kMaxChunkBytes : out_.chunk_bytes);
+    double owed = 0;
+    int64_t given = 0;
+    for (size_t k = 0; k < slices.sources.size(); ++k) {
+      owed += shares[k];
+      const double target = k + 1 == slices.sources.size() ? static_cast<double>(slices.num_bytes) : owed;
+      while (target - static_cast<double>(given) >= 1 && given < slices.num_bytes) {
+        const double left = target - static_cast<double>(given);
+        const double num_atoms = std::ceil(left / chunk_bytes - 1e-6);
+        int64_t taken = 0;
+        Atom atom{.pieces = cutter.take(left / std::max(1.0, num_atoms), taken), .num_bytes = taken, .owner = slices.sources[k]};
+        atom.sources = slices.sources;
+        atom.receivers = slices.receivers;
+        given += taken;
+        out_.atoms.push_back(std::move(atom));
+      }
+    }
+  }
+
+  void cut(const Reduction& reduction) {
+    const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
+    const int32_t reducer = reduction.slices.sources[0];
+    PieceCutter cutter(plan_, reduction.slices.pieces);
+    for (int64_t given = 0; given < reduction.slices.num_bytes;) {
+      const double left = static_cast<double>(reduction.slices.num_bytes - given);
+      int64_t taken = 0;
+      Atom value{
+          .pieces = cutter.take(left / std::ceil(left / static_cast<double>(out_.chunk_bytes) - 1e-6), taken), .num_bytes = taken, .owner = reducer};
+      given += taken;
+      value.receivers = reduction.slices.receivers;
+      const auto value_index = static_cast<int32_t>(out_.atoms.size());
+      out_.atoms.push_back(value);
+      for (size_t i = 0; i < contributions.size(); ++i) {
+        if (has(contributions[i], reducer)) {
+          continue;
+        }
+        Atom part = value;
+        part.owner = *std::min_element(contributions[i].begin(), contributions[i].end(),
+                                       [&](int32_t a, int32_t b) { return std::pair(contributed_[a], a) < std::pair(contributed_[b], b); });
+        contributed_[part.owner] += static_cast<double>(taken) / static_cast<double>(rates_[static_cast<size_t>(part.owner)]);
+        part.sources = {part.owner};
+        part.receivers = {reducer};
+        part.contribution = static_cast<int32_t>(i);
+        part.value_atom = value_index;
+        out_.atoms.push_back(std::move(part));
+        ++out_.atoms[static_cast<size_t>(value_index)].num_parts;
+      }
+    }
+  }
+
+  const ReshardingPlan& plan_;
+  const Network& network_;
+  HostSets hosts_;
+  std::vector<int64_t> rates_;
+  std::vector<SliceClass> classes_;
+  std::vector<Reduction> reductions_;
+  FilledBlocks filled_;
+  std::map<int32_t, double> contributed_;  ///< seconds of contributions by sending host
+  Shipments out_;
+};
+
+}  // namespace
+
+Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks) {
+  return ShipmentBuilder(plan, network).build(num_chunks);
+}
+
+}  // namespace xmesh::core

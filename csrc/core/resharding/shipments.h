@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/resharding/network.h"
+
+namespace xmesh::core {
+
+/// Elements [begin, end) of a task's box.
+struct Piece {
+  int32_t task = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// The smallest thing the chunk scheduler moves between hosts: pieces of tasks with the same sources and destinations, at most one chunk long.
+struct Atom {
+  std::vector<Piece> pieces{};
+  int64_t num_bytes = 0;
+  int32_t owner = 0;               ///< host that owes the first copy
+  std::vector<int32_t> sources{};    ///< hosts that have it from the start; of a reduced value none, its owner gets it from `num_parts` atoms
+  std::vector<int32_t> receivers{};  ///< hosts that need it over their NIC; none: it only moves inside its sources
+  int32_t contribution = -1;       ///< of a Partial slice; -1 for a value
+  int32_t value_atom = -1;         ///< of a contribution: the atom of the value that it becomes part of
+  int32_t num_parts = 0;           ///< of a reduced value: contributions that its owner receives first
+};
+
+/// What a reshard ships between hosts, cut into atoms.
+struct Shipments {
+  std::vector<Atom> atoms;
+  double bottleneck_s = 0;  ///< seconds that the busiest port must be busy, given the shares
+  int64_t chunk_bytes = 0;
+  int64_t largest_fan = 0;  ///< most hosts that need one atom
+};
+
+/// Slices with the same holding and needing hosts form a class; first copies are spread over the holders by water-filling (with the further
+/// copies spread over holders and needers), each class is cut into stripes by first sender and each stripe into atoms of at most one
+/// chunk. A Partial slice that no needing host can reduce alone is striped over the needing hosts: each reduces its stripe and owes the value.
+/// `num_chunks`: chunks per busiest port; 0 chooses them from the latency model and the size.
+Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks);
+
+}  // namespace xmesh::core
