@@ -19,6 +19,7 @@ if torch.__version__.split(".")[:2] != BUILT_WITH_TORCH.split(".")[:2]:
     )
 
 from torch_xmesh import backend as _backend
+from torch_xmesh.backend import Options
 from torch_xmesh.errors import PeerError
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.resharding import reshard, reshard_many
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Broadcast",
     "Mesh",
+    "Options",
     "PeerError",
     "ReshardingPlan",
     "Spec",

@@ -1,0 +1,202 @@
+"""Peers that die, stop, or call something else: every survivor raises in time, names them, and can leave."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import Layout, source_of
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_xmesh as xm
+from torch_xmesh.testing import World, mark, spawn
+
+TIMEOUT = 4.0
+SLACK = 5.0
+FOUR = Layout((1 << 12, 64), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Replicate(),))
+
+
+def leave() -> None:
+    """Destroys the group; only this thread may be left afterwards."""
+    dist.destroy_process_group()
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    assert not [name for name in names if name.startswith("xmesh")], names
+
+
+def survivor_error(started: float) -> str:
+    """Reshards until that fails; checks how, and returns the text."""
+    with pytest.raises(xm.PeerError) as caught:
+        while True:
+            started = time.monotonic()
+            xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst, strategy="broadcast")
+    assert time.monotonic() - started < TIMEOUT + SLACK
+    return f"{caught.value.ranks}: {caught.value}"
+
+
+def reshard_for_ever(rank: int, world_size: int, victim: int) -> str:
+    xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    mark("running")
+    if rank == victim:
+        while True:
+            xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst, strategy="broadcast")
+    text = survivor_error(time.monotonic())
+    leave()
+    return text
+
+
+@pytest.mark.parametrize(("victim", "number"), [(3, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)])
+def test_peer_dies_or_stops(victim: int, number: int) -> None:
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    with World(reshard_for_ever, 4, victim, init_kwargs={"timeout": timeout}) as world:
+        for rank in range(4):
+            world.wait_mark(rank, "running")
+        world.signal(victim, number)
+        for rank in set(range(4)) - {victim}:
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value.startswith(f"({victim},)"), outcome.value
+            assert f"rank {victim}" in outcome.value or f"rank [{victim}]" in outcome.value
+            assert "float32" in outcome.value  # the tensor
+        world.signal(victim, signal.SIGKILL)
+        for outcome in world.join():
+            assert outcome.rank == victim or outcome.exitcode == 0, outcome
+
+
+def kill_at_random(rank: int, world_size: int, delay: float) -> str | None:
+    """Rank 3 kills itself from a thread, somewhere in the stream of reshards."""
+    if rank == 3:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return survivor_error(time.monotonic())
+
+
+@pytest.mark.parametrize("turn", [pytest.param(turn, marks=[] if turn < 3 else [pytest.mark.soak]) for turn in range(20)])
+def test_receiver_killed_at_random(turn: int) -> None:
+    delay = 0.05 + 0.037 * turn
+    with World(kill_at_random, 4, delay, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)}) as world:
+        for rank in range(3):
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value.startswith("(3,)"), outcome.value
+        world.join()
+
+
+def crossed_calls(rank: int, world_size: int) -> None:
+    """Two plans called in different order: with equal participants they are told apart at once, with others at the timeout."""
+    one = (xm.Spec((4, 4), torch.float32, xm.Mesh([0]), (Replicate(),)), xm.Mesh([1]))
+    other = (xm.Spec((9,), torch.int64, xm.Mesh([1]), (Replicate(),)), xm.Mesh([0]))
+    if rank < 2:
+        mine = one if rank == 0 else other
+        with pytest.raises(ValueError, match=r"ranks disagree on shape: rank \d has .*rank \d has"):
+            xm.reshard(with_data(mine[0], rank), mine[1], (Replicate(),))
+    dist.barrier()
+    wide = (xm.Spec((4, 4), torch.float32, xm.Mesh([0]), (Replicate(),)), xm.Mesh([1, 2]))
+    narrow = (xm.Spec((5,), torch.float32, xm.Mesh([0]), (Replicate(),)), xm.Mesh([1]))
+    if rank < 2:
+        mine = wide if rank == 0 else narrow
+        started = time.monotonic()
+        with pytest.raises(xm.PeerError, match="(?s)has not made this call; it last called reshard call|does not answer|has not called any") as caught:
+            xm.reshard(with_data(mine[0], rank), mine[1], (Replicate(),))
+        assert time.monotonic() - started < 2 * TIMEOUT + SLACK
+        assert "float32" in str(caught.value) or "has not called" in str(caught.value)
+    leave()
+
+
+def with_data(spec: xm.Spec, rank: int) -> object:
+    if rank not in spec.mesh.ranks:  # type: ignore[union-attr]
+        return spec
+    from torch.distributed.tensor import DTensor
+
+    local = torch.zeros(spec.shape, dtype=spec.dtype)
+    return DTensor.from_local(local, xm.device_mesh(spec.mesh), spec.placements, run_check=False)
+
+
+def test_crossed_calls() -> None:
+    spawn(crossed_calls, 3, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)})
+
+
+def meet(rank: int, world_size: int) -> None:
+    """A barrier with a timeout of its own."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"meet/{rank}", "here")
+    store.wait([f"meet/{other}" for other in range(world_size)], datetime.timedelta(seconds=60))
+
+
+def never_called(rank: int, world_size: int) -> None:
+    xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    if rank != 3:
+        with pytest.raises(xm.PeerError, match=r"rank 3 has not made this call; it last called reshard call 0") as caught:
+            xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+        assert caught.value.ranks == (3,)
+    meet(rank, world_size)
+    leave()
+
+
+def test_peer_that_never_calls() -> None:
+    spawn(never_called, 4, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)})
+
+
+def forked_child(rank: int, world_size: int) -> None:
+    xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    child = os.fork()
+    if child == 0:
+        import gc
+
+        gc.collect()
+        os._exit(0 if rank >= 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    dist.barrier()
+    leave()
+
+
+def test_forked_child_leaves_the_group_alone() -> None:
+    spawn(forked_child, 4)
+
+
+def many_reshards(rank: int, world_size: int, count: int) -> None:
+    """No growth of threads, descriptors or memory over many calls."""
+    import random
+
+    from layouts import assert_same_bytes, expected_of, random_layout
+
+    rng = random.Random(5)
+    layouts = [random_layout(rng, world_size) for _ in range(50)]
+
+    def once(i: int) -> None:
+        layout = layouts[i % len(layouts)]
+        y = xm.reshard(source_of(layout), layout.dst_mesh, layout.dst)
+        if i % 10 == 0:
+            assert_same_bytes(y.to_local(), expected_of(layout), layout)
+
+    def usage() -> tuple[int, int, int]:
+        pages = int(open("/proc/self/statm").read().split()[1])
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096
+
+    for i in range(len(layouts) * 4):
+        once(i)
+    dist.barrier()
+    before = usage()
+    for i in range(count):
+        once(i)
+    dist.barrier()
+    after = usage()
+    assert after[0] <= before[0], (before, after)
+    assert after[1] <= before[1], (before, after)
+    assert after[2] - before[2] < 16 << 20, (before, after)
+    leave()
+
+
+def test_no_growth() -> None:
+    spawn(many_reshards, 4, 1000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_no_growth_over_ten_thousand() -> None:
+    spawn(many_reshards, 4, 10_000, timeout=1100)
