@@ -1,0 +1,127 @@
+"""Schedules and their simulation from Python; torch's own schedules and notation as the judge."""
+
+import csv
+import io
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from torch_xmesh.pipeline import Costs, EdgeCosts, Schedule, StageCosts, simulate
+
+
+def torch_rows(text: str) -> list[list[Any]]:
+    """The cells of a CSV as torch reads them."""
+    return [[torch_schedules._Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(text))]
+
+
+def torch_interleaved(num_places: int, per_place: int, num_microbatches: int) -> list[list[str]]:
+    """The lists of torch's ScheduleInterleaved1F1B, idle cells dropped."""
+    rounds = max(1, num_microbatches // num_places)
+    maker: Any = SimpleNamespace(
+        n_local_stages=per_place,
+        microbatches_per_round=num_microbatches // rounds,
+        pp_group_size=num_places,
+        _n_microbatches=num_microbatches,
+    )
+    calculate = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
+    return [[str(action) for action in calculate(maker, rank) if action is not None] for rank in range(num_places)]
+
+
+def test_grid() -> None:
+    assert str(Schedule.make("eager_1f1b", 2, 3)) == (
+        "eager_1f1b: 2 stages on 2 places, 3 microbatches\n"
+        "stage 0 | F0 F1 F2 B0 .  B1 .  B2\n"
+        "stage 1 | .  F0 B0 F1 B1 F2 B2\n"
+    )
+
+
+@pytest.mark.parametrize("num_places", [1, 2, 3, 4])
+@pytest.mark.parametrize("per_place", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3])
+def test_interleaved_is_torchs_where_torch_has_one(num_places: int, per_place: int, rounds: int) -> None:
+    num_microbatches = rounds * num_places or 1
+    places = [stage % num_places for stage in range(num_places * per_place)]
+    schedule = Schedule.make("interleaved_1f1b", len(places), num_microbatches, place_of_stage=places)
+    expected = torch_interleaved(num_places, per_place, num_microbatches)
+    assert [schedule.actions(place) for place in range(num_places)] == expected
+
+
+@pytest.mark.parametrize("name", Schedule.names())
+def test_torch_reads_and_validates_our_csv(name: str) -> None:
+    schedule = Schedule.make(name, 4, 6)
+    rows = torch_rows(schedule.to_csv())
+    places = torch_schedules._validate_schedule(dict(enumerate(rows)), 4, 4, 6)
+    assert places == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert [[str(cell) for cell in row if cell] for row in rows] == [schedule.actions(place) for place in range(4)]
+
+
+def test_csv_round_trip(tmp_path: Path) -> None:
+    schedule = Schedule.make("1f1b", 3, 5)
+    schedule.to_csv(tmp_path / "schedule.csv")
+    assert Schedule.from_csv(tmp_path / "schedule.csv") == schedule
+    assert Schedule.from_csv(schedule.to_csv()) == schedule
+    assert hash(Schedule.from_csv(schedule.to_csv())) == hash(schedule)
+    copy = pickle.loads(pickle.dumps(schedule))
+    assert (copy, copy.name) == (schedule, "1f1b")
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(ValueError, match="expected one of 'gpipe', '1f1b'"):
+        Schedule.make("2f2b", 2, 2)
+    with pytest.raises(ValueError, match="-1 microbatches"):
+        Schedule.make("1f1b", 2, -1)
+    with pytest.raises(ValueError, match="1 places for 2 stages"):
+        Schedule.make("1f1b", 2, 2, place_of_stage=[0])
+    with pytest.raises(ValueError, match="place 0, cell 1: '0Z0'"):
+        Schedule.from_csv("0F0,0Z0")
+    with pytest.raises(ValueError, match="outside 0..1"):
+        Schedule.make("1f1b", 2, 2).actions(2)
+
+
+def test_validate_marks_the_cell() -> None:
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n")
+    with pytest.raises(ValueError, match=r"in-order rendezvous(.|\n)*>F1<"):
+        schedule.validate()
+    schedule.validate(edges=[])
+    Schedule.from_csv("0F0\n1F0\n").validate(forward_only=True)
+    with pytest.raises(ValueError, match=r"0B0 \(or 0I0 and 0W0\) is missing"):
+        Schedule.from_csv("0F0\n1F0\n").validate()
+
+
+def test_simulate() -> None:
+    stage = StageCosts(forward_seconds=1.0, backward_input_seconds=1.0, backward_weight_seconds=1.0)
+    simulation = simulate(Schedule.make("1f1b", 4, 8), Costs.uniform(4, stage=stage))
+    assert simulation.makespan_seconds == 33.0
+    assert simulation.bubble_fraction == pytest.approx(3 / 11)
+    assert simulation.busy_seconds == [24.0] * 4
+    assert simulation.peak_in_flight == [4, 3, 2, 1]
+    assert len(simulation.actions) == 64
+    assert len(simulation.transfers) == 48
+    assert simulation.actions[0] == (0, "0F0", 0.0, 1.0)
+    assert simulate(Schedule.make("1f1b", 4, 8), Costs(stages=[stage] * 4)).makespan_seconds == 33.0
+
+
+def test_simulate_edges() -> None:
+    stage = StageCosts(forward_seconds=1.0, backward_seconds=2.0)
+    schedule = Schedule.make("1f1b", 2, 2)
+    timed = Costs(stages=[stage] * 2, edges={(0, 1): 1.0})
+    in_bytes = Costs(stages=[stage] * 2, edges={(0, 1): EdgeCosts(forward_bytes=100)}, nic_bytes_per_s=100.0)
+    assert simulate(schedule, timed).makespan_seconds == simulate(schedule, in_bytes).makespan_seconds == 11.0
+    assert simulate(schedule, Costs.uniform(2, stage=stage, edge=1.0, overlap=False)).makespan_seconds == 12.0
+    with pytest.raises(ValueError, match="nic_bytes_per_s must be positive"):
+        simulate(schedule, Costs(stages=[stage] * 2, edges={(0, 1): EdgeCosts(forward_bytes=1)}))
+    with pytest.raises(ValueError, match="expected 2 stages, got 1"):
+        simulate(schedule, Costs(stages=[stage]))
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stage = StageCosts(forward_seconds=1.0, backward_seconds=2.0)
+    schedule = Schedule.make("interleaved_1f1b", 4, 4, place_of_stage=[0, 1, 0, 1])
+    path = tmp_path / "timeline.png"
+    simulate(schedule, Costs.uniform(4, stage=stage, edge=0.5)).plot(path)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

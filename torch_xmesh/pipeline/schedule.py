@@ -1,0 +1,165 @@
+"""Schedules: which place of a pipeline computes what in which order."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_xmesh import _C
+
+Edge = tuple[int, int]
+
+
+class Schedule:
+    """An immutable schedule. ``str(schedule)`` is a grid: a row per place, ``F`` forward, ``B`` backward (``I`` input
+    and ``W`` weight gradients where it is split), the microbatch behind it, ``.`` idle.
+
+    A place is one position of the pipeline: the ranks of one stage's mesh, or of several stages where they share it. It
+    runs its actions strictly in order. Made by :meth:`make` or :meth:`from_csv`; equality looks at the cells,
+    not at the name.
+    """
+
+    __slots__ = ("core",)
+
+    def __init__(self, core: "_C.Schedule") -> None:
+        self.core = core
+
+    @classmethod
+    def make(
+        cls, name: str, num_stages: int, num_microbatches: int, *, place_of_stage: Sequence[int] | None = None
+    ) -> "Schedule":
+        """A schedule by name, one of :meth:`names`.
+
+        Args:
+            name: for example ``"eager_1f1b"``.
+            num_stages: positive.
+            num_microbatches: positive; fewer than stages will do.
+            place_of_stage: one place per stage, numbered from 0; stage s is on place s without it.
+
+        Raises:
+            ValueError: an unknown name, or places that this schedule cannot be made for.
+        """
+        if num_stages < 1 or num_microbatches < 1:
+            raise ValueError(
+                f"a schedule has at least one stage and one microbatch, got {num_stages} stages and {num_microbatches} "
+                "microbatches"
+            )
+        if place_of_stage is not None and len(place_of_stage) != num_stages:
+            raise ValueError(
+                f"a schedule has one place per stage, got {len(place_of_stage)} places for {num_stages} stages"
+            )
+        return cls(_C.make_schedule(name, num_stages, num_microbatches, list(place_of_stage or ())))
+
+    @staticmethod
+    def names() -> list[str]:
+        """The schedules that :meth:`make` knows."""
+        names: list[str] = _C.schedule_names()
+        return names
+
+    @classmethod
+    def from_csv(cls, source: str | Path, *, name: str = "csv") -> "Schedule":
+        """Reads torch's action notation: one row per place, cells such as ``2F0`` joined by commas, empty where idle.
+
+        Args:
+            source: the text, or the ``Path`` of a file.
+            name: what the schedule is called in messages.
+
+        Raises:
+            ValueError: a cell that is no action (its place and cell are named), a stage on two places, a stage without
+                actions. The order is checked by :meth:`validate`.
+        """
+        text = source.read_text() if isinstance(source, Path) else source
+        return cls(_C.schedule_from_csv(text, name))
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """What :meth:`from_csv` and torch.distributed.pipelining read; also written to ``path`` where given."""
+        text: str = self.core.to_csv()
+        if path is not None:
+            Path(path).write_bytes(text.encode())
+        return text
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        name: str = self.core.name
+        return name
+
+    @property
+    def num_stages(self) -> int:
+        """Stages, over all places."""
+        count: int = self.core.num_stages
+        return count
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step."""
+        count: int = self.core.num_microbatches
+        return count
+
+    @property
+    def num_places(self) -> int:
+        """Rows of the grid."""
+        count: int = self.core.num_places
+        return count
+
+    @property
+    def place_of_stage(self) -> tuple[int, ...]:
+        """One place per stage."""
+        return tuple(self.core.place_of_stage)
+
+    @property
+    def peak_in_flight(self) -> list[int]:
+        """By stage: the most microbatches whose activations are held at once (from F to the end of B, or of W)."""
+        peak: list[int] = self.core.peak_in_flight
+        return peak
+
+    def actions(self, place: int) -> list[str]:
+        """A place's actions in order, in torch's notation (``"2F0"``), without idle cells.
+
+        Raises:
+            ValueError: no such place.
+        """
+        if not 0 <= place < self.num_places:
+            raise ValueError(f"place {place} is outside 0..{self.num_places - 1}")
+        return [f"{cell[1]}{cell[0]}{cell[2]}" for cell in self.core.cells[place] if cell is not None]
+
+    def validate(self, edges: Iterable[Edge] | None = None, *, forward_only: bool = False) -> None:
+        """Checks that it is complete, ordered and free of deadlock, with buffered sends and with in-order rendezvous
+        per edge and direction.
+
+        Args:
+            edges: (earlier stage, later stage) for every value that crosses, skip connections too; the chain of stages
+                without it.
+            forward_only: every F and no backward, as in an evaluation.
+
+        Raises:
+            ValueError: with the grid around the bad cell, which stands between > and <.
+        """
+        pairs = chain_edges(self.num_stages) if edges is None else edges
+        self.core.validate([(start, end, True) for start, end in pairs], forward_only)
+
+    def __str__(self) -> str:
+        return str(self.core)
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, num_stages={self.num_stages}, num_places={self.num_places}, "
+            f"num_microbatches={self.num_microbatches})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and bool(self.core == other.core)
+
+    def __hash__(self) -> int:
+        return hash(self.to_csv())
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return _unpickled, (self.to_csv(), self.name)
+
+
+def _unpickled(text: str, name: str) -> Schedule:
+    return Schedule.from_csv(text, name=name)
+
+
+def chain_edges(num_stages: int) -> list[Edge]:
+    """Each stage to the next one."""
+    return [(stage, stage + 1) for stage in range(num_stages - 1)]
