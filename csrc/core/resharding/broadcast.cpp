@@ -32,7 +32,13 @@ struct Route {
 class BroadcastPlanner {
  public:
   BroadcastPlanner(ReshardingPlan& plan, const Strategy& strategy)
-      : plan_(plan), strategy_(strategy), network_(plan), timeline_(plan, network_), choice_(network_), reducers_(plan, network_) {}
+      : plan_(plan),
+        strategy_(strategy),
+        network_(plan),
+        timeline_(plan, network_),
+        choice_(network_),
+        reducers_(plan, network_),
+        num_entered_(static_cast<size_t>(network_.numHosts())) {}
 
   void run() {
     std::vector<Route> remote;
@@ -93,6 +99,11 @@ class BroadcastPlanner {
       } else if (!has_it) {
         route.receivers[network_.hostOfGlobal(rank)].push_back(rank);
       }
+    }
+    // The devices of a host take turns at taking slices in from outside: each pair of ranks is one first-in-first-out connection.
+    for (auto& [host, ranks] : route.receivers) {
+      const int64_t turn = num_entered_[static_cast<size_t>(host)]++ % static_cast<int64_t>(ranks.size());
+      std::rotate(ranks.begin(), ranks.begin() + turn, ranks.end());
     }
     return route;
   }
@@ -215,6 +226,7 @@ class BroadcastPlanner {
   Timeline timeline_;
   HolderChoice choice_;
   ReducerChoice reducers_;
+  std::vector<int64_t> num_entered_;  ///< slices that came into a host so far
 };
 
 void planBroadcast(ReshardingPlan& plan, const Strategy& strategy) { BroadcastPlanner(plan, strategy).run(); }
