@@ -68,38 +68,36 @@ void checkOnStreams(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
   ASSERT_EQ(runOnStreams(plan, layout, seed, limits.staging_bytes, limits.program), "");
 }
 
-/// Rounds of one test share nothing: each has its own seed, so that a failing one can be run alone.
-template <typename MakePlan>
-void checkRounds(int64_t num_rounds, uint64_t salt, const MakePlan& makePlan) {
-  for (int64_t round = 0; round < num_rounds; ++round) {
+std::mt19937_64 rngOfRound(uint64_t salt, int64_t round) { return std::mt19937_64(mix(salt + static_cast<uint64_t>(round))); }
+
+TEST(RandomReshards, HostilePlansOnBothFakes) {
+  for (int64_t round = 0; round < 2500; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
-    std::mt19937_64 rng(mix(salt + static_cast<uint64_t>(round)));
-    const core::ReshardingPlan plan = makePlan(rng, round);
+    std::mt19937_64 rng = rngOfRound(1000000, round);
+    std::vector<core::TensorPair> tensors = randomTensors(rng, round);
+    const core::ReshardingPlan plan = RandomPlanner(std::move(tensors), randomTopology(rng, 10), rng).plan();
     ASSERT_NO_FATAL_FAILURE(checkOnHosts(plan, rng));
     ASSERT_NO_FATAL_FAILURE(checkOnStreams(plan, rng));
   }
 }
 
-#ifdef XMESH_FEW_ROUNDS
-constexpr int64_t kScale = 10;
-#else
-constexpr int64_t kScale = 1;
-#endif
-
-TEST(RandomReshards, HostilePlansOnBothFakes) {
-  checkRounds(2500 / kScale, 1000, [](std::mt19937_64& rng, int64_t round) {
-    std::vector<core::TensorPair> tensors = randomTensors(rng, round);
-    return RandomPlanner(std::move(tensors), randomTopology(rng, 10), rng).plan();
-  });
-}
-
+/// Every layout by every strategy, in turns on the one fake and the other.
 TEST(RandomReshards, EveryStrategyOnBothFakes) {
-  checkRounds(5000 / kScale, 500000, [](std::mt19937_64& rng, int64_t round) {
-    std::vector<core::TensorPair> tensors = randomTensors(rng, round);
-    const auto& known = core::strategies();
-    const core::Strategy strategy = core::parseStrategy(known[static_cast<size_t>(round) % known.size()].name);
-    return core::planResharding(std::move(tensors), randomTopology(rng, 10), strategy);
-  });
+  for (int64_t round = 0; round < 5000; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    std::mt19937_64 rng = rngOfRound(5000000, round);
+    const std::vector<core::TensorPair> tensors = randomTensors(rng, round);
+    const core::Topology topology = randomTopology(rng, 10);
+    int64_t turn = round;
+    for (const core::StrategyInfo& info : core::strategies()) {
+      const core::ReshardingPlan plan = core::planResharding(tensors, topology, core::parseStrategy(info.name));
+      if (turn++ % 2 == 0) {
+        ASSERT_NO_FATAL_FAILURE(checkOnHosts(plan, rng));
+      } else {
+        ASSERT_NO_FATAL_FAILURE(checkOnStreams(plan, rng));
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -52,11 +52,12 @@ TEST(Reduce, MatchesTheOracleForEveryTypeAndOperation) {
   constexpr const char* kNames[] = {"int8",   "int16",   "int32",    "int64",   "uint8",   "uint16",    "uint32",
                                     "uint64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"};
   constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
+  constexpr int64_t kNumElements = 700;
   int num_checked = 0;
   for (const char* name : kNames) {
     for (ReduceOp op : kOps) {
       core::TensorSpec spec = specOf(name, {5}, {Placement::partial(op)});
-      spec.shape = {64};
+      spec.shape = {kNumElements};
       try {
         spec.validate();
       } catch (const core::InvalidArgument&) {
@@ -64,9 +65,9 @@ TEST(Reduce, MatchesTheOracleForEveryTypeAndOperation) {
       }
       ++num_checked;
       const int64_t item_bytes = spec.dtype.item_bytes;
-      std::vector<std::vector<uint8_t>> contributions(5, std::vector<uint8_t>(static_cast<size_t>(64 * item_bytes)));
+      std::vector<std::vector<uint8_t>> contributions(5, std::vector<uint8_t>(static_cast<size_t>(kNumElements * item_bytes)));
       for (int64_t c = 0; c < 5; ++c) {
-        for (int64_t i = 0; i < 64; ++i) {
+        for (int64_t i = 0; i < kNumElements; ++i) {
           replay::oracleValue(spec, 0, c, i, contributions[static_cast<size_t>(c)].data() + i * item_bytes);
         }
       }
