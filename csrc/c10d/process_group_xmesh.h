@@ -35,7 +35,7 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   std::chrono::milliseconds timeout() const { return options_->timeout; }
   /// Global rank of every group rank; empty for the default group, whose ranks are the global ones.
   const std::vector<uint64_t>& globalRanks() const { return options_->global_ranks_in_group; }
-  int64_t stagingBytes() const { return options_->staging_bytes; }
+  const XmeshOptions& options() const { return *options_; }
   /// The inner backend of a device kind, made if need be.
   c10::intrusive_ptr<::c10d::Backend> innerBackend(c10::DeviceType kind);
 

@@ -207,6 +207,11 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
   out->my_index = me - out->participants.begin();
   out->program = runtime::compileProgram(*plan, globalRank(), options);
   out->program_peers = peersOf(out->program->peers());
+  if (options_.is_paced) {
+    for (const auto& [rank, bytes_per_s] : runtime::pacingRates(*plan, globalRank())) {
+      out->pacing.emplace_back(groupRankOf(rank), bytes_per_s);
+    }
+  }
   out->fields = runtime::packFields(fieldsOf(*plan, terms, options.max_message_bytes));
   out->fingerprint = core::planFingerprint(*plan) + std::to_string(runtime::hashBytes(out->fields));
   out->summary = summaryOf(*plan, terms);

@@ -19,6 +19,7 @@ namespace xmesh::c10d_backend {
 /// How a group's reshards run; the same on every rank.
 struct ReshardGroupOptions {
   int64_t staging_bytes = int64_t{64} << 20;  ///< most staging memory per rank, all reshards in flight together
+  bool is_paced = true;                       ///< pace direct sends on topologies whose rates were measured
 };
 
 /// What ranks must agree on besides the plan.

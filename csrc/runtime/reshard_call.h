@@ -12,6 +12,7 @@
 #include "core/resharding/plan.h"
 #include "runtime/agreement.h"
 #include "runtime/failure.h"
+#include "runtime/pacer.h"
 #include "runtime/program.h"
 
 namespace xmesh::runtime {
@@ -23,6 +24,7 @@ struct PreparedPlan {
   std::vector<int64_t> participants;       ///< ascending global ranks of either mesh
   std::vector<int32_t> participant_peers;  ///< their group ranks, in the same order
   std::vector<int32_t> program_peers;      ///< group ranks of program->peers()
+  Pacer::Rates pacing;                     ///< of the peers on other hosts; empty to let TCP share the NIC
   uint64_t participants_hash = 0;
   int64_t my_index = -1;    ///< this rank's place in participants
   std::string fingerprint;  ///< of the plan and of everything else that ranks must agree on

@@ -37,6 +37,7 @@ std::string rankList(const std::vector<int64_t>& ranks) {
 
 ReshardService::ReshardService(Options options, const MakeNetwork& make_network) : options_(std::move(options)), staging_(options_.staging_bytes) {
   network_ = make_network(*this);
+  pacer_.emplace(*network_);
 }
 
 ReshardService::~ReshardService() { close(std::chrono::milliseconds(0)); }
@@ -130,6 +131,7 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
     call.timer = network_->startTimer(call.request.timeout, [this, key] { askAround(key); });
   }
   call.executor = makeExecutor(key, call.request);
+  pacer_->callStarted(call.request.prepared->pacing);
   if (call.num_rounds > 0) {
     sendHello(key, call);
   }
@@ -193,6 +195,9 @@ void ReshardService::finishIfDone(const CallKey& key) {
 }
 
 void ReshardService::end(ActiveCall& call, const std::optional<Failure>& failure) {
+  if (call.executor != nullptr) {
+    pacer_->callEnded();
+  }
   call.executor.reset();
   call.request = {};  // the tensors are free before anybody is told
   if (call.handle->isDetached()) {

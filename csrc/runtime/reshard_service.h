@@ -15,6 +15,7 @@
 
 #include "runtime/agreement.h"
 #include "runtime/host_executor.h"
+#include "runtime/pacer.h"
 #include "runtime/reshard_call.h"
 #include "runtime/staging_pool.h"
 #include "transport/peer_network.h"
@@ -117,6 +118,7 @@ class ReshardService final : public transport::PeerEvents {
   std::string last_call_;  ///< for answers: what this rank called last
 
   std::unique_ptr<transport::PeerNetwork> network_;
+  std::optional<Pacer> pacer_;
 };
 
 }  // namespace xmesh::runtime

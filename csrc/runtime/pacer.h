@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/resharding/plan.h"
+#include "transport/transport.h"
+
+namespace xmesh::runtime {
+
+/// (global rank, bytes per second): how fast a rank sends to each peer on another host if every NIC is to be busy until the bound and no longer:
+/// pair's bytes / lower bound seconds. TCP gives equal shares to unequal demands; paced, each pair gets the share it was planned.
+/// Empty unless the plan's link rates are measured, and for plans that relay between hosts: there a late chunk must be free to catch up. Pairs below
+/// 1/32 of the NIC's rate are left alone.
+std::vector<std::pair<int64_t, int64_t>> pacingRates(const core::ReshardingPlan& plan, int64_t global_rank);
+
+/// Applies the rates of the one call in flight; with several in flight nobody is paced, since their plans do not know of each other.
+/// Threading: the transport's thread.
+class Pacer {
+ public:
+  /// (group rank, bytes per second)
+  using Rates = std::vector<std::pair<int32_t, int64_t>>;
+
+  explicit Pacer(transport::HostTransport& transport) : transport_(transport) {}
+  /// `rates` must stay until the matching callEnded.
+  void callStarted(const Rates& rates);
+  void callEnded();
+
+ private:
+  void lift();
+
+  transport::HostTransport& transport_;
+  int64_t num_calls_ = 0;
+  std::vector<int32_t> paced_;
+};
+
+}  // namespace xmesh::runtime
