@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.microbatch import batch_size, leaf_specs
-from torch_xmesh.pipeline.partition_propagate import Constant, Propagation, TensorInfo, draws_random_numbers, propagate
+from torch_xmesh.pipeline.partition_propagate import Constant, Propagation, TensorInfo, training_effects, propagate
 from torch_xmesh.pipeline.partition_ready import Exchange, StageSignature, chain_ready_stages
 from torch_xmesh.pipeline.partition_values import InputInfo, OutputStructure, StageProgram, ValueInfo, ValueName
 from torch_xmesh.pipeline.stage_module import GraphCut, Leaf, StageBuilder, stage_module
@@ -155,17 +155,19 @@ def partition(
     kwargs_chunk_spec: Any = None,
     memory_limit_bytes: int | None = None,
     exchange: Exchange | None = None,
+    device: torch.device | None = None,
 ) -> Partition:
     """Cut `model` into stages.
 
     Args:
         model: a module, or the list of ready stage modules: stage k gets what stage k - 1 returns (a tuple's or list's items as arguments);
             None where another process holds the stage.
-        example_args: one microbatch's arguments; tensors count by shape and dtype only.
+        example_args, example_kwargs: one microbatch's arguments; tensors count by shape and dtype only.
         split: `split_at(...)`, "auto" (with `num_stages`; measured here, so processes must agree on one result), or None for a list or one stage.
         num_stages: checked against `split` where that says it.
         args_chunk_spec: which dim holds the samples, as for ``torch.distributed.pipelining``; dim 0 by default.
         exchange: needed for a list with None: see `Exchange`.
+        device: where a model or arguments on meta will run; default: the device of what is not on meta, else the CPU.
 
     Raises:
         ValueError: the model cannot be traced, a split point is unknown or out of order, the number of stages differs, or a value cannot cross.
@@ -187,12 +189,13 @@ def partition(
             kwargs_chunk_spec=kwargs_chunk_spec,
         )
     _check_split(model, split, num_stages)
+    device = device or _device_of(model, arguments)
     if not isinstance(model, nn.Module):
-        return _partition_ready(list(model), arguments, specs, samples, exchange)
+        return _partition_ready(list(model), arguments, specs, samples, exchange, device)
     assert isinstance(split, SplitAt | None)
     if split is None or not split.names:
-        return _partition_ready([model], arguments, specs, samples, exchange)
-    return _partition_traced(model, arguments, specs, samples, split)
+        return _partition_ready([model], arguments, specs, samples, exchange, device)
+    return _partition_traced(model, arguments, specs, samples, split, device)
 
 
 def sorted_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -203,6 +206,13 @@ def sorted_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> t
 def describe_path(path: tuple[Any, ...]) -> str:
     """``("kwargs", "mask", 0)`` as ``kwargs['mask'][0]``."""
     return path[0] + "".join(f"[{part!r}]" for part in path[1:])
+
+
+def _device_of(model: Any, arguments: Any) -> torch.device:
+    modules = [model] if isinstance(model, nn.Module) else [stage for stage in model if stage is not None]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors += [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
 
 def _check_split(model: Any, split: Any, num_stages: int | None) -> None:
@@ -254,7 +264,7 @@ def opened_modules(names: Sequence[str]) -> frozenset[str]:
 
 
 def _partition_traced(
-    model: nn.Module, arguments: Any, specs: list[Any], samples: int | None, split: SplitAt
+    model: nn.Module, arguments: Any, specs: list[Any], samples: int | None, split: SplitAt, device: torch.device
 ) -> Partition:
     names = [_canonical_name(model, name) for name in split.names]
     traced = trace_model(model, arguments, specs, opened_modules(names))
@@ -267,8 +277,9 @@ def _partition_traced(
     leaves = pytree.tree_leaves(arguments)
     examples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensor_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-    propagation = propagate(model, traced, examples, tensor_specs, stage_of)
-    random = draws_random_numbers(model, traced, examples, tensor_specs, stage_of)
+    propagation = propagate(model, traced, examples, tensor_specs, stage_of, device)
+    random, changed_in_training = training_effects(model, traced, examples, tensor_specs, stage_of, device)
+    propagation.changed_buffers.update(changed_in_training)
     cut = GraphCut(traced, propagation, stage_of, len(starts) + 1)
     return _assemble(model, arguments, cut, samples, propagation, random)
 
@@ -509,11 +520,18 @@ def _unused_parameters(model: nn.Module, stages: Sequence[StageProgram]) -> tupl
 
 
 def _check_buffers(stages: Sequence[StageProgram], propagation: Propagation) -> None:
-    for name, changing in propagation.changed_buffers.items():
-        holders = [stage.index for stage in stages if name in dict(stage.module.named_buffers(remove_duplicate=False))]
-        if len(holders) > 1:
+    """Refuse a buffer in several stages if it changes. Batch norm hides what it changes but its counter: a module's buffers count as one."""
+    changed = {name.rpartition(".")[0]: min(changing) for name, changing in propagation.changed_buffers.items()}
+    holders: dict[str, list[int]] = {}
+    for stage in stages:
+        for name, _ in stage.module.named_buffers(remove_duplicate=False):
+            holders.setdefault(name, []).append(stage.index)
+    for name, found in holders.items():
+        owner = name.rpartition(".")[0]
+        if len(found) > 1 and owner in changed:
             raise ValueError(
-                f"buffer {name!r} is changed in stage {sorted(changing)[0]} and read in stages {holders}: their copies would differ; keep its users in one stage"
+                f"buffer {name!r} is changed in stage {changed[owner]} and read in stages {found}: their copies would differ; "
+                "keep its users in one stage"
             )
 
 
@@ -531,10 +549,11 @@ def _partition_ready(
     specs: list[Any],
     samples: int | None,
     exchange: Callable[..., Any] | None,
+    device: torch.device,
 ) -> Partition:
     named = _input_names(_Anything(), arguments)
     stages, values, outputs, fixed = chain_ready_stages(
-        modules, arguments, specs, samples, [name for name, _ in named], exchange
+        modules, arguments, specs, samples, [name for name, _ in named], exchange, device
     )
     result = finish_partition(stages, values, arguments, named, samples, fixed)
     return dataclasses.replace(result, outputs=outputs)

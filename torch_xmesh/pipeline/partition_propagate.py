@@ -1,26 +1,22 @@
 """What every node of a traced model is: shapes, dtypes and gradients at several batch sizes, found without running a kernel.
 
-The graph runs on fake tensors (on meta tensors for a model on meta) with the example's batch size n, n + 1 and n + 2; a dim that grows by the same
+The graph runs on fake tensors with the example's batch size n, n + 1 and n + 2; a dim that grows by the same
 step is ``per_sample * samples + fixed``. A module whose result depends on data runs on zeros instead.
 """
 
 import contextlib
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_xmesh.pipeline.partition_sandbox import Sandbox
 from torch_xmesh.pipeline.trace import Traced, enter_modes
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +104,9 @@ def propagate(
     examples: Sequence[torch.Tensor],
     specs: Sequence[Any],
     stage_of: Callable[[fx.Node], int],
+    device: torch.device,
 ) -> Propagation:
-    """Run the graph on fakes of `examples` (one per placeholder, to be cut by `specs`).
+    """Run the graph on fakes of `examples` (one per placeholder, to be cut by `specs`); what is on meta counts as on `device`.
 
     Raises:
         ValueError: a node fails; the message has the node, its stage, its line and the reason.
@@ -119,14 +116,14 @@ def propagate(
         for example, spec in zip(examples, specs, strict=True)
         if isinstance(spec, TensorChunkSpec)
     }
-    first = _Run(model, traced, stage_of)
+    first = _Run(model, traced, stage_of, device)
     first.run_all(examples, specs, 0)
     runs = [first.values]
     fixed = traced.fixed_batch or not samples
     if not fixed:
         try:
             for extra in (1, 2):
-                more = _Run(model, traced, stage_of)
+                more = _Run(model, traced, stage_of, device)
                 more.run_all(examples, specs, extra)
                 runs.append(more.values)
         except ValueError:
@@ -144,27 +141,28 @@ def propagate(
     )
 
 
-def draws_random_numbers(
+def training_effects(
     model: nn.Module,
     traced: Traced,
     examples: Sequence[torch.Tensor],
     specs: Sequence[Any],
     stage_of: Callable[[fx.Node], int],
-) -> set[int] | None:
-    """The stages that draw random numbers in training mode, or None if that cannot be found out."""
+    device: torch.device,
+) -> tuple[set[int] | None, dict[str, set[int]]]:
+    """What happens in training mode: the stages that draw random numbers (None if that cannot be found out), and `changed_buffers`."""
     flags = {module: module.training for module in model.modules()}
     watch = RandomWatch()
+    run = _Run(model, traced, stage_of, device, watch)
     try:
         for module in flags:
             module.training = True
-        run = _Run(model, traced, stage_of, watch)
         run.run_all(examples, specs, 0)
     except ValueError:
-        return None
+        return None, run.changed_buffers
     finally:
         for module, flag in flags.items():
             module.training = flag
-    return watch.stages
+    return watch.stages, run.changed_buffers
 
 
 class RandomWatch(TorchDispatchMode):
@@ -181,48 +179,18 @@ class RandomWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def sandbox(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Where nothing that runs is real: hooks are off, tensors are fakes. Yields the function that makes a fake of a tensor."""
-    tensors = [*model.parameters(), *model.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(hooks_off(model))
-        stack.enter_context(torch.enable_grad())
-        if device.type == "meta":
-            stack.enter_context(torch.device("meta"))
-        else:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-
-        def to_fake(tensor: torch.Tensor) -> torch.Tensor:
-            on = device if device.type == "meta" or tensor.device.type == "meta" else tensor.device
-            strides = tensor.stride() if tensor.is_contiguous() else _contiguous_strides(tensor.shape)
-            return torch.empty_strided(
-                tensor.shape, strides, dtype=tensor.dtype, device=on, requires_grad=tensor.requires_grad
-            )
-
-        yield to_fake
-
-
-@contextlib.contextmanager
-def hooks_off(model: nn.Module) -> Iterator[None]:
-    """Run modules without their forward and backward hooks, whose side effects are for training only."""
-    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in _HOOKS]
-    try:
-        for module, name, _ in kept:
-            module.__dict__[name] = OrderedDict()
-        yield
-    finally:
-        for module, name, hooks in kept:
-            module.__dict__[name] = hooks
-
-
 class _Run:
     """One run of the graph at one batch size."""
 
     def __init__(
-        self, model: nn.Module, traced: Traced, stage_of: Callable[[fx.Node], int], watch: "RandomWatch | None" = None
+        self,
+        model: nn.Module,
+        traced: Traced,
+        stage_of: Callable[[fx.Node], int],
+        device: torch.device,
+        watch: "RandomWatch | None" = None,
     ) -> None:
+        self._sandbox = Sandbox(model, device)
         self._model, self._traced, self._stage_of, self._watch = model, traced, stage_of, watch
         self.values: dict[fx.Node, tuple[list[Any], pytree.TreeSpec]] = {}
         self.changed_in: dict[fx.Node, set[int]] = {}
@@ -232,12 +200,12 @@ class _Run:
         self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
 
     def run_all(self, examples: Sequence[torch.Tensor], specs: Sequence[Any], extra: int) -> None:
-        with sandbox(self._model) as to_fake:
+        with self._sandbox:
             inputs = iter(
-                [to_fake(_grown(example, spec, extra)) for example, spec in zip(examples, specs, strict=True)]
+                [self._sandbox.fake(_grown(example, spec, extra)) for example, spec in zip(examples, specs, strict=True)]
             )
             self._buffers = {
-                name: (held := _inside(buffer), held._version) for name, buffer in self._model.named_buffers()
+                name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()
             }
             environment: dict[fx.Node, Any] = {}
             stage = 0
@@ -260,7 +228,7 @@ class _Run:
                 if node.op == "get_attr":
                     return self._attribute(node.target)
                 if node.op == "call_module":
-                    return call_on_fakes(self._model.get_submodule(str(node.target)), args, kwargs)
+                    return self._sandbox.call(self._model.get_submodule(str(node.target)), args, kwargs)
                 if node.op == "call_method":
                     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -273,11 +241,13 @@ class _Run:
 
     def _attribute(self, target: Any) -> Any:
         found: Any = self._traced.constants.get(target)
+        if isinstance(found, torch.Tensor):
+            return self._sandbox.fake(found)
         if found is None:
             found = self._model
             for atom in str(target).split("."):
                 found = getattr(found, atom)
-        return _inside(found) if isinstance(found, torch.Tensor) else found
+        return found
 
     def _record(self, node: fx.Node, value: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -297,55 +267,6 @@ class _Run:
                 self._buffers[name] = (buffer, buffer._version)
 
 
-def _inside(tensor: torch.Tensor) -> torch.Tensor:
-    """The fake that stands for a real tensor of the model in the current sandbox, always the same one; a meta tensor itself."""
-    mode = detect_fake_mode()
-    return tensor if mode is None or tensor.is_meta else mode.from_tensor(tensor)
-
-
-def call_on_fakes(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A module's result on fakes, found by running it on zeros if it looks at its data; inside a `sandbox`."""
-    try:
-        return module(*args, **kwargs)
-    except Exception as error:
-        if any(parameter.is_meta for parameter in module.parameters()) or _on_meta((args, kwargs)):
-            raise
-        try:
-            return _run_on_zeros(module, args, kwargs)
-        except Exception:
-            raise error from None
-
-
-def _run_on_zeros(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A module's result on zeros, as fakes, for a module that looks at its data; its buffers and the random state are kept."""
-    with unset_fake_temporarily():
-        kept = {buffer: buffer.detach().clone() for buffer in module.buffers()}
-        real = pytree.tree_map_only(
-            torch.Tensor,
-            lambda fake: torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device).requires_grad_(
-                fake.requires_grad
-            ),
-            (args, kwargs),
-        )
-        try:
-            with torch.random.fork_rng(devices=[]):
-                result = module(*real[0], **real[1])
-        finally:
-            with torch.no_grad():
-                for buffer, value in kept.items():
-                    buffer.copy_(value)
-
-    def to_fake(tensor: torch.Tensor) -> torch.Tensor:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
-        return fake.clone()
-
-    return pytree.tree_map_only(torch.Tensor, to_fake, result)
-
-
-def _on_meta(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" for leaf in pytree.tree_leaves(tree))
-
-
 def _grown(example: torch.Tensor, spec: Any, extra: int) -> torch.Tensor:
     if not extra or not isinstance(spec, TensorChunkSpec):
         return example
@@ -354,14 +275,6 @@ def _grown(example: torch.Tensor, spec: Any, extra: int) -> torch.Tensor:
     return torch.empty(shape, dtype=example.dtype, device="meta" if example.is_meta else example.device).requires_grad_(
         example.requires_grad
     )
-
-
-def _contiguous_strides(shape: torch.Size) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return strides[::-1]
 
 
 class NotLinearError(Exception):

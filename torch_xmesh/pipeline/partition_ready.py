@@ -16,11 +16,10 @@ from torch_xmesh.pipeline.partition_propagate import (
     NotLinearError,
     RandomWatch,
     TensorInfo,
-    call_on_fakes,
     describe,
     join,
-    sandbox,
 )
+from torch_xmesh.pipeline.partition_sandbox import Sandbox
 from torch_xmesh.pipeline.partition_values import OutputStructure, ReadyAdapter, StageProgram, ValueInfo, ValueName
 
 
@@ -50,6 +49,7 @@ def chain_ready_stages(
     samples: int | None,
     names: Sequence[str],
     exchange: Exchange | None,
+    device: torch.device,
 ) -> tuple[list[StageProgram], dict[str, ValueInfo], OutputStructure, bool]:
     """Programs of all stages (an empty module where `modules` has None), the values between them, and the output.
 
@@ -69,7 +69,7 @@ def chain_ready_stages(
     programs = []
     fixed = False
     for stage, module in enumerate(modules):
-        signature = None if module is None else stage_signature(stage, module, tree, samples, fixed)
+        signature = None if module is None else stage_signature(stage, module, tree, samples, fixed, device)
         if exchange is not None:
             signature = exchange(stage, signature)
         assert signature is not None
@@ -106,7 +106,7 @@ def chain_ready_stages(
     return programs, values, OutputStructure(output, structure), fixed
 
 
-def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | None, fixed: bool) -> StageSignature:
+def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | None, fixed: bool, device: torch.device) -> StageSignature:
     """Find out what a stage returns for inputs described by `tree` (TensorInfo and Constant leaves), on fakes.
 
     Raises:
@@ -114,11 +114,11 @@ def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | Non
     """
     count = samples or 0
     watch = RandomWatch()
-    first, changed = _run(stage, module, tree, count, None)
+    first, changed = _run(stage, module, tree, count, device)
     runs, fixed = [first], fixed or samples is None
     if not fixed:
         try:
-            runs += [_run(stage, module, tree, count + extra, None)[0] for extra in (1, 2)]
+            runs += [_run(stage, module, tree, count + extra, device)[0] for extra in (1, 2)]
             info = join(runs, count)
         except (ValueError, NotLinearError):
             fixed = True
@@ -133,7 +133,7 @@ def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | Non
     try:
         for child in flags:
             child.training = True
-        _run(stage, module, tree, count, watch)
+        _run(stage, module, tree, count, device, watch)
         random = bool(watch.stages)
     except ValueError:
         random = True
@@ -146,14 +146,14 @@ def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | Non
 
 
 def _run(
-    stage: int, module: nn.Module, tree: Any, samples: int, watch: RandomWatch | None
+    stage: int, module: nn.Module, tree: Any, samples: int, device: torch.device, watch: RandomWatch | None = None
 ) -> tuple[Any, frozenset[int]]:
-    with sandbox(module) as to_fake:
+    with Sandbox(module, device) as sandbox:
 
         def fake(leaf: Leaf) -> Any:
             if not isinstance(leaf, TensorInfo):
                 return leaf.value if isinstance(leaf, Constant) else leaf
-            made = to_fake(torch.empty(leaf.shape(samples), dtype=leaf.dtype, device="meta"))
+            made = torch.empty(leaf.shape(samples), dtype=leaf.dtype, device=device)
             return made.requires_grad_().clone() if leaf.requires_grad else made
 
         args, kwargs = pytree.tree_map(fake, tree)
@@ -161,10 +161,10 @@ def _run(
         versions = [tensor._version for tensor in tensors]
         try:
             if watch is None:
-                result = call_on_fakes(module, args, kwargs)
+                result = sandbox.call(module, args, kwargs)
             else:
                 with watch:
-                    result = call_on_fakes(module, args, kwargs)
+                    result = sandbox.call(module, args, kwargs)
         except Exception as error:
             shown = pytree.tree_map(
                 lambda leaf: list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_xmesh.pipeline.microbatch import leaf_specs
 from torch_xmesh.pipeline.partition import SplitAt, opened_modules, sorted_arguments, trace_model
-from torch_xmesh.pipeline.partition_propagate import call_on_fakes, hooks_off, sandbox
+from torch_xmesh.pipeline.partition_sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.trace import Traced, enter_modes
 
 _PARAMETER_COPIES = 4
@@ -191,8 +191,8 @@ def _seconds_of_nodes(model: nn.Module, traced: Traced, arguments: Any, on_meta:
     """Seconds (forward and backward) and bytes made, per node; the model's buffers, gradients and random state stay as they are."""
     examples = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     if on_meta:
-        with sandbox(model) as to_fake:
-            return _walk(model, traced, [to_fake(example) for example in examples], _count_operations)
+        with Sandbox(model) as sandbox:
+            return _walk(model, traced, [sandbox.fake(example) for example in examples], _count_operations)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     real = [torch.zeros(e.shape, dtype=e.dtype, device=device) if e.is_meta else e.detach() for e in examples]
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -244,7 +244,7 @@ def _caller(node: fx.Node, module: nn.Module | None, local: dict[fx.Node, Any]) 
     def call() -> Any:
         with enter_modes(*(node.meta["modes"] or (True, ()))):
             if module is not None:
-                return call_on_fakes(module, args, kwargs)
+                return module(*args, **kwargs)
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]

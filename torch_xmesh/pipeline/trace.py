@@ -36,7 +36,7 @@ _FACTORIES = (
     "triu_indices",
     *RANDOM_FACTORIES,
 )
-_LIBRARY = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch,)) + (
+_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, 
     os.path.dirname(__file__) + os.sep,
 )
 _CONTAINERS = (tuple, list, dict, slice)
@@ -82,7 +82,7 @@ def trace_fx(
     for name in sorted(opened):
         if any(getattr(model.get_submodule(name), hooks) for hooks in _HOOKS):
             raise ValueError(
-                f"a stage starts inside module {name or 'the model'!r} ({type(model.get_submodule(name)).__name__}), which has hooks: they would run "
+                f"a stage starts inside {_called(name)} ({type(model.get_submodule(name)).__name__}), which has hooks: they would run "
                 "while tracing, not in training; move the split point out of it or register the hooks on the modules inside"
             )
     training = model.training
@@ -123,6 +123,10 @@ def exit_modes(stack: contextlib.ExitStack) -> None:
 def by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:
     """A constant of the model's forward that depends on ``module.training``."""
     return in_training if training else in_evaluation
+
+
+def _called(name: str) -> str:
+    return f"module {name!r}" if name else "the model"
 
 
 class _Tracer(fx.Tracer):
@@ -194,7 +198,7 @@ def _trace_mode(
         module = next(reversed(tracer.module_stack.values()))[0] if tracer.module_stack else ""
         where = source_line(error)
         raise UntraceableError(
-            f"torch.fx cannot trace module {module or 'the model'!r} ({type(model.get_submodule(module)).__name__}){' at ' + where if where else ''}: "
+            f"torch.fx cannot trace {_called(module)} ({type(model.get_submodule(module)).__name__}){' at ' + where if where else ''}: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     finally:
@@ -315,7 +319,9 @@ def _recorded_calls(tracer: _Tracer, model: nn.Module, opened: frozenset[str]) -
             return function(*args)
         if not isinstance(function, nn.Module):
             raise ValueError("checkpoint of a function that is no module, in a module in which a stage starts")
-        return tracer.create_proxy("call_function", checkpoint, (function, *args), kwargs)
+        proxy = tracer.create_proxy("call_function", checkpoint, (function, *args), kwargs)
+        proxy.node.meta["modules"] = [*proxy.node.meta["modules"], tracer.path_of_module(function)]
+        return proxy
 
     def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

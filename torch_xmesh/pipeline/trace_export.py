@@ -28,6 +28,8 @@ def trace_export(
         Exception: whatever torch.export raises.
     """
     training = model.training
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        arguments = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), arguments)
     flags = {module: module.training for module in model.modules()}
     own, other = _export_mode(model, arguments, names, specs), None
     try:
@@ -68,7 +70,7 @@ def _by_name(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _refused_functions() -> Iterator[None]:
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"torch.export would lose the backward of autograd.Function {cls.__name__}")
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):

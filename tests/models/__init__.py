@@ -1,0 +1,5 @@
+"""Small models with everything that a pipeline partition has to cope with; `zoo()` lists them with arguments and split points."""
+
+from models.zoo import Case, cases, model_names
+
+__all__ = ["Case", "cases", "model_names"]

@@ -1,0 +1,123 @@
+"""Where a model can run and nothing of it is real: fake tensors, no hooks."""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def hooks_off(model: nn.Module) -> Iterator[None]:
+    """Run modules without their forward and backward hooks, whose side effects are for training only."""
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in _HOOKS]
+    try:
+        for module, name, _ in kept:
+            module.__dict__[name] = OrderedDict()
+        yield
+    finally:
+        for module, name, hooks in kept:
+            module.__dict__[name] = hooks
+
+
+class Sandbox:
+    """A context in which `model` holds fakes of its parameters and buffers; on leaving it holds its own again.
+
+    Fakes have the device of the tensor they stand for; of a tensor on meta, `device` (default: the first real device among the model's
+    tensors, else the CPU), so that autocast and device checks see what they will see in training.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        self._model = model
+        tensors = [*model.parameters(), *model.buffers()]
+        self._is_on_meta = any(tensor.is_meta for tensor in tensors)
+        devices = [tensor.device for tensor in tensors if not tensor.is_meta]
+        self._device = device or next(iter(devices), torch.device("cpu"))
+        self._fakes: dict[torch.Tensor, torch.Tensor] = {}
+        self._swaps: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Sandbox":
+        with self._stack as stack:
+            stack.enter_context(hooks_off(self._model))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            for module in self._model.modules():
+                for holder in _holders(module):
+                    pairs = list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder))
+                    self._swaps += [(holder, k, v, self.fake(v)) for k, v in pairs if isinstance(v, torch.Tensor)]
+            self._put_fakes()
+            stack.callback(self._put_real)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake that stands for a tensor here, always the same one."""
+        if tensor not in self._fakes:
+            grad, device = tensor.requires_grad, self._device if tensor.is_meta else tensor.device
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._fakes[tensor] = nn.Parameter(made, grad) if is_parameter else made.requires_grad_(grad)
+        return self._fakes[tensor]
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The result of a module of the model on fakes; a module that looks at its data runs on zeros, unless the model is on meta."""
+        try:
+            return module(*args, **kwargs)
+        except Exception as error:
+            if self._is_on_meta:
+                raise
+            try:
+                return self._call_on_zeros(module, args, kwargs)
+            except Exception:
+                raise error from None
+
+    def _call_on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def zeros(fake: torch.Tensor) -> torch.Tensor:
+            made = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+            return made.requires_grad_().clone() if fake.requires_grad else made
+
+        def fake(real: torch.Tensor) -> torch.Tensor:
+            made = torch.empty(real.shape, dtype=real.dtype, device=real.device, requires_grad=real.requires_grad)
+            return made.clone()
+
+        self._put_real()
+        try:
+            with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+                kept = {buffer: buffer.detach().clone() for buffer in module.buffers()}
+                try:
+                    args, kwargs = pytree.tree_map_only(torch.Tensor, zeros, (args, kwargs))
+                    result = module(*args, **kwargs)
+                finally:
+                    with torch.no_grad():
+                        for buffer, value in kept.items():
+                            buffer.copy_(value)
+        finally:
+            self._put_fakes()
+        return pytree.tree_map_only(torch.Tensor, fake, result)
+
+    def _put_fakes(self) -> None:
+        for holder, key, _, fake in self._swaps:
+            holder[key] = fake
+
+    def _put_real(self) -> None:
+        for holder, key, real, _ in self._swaps:
+            holder[key] = real
+
+
+def _holders(module: nn.Module) -> Iterator[Any]:
+    """Everything in a module through which its forward reaches its own tensors."""
+    yield module._parameters
+    yield module._buffers
+    yield module.__dict__
+    if isinstance(module, nn.RNNBase):
+        yield module._flat_weights
