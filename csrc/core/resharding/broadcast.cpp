@@ -166,7 +166,7 @@ class BroadcastPlanner {
 
   int64_t chunkOf(const Route& route, int64_t num_bytes, int64_t item_bytes) const {
     const int64_t num_chunks = strategy_.option("num_chunks");
-    if (num_chunks > 0) {
+    if (num_chunks > 0 && !route.receivers.empty()) {
       return chunkElementsOf((plan_.lower_bound_bytes + num_chunks - 1) / num_chunks, item_bytes);
     }
     Pipeline pipeline{num_bytes, item_bytes, static_cast<int64_t>(route.receivers.size()), 0};

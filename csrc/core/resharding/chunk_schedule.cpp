@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <queue>
 #include <tuple>
+
+#include "core/resharding/port_matching.h"
 
 namespace xmesh::core {
 namespace {
@@ -56,7 +59,7 @@ class Scheduler {
     }
   }
 
-  std::vector<AtomTransfer> run(int64_t* predicted_ticks) {
+  std::vector<AtomTransfer> run() {
     int64_t now = 0;
     match(now);
     while (!events_.empty()) {
@@ -64,14 +67,10 @@ class Scheduler {
       while (!events_.empty() && events_.top().tick == now) {
         if (events_.top().atom >= 0) {
           arrive(events_.top().atom, events_.top().host);
-          last_arrival_ = now;
         }
         events_.pop();
       }
       match(now);
-    }
-    if (predicted_ticks != nullptr) {
-      *predicted_ticks = last_arrival_;
     }
     return std::move(out_);
   }
@@ -128,6 +127,10 @@ class Scheduler {
     }
     std::stable_sort(senders.begin(), senders.end(), [&](int32_t a, int32_t b) { return seconds(owed_, a) > seconds(owed_, b); });
     std::stable_sort(receivers.begin(), receivers.end(), [&](int32_t a, int32_t b) { return seconds(to_come_, a) > seconds(to_come_, b); });
+    if (taste_.is_matched && senders.size() > 1 && receivers.size() > 1) {
+      matchTogether(senders, receivers, now);
+      return;
+    }
     for (int32_t sender : senders) {
       const Offer best = bestOffer(sender, receivers);
       if (best.receiver >= 0) {
@@ -140,6 +143,26 @@ class Scheduler {
     }
   }
 
+  /// As many pairs as possible, among these those with first copies and with most to come.
+  void matchTogether(const std::vector<int32_t>& senders, const std::vector<int32_t>& receivers, int64_t now) {
+    const double longest = std::max(1e-30, seconds(to_come_, receivers.front()));
+    std::vector<std::vector<double>> weights(senders.size(), std::vector<double>(receivers.size(), 0));
+    for (size_t i = 0; i < senders.size(); ++i) {
+      for (size_t j = 0; j < receivers.size(); ++j) {
+        const Offer here = senders[i] == receivers[j] ? Offer{} : offer(senders[i], receivers[j]);
+        if (here.receiver >= 0) {
+          weights[i][j] = 1 + (here.has_first_copy ? 0.5 : 0) + 0.4 * here.weight / longest;
+        }
+      }
+    }
+    const std::vector<int32_t> column_of = heaviestMatching(weights);
+    for (size_t i = 0; i < senders.size(); ++i) {
+      if (column_of[i] >= 0) {
+        send(senders[i], receivers[static_cast<size_t>(column_of[i])], now);
+      }
+    }
+  }
+
   double seconds(const std::vector<int64_t>& bytes, int32_t host) const {
     return static_cast<double>(bytes[static_cast<size_t>(host)]) / static_cast<double>(network_.nicBytesPerS(host));
   }
@@ -148,6 +171,11 @@ class Scheduler {
   bool maySendForOwner(int32_t atom, int32_t receiver) const {
     const int32_t owner = shipments_.atoms[static_cast<size_t>(atom)].owner;
     return !taste_.spares_fresh || owed_[static_cast<size_t>(owner)] > to_come_[static_cast<size_t>(receiver)] - shipments_.chunk_bytes;
+  }
+
+  bool isRelay(int32_t atom, int32_t receiver) const {
+    const int32_t relay = shipments_.atoms[static_cast<size_t>(atom)].relay;
+    return relay < 0 || relay == receiver;
   }
 
   Offer bestOffer(int32_t sender, const std::vector<int32_t>& receivers) const {
@@ -192,6 +220,9 @@ class Scheduler {
         const uint64_t own = all & fresh_.word(i) & owned.word(i);
         for (uint64_t bits = own_round ? own : all & ~own; bits != 0; bits &= bits - 1) {
           const auto atom = static_cast<int32_t>(i * 64 + static_cast<size_t>(std::countr_zero(bits)));
+          if (taste_.uses_relays && fresh_.contains(atom) && !isRelay(atom, receiver)) {
+            continue;
+          }
           if (!own_round && fresh_.contains(atom) && !maySendForOwner(atom, receiver)) {
             continue;
           }
@@ -209,14 +240,15 @@ class Scheduler {
     forEachCandidate(sender, receiver, [&](int32_t atom, bool is_own) {
       const auto index = static_cast<size_t>(atom);
       const int32_t rarity = is_own || !taste_.is_rarest_first ? -left_[index] : copies_[index];
-      ranked.emplace_back(!is_own, rarity, atom);
+      ranked.emplace_back(!is_own, rarity, !is_own && taste_.is_newest_first ? -atom : atom);
       return ranked.size() < kMostAtomsWeighed;
     });
     std::sort(ranked.begin(), ranked.end());
     int64_t bytes = 0;
     int64_t num_messages = 0;
     std::vector<int32_t> sent;
-    for (const auto& [is_repeat, rarity, atom] : ranked) {
+    for (const auto& [is_repeat, rarity, signed_atom] : ranked) {
+      const int32_t atom = std::abs(signed_atom);
       const int64_t more = shipments_.atoms[static_cast<size_t>(atom)].num_bytes;
       if (sent.empty() || bytes + more <= shipments_.chunk_bytes) {
         sent.push_back(atom);
@@ -265,15 +297,14 @@ class Scheduler {
   std::vector<int32_t> copies_;
   std::vector<int32_t> waits_for_;
   std::vector<int32_t> left_;
-  int64_t last_arrival_ = 0;
   std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> events_;
   std::vector<AtomTransfer> out_;
 };
 
 }  // namespace
 
-std::vector<AtomTransfer> scheduleAtoms(const Shipments& shipments, const Network& network, const ScheduleTaste& taste, int64_t* predicted_ticks) {
-  return Scheduler(shipments, network, taste).run(predicted_ticks);
+std::vector<AtomTransfer> scheduleAtoms(const Shipments& shipments, const Network& network, const ScheduleTaste& taste) {
+  return Scheduler(shipments, network, taste).run();
 }
 
 }  // namespace xmesh::core

@@ -68,6 +68,39 @@ class PieceCutter {
   int64_t offset_ = 0;
 };
 
+/// Names the hosts that pass a class on, in turn, each as often as its share of the further copies says.
+class RelayTurns {
+ public:
+  RelayTurns(int32_t block, const std::vector<MassBlock>& blocks, const FilledBlocks& filled) {
+    if (block >= 0) {
+      hosts_ = blocks[static_cast<size_t>(block)].hosts;
+      shares_ = filled.bytes[static_cast<size_t>(block)];
+      credit_.assign(hosts_.size(), 0);
+      mass_ = static_cast<double>(blocks[static_cast<size_t>(block)].mass);
+    }
+  }
+
+  /// -1 where no receiver's turn has come.
+  int32_t next(const Hosts& receivers) {
+    if (hosts_.empty()) {
+      return -1;
+    }
+    size_t best = 0;
+    for (size_t k = 0; k < hosts_.size(); ++k) {
+      credit_[k] += shares_[k] / mass_;
+      best = credit_[k] > credit_[best] + 1e-9 ? k : best;
+    }
+    credit_[best] -= 1;
+    return has(receivers, hosts_[best]) ? hosts_[best] : -1;
+  }
+
+ private:
+  Hosts hosts_;
+  std::vector<double> shares_;
+  std::vector<double> credit_;
+  double mass_ = 1;
+};
+
 class ShipmentBuilder {
  public:
   ShipmentBuilder(const ReshardingPlan& plan, const Network& network) : plan_(plan), network_(network), hosts_(plan, network) {
@@ -81,7 +114,7 @@ class ShipmentBuilder {
     fill();
     chooseChunk(num_chunks);
     for (size_t i = 0; i < classes_.size(); ++i) {
-      cut(classes_[i], filled_.bytes[i]);
+      cut(classes_[i], filled_.bytes[i], RelayTurns(spread_block_[i], blocks_, filled_));
     }
     for (const Reduction& reduction : reductions_) {
       cut(reduction);
@@ -183,7 +216,10 @@ class ShipmentBuilder {
       if (slices.receivers.size() > 1) {
         Hosts all;
         std::set_union(slices.sources.begin(), slices.sources.end(), slices.receivers.begin(), slices.receivers.end(), std::back_inserter(all));
+        spread_block_.push_back(static_cast<int32_t>(more.size()));
         more.push_back({all, slices.num_bytes * static_cast<int64_t>(slices.receivers.size() - 1)});
+      } else {
+        spread_block_.push_back(-1);
       }
       out_.largest_fan = std::max(out_.largest_fan, static_cast<int64_t>(slices.receivers.size()));
     };
@@ -201,7 +237,11 @@ class ShipmentBuilder {
         }
       }
     }
+    for (int32_t& block : spread_block_) {
+      block += block >= 0 ? static_cast<int32_t>(blocks.size()) : 0;
+    }
     blocks.insert(blocks.end(), more.begin(), more.end());
+    blocks_ = blocks;
     double bound_s = plan_.lower_bound_seconds;
     for (size_t host = 0; host < rates_.size(); ++host) {
       bound_s = std::max(bound_s, static_cast<double>(incoming[host]) / static_cast<double>(rates_[host]));
@@ -223,7 +263,7 @@ class ShipmentBuilder {
     out_.chunk_bytes = bytes > 0 ? std::clamp<int64_t>(static_cast<int64_t>(bytes), 1, kMaxChunkBytes) : kMaxChunkBytes;
   }
 
-  void cut(const SliceClass& slices, const std::vector<double>& shares) {
+  void cut(const SliceClass& slices, const std::vector<double>& shares, RelayTurns relays) {
     PieceCutter cutter(plan_, slices.pieces);
     const auto chunk_bytes = static_cast<double>(slices.receivers.empty() ? kMaxChunkBytes : out_.chunk_bytes);
     double owed = 0;
@@ -238,6 +278,7 @@ class ShipmentBuilder {
         Atom atom{.pieces = cutter.take(left / std::max(1.0, num_atoms), taken), .num_bytes = taken, .owner = slices.sources[k]};
         atom.sources = slices.sources;
         atom.receivers = slices.receivers;
+        atom.relay = relays.next(slices.receivers);
         given += taken;
         out_.atoms.push_back(std::move(atom));
       }
@@ -281,6 +322,8 @@ class ShipmentBuilder {
   std::vector<int64_t> rates_;
   std::vector<SliceClass> classes_;
   std::vector<Reduction> reductions_;
+  std::vector<int32_t> spread_block_;  ///< by class: the block of its further copies, or -1
+  std::vector<MassBlock> blocks_;
   FilledBlocks filled_;
   std::map<int32_t, double> contributed_;  ///< seconds of contributions by sending host
   Shipments out_;

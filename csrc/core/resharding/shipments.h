@@ -18,12 +18,13 @@ struct Piece {
 struct Atom {
   std::vector<Piece> pieces{};
   int64_t num_bytes = 0;
-  int32_t owner = 0;               ///< host that owes the first copy
+  int32_t owner = 0;                 ///< host that owes the first copy
   std::vector<int32_t> sources{};    ///< hosts that have it from the start; of a reduced value none, its owner gets it from `num_parts` atoms
   std::vector<int32_t> receivers{};  ///< hosts that need it over their NIC; none: it only moves inside its sources
-  int32_t contribution = -1;       ///< of a Partial slice; -1 for a value
-  int32_t value_atom = -1;         ///< of a contribution: the atom of the value that it becomes part of
-  int32_t num_parts = 0;           ///< of a reduced value: contributions that its owner receives first
+  int32_t relay = -1;                ///< receiver that should get the first copy, having ports to pass it on; -1: any
+  int32_t contribution = -1;         ///< of a Partial slice; -1 for a value
+  int32_t value_atom = -1;           ///< of a contribution: the atom of the value that it becomes part of
+  int32_t num_parts = 0;             ///< of a reduced value: contributions that its owner receives first
 };
 
 /// What a reshard ships between hosts, cut into atoms.

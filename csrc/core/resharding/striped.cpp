@@ -1,9 +1,9 @@
-#include <algorithm>
-#include <map>
+#include <bit>
 #include <utility>
 #include <vector>
 
 #include "core/resharding/chunk_schedule.h"
+#include "core/resharding/message_expander.h"
 #include "core/resharding/network.h"
 #include "core/resharding/shipments.h"
 #include "core/resharding/simulate.h"
@@ -12,192 +12,46 @@
 namespace xmesh::core {
 namespace {
 
-/// Turns transfers of atoms between hosts into messages between ranks: one needer per host takes a slice from outside (or reduces it) and a chain
-/// passes it on to the others there.
-class MessageExpander {
- public:
-  MessageExpander(ReshardingPlan& plan, const Network& network, const Shipments& shipments)
-      : plan_(plan), network_(network), shipments_(shipments), timeline_(plan, network), parts_left_(shipments.atoms.size()) {
-    for (size_t i = 0; i < shipments.atoms.size(); ++i) {
-      parts_left_[i] = shipments.atoms[i].num_parts;
-    }
-  }
+/// Tried in this order until one is good enough.
+const std::vector<ScheduleTaste>& tastes() {
+  static const std::vector<ScheduleTaste> all = {
+      {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false},
+      {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true},
+      {.fill_weight = 0.0, .is_newest_first = false, .is_matched = true},
+      {.fill_weight = 0.5, .is_newest_first = true, .is_matched = false},
+      {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true, .uses_relays = true},
+      {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false, .uses_relays = true},
+      {.fill_weight = 0.0, .is_newest_first = true, .is_matched = true},
+  };
+  return all;
+}
 
-  void expand(const std::vector<AtomTransfer>& transfers) {
-    for (const AtomTransfer& transfer : transfers) {
-      if (shipments_.atoms[static_cast<size_t>(transfer.atom)].value_atom < 0) {
-        ship(transfer);
-      } else {
-        shipContribution(transfer);
-      }
-    }
-    for (size_t i = 0; i < shipments_.atoms.size(); ++i) {
-      const Atom& atom = shipments_.atoms[i];
-      for (int32_t host : atom.sources) {
-        if (atom.value_atom < 0) {
-          readyAt(static_cast<int32_t>(i), host);
-        }
-      }
-      if (atom.num_parts == 0 && atom.sources.empty()) {
-        readyAt(static_cast<int32_t>(i), atom.owner);
-      }
-    }
-    timeline_.finish();
-  }
-
- private:
-  const std::vector<std::vector<int64_t>>& contributionsOf(int32_t task) const {
-    return plan_.holders[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].holders)].contributions;
-  }
-
-  std::vector<int64_t> ranksAt(const std::vector<int64_t>& ranks, int32_t host) const {
-    std::vector<int64_t> out;
-    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(out), [&](int64_t rank) { return network_.hostOfGlobal(rank) == host; });
-    return out;
-  }
-
-  static bool has(const std::vector<int64_t>& ranks, int64_t rank) { return std::binary_search(ranks.begin(), ranks.end(), rank); }
-
-  /// The needers of a task at a host in the order in which they get it there. First the rank that takes it from outside, or the reducing one:
-  /// one that holds a contribution if there is one. Tasks take turns.
-  std::vector<int64_t> chainAt(int32_t task, int32_t host) const {
-    std::vector<int64_t> needers = ranksAt(plan_.needers[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].needers)], host);
-    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
-    if (contributions.size() == 1) {
-      std::erase_if(needers, [&](int64_t rank) { return has(contributions[0], rank); });
-    }
-    if (needers.size() > 1) {
-      std::rotate(needers.begin(), needers.begin() + task % static_cast<int32_t>(needers.size()), needers.end());
-    }
-    if (contributions.size() > 1) {
-      std::stable_partition(needers.begin(), needers.end(), [&](int64_t rank) {
-        return std::any_of(contributions.begin(), contributions.end(), [&](const std::vector<int64_t>& ranks) { return has(ranks, rank); });
-      });
-    }
-    return needers;
-  }
-
-  int64_t place(const Piece& piece, int64_t src, int64_t dst, int32_t contribution, int64_t ready) {
-    Message message{.task = piece.task, .begin = piece.begin, .end = piece.end};
-    message.src_rank = static_cast<int32_t>(src);
-    message.dst_rank = static_cast<int32_t>(dst);
-    message.contribution = std::max(contribution, 0);
-    message.payload = contribution < 0 ? Payload::kValue : Payload::kContribution;
-    return timeline_.place(message, ready);
-  }
-
-  void passOn(const Piece& piece, int64_t from, const std::vector<int64_t>& chain, size_t next, int64_t ready) {
-    for (; next < chain.size(); ++next) {
-      ready = place(piece, from, chain[next], -1, ready);
-      from = chain[next];
-    }
-  }
-
-  /// The rank of a host that has the atom's task once it is there.
-  int64_t rankWith(int32_t task, int32_t host) const {
-    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
-    if (contributions.size() == 1) {
-      const std::vector<int64_t> holders = ranksAt(contributions[0], host);
-      if (!holders.empty()) {
-        return holders[static_cast<size_t>(task) % holders.size()];
-      }
-    }
-    return chainAt(task, host).front();
-  }
-
-  /// When a host has an atom. At a source it is made so on the first call: local contributions reduced, local needers served.
-  int64_t readyAt(int32_t index, int32_t host) {
-    const auto [place_of, is_new] = ready_.try_emplace({index, host}, 0);
-    if (!is_new) {
-      return place_of->second;
-    }
-    int64_t ready = 0;
-    for (const Piece& piece : shipments_.atoms[static_cast<size_t>(index)].pieces) {
-      const std::vector<int64_t> chain = chainAt(piece.task, host);
-      if (contributionsOf(piece.task).size() == 1) {
-        passOn(piece, rankWith(piece.task, host), chain, 0, 0);
-        continue;
-      }
-      const int64_t reduced = gatherLocally(piece, chain.front(), host);
-      passOn(piece, chain.front(), chain, 1, reduced);
-      ready = std::max(ready, reduced);
-    }
-    place_of->second = ready;
-    return ready;
-  }
-
-  /// Brings the contributions that the host's other ranks hold to its reducing rank.
-  int64_t gatherLocally(const Piece& piece, int64_t reducer, int32_t host) {
-    int64_t ready = 0;
-    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(piece.task);
-    for (size_t i = 0; i < contributions.size(); ++i) {
-      const std::vector<int64_t> holders = ranksAt(contributions[i], host);
-      if (!holders.empty() && !has(contributions[i], reducer)) {
-        const auto turn = static_cast<size_t>(piece.task) % holders.size();
-        ready = std::max(ready, place(piece, holders[turn], reducer, static_cast<int32_t>(i), 0));
-      }
-    }
-    return ready;
-  }
-
-  void ship(const AtomTransfer& transfer) {
-    const int64_t ready = readyAt(transfer.atom, transfer.src_host);
-    int64_t there = 0;
-    for (const Piece& piece : shipments_.atoms[static_cast<size_t>(transfer.atom)].pieces) {
-      const std::vector<int64_t> chain = chainAt(piece.task, transfer.dst_host);
-      const int64_t arrival = place(piece, rankWith(piece.task, transfer.src_host), chain.front(), -1, ready);
-      passOn(piece, chain.front(), chain, 1, arrival);
-      there = std::max(there, arrival);
-    }
-    ready_[{transfer.atom, transfer.dst_host}] = there;
-  }
-
-  void shipContribution(const AtomTransfer& transfer) {
-    const Atom& part = shipments_.atoms[static_cast<size_t>(transfer.atom)];
-    int64_t& there = parts_there_[part.value_atom];
-    for (const Piece& piece : part.pieces) {
-      const std::vector<int64_t> holders = ranksAt(contributionsOf(piece.task)[static_cast<size_t>(part.contribution)], transfer.src_host);
-      const int64_t reducer = chainAt(piece.task, transfer.dst_host).front();
-      there = std::max(there, place(piece, holders[static_cast<size_t>(piece.task) % holders.size()], reducer, part.contribution, 0));
-    }
-    if (--parts_left_[static_cast<size_t>(part.value_atom)] > 0) {
-      return;
-    }
-    for (const Piece& piece : part.pieces) {
-      const std::vector<int64_t> chain = chainAt(piece.task, transfer.dst_host);
-      there = std::max(there, gatherLocally(piece, chain.front(), transfer.dst_host));
-    }
-    for (const Piece& piece : part.pieces) {
-      const std::vector<int64_t> chain = chainAt(piece.task, transfer.dst_host);
-      passOn(piece, chain.front(), chain, 1, there);
-    }
-    ready_[{part.value_atom, transfer.dst_host}] = there;
-  }
-
-  ReshardingPlan& plan_;
-  const Network& network_;
-  const Shipments& shipments_;
-  Timeline timeline_;
-  std::vector<int32_t> parts_left_;
-  std::map<int32_t, int64_t> parts_there_;
-  std::map<std::pair<int32_t, int32_t>, int64_t> ready_;  ///< by atom and host
-};
+/// The busiest port's time with its messages' cost, and the pipeline's fill: one root reaches p hosts in ceil(log2(p + 1)) steps.
+double goodEnough(const Shipments& shipments, const LinkModel& links, double slowest_rate) {
+  const double chunk_s = static_cast<double>(shipments.chunk_bytes) / slowest_rate;
+  const double num_chunks = chunk_s > 0 ? shipments.bottleneck_s / chunk_s : 0;
+  const double fill = static_cast<double>(std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
+  return 1.003 * (shipments.bottleneck_s + num_chunks * 1e-6 * links.message_us) + fill * chunk_s + 2e-6 * links.latency_us;
+}
 
 void planStriped(ReshardingPlan& plan, const Strategy& strategy) {
-  constexpr double kGoodEnough = 1.005;
+  constexpr size_t kTransfersTriedAgain = 4096;
   const Network network(plan);
   const Shipments shipments = shipmentsOf(plan, network, strategy.option("num_chunks"));
-  const std::vector<ScheduleTaste> tastes = {{}, {0.5, false, true}, {0.9, true, true}, {0.0, true, true}, {0.5, true, false}};
-  const double goal = shipments.bottleneck_s * kGoodEnough;
+  const double goal = goodEnough(shipments, plan.topology.links(), static_cast<double>(plan.topology.links().nic_bytes_per_s));
   double best_seconds = 0;
   std::vector<Message> best;
-  for (size_t i = 0; i < tastes.size() && (i == 0 || best_seconds > goal); ++i) {
+  for (size_t i = 0; i < tastes().size(); ++i) {
+    const std::vector<AtomTransfer> transfers = scheduleAtoms(shipments, network, tastes()[i]);
     plan.messages.clear();
-    MessageExpander(plan, network, shipments).expand(scheduleAtoms(shipments, network, tastes[i], nullptr));
+    expandTransfers(plan, network, shipments, transfers);
     const double seconds = simulatedSeconds(plan, network);
     if (i == 0 || seconds < best_seconds) {
       best_seconds = seconds;
       best = std::move(plan.messages);
+    }
+    if (best_seconds <= goal || transfers.size() > kTransfersTriedAgain) {
+      break;
     }
   }
   plan.messages = std::move(best);
