@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -50,13 +51,31 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--compare", action="store_true", help="one line per strategy instead of one plan")
     plan.add_argument("--json", action="store_true", help="print the plan (or the list of plans) as JSON")
     plan.add_argument("--plot", type=Path, help="draw each host's send and receive lanes into this image")
+    calibrate = commands.add_parser("calibrate", help="under torchrun: measure the links, write a topology file")
+    calibrate.set_defaults(run=_run_calibrate)
+    calibrate.add_argument("--out", default="topology.json", help="the file (default: %(default)s)")
+    calibrate.add_argument(
+        "--num-bytes", type=int, default=32 << 20, help="of the transfer that measures a rate (default: 32 MiB)"
+    )
     return parser
+
+
+def _run_calibrate(options: argparse.Namespace) -> None:
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "calibrate measures a running group: torchrun --nproc-per-node N -m torch_xmesh calibrate --out FILE"
+        )
+    from torch_xmesh.calibration import run
+
+    run(options.out, options.num_bytes)
 
 
 def _run_plan(options: argparse.Namespace) -> None:
     cases = _cases(options)
     if options.plot is not None and len(cases) > 1:
         raise ValueError("--plot draws one case; --case-file has several")
+    if options.compare and (options.json or options.plot is not None):
+        raise ValueError("--compare prints one line per strategy; it goes with neither --json nor --plot")
     if options.compare:
         for name, case in cases:
             _print_comparison(name, case, options)
@@ -106,7 +125,9 @@ def _plan(case: dict[str, Any], options: argparse.Namespace, strategy: str) -> R
     src_mesh = parse_mesh(case["src_mesh"])
     spec = Spec(parse_shape(case["shape"]), dtype, src_mesh, parse_placements(case["src"]))
     dst_mesh = parse_mesh(case["dst_mesh"])
-    return plan_resharding(spec, dst_mesh, parse_placements(case["dst"]), strategy=strategy, topology=_topology(options))
+    return plan_resharding(
+        spec, dst_mesh, parse_placements(case["dst"]), strategy=strategy, topology=_topology(options)
+    )
 
 
 def _topology(options: argparse.Namespace) -> Topology:
@@ -128,7 +149,7 @@ def _print_comparison(name: str, case: dict[str, Any], options: argparse.Namespa
 
 
 def parse_shape(text: Any) -> list[int]:
-    """"1024,1024,512", or a list of integers. Raises ValueError."""
+    """Reads ``1024,1024,512``, or a list of integers. Raises ValueError."""
     parts = text if isinstance(text, list) else [part for part in str(text).split(",") if part.strip()]
     try:
         return [int(part) for part in parts]
@@ -137,7 +158,7 @@ def parse_shape(text: Any) -> list[int]:
 
 
 def parse_mesh(text: Any) -> Mesh:
-    """"3x4@8": a grid of consecutive ranks from 8 on; or nested lists of ranks, also as JSON. Raises ValueError."""
+    """Reads ``3x4@8``, consecutive ranks from 8 on; or nested lists of ranks, also as JSON. Raises ValueError."""
     if isinstance(text, list):
         return Mesh(text)
     match = re.fullmatch(r"\s*(\d+(?:x\d+)*)(?:@(\d+))?\s*", str(text))
@@ -145,7 +166,9 @@ def parse_mesh(text: Any) -> Mesh:
         try:
             return Mesh(json.loads(text))
         except json.JSONDecodeError:
-            raise ValueError(f"mesh {text!r}: expected ROWSxCOLUMNS@FIRST_RANK such as 2x4@8, or JSON such as [[0,1]]") from None
+            raise ValueError(
+                f"mesh {text!r}: expected ROWSxCOLUMNS@FIRST_RANK such as 2x4@8, or JSON such as [[0,1]]"
+            ) from None
     shape = [int(extent) for extent in match.group(1).split("x")]
     count = math.prod(shape)
     if not 0 < count <= _MAX_RANKS:
@@ -155,14 +178,16 @@ def parse_mesh(text: Any) -> Mesh:
 
 
 def parse_placements(text: Any) -> list[Placement]:
-    """"Replicate(),Shard(1)", or a list of such texts. Raises ValueError."""
+    """Reads ``Replicate(),Shard(1)``, or a list of such texts. Raises ValueError."""
     parts = text if isinstance(text, list) else [part for part in re.split(r",(?![^(]*\))", str(text)) if part.strip()]
     out = []
     for part in parts:
-        spelled = str(part).replace(" ", "")
-        if not re.fullmatch(r"R|Replicate\(\)|S\d+|Shard\((dim=)?\d+\)|_?StridedShard\(\d+,\d+\)|Partial\(\w*\)", spelled):
-            raise ValueError(f"placement {part!r}: expected Replicate(), Shard(dim), StridedShard(dim,split_factor) or Partial(op)")
+        spelled = re.sub(r"[\s'\"]|dim=|sf=|split_factor=", "", str(part))
+        if not re.fullmatch(r"R|Replicate\(\)|S\d+|Shard\(-?\d+\)|_?StridedShard\(-?\d+,\d+\)|Partial\(\w*\)", spelled):
+            raise ValueError(
+                f"placement {part!r}: expected Replicate(), Shard(dim), StridedShard(dim,split_factor) or Partial(op)"
+            )
         spelled = re.sub(r"^R$", "Replicate()", re.sub(r"^S(\d+)$", r"Shard(\1)", spelled))
-        spelled = spelled.removeprefix("_").replace("dim=", "").replace("Partial()", "Partial(sum)")
+        spelled = spelled.removeprefix("_").replace("Partial()", "Partial(sum)")
         out.append(placement_of(spelled))
     return out

@@ -1,0 +1,121 @@
+"""Measures the links of a running group: what ``torchrun ... -m torch_xmesh calibrate`` does.
+
+The model is alpha-beta with a cost per message: sending b bytes in k messages over a network interface takes
+``latency + k * message + b / rate`` (the model that plans are judged by).
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from torch_xmesh.group import group_of
+from torch_xmesh.resharding import reshard, reshard_many
+from torch_xmesh.spec import Mesh, Spec, device_mesh, wrap_local
+from torch_xmesh.topology import Topology
+
+_NUM_SMALL = 512
+_SAME_RATE = 0.05  # NICs that differ less are one rate
+
+
+def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
+    """Measures hosts and links of the default group. Called by every rank; needs an idle network.
+
+    Args:
+        num_bytes: size of the transfer that measures a rate, bytes.
+        repeats: measurements of each kind; the fastest counts.
+
+    Returns:
+        on every rank the same topology, with hosts as discovered and ``is_measured`` set.
+
+    Raises:
+        ValueError: the default group is not on xmesh, or has one rank only.
+    """
+    world_size = dist.get_world_size()
+    if world_size < 2:
+        raise ValueError("calibration measures the links between ranks, and this group has one rank only")
+    host_of = group_of(None).topology(list(range(world_size)), Topology().links).host_of
+    first_of: dict[int, list[int]] = {}
+    for rank, host in sorted(host_of.items()):
+        first_of.setdefault(host, []).append(rank)
+    hosts = sorted(first_of)
+    fields: dict[str, float] = {}
+    nic_of: dict[int, int] = {}
+    if len(hosts) > 1:
+        outgoing = {host: _rate(first_of[host][0], first_of[hosts[(i + 1) % len(hosts)]][0], num_bytes, repeats) for i, host in enumerate(hosts)}
+        for i, host in enumerate(hosts):
+            nic_of[host] = int(max(outgoing[host], outgoing[hosts[i - 1]]))
+        nic = int(statistics.median(nic_of.values()))
+        fields["nic_bytes_per_s"] = nic
+        nic_of = {host: rate for host, rate in nic_of.items() if abs(rate - nic) > _SAME_RATE * nic}
+        fields |= _small_costs(first_of[hosts[0]][0], first_of[hosts[1]][0], repeats, local=False)
+    pair = next((ranks for ranks in first_of.values() if len(ranks) > 1), None)
+    if pair is not None:
+        fields["local_bytes_per_s"] = int(_rate(pair[0], pair[1], num_bytes, repeats))
+        fields |= _small_costs(pair[0], pair[1], repeats, local=True)
+    return Topology(host_of, nic_of_host=nic_of, is_measured=True, **fields)  # type: ignore[arg-type]
+
+
+def _rate(source: int, target: int, num_bytes: int, repeats: int) -> float:
+    """Bytes per second from one rank to another."""
+    small, large = num_bytes // 4, num_bytes
+    seconds_small = _seconds(source, target, [small], repeats)
+    seconds_large = _seconds(source, target, [large], repeats)
+    return (large - small) / max(seconds_large - seconds_small, 1e-9)
+
+
+def _small_costs(source: int, target: int, repeats: int, *, local: bool) -> dict[str, float]:
+    """Latency of one small message, and what each further one adds, microseconds."""
+    one = _seconds(source, target, [4], repeats * 5)
+    many = _seconds(source, target, [4] * _NUM_SMALL, repeats)
+    message = max(0.0, (many - one) / (_NUM_SMALL - 1))
+    if local:
+        return {"local_latency_us": round(one * 1e6, 2)}
+    return {"latency_us": round(max(0.0, one - message) * 1e6, 2), "message_us": round(message * 1e6, 2)}
+
+
+def _seconds(source: int, target: int, sizes: list[int], repeats: int) -> float:
+    """The shortest time, over the group, from a common start to the arrival of all tensors."""
+    tensors = [_tensor(source, size) for size in sizes]
+    mesh = Mesh([target])
+
+    def move() -> None:
+        if len(tensors) == 1:
+            reshard(tensors[0], mesh, (Replicate(),), strategy="send_recv")
+        else:
+            reshard_many(tensors, mesh, (Replicate(),), strategy="send_recv")
+
+    return min(_timed(move) for _ in range(repeats + 1))
+
+
+def _timed(move: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    move()
+    mine = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return float(mine)
+
+
+def _tensor(source: int, num_bytes: int) -> DTensor | Spec:
+    shape = torch.Size([num_bytes])
+    mesh = Mesh([source])
+    if dist.get_rank() != source:
+        return Spec(shape, torch.uint8, mesh, (Replicate(),))
+    return wrap_local(torch.zeros(shape, dtype=torch.uint8), shape, device_mesh(mesh), (Replicate(),))
+
+
+def run(path: str, num_bytes: int) -> None:
+    """The command: joins the group that torchrun describes, measures, writes the file on rank 0."""
+    dist.init_process_group("xmesh", timeout=timedelta(minutes=5))
+    try:
+        topology = calibrate(num_bytes=num_bytes)
+        if dist.get_rank() == 0:
+            topology.save(path)
+            print(f"{topology.to_json()}\nwritten to {path}", flush=True)
+    finally:
+        dist.destroy_process_group()
