@@ -34,15 +34,12 @@ float endEstimate(AnyBackend& backend) {
 }
 
 c10::intrusive_ptr<XmeshOptions> childOptions(const XmeshOptions& parent, const c10::intrusive_ptr<::c10d::Backend::Options>& given) {
-  auto options = c10::make_intrusive<XmeshOptions>(parent);
+  const auto* own = dynamic_cast<const XmeshOptions*>(given.get());
+  auto options = c10::make_intrusive<XmeshOptions>(own != nullptr ? *own : parent);
   if (given) {
     options->timeout = given->timeout;
     options->group_name = given->group_name;
     options->group_desc = given->group_desc;
-    if (const auto* own = dynamic_cast<const XmeshOptions*>(given.get())) {
-      options->gloo = own->gloo;
-      options->nccl = own->nccl;
-    }
   }
   return options;
 }

@@ -100,6 +100,9 @@ void ProcessGroupXmesh::close(bool abort) noexcept {
 }
 
 ::c10d::Backend& ProcessGroupXmesh::inner(c10::DeviceType kind) const {
+  if (::c10d::Backend* backend = inner_.made(kind)) {
+    return *backend;
+  }
   return inner_.get(kind, [this, kind](::c10d::Backend& made) {
     made.setGroupUid(getGroupUid());
     made.setGroupDesc(getGroupDesc());
