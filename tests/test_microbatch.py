@@ -39,7 +39,7 @@ def test_merging_undoes_splitting(samples: int, count: int, dim: int) -> None:
     shape = [2, 3, 4]
     shape[dim] = samples
     batch = {"x": torch.randn(shape), "flags": [torch.rand(shape) > 0.5, 7]}
-    spec = TensorChunkSpec(dim)
+    spec = TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
     if samples < count:
         with pytest.raises(ValueError, match="cannot be split"):
             split_microbatches((batch,), num_microbatches=count, args_chunk_spec=(spec,))
@@ -87,20 +87,23 @@ def test_wrong_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         split_microbatches((x,), num_microbatches=0)
     with pytest.raises(ValueError, match=r"of shape \(4, 2\) has no dim 2"):
-        split_microbatches((x,), num_microbatches=2, args_chunk_spec=(TensorChunkSpec(2),))
+        split_microbatches((x,), num_microbatches=2, args_chunk_spec=(TensorChunkSpec(2),))  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="the chunk spec of args has 2 entries, args has 1"):
         split_microbatches((x,), num_microbatches=2, args_chunk_spec=(None, None))
     with pytest.raises(ValueError, match=r"the chunk spec of kwargs names \['z'\]"):
-        split_microbatches((x,), {"y": 1}, num_microbatches=2, kwargs_chunk_spec={"z": TensorChunkSpec(0)})
+        split_microbatches((x,), {"y": 1}, num_microbatches=2, kwargs_chunk_spec={"z": TensorChunkSpec(0)})  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match=r"needs a tensor with dimensions, got int 3"):
-        split_microbatches((x, 3), num_microbatches=2, args_chunk_spec=(None, TensorChunkSpec(0)))
+        split_microbatches((x, 3), num_microbatches=2, args_chunk_spec=(None, TensorChunkSpec(0)))  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="is a TensorChunkSpec, a Replicate, None or a structure"):
         split_microbatches((x,), num_microbatches=2, args_chunk_spec=(0,))
 
 
 def test_merging_follows_the_spec() -> None:
-    outputs = [{"y": torch.ones(2, 1), "loss": torch.tensor(1.5), "k": 4}, {"y": torch.ones(2, 2), "loss": torch.tensor(2.0), "k": 4}]
-    merged = merge_outputs(outputs, {"y": TensorChunkSpec(1), "loss": sum_reducer, "k": Replicate})
+    outputs = [
+        {"y": torch.ones(2, 1), "loss": torch.tensor(1.5), "k": 4},
+        {"y": torch.ones(2, 2), "loss": torch.tensor(2.0), "k": 4},
+    ]
+    merged = merge_outputs(outputs, {"y": TensorChunkSpec(1), "loss": sum_reducer, "k": Replicate})  # type: ignore[no-untyped-call]
     assert merged["y"].shape == (2, 3)
     assert merged["loss"].item() == 3.5
     assert merged["k"] == 4
@@ -116,7 +119,17 @@ def test_weights() -> None:
 
 
 def test_seeds_differ_and_the_global_generator_is_kept() -> None:
-    seeds = {dropout_seed(*words) for words in ((0, 0, 0, 0, 0), (1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0), (0, 0, 0, 1, 0), (0, 0, 0, 0, 1))}
+    seeds = {
+        dropout_seed(*words)
+        for words in (
+            (0, 0, 0, 0, 0),
+            (1, 0, 0, 0, 0),
+            (0, 1, 0, 0, 0),
+            (0, 0, 1, 0, 0),
+            (0, 0, 0, 1, 0),
+            (0, 0, 0, 0, 1),
+        )
+    }
     assert len(seeds) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert dropout_seed(1, 2, 3, 4, 5) == 776076787286141139

@@ -61,7 +61,7 @@ def test_stages_equal_the_model(case: Case, names: tuple[str, ...], samples: int
     for run in (whole, parts.run):
         torch.manual_seed(1)
         output = run(*args, **kwargs)
-        case.loss(output, target).backward()
+        case.loss(output, target).backward()  # type: ignore[no-untyped-call]
         results.append(output)
     assert_same(results[0], results[1])
     assert_same(list(gradients(whole).values()), list(gradients(split).values()))
@@ -104,7 +104,7 @@ def test_detached_stages_give_the_models_gradients(case: Case, names: tuple[str,
     parts = cut(case, split, names)
     args, kwargs, target = case.batch(3)
     torch.manual_seed(1)
-    case.loss(whole(*args, **kwargs), target).backward()
+    case.loss(whole(*args, **kwargs), target).backward()  # type: ignore[no-untyped-call]
     torch.manual_seed(1)
     values = parts.bind(args, kwargs)
     ran = []
@@ -119,9 +119,13 @@ def test_detached_stages_give_the_models_gradients(case: Case, names: tuple[str,
     incoming: dict[str, torch.Tensor] = {}
     for stage, received, made in reversed(ran):
         if stage.index == parts.num_stages - 1:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         else:
-            roots = [(tensor, incoming[name]) for name, tensor in zip(stage.output_values, made, strict=True) if name in incoming]
+            roots = [
+                (tensor, incoming[name])
+                for name, tensor in zip(stage.output_values, made, strict=True)
+                if name in incoming
+            ]
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
         for name, tensor in zip(stage.input_values, received, strict=True):
             if tensor.grad is not None and parts.values[name].producer is not None:
@@ -248,7 +252,7 @@ class ModeBranch(nn.Module):
         x = self.first(x)
         if self.training:
             x = x + torch.rand_like(x)
-        return self.second(x)
+        return self.second(x)  # type: ignore[no-any-return]
 
 
 def test_a_forward_that_branches_on_training_runs_in_its_mode_only() -> None:
@@ -270,7 +274,7 @@ class InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
         z = self.third(self.second(y))
-        return z + y if self.keep else z
+        return z + y if self.keep else z  # type: ignore[no-any-return]
 
 
 def test_a_change_in_place_of_a_received_value() -> None:
@@ -282,7 +286,9 @@ def test_a_change_in_place_of_a_received_value() -> None:
     assert torch.equal(parts.stages[1](leaf)[0], model(x))
     assert torch.equal(leaf, before)
     partition(InPlace(keep=True), (x,), None, split_at("second"))
-    with pytest.raises(ValueError, match="stage 1 changes first .* in place, and stage 2 reads first in the same memory"):
+    with pytest.raises(
+        ValueError, match="stage 1 changes first .* in place, and stage 2 reads first in the same memory"
+    ):
         partition(InPlace(keep=True), (x,), None, split_at("second", "third"))
 
 
@@ -293,11 +299,13 @@ class Counting(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(self.norm(x))) + self.norm.running_mean
+        return self.second(self.first(self.norm(x))) + self.norm.running_mean  # type: ignore[no-any-return]
 
 
 def test_a_changing_buffer_in_two_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"buffer 'norm.running_mean' is changed in stage 0 and read in stages \[0, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"buffer 'norm.running_mean' is changed in stage 0 and read in stages \[0, 1\]"
+    ):
         partition(Counting(), (torch.randn(3, 4),), None, split_at("second"))
 
 
@@ -306,7 +314,9 @@ def test_wrong_split_points() -> None:
     x = torch.randn(3, 6)
     with pytest.raises(ValueError, match=r"split point 'layer.2' is no module of MLP; close names: .*layers\.2"):
         partition(model, (x,), None, split_at("layer.2"))
-    with pytest.raises(ValueError, match=r"must be in the order of the model's calls: 'layers.1' is called before 'layers.2'"):
+    with pytest.raises(
+        ValueError, match=r"must be in the order of the model's calls: 'layers.1' is called before 'layers.2'"
+    ):
         partition(model, (x,), None, split_at("layers.2", "layers.1"))
     with pytest.raises(ValueError, match=r"stage 0 would be empty: nothing runs before 'layers.0'"):
         partition(model, (x,), None, split_at("layers.0"))
@@ -323,12 +333,18 @@ def test_wrong_split_points() -> None:
 
 
 def test_an_untraceable_model_says_where() -> None:
-    with pytest.raises(ValueError, match=r"torch.fx cannot trace the model \(Untraceable\) at .*small.py:\d+ in forward.*torch.export cannot"):
+    with pytest.raises(
+        ValueError,
+        match=r"torch.fx cannot trace the model \(Untraceable\) at .*small.py:\d+ in forward.*torch.export cannot",
+    ):
         partition(small.Untraceable(), (torch.randn(3, 4),), None, split_at("second"))
 
 
 def test_a_failing_node_says_where() -> None:
-    with pytest.raises(ValueError, match=r"stage 0, node layers_0 \(call_module layers.0\) at .*small.py:\d+ in forward.*must have same reduction dim"):
+    with pytest.raises(
+        ValueError,
+        match=r"stage 0, node layers_0 \(call_module layers.0\) at .*small.py:\d+ in forward.*same reduction",
+    ):
         partition(small.MLP(), (torch.randn(3, 5),), None, split_at("layers.1"))
 
 
@@ -344,9 +360,14 @@ def test_arguments_that_differ_from_the_example_are_refused() -> None:
     parts = cut(case, case.build(), case.splits[0])
     args, kwargs, _ = case.batch(5)
     parts.bind(args, kwargs)
-    with pytest.raises(ValueError, match=r"argument .*scale.* is a constant of the traced model: the example had 0.5, got 2.0"):
+    with pytest.raises(
+        ValueError, match=r"argument .*scale.* is a constant of the traced model: the example had 0.5, got 2.0"
+    ):
         parts.bind(args, {"scale": 2.0})
-    with pytest.raises(ValueError, match=r"argument args\[0\]\[1\] has shape \(5, 3\), the example had \(3, 4\) \(dim 0, the batch, may differ\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"argument args\[0\]\[1\] has shape \(5, 3\), the example had \(3, 4\) \(dim 0, the batch, may differ\)",
+    ):
         parts.bind(((args[0][0], torch.randn(5, 3)),), kwargs)
     with pytest.raises(ValueError, match=r"args\[0\]\[0\] has dtype torch.float64, the example had torch.float32"):
         parts.bind(((args[0][0].double(), args[0][1]),), kwargs)
@@ -357,7 +378,11 @@ def test_arguments_that_differ_from_the_example_are_refused() -> None:
 
 def ready_stages() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [small.TwoOutputs(6), nn.Bilinear(6, 6, 5), nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(5, 3))]
+    return [
+        small.TwoOutputs(6),
+        nn.Bilinear(6, 6, 5),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(5, 3)),
+    ]
 
 
 def test_ready_stages_are_a_chain() -> None:
@@ -368,7 +393,7 @@ def test_ready_stages_are_a_chain() -> None:
     assert [stage.input_values for stage in parts.stages] == [("arg0",), ("stage0.0", "stage0.1"), ("stage1.0",)]
     assert parts.values["stage0.1"].shape_for(7) == (7, 6)
     leaf = stages[1](*stages[0](x)).detach().requires_grad_()
-    parts.stages[2](leaf)[0].sum().backward()
+    parts.stages[2](leaf)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
 
 
@@ -378,13 +403,15 @@ def test_ready_stages_of_several_processes_agree() -> None:
     def exchange(stage: int, signature: StageSignature | None) -> StageSignature:
         if signature is not None:
             published[stage] = pickle.dumps(signature)
-        return pickle.loads(published[stage])
+        return pickle.loads(published[stage])  # type: ignore[no-any-return]
 
     x = torch.randn(3, 6)
     whole = partition(list(stages), (x,))
     partition(list(stages), (x,), exchange=exchange)
     for own in range(3):
-        parts = partition([stage if index == own else None for index, stage in enumerate(stages)], (x,), exchange=exchange)
+        parts = partition(
+            [stage if index == own else None for index, stage in enumerate(stages)], (x,), exchange=exchange
+        )
         assert list(parts.values.values()) == list(whole.values.values())
         assert parts.outputs == whole.outputs
     with pytest.raises(ValueError, match=r"stages \[1\] are None"):
@@ -443,7 +470,7 @@ def test_the_graph_of_an_exported_model_may_hold_for_one_batch_size() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] > 2:
                 x = self.first(x)
-            return self.second(self.first(x).view(3, 4))
+            return self.second(self.first(x).view(3, 4))  # type: ignore[no-any-return]
 
     parts = partition(Fixed(), (torch.randn(3, 4),), None, split_at("second"))
     assert parts.fixed_batch
@@ -469,11 +496,20 @@ def test_the_serial_step_is_the_mean_over_the_batch(name: str, shards: int, firs
     expected = copy.deepcopy(model)
     args, kwargs, target = case.batch(7)
     loss = case.loss(expected(*args, **kwargs), target)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     specs = dict(case.specs)
     result = serial_step(
-        model, args, kwargs, target=target, loss_fn=case.loss, num_microbatches=3, num_data_shards=shards, shard_first=first,
-        partition=cut(case, model, case.splits[0]), return_outputs=not (first and shards > 1), **specs,
+        model,
+        args,
+        kwargs,
+        target=target,
+        loss_fn=case.loss,
+        num_microbatches=3,
+        num_data_shards=shards,
+        shard_first=first,
+        partition=cut(case, model, case.splits[0]),
+        return_outputs=not (first and shards > 1),
+        **specs,
     )
     torch.testing.assert_close(result.loss, loss.detach())
     for name_, gradient in gradients(expected).items():
@@ -493,7 +529,9 @@ def test_the_serial_step_seeds_dropout_and_accumulates() -> None:
     second = serial_step(model, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=2, seed=5, step=1)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert_same(first.losses, second.losses)
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [2 * gradient for gradient in once])
+    torch.testing.assert_close(
+        [parameter.grad for parameter in model.parameters()], [2 * gradient for gradient in once]
+    )
     other = serial_step(model, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=2, seed=5, step=2, backward=False)
     assert not torch.equal(other.loss, first.loss)
 

@@ -1,4 +1,4 @@
-"""Small models with everything that a pipeline partition has to cope with; `zoo()` lists them with arguments and split points."""
+"""Small models with everything that a pipeline partition has to cope with: `cases` lists them."""
 
 from models.zoo import Case, cases, model_names
 

@@ -17,12 +17,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         batch, tokens, width = x.shape
-        q, k, v = (
-            part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2)
-        )
+        q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
         keep = None if mask is None else mask[:, None, None, :]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -37,7 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), mask))
-        return x + self.dropout(self.feed(self.norm2(x)))
+        return x + self.dropout(self.feed(self.norm2(x)))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -67,7 +65,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(self.norm(x)).view(batch, length, -1)
+        return self.head(self.norm(x)).view(batch, length, -1)  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):

@@ -17,7 +17,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = self.dropout(torch.tanh(layer(x)))
-        return self.head(x)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 class Recurrent(nn.Module):
@@ -34,7 +34,7 @@ class Recurrent(nn.Module):
         x, state = self.first(sequence)
         x = self.middle(x)
         x, (hidden, _) = self.second(x, state)
-        return self.head(x + hidden)
+        return self.head(x + hidden)  # type: ignore[no-any-return]
 
 
 class TiedInside(nn.Module):
@@ -50,7 +50,7 @@ class TiedInside(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.shared(torch.tanh(self.second(torch.tanh(self.first(x)))))
         x = self.shared(torch.tanh(self.third(x)))
-        return self.last(F.linear(x, self.first.weight))
+        return self.last(F.linear(x, self.first.weight))  # type: ignore[no-any-return]
 
 
 class Scaled(torch.autograd.Function):
@@ -61,7 +61,7 @@ class Scaled(torch.autograd.Function):
         return x * factor
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient * 3, None
 
 
@@ -73,8 +73,8 @@ class CustomFunction(nn.Module):
         self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = Scaled.apply(self.first(x), 2.0)
-        return self.third(Scaled.apply(torch.tanh(self.second(x)), 0.5))
+        x = Scaled.apply(self.first(x), 2.0)  # type: ignore[no-untyped-call]
+        return self.third(Scaled.apply(torch.tanh(self.second(x)), 0.5))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Hooked(nn.Module):
@@ -88,10 +88,10 @@ class Hooked(nn.Module):
         self.second.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
         self.second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
         self.third.register_forward_hook(lambda module, args, output: self.calls.append("third"))
-        self.third.weight.register_hook(lambda gradient: gradient * 3)
+        self.third.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(torch.relu(self.second(torch.tanh(self.first(x)))))
+        return self.third(torch.relu(self.second(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
 
 
 class Several(nn.Module):
@@ -109,7 +109,7 @@ class Several(nn.Module):
         choice = used.argmax(1, keepdim=True)
         x = self.middle(used)
         x = x / (1 + factor) + torch.gather(x, 1, choice)
-        return self.last(x * scale + pair[1])
+        return self.last(x * scale + pair[1])  # type: ignore[no-any-return]
 
 
 class TwoOutputs(nn.Module):
@@ -133,7 +133,7 @@ class Autocast(nn.Module):
             x = self.first(x)
             x = self.second(torch.matmul(x, x.new_ones(8, 8)))
             x = x + torch.matmul(x, x.transpose(0, 1)).mean()
-        return self.third(x.float())
+        return self.third(x.float())  # type: ignore[no-any-return]
 
 
 class Branching(nn.Module):
@@ -149,7 +149,7 @@ class Branching(nn.Module):
             x = self.first(x)
         x = self.drop(torch.relu(x))
         x = self.second(x)
-        return self.third(x).view(x.shape[0], 2, 2)
+        return self.third(x).view(x.shape[0], 2, 2)  # type: ignore[no-any-return]
 
 
 class Untraceable(nn.Module):
@@ -163,4 +163,4 @@ class Untraceable(nn.Module):
         x = self.first(x)
         if x.sum() > 0:
             x = -x
-        return self.second(x)
+        return self.second(x)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Convolutional models: batch norm, and a U-Transformer (a U-Net with attention at the bottom and in its long skips)."""
+"""Convolutional models: batch norm, and a U-Transformer (a U-Net with attention)."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class ConvNet(nn.Module):
         x = self.act1(self.norm1(self.stem(image)))
         x = self.body(x)
         x = self.pool(x)
-        return self.head(x.view(image.size(0), -1))
+        return self.head(x.view(image.size(0), -1))  # type: ignore[no-any-return]
 
 
 class Convolutions(nn.Module):
@@ -47,7 +47,7 @@ class SelfAttention2d(nn.Module):
         batch, width, height, length = x.shape
         pixels = self.norm(x.flatten(2).transpose(1, 2))
         seen, _ = self.attention(pixels, pixels, pixels, need_weights=False)
-        return x + seen.transpose(1, 2).reshape(batch, width, height, length)
+        return x + seen.transpose(1, 2).reshape(batch, width, height, length)  # type: ignore[no-any-return]
 
 
 class SkipGate(nn.Module):
@@ -62,7 +62,7 @@ class SkipGate(nn.Module):
 
 
 class UTransformer(nn.Module):
-    """A U-Net of `levels` whose bottom attends to itself and whose skips are gated; [batch, 1, 8, 8] to [batch, 2, 8, 8]."""
+    """A U-Net whose bottom attends to itself and whose skips are gated; [batch, 1, 8, 8] to [batch, 2, 8, 8]."""
 
     def __init__(self, width: int = 4, levels: int = 2) -> None:
         super().__init__()
@@ -89,4 +89,4 @@ class UTransformer(nn.Module):
             skip = skips.pop()
             x = up(F.interpolate(x, size=skip.shape[2:], mode="nearest"))
             x = decoder(torch.cat([gate(skip, x), x], dim=1))
-        return self.head(x)
+        return self.head(x)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ def _tokens(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def _classes(output: Any, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output["logits"], target) + output["hidden"][1].square().mean()
+    return F.cross_entropy(output["logits"], target) + output["hidden"][1].square().mean()  # type: ignore[no-any-return]
 
 
 def _pixels(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _pairs(n: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return ((torch.randn(n, 4), torch.randn(n, 4)),), {"scale": 0.5}, torch.randn(n, 4)
 
 
-_SEQUENCE = TensorChunkSpec(1)
+_SEQUENCE = TensorChunkSpec(1)  # type: ignore[no-untyped-call]
 _CASES = (
     Case(
         "mlp",
@@ -134,7 +134,13 @@ _CASES = (
     Case("hooks", small.Hooked, _rows(4, 4), _mean_square, (("second",), ("second", "third"))),
     Case("several", small.Several, _pairs, _mean_square, (("middle",), ("middle", "last"), ("inner.second", "last"))),
     Case("autocast", small.Autocast, _rows(8, 8), _mean_square, (("second",), ("second", "third"))),
-    Case("export", small.Branching, _rows(4, 4), lambda o, t: F.mse_loss(o.flatten(1), t), (("second",), ("second", "third"))),
+    Case(
+        "export",
+        small.Branching,
+        _rows(4, 4),
+        lambda o, t: F.mse_loss(o.flatten(1), t),
+        (("second",), ("second", "third")),
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""A batch cut into microbatches, and outputs put together again; specs are those of ``torch.distributed.pipelining``."""
+"""A batch cut into microbatches, and outputs merged again; specs are those of ``torch.distributed.pipelining``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +36,8 @@ class Microbatch:
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Samples per microbatch by ``torch.tensor_split``'s rule: the first ``num_samples % num_microbatches`` have one more.
+    """Samples per microbatch by ``torch.tensor_split``'s rule: the first ``num_samples % num_microbatches`` have one
+    more.
 
     Raises:
         ValueError: no microbatch, or fewer samples than microbatches.
@@ -53,13 +54,13 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def shard_sizes(num_samples: int, num_shards: int) -> list[int]:
-    """Samples per data shard by DTensor's rule: chunks of ``ceil(num_samples / num_shards)``, the last ones smaller or empty."""
+    """Samples per data shard by DTensor's rule: chunks of the rounded-up share, the last ones smaller or empty."""
     size = -(-num_samples // num_shards)
     return [min(max(num_samples - shard * size, 0), size) for shard in range(num_shards)]
 
 
 def loss_weights(sizes: Sequence[int], scale_grads: bool = True) -> list[float]:
-    """The weight of each part's loss in the step's loss: n_i / N, so that the sum is the batch's mean, or 1 without scaling."""
+    """The weight of each part's loss: n_i / N, so that the sum is the batch's mean, or 1 without scaling."""
     total = sum(sizes)
     return [size / total if scale_grads else 1.0 for size in sizes]
 
@@ -69,14 +70,15 @@ def leaf_specs(tree: Any, spec: Any, what: str) -> list[Any]:
 
     Args:
         tree: arguments, any pytree.
-        spec: None (tensors are cut along dim 0), one spec for all tensors of `tree`, or a dict, tuple or list of such specs, as `tree` is.
+        spec: None (tensors are cut along dim 0), one spec for all tensors of `tree`, or a dict, tuple or list of such
+            specs, as `tree` is.
         what: how messages call `tree`.
 
     Raises:
         ValueError: the structures differ, or something is no spec.
     """
     if spec is None:
-        return [TensorChunkSpec(0) if _is_cuttable(leaf) else Replicate() for leaf in pytree.tree_leaves(tree)]
+        return [TensorChunkSpec(0) if _is_cuttable(leaf) else Replicate() for leaf in pytree.tree_leaves(tree)]  # type: ignore[no-untyped-call]
     if _is_spec(spec):
         spec = spec() if isinstance(spec, type) else spec
         leaves, structure = pytree.tree_flatten(tree)
@@ -109,7 +111,8 @@ def batch_size(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
 ) -> int | None:
-    """The number of samples in the arguments: what every tensor to cut has along its chunk dim; None if there is none to cut.
+    """The number of samples in the arguments: what every tensor to cut has along its chunk dim; None if there is none
+    to cut.
 
     Raises:
         ValueError: two tensors disagree.
@@ -119,7 +122,7 @@ def batch_size(
 
 
 def split_tree(tree: Any, specs: list[Any], sizes: Sequence[int], what: str) -> list[Any]:
-    """`tree` cut into ``len(sizes)`` trees of the same structure; leaf i by ``specs[i]``, views of the original tensors."""
+    """`tree` cut into ``len(sizes)`` trees of its structure, leaf i by ``specs[i]``: views of the tensors."""
     leaves, structure = pytree.tree_flatten(tree)
     columns = []
     for leaf, spec in zip(leaves, specs, strict=True):
@@ -147,12 +150,12 @@ def split_microbatches(
 ) -> list[Microbatch]:
     """The batch as `num_microbatches` microbatches, cut by ``torch.tensor_split``'s rule (sizes differ by at most one).
 
-    Tensors without a chunk spec are cut along dim 0; everything that is no tensor, a 0-dim tensor, and what its spec says to
-    replicate goes whole to every microbatch.
+    Tensors without a chunk spec are cut along dim 0; everything that is no tensor, a 0-dim tensor, and what its spec
+    says to replicate goes whole to every microbatch.
 
     Raises:
-        ValueError: nothing to cut, tensors with different numbers of samples, fewer samples than microbatches, a spec that
-            does not match.
+        ValueError: nothing to cut, tensors with different numbers of samples, fewer samples than microbatches, a spec
+            that does not match.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     tree, specs = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
@@ -175,7 +178,8 @@ def merge_outputs(outputs: Sequence[Any], merge_spec: Any = None) -> Any:
 
     Args:
         outputs: one pytree per microbatch, all of the same structure.
-        merge_spec: None, or a prefix tree of TensorChunkSpec, torch's reducers (``sum_reducer``), Replicate (all are equal: the first is taken).
+        merge_spec: None, or a prefix tree of TensorChunkSpec, torch's reducers (``sum_reducer``), Replicate (all are
+            equal: the first is taken).
 
     Raises:
         ValueError: structures differ, or a 0-dim tensor has no spec that tells how to merge it.
@@ -187,7 +191,7 @@ def merge_outputs(outputs: Sequence[Any], merge_spec: Any = None) -> Any:
             raise ValueError(f"microbatch {index}'s output has the structure {other}, microbatch 0's has {structure}")
     specs = leaf_specs(outputs[0], merge_spec, "output")
     if merge_spec is None:
-        specs = [TensorChunkSpec(0) if isinstance(leaf, torch.Tensor) else Replicate() for leaf in flat[0][0]]
+        specs = [TensorChunkSpec(0) if isinstance(leaf, torch.Tensor) else Replicate() for leaf in flat[0][0]]  # type: ignore[no-untyped-call]
     merged = [_merge_leaf([leaves[index] for leaves, _ in flat], spec) for index, spec in enumerate(specs)]
     return pytree.tree_unflatten(merged, structure)
 
@@ -196,13 +200,14 @@ def _merge_leaf(parts: list[Any], spec: Any) -> Any:
     if isinstance(spec, TensorChunkSpec):
         if not _is_cuttable(parts[0]):
             raise ValueError(
-                f"{_describe(parts[0])} in the output cannot be concatenated: give it a reducer or Replicate in output_merge_spec"
+                f"{_describe(parts[0])} in the output cannot be concatenated: give it a reducer or Replicate in "
+                "output_merge_spec"
             )
         return torch.cat(parts, spec.split_dim)
     if isinstance(spec, _CustomReducer):
         value = spec.init_value
         for part in parts:
-            value = spec.reduce_fn(value, part)  # type: ignore[no-untyped-call]
+            value = spec.reduce_fn(value, part)
         return value
     return parts[0]
 
@@ -226,7 +231,8 @@ def _common_size(tree: Any, specs: list[Any], what: str) -> int | None:
     if len(found) > 1:
         sizes = "; ".join(f"{size} in {where}" for size, where in found.items())
         raise ValueError(
-            f"the batch's tensors disagree on the number of samples: {sizes}; name the batch dim by a chunk spec, or replicate it"
+            f"the batch's tensors disagree on the number of samples: {sizes}; name the batch dim by a chunk spec, "
+            "or replicate it"
         )
     return next(iter(found), None)
 

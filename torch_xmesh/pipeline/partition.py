@@ -1,7 +1,9 @@
-"""A model cut into pipeline stages: `partition` traces it once and gives each stage a module and the tensors that cross.
+"""A model cut into pipeline stages: `partition` traces it once and gives each stage a module and the tensors that
+cross.
 
-Tensors go straight from the stage that makes them to every stage that reads them. Integers and shapes are constants or follow from the batch
-size; values made of buffers and constants alone are computed again where they are read. Nothing of the model is run, copied or changed.
+Tensors go straight from the stage that makes them to every stage that reads them. Integers and shapes are constants
+or follow from the batch size; values made of buffers and constants alone are computed again where they are read.
+Nothing of the model is run, copied or changed.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.microbatch import batch_size, leaf_specs
-from torch_xmesh.pipeline.partition_propagate import Constant, Propagation, TensorInfo, training_effects, propagate
+from torch_xmesh.pipeline.partition_propagate import Constant, Propagation, TensorInfo, propagate, training_effects
 from torch_xmesh.pipeline.partition_ready import Exchange, StageSignature, chain_ready_stages
 from torch_xmesh.pipeline.partition_values import InputInfo, OutputStructure, StageProgram, ValueInfo, ValueName
 from torch_xmesh.pipeline.stage_module import GraphCut, Leaf, StageBuilder, stage_module
@@ -54,7 +56,8 @@ class Partition:
 
     Attributes:
         stages: what each stage runs.
-        values: the tensors that enter the model, cross stages or leave it; inputs first, then by producer and order of execution.
+        values: the tensors that enter the model, cross stages or leave it; inputs first, then by producer and order
+            of execution.
         inputs: the tensor arguments of the model, by value name.
         outputs: the model's output over values.
         tied_parameters: groups of (stage, name) of one parameter object that several stages hold.
@@ -84,7 +87,8 @@ class Partition:
         """The model's input values in one microbatch's arguments: all of them, or those that `stage` takes.
 
         Raises:
-            ValueError: another structure, dtype or size (the batch dim apart) than the example's, or another constant.
+            ValueError: another structure, dtype or size (the batch dim apart) than the example's, or another
+                constant.
         """
         leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
         if structure != self.argument_structure:
@@ -105,7 +109,8 @@ class Partition:
         where = f"argument {describe_path(info.path)}"
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
-                f"{where} must be a tensor of shape {info.shape} as in the example arguments, got {type(tensor).__name__}"
+                f"{where} must be a tensor of shape {info.shape} as in the example arguments, got "
+                f"{type(tensor).__name__}"
             )
         if tensor.dtype != info.dtype:
             raise ValueError(f"{where} has dtype {tensor.dtype}, the example had {info.dtype}")
@@ -130,7 +135,8 @@ class Partition:
         for stage in self.stages:
             count = sum(parameter.numel() for parameter in stage.module.parameters())
             lines.append(
-                f"stage {stage.index}: {count} parameters; {', '.join(stage.input_values)} -> {', '.join(stage.output_values)}"
+                f"stage {stage.index}: {count} parameters; {', '.join(stage.input_values)} -> "
+                f"{', '.join(stage.output_values)}"
             )
         for value in self.values.values():
             source = "input" if value.producer is None else f"stage {value.producer}"
@@ -139,7 +145,8 @@ class Partition:
             )
             grad = ", differentiable" if value.is_differentiable else ""
             lines.append(
-                f"{value.name}: {source} -> {readers or 'nobody'}; {value.dtype} {list(value.shape)}, batch dim {value.batch_dim}{grad}"
+                f"{value.name}: {source} -> {readers or 'nobody'}; {value.dtype} {list(value.shape)}, batch dim "
+                f"{value.batch_dim}{grad}"
             )
         return "\n".join(lines)
 
@@ -160,17 +167,19 @@ def partition(
     """Cut `model` into stages.
 
     Args:
-        model: a module, or the list of ready stage modules: stage k gets what stage k - 1 returns (a tuple's or list's items as arguments);
-            None where another process holds the stage.
+        model: a module, or the list of ready stage modules: stage k gets what stage k - 1 returns (a tuple's or
+            list's items as arguments); None where another process holds the stage.
         example_args, example_kwargs: one microbatch's arguments; tensors count by shape and dtype only.
-        split: `split_at(...)`, "auto" (with `num_stages`; measured here, so processes must agree on one result), or None for a list or one stage.
+        split: `split_at(...)`, "auto" (with `num_stages`; measured here, so processes must agree on one result), or
+            None for a list or one stage.
         num_stages: checked against `split` where that says it.
         args_chunk_spec: which dim holds the samples, as for ``torch.distributed.pipelining``; dim 0 by default.
         exchange: needed for a list with None: see `Exchange`.
         device: where a model or arguments on meta will run; default: the device of what is not on meta, else the CPU.
 
     Raises:
-        ValueError: the model cannot be traced, a split point is unknown or out of order, the number of stages differs, or a value cannot cross.
+        ValueError: the model cannot be traced, a split point is unknown or out of order, the number of stages
+            differs, or a value cannot cross.
     """
     arguments = sorted_arguments(example_args, example_kwargs)
     specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
@@ -205,7 +214,7 @@ def sorted_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> t
 
 def describe_path(path: tuple[Any, ...]) -> str:
     """``("kwargs", "mask", 0)`` as ``kwargs['mask'][0]``."""
-    return path[0] + "".join(f"[{part!r}]" for part in path[1:])
+    return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
 
 
 def _device_of(model: Any, arguments: Any) -> torch.device:
@@ -252,7 +261,8 @@ def trace_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: 
             where = source_line(error)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"{fx_error}; torch.export cannot either{' at ' + where if where else ''}: {type(error).__name__}: {reason}. Start stages at modules whose "
+                f"{fx_error}; torch.export cannot either{' at ' + where if where else ''}: "
+                f"{type(error).__name__}: {reason}. Start stages at modules whose "
                 "parents are traceable, or pass a list of ready stage modules"
             ) from error
 
@@ -291,7 +301,7 @@ def _canonical_name(model: nn.Module, name: str) -> str:
         close = difflib.get_close_matches(name, [known for known in modules if known], n=5, cutoff=0.4)
         hint = f"; close names: {', '.join(close)}" if close else f"; its modules are {', '.join(list(modules)[1:11])}"
         raise ValueError(f"split point {name!r} is no module of {type(model).__name__}{hint}")
-    return next(known for known, module in model.named_modules() if module is modules[name])
+    return next(str(known) for known, module in model.named_modules() if module is modules[name])
 
 
 def _stage_starts(traced: Traced, names: Sequence[str]) -> list[int]:
@@ -313,7 +323,8 @@ def _stage_starts(traced: Traced, names: Sequence[str]) -> list[int]:
         previous = starts[index - 1] if index else 0
         if start < previous:
             raise ValueError(
-                f"split points must be in the order of the model's calls: {names[index]!r} is called before {names[index - 1]!r}"
+                f"split points must be in the order of the model's calls: {names[index]!r} is called before "
+                f"{names[index - 1]!r}"
             )
         if not any(real[previous:start]):
             raise ValueError(
@@ -337,18 +348,12 @@ def _input_names(
     for keys, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         if not isinstance(leaf, torch.Tensor):
             continue
-        plain = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in keys]
+        plain: list[Any] = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in keys]
         path = ("args" if plain[0] == 0 else "kwargs", *plain[1:])
         first = plain[1]
-        words = [
-            parameters[first]
-            if plain[0] == 0 and first < len(parameters)
-            else f"arg{first}"
-            if plain[0] == 0
-            else first,
-            *plain[2:],
-        ]
-        name = re.sub(r"\W", "_", "_".join(str(word) for word in words))
+        if plain[0] == 0:
+            first = parameters[first] if first < len(parameters) else f"arg{first}"
+        name = re.sub(r"\W", "_", "_".join(str(word) for word in (first, *plain[2:])))
         name = name if not name[:1].isdigit() else f"_{name}"
         while name in taken:
             name += "_"
@@ -418,9 +423,7 @@ def _assemble(
             )
         )
     _check_buffers(stages, propagation)
-    result = finish_partition(
-        stages, values, arguments, [(name, path) for name, path in named.values()], samples, propagation.fixed_batch
-    )
+    result = finish_partition(stages, values, arguments, list(named.values()), samples, propagation.fixed_batch)
     return dataclasses.replace(
         result, outputs=_named_outputs(cut, names), unused_parameters=_unused_parameters(model, stages)
     )
@@ -432,7 +435,8 @@ def _output_structure(cut: GraphCut) -> dict[Leaf, None]:
         for info in cut.info[node].leaves:
             if not isinstance(info, TensorInfo | Constant):
                 raise ValueError(
-                    f"the model's output contains the result of node {node.name}, which is no tensor and depends on the batch size: return a tensor"
+                    f"the model's output contains the result of node {node.name}, which is no tensor and depends "
+                    "on the batch size: return a tensor"
                 )
     return dict.fromkeys(leaf for node in cut.output_leaves for leaf in cut.leaves_of(node))
 
@@ -520,7 +524,10 @@ def _unused_parameters(model: nn.Module, stages: Sequence[StageProgram]) -> tupl
 
 
 def _check_buffers(stages: Sequence[StageProgram], propagation: Propagation) -> None:
-    """Refuse a buffer in several stages if it changes. Batch norm hides what it changes but its counter: a module's buffers count as one."""
+    """Refuse a buffer in several stages if it changes.
+
+    Batch norm hides all changes but its counter's, so a module's buffers count as one.
+    """
     changed = {name.rpartition(".")[0]: min(changing) for name, changing in propagation.changed_buffers.items()}
     holders: dict[str, list[int]] = {}
     for stage in stages:
@@ -530,7 +537,8 @@ def _check_buffers(stages: Sequence[StageProgram], propagation: Propagation) -> 
         owner = name.rpartition(".")[0]
         if len(found) > 1 and owner in changed:
             raise ValueError(
-                f"buffer {name!r} is changed in stage {changed[owner]} and read in stages {found}: their copies would differ; "
+                f"buffer {name!r} is changed in stage {changed[owner]} and read in stages {found}: their copies "
+                "would differ; "
                 "keep its users in one stage"
             )
 
@@ -539,7 +547,8 @@ def _check_constant(found: Any, expected: Any, where: str) -> None:
     if isinstance(found, torch.Tensor) or type(found) is not type(expected) or found != expected:
         shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise ValueError(
-            f"argument {where} is a constant of the traced model: the example had {expected!r}, got {shown}; pass it as a tensor or partition again"
+            f"argument {where} is a constant of the traced model: the example had {expected!r}, got {shown}; pass "
+            "it as a tensor or partition again"
         )
 
 

@@ -1,7 +1,8 @@
-"""What every node of a traced model is: shapes, dtypes and gradients at several batch sizes, found without running a kernel.
+"""What every node of a traced model is: shapes, dtypes and gradients at several batch sizes, found without running a
+kernel.
 
-The graph runs on fake tensors with the example's batch size n, n + 1 and n + 2; a dim that grows by the same
-step is ``per_sample * samples + fixed``. A module whose result depends on data runs on zeros instead.
+The graph runs on fake tensors with the example's batch size n, n + 1 and n + 2; a dim that grows by the same step is
+``per_sample * samples + fixed``. A module whose result depends on data runs on zeros instead.
 """
 
 import contextlib
@@ -106,7 +107,8 @@ def propagate(
     stage_of: Callable[[fx.Node], int],
     device: torch.device,
 ) -> Propagation:
-    """Run the graph on fakes of `examples` (one per placeholder, to be cut by `specs`); what is on meta counts as on `device`.
+    """Run the graph on fakes of `examples` (one per placeholder, to be cut by `specs`); what is on meta counts as on
+    `device`.
 
     Raises:
         ValueError: a node fails; the message has the node, its stage, its line and the reason.
@@ -149,7 +151,7 @@ def training_effects(
     stage_of: Callable[[fx.Node], int],
     device: torch.device,
 ) -> tuple[set[int] | None, dict[str, set[int]]]:
-    """What happens in training mode: the stages that draw random numbers (None if that cannot be found out), and `changed_buffers`."""
+    """In training mode: the stages that draw random numbers (None: unknown), and `changed_buffers`."""
     flags = {module: module.training for module in model.modules()}
     watch = RandomWatch()
     run = _Run(model, traced, stage_of, device, watch)
@@ -165,11 +167,11 @@ def training_effects(
     return watch.stages, run.changed_buffers
 
 
-class RandomWatch(TorchDispatchMode):
+class RandomWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in which stage an operator draws random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stage = 0
         self.stages: set[int] = set()
 
@@ -202,11 +204,12 @@ class _Run:
     def run_all(self, examples: Sequence[torch.Tensor], specs: Sequence[Any], extra: int) -> None:
         with self._sandbox:
             inputs = iter(
-                [self._sandbox.fake(_grown(example, spec, extra)) for example, spec in zip(examples, specs, strict=True)]
+                [
+                    self._sandbox.fake(_grown(example, spec, extra))
+                    for example, spec in zip(examples, specs, strict=True)
+                ]
             )
-            self._buffers = {
-                name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()
-            }
+            self._buffers = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
             environment: dict[fx.Node, Any] = {}
             stage = 0
             for node in self._traced.graph.nodes:
@@ -235,7 +238,8 @@ class _Run:
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"stage {self._stage_of(node)}, node {node.name} ({node.op} {node.target}){' at ' + node.meta['source'] if node.meta['source'] else ''}: "
+                f"stage {self._stage_of(node)}, node {node.name} ({node.op} "
+                f"{node.target}){' at ' + node.meta['source'] if node.meta['source'] else ''}: "
                 f"its result cannot be found from the example arguments: {type(error).__name__}: {reason}"
             ) from error
 
@@ -291,7 +295,8 @@ def describe(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def join(runs: list[tuple[list[Any], pytree.TreeSpec]], samples: int) -> NodeInfo:
-    """What is common to descriptions made with `samples`, `samples` + 1 and `samples` + 2 samples (or with `samples` only).
+    """What is common to descriptions made with `samples`, `samples` + 1 and `samples` + 2 samples (or with `samples`
+    only).
 
     Raises:
         NotLinearError: a size is no linear function of the number of samples, or the structures differ.

@@ -39,7 +39,10 @@ class StageSignature:
 
 
 Exchange = Callable[[int, StageSignature | None], StageSignature]
-"""Called for each stage in order, on every process, with what the process knows of it: returns what the one that holds the stage passed."""
+"""Called for each stage in order, on every process, with the stage's signature where the process holds it, else None.
+
+Returns what the holder passed.
+"""
 
 
 def chain_ready_stages(
@@ -95,6 +98,7 @@ def chain_ready_stages(
         result = pytree.tree_unflatten(list(signature.leaves), structure)
         tree = (tuple(result) if type(result) in (tuple, list) else (result,), {})
         given = made
+    assert signature is not None
     flat = iter(given)
     output = tuple(
         ValueName(next(flat)) if isinstance(leaf, TensorInfo) else leaf.value
@@ -106,7 +110,9 @@ def chain_ready_stages(
     return programs, values, OutputStructure(output, structure), fixed
 
 
-def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | None, fixed: bool, device: torch.device) -> StageSignature:
+def stage_signature(
+    stage: int, module: nn.Module, tree: Any, samples: int | None, fixed: bool, device: torch.device
+) -> StageSignature:
     """Find out what a stage returns for inputs described by `tree` (TensorInfo and Constant leaves), on fakes.
 
     Raises:
@@ -127,7 +133,8 @@ def stage_signature(stage: int, module: nn.Module, tree: Any, samples: int | Non
     for leaf in info.leaves:
         if not isinstance(leaf, TensorInfo | Constant):
             raise ValueError(
-                f"stage {stage} ({type(module).__name__}) returns a value that is no tensor and depends on the batch size: return a tensor"
+                f"stage {stage} ({type(module).__name__}) returns a value that is no tensor and depends on the "
+                "batch size: return a tensor"
             )
     flags = {child: child.training for child in module.modules()}
     try:
@@ -171,7 +178,8 @@ def _run(
             )
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"stage {stage} ({type(module).__name__}) fails on its example inputs {shown}: {type(error).__name__}: {reason}"
+                f"stage {stage} ({type(module).__name__}) fails on its example inputs {shown}: "
+                f"{type(error).__name__}: {reason}"
             ) from error
         changed = (
             index

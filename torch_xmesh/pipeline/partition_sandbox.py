@@ -29,8 +29,8 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
 class Sandbox:
     """A context in which `model` holds fakes of its parameters and buffers; on leaving it holds its own again.
 
-    Fakes have the device of the tensor they stand for; of a tensor on meta, `device` (default: the first real device among the model's
-    tensors, else the CPU), so that autocast and device checks see what they will see in training.
+    Fakes have the device of the tensor they stand for; of a tensor on meta, `device` (default: the first real device
+    among the model's tensors, else the CPU), so that autocast and device checks see what they will see in training.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
@@ -70,7 +70,10 @@ class Sandbox:
         return self._fakes[tensor]
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The result of a module of the model on fakes; a module that looks at its data runs on zeros, unless the model is on meta."""
+        """The result of a module of the model on fakes.
+
+        A module that looks at its data runs on zeros, unless the model is on meta.
+        """
         try:
             return module(*args, **kwargs)
         except Exception as error:

@@ -18,7 +18,8 @@ class ValueInfo:
     Attributes:
         name: unique in the partition, the same on every rank.
         producer: the stage that makes it, or None for an input of the model.
-        consumers: the other stages that read it, ascending; the last stage is one if it hands on another's model output.
+        consumers: the other stages that read it, ascending; the last stage is one if it hands on another's model
+            output.
         shape: for the example's number of samples.
         requires_grad: what the producer's autograd says, hence also `is_differentiable`.
         batch_dim: the dim that holds the samples, or None.
@@ -48,7 +49,8 @@ class ValueInfo:
         """
         if self.fixed_batch and num_samples != self.samples:
             raise ValueError(
-                f"{self.name}: the model was traced for microbatches of exactly {self.samples} samples, got {num_samples}: "
+                f"{self.name}: the model was traced for microbatches of exactly {self.samples} samples, got "
+                f"{num_samples}: "
                 "its forward uses the batch size in a way that does not carry over to others"
             )
         return self.tensor.shape(num_samples)
@@ -95,10 +97,11 @@ class StageProgram:
     """One stage: calling it maps its input values to its output values, on one autograd graph.
 
     Attributes:
-        module: shares parameters, buffers and submodules with the model, under the model's names; may be replaced by a wrapper
-            with the same call.
+        module: shares parameters, buffers and submodules with the model, under the model's names; may be replaced by
+            a wrapper with the same call.
         input_values: order of the inputs; `model_inputs` are those that the user passes to the step.
-        output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed through.
+        output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
+            through.
         uses_rng: False if the stage certainly draws no random numbers in training mode.
         only_mode: the value of ``module.training`` for which the stage was traced, or None for both.
         adapter: how a ready module is called, None for a traced one.
@@ -127,7 +130,8 @@ class StageProgram:
         if self.only_mode is not None and self.module.training != self.only_mode:
             have, want = ("train()", "eval()") if self.module.training else ("eval()", "train()")
             raise RuntimeError(
-                f"stage {self.index} was traced in {want} and is now in {have}: the model's forward differs between the two in more than constants; "
+                f"stage {self.index} was traced in {want} and is now in {have}: the model's forward differs "
+                "between the two in more than constants; "
                 f"partition it in {have}, or start stages at modules whose parents do not look at self.training"
             )
         if self.adapter is not None:
@@ -166,6 +170,7 @@ class ReadyAdapter:
         leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
         if structure != self.result:
             raise ValueError(
-                f"stage {stage} ({type(module).__name__}) returned the structure {structure}, its example run returned {self.result}"
+                f"stage {stage} ({type(module).__name__}) returned the structure {structure}, its example run "
+                f"returned {self.result}"
             )
         return tuple(leaves[position] for position in self.tensor_positions)

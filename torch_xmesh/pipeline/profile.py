@@ -52,8 +52,8 @@ def choose_split(
     The figures are measured here, so another process may get another answer: agree on one.
 
     Args:
-        memory_limit_bytes: per stage, for parameters with gradients and two optimizer states, and `microbatches_in_flight` (default:
-            num_stages) microbatches' activations.
+        memory_limit_bytes: per stage, for parameters with gradients and two optimizer states, and
+            `microbatches_in_flight` (default: num_stages) microbatches' activations.
 
     Raises:
         ValueError: fewer module calls than stages, or no split keeps the limit.
@@ -73,7 +73,8 @@ def choose_split(
 def balance(
     units: Sequence[UnitCost], num_stages: int, memory_limit_bytes: int | None, microbatches_in_flight: int
 ) -> list[int]:
-    """The first unit of each stage but the first: minimises the slowest stage's seconds, then the sum of squares (exact, O(n^2 * stages)).
+    """The first unit of each stage but the first: minimises the slowest stage's seconds, then the sum of squares
+    (exact, O(n^2 * stages)).
 
     Raises:
         ValueError: fewer units than stages, or no split keeps the limit.
@@ -81,7 +82,8 @@ def balance(
     count = len(units)
     if count < num_stages:
         raise ValueError(
-            f"the model has {count} module calls at which a stage may start ({[u.name for u in units]}), fewer than {num_stages} stages"
+            f"the model has {count} module calls at which a stage may start ({[u.name for u in units]}), fewer "
+            f"than {num_stages} stages"
         )
 
     def cost(first: int, end: int) -> tuple[float, float] | None:
@@ -110,8 +112,10 @@ def balance(
             u.parameter_bytes * _PARAMETER_COPIES + u.activation_bytes * microbatches_in_flight for u in units
         )
         raise ValueError(
-            f"no split into {num_stages} stages keeps memory_limit_bytes={memory_limit_bytes}: the largest single module call needs {smallest} bytes, "
-            f"all together {sum(u.parameter_bytes * _PARAMETER_COPIES + u.activation_bytes * microbatches_in_flight for u in units)}"
+            f"no split into {num_stages} stages keeps memory_limit_bytes={memory_limit_bytes}: the largest single "
+            f"module call needs {smallest} bytes, "
+            "all together "
+            f"{sum(u.parameter_bytes * _PARAMETER_COPIES + u.activation_bytes * microbatches_in_flight for u in units)}"
         )
     return list(best[num_stages, count][2][1:])
 
@@ -119,7 +123,7 @@ def balance(
 def _refined_costs(
     model: nn.Module, arguments: Any, specs: Sequence[Any], num_stages: int, repeats: int
 ) -> list[UnitCost]:
-    """Costs per module call, with modules opened until none takes more than half of a stage's share, as far as they can be traced."""
+    """Costs per module call; modules are opened, where that can be traced, until none takes half a stage's share."""
     opened, closed = frozenset({""}), set[str]()
     units = _costs(model, trace_model(model, arguments, specs, opened), arguments, repeats)
     while True:
@@ -188,7 +192,7 @@ def _new_tensors(model: nn.Module, traced: Traced, node: fx.Node, seen: set[int]
 
 
 def _seconds_of_nodes(model: nn.Module, traced: Traced, arguments: Any, on_meta: bool) -> list[tuple[float, int]]:
-    """Seconds (forward and backward) and bytes made, per node; the model's buffers, gradients and random state stay as they are."""
+    """Seconds (forward and backward) and bytes made, per node; buffers, gradients and random state are kept."""
     examples = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     if on_meta:
         with Sandbox(model) as sandbox:

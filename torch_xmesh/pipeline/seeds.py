@@ -1,4 +1,4 @@
-"""Where dropout's random numbers come from: one seed per step, stage, microbatch and data shard, on every rank alike."""
+"""Where dropout's random numbers come from: a seed per step, stage, microbatch and data shard."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ import torch
 def dropout_seed(seed: int, step: int, stage: int, microbatch: int, data_shard: int) -> int:
     """The seed of one stage's forward: 63 bits, equal on all ranks that pass the same five numbers.
 
-    It does not depend on the mesh beyond the data shard, so ranks that share a shard (tensor parallelism) draw the same numbers.
+    Ranks that share a data shard (tensor parallelism) draw the same numbers.
     """
     words = struct.pack("<5q", seed, step, stage, microbatch, data_shard)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
@@ -19,7 +19,7 @@ def dropout_seed(seed: int, step: int, stage: int, microbatch: int, data_shard: 
 
 @contextlib.contextmanager
 def dropout_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from generators seeded with `seed` inside, and leave the global ones (CPU, and `device` if it is CUDA) as they were."""
+    """Draw from `seed` inside, and leave the global generators (CPU, and `device` if it is CUDA) as they were."""
     cuda = device if device is not None and device.type == "cuda" else None
     cpu_state = torch.random.get_rng_state()
     cuda_state = None if cuda is None else torch.cuda.get_rng_state(cuda)
@@ -31,5 +31,5 @@ def dropout_rng(seed: int, device: torch.device | None = None) -> Iterator[None]
         yield
     finally:
         torch.random.set_rng_state(cpu_state)
-        if cuda_state is not None:
+        if cuda is not None and cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, cuda)

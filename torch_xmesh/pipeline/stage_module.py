@@ -133,7 +133,8 @@ class GraphCut:
             needs.leaves.update(dict.fromkeys(self.leaves_of(node)))
             if not all(isinstance(leaf, TensorInfo | Constant) for leaf in info.leaves):
                 raise ValueError(
-                    f"node {node.name} ({node.target}){_at(node)} returns integers that depend on the batch size inside a structure that stage {stage} "
+                    f"node {node.name} ({node.target}){_at(node)} returns integers that depend on the batch size "
+                    f"inside a structure that stage {stage} "
                     "needs: return them as tensors, or start the stage elsewhere"
                 )
         elif info.is_leaf and isinstance(info.leaves[0], Affine):
@@ -144,7 +145,8 @@ class GraphCut:
     def _compute_again(self, node: fx.Node, stage: int, needs: Needs) -> None:
         if node.op in ("call_module", "placeholder"):
             raise ValueError(
-                f"stage {stage} needs the result of node {node.name} ({node.op} {node.target}){_at(node)}, which is no tensor and depends on the "
+                f"stage {stage} needs the result of node {node.name} ({node.op} {node.target}){_at(node)}, which "
+                "is no tensor and depends on the "
                 "batch size: return it as a tensor, or start the stage elsewhere"
             )
         for source in node.all_input_nodes:
@@ -152,7 +154,7 @@ class GraphCut:
         needs.again[node] = None
 
     def _is_recomputable(self, node: fx.Node) -> bool:
-        """Whether a node is cheaper computed again than sent: it reads buffers and constants only and draws no random numbers."""
+        """Whether a node is computed again rather than sent: it reads only buffers and constants, and is not random."""
         if node not in self._again:
             self._again[node] = self._reads_constants_only(node)
         return self._again[node]
@@ -276,8 +278,10 @@ class StageBuilder:
                     and cut.shares_memory(other.node, leaf.node)
                 ):
                     raise ValueError(
-                        f"stage {self._stage} changes {self._names[leaf]} (made by node {leaf.node.name}{_at(leaf.node)}) in place, and stage {stage} "
-                        f"reads {self._names[other]} in the same memory: across stages the change would be lost; use the out-of-place operation"
+                        f"stage {self._stage} changes {self._names[leaf]} (made by node "
+                        f"{leaf.node.name}{_at(leaf.node)}) in place, and stage {stage} "
+                        f"reads {self._names[other]} in the same memory: across stages the change would be lost; "
+                        "use the out-of-place operation"
                     )
 
 

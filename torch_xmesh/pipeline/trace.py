@@ -1,8 +1,9 @@
 """A model as a graph of module calls: torch.fx, opened only as far down as stages start, torch.export where fx cannot.
 
-Modules in which no stage starts stay whole, so their hooks, control flow, checkpoints and Python functions run as written. Inside an opened
-module's forward, what torch.fx would lose without a word is recorded: autocast and no_grad regions, ``torch.autograd.Function``, non-reentrant
-checkpoints of submodules, tensor factories and random numbers, and constants that differ between train() and eval().
+Modules in which no stage starts stay whole, so their hooks, control flow, checkpoints and Python functions run as
+written. Inside an opened module's forward, what torch.fx would lose without a word is recorded: autocast and no_grad
+regions, ``torch.autograd.Function``, non-reentrant checkpoints of submodules, tensor factories and random numbers,
+and constants that differ between train() and eval().
 """
 
 import contextlib
@@ -36,7 +37,8 @@ _FACTORIES = (
     "triu_indices",
     *RANDOM_FACTORIES,
 )
-_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, 
+_LIBRARY = (
+    os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
 )
 _CONTAINERS = (tuple, list, dict, slice)
@@ -48,8 +50,9 @@ class Traced:
     """A model's graph without its output node.
 
     Attributes:
-        graph: placeholders (one per tensor of the example arguments, in pytree order), then nodes in execution order. A node's
-            ``meta["modules"]`` has the names of the modules that it is in, ``meta["source"]`` its line, ``meta["modes"]`` its Modes or None.
+        graph: placeholders (one per tensor of the example arguments, in pytree order), then nodes in execution order.
+            A node's ``meta["modules"]`` has the names of the modules that it is in, ``meta["source"]`` its line and
+            ``meta["modes"]`` its Modes or None.
         output: the model's output, any pytree with nodes as leaves.
         constants: tensors (and torch.export's subgraphs) that the graph reads and the model does not hold, by name.
         fixed_batch: the graph holds for the example's batch size only.
@@ -73,7 +76,8 @@ def trace_fx(
     """Trace `model`, opening the modules named in `opened` (the root ``""`` among them) and no other.
 
     Args:
-        arguments: example (args, kwargs); their tensors become placeholders called `names`, everything else is constant.
+        arguments: example (args, kwargs); their tensors become placeholders called `names`, everything else is
+            constant.
 
     Raises:
         UntraceableError: see there.
@@ -82,8 +86,10 @@ def trace_fx(
     for name in sorted(opened):
         if any(getattr(model.get_submodule(name), hooks) for hooks in _HOOKS):
             raise ValueError(
-                f"a stage starts inside {_called(name)} ({type(model.get_submodule(name)).__name__}), which has hooks: they would run "
-                "while tracing, not in training; move the split point out of it or register the hooks on the modules inside"
+                f"a stage starts inside {_called(name)} ({type(model.get_submodule(name)).__name__}), which has "
+                "hooks: they would run "
+                "while tracing, not in training; move the split point out of it or register the hooks on the "
+                "modules inside"
             )
     training = model.training
     own, other = _trace_mode(model, arguments, names, opened, training), None
@@ -195,15 +201,16 @@ def _trace_mode(
         with torch.enable_grad(), _recorded_calls(tracer, model, opened):
             graph = tracer.trace(model)
     except Exception as error:
-        module = next(reversed(tracer.module_stack.values()))[0] if tracer.module_stack else ""
+        inside = next(reversed(tracer.module_stack.values()))[0] if tracer.module_stack else ""
         where = source_line(error)
         raise UntraceableError(
-            f"torch.fx cannot trace {_called(module)} ({type(model.get_submodule(module)).__name__}){' at ' + where if where else ''}: "
+            f"torch.fx cannot trace {_called(inside)} "
+            f"({type(model.get_submodule(inside)).__name__}){' at ' + where if where else ''}: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     finally:
-        for module_, flag in flags.items():
-            module_.training = flag
+        for module, flag in flags.items():
+            module.training = flag
         for name in tracer.tensor_constants:
             if hasattr(model, name):
                 delattr(model, name)
@@ -214,7 +221,7 @@ def _trace_mode(
 
 
 def merge_modes(own: Traced, other: Traced, training: bool) -> bool:
-    """Make `own` (traced with ``training``) hold for both modes where it differs from `other` in constants alone; False if it does not."""
+    """Make `own` (of mode ``training``) hold for both modes; False if `other` differs in more than constants."""
     pairs = list(zip(own.graph.nodes, other.graph.nodes, strict=False))
     if len(own.graph.nodes) != len(other.graph.nodes) or len(own.constants) != len(other.constants):
         return False
@@ -283,7 +290,7 @@ def _plain(structure: Any) -> Any:
 
 
 def _current_modes() -> Modes:
-    kinds = ["cpu", *(["cuda"] if torch.backends.cuda.is_built() else [])]
+    kinds = ["cpu", *(["cuda"] if torch.version.cuda is not None else [])]
     return torch.is_grad_enabled(), tuple(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     )
@@ -294,7 +301,7 @@ def function_call(function: type[torch.autograd.Function]) -> Callable[..., Any]
     """``function.apply`` as something that a graph can call by name; the same object for the same function."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function.apply(*args, **kwargs)
+        return function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call.__name__ = call.__qualname__ = f"{function.__name__}_apply"
     call.__module__ = function.__module__
@@ -307,7 +314,7 @@ def _recorded_calls(tracer: _Tracer, model: nn.Module, opened: frozenset[str]) -
     apply = torch.autograd.Function.__dict__["apply"]
     checkpoint = torch.utils.checkpoint.checkpoint
 
-    def recorded_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def recorded_apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not _has_proxy((args, kwargs)):
             return apply.__get__(None, cls)(*args, **kwargs)
         return tracer.create_proxy("call_function", function_call(cls), args, kwargs)

@@ -1,4 +1,4 @@
-"""The fallback of trace.py: torch.export's graph of ATen operators, with the model's own parameters and module names."""
+"""The fallback of trace.py: torch.export's graph of ATen operators, with the model's own parameters."""
 
 import contextlib
 import inspect
@@ -21,7 +21,8 @@ def trace_export(
     """Export `model`; parameters and buffers stay the model's, read by their names.
 
     Args:
-        arguments: example (args, kwargs); their tensors become placeholders called `names`, everything else is constant.
+        arguments: example (args, kwargs); their tensors become placeholders called `names`, everything else is
+            constant.
         specs: a chunk spec per leaf of `arguments`; the dims to cut are dynamic where the model allows it.
 
     Raises:
@@ -70,7 +71,7 @@ def _by_name(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _refused_functions() -> Iterator[None]:
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"torch.export would lose the backward of autograd.Function {cls.__name__}")
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):

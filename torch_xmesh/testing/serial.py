@@ -10,6 +10,7 @@ from torch import nn
 from torch_xmesh.pipeline.microbatch import (
     Microbatch,
     leaf_specs,
+    loss_weights,
     merge_outputs,
     shard_sizes,
     split_microbatches,
@@ -23,7 +24,7 @@ __all__ = ["SerialResult", "serial_step"]
 
 @dataclasses.dataclass(frozen=True)
 class SerialResult:
-    """What a step gives: one detached loss per microbatch, the step's loss, and the merged output (None if not asked for)."""
+    """A detached loss per microbatch, the step's loss, and the merged output (None if not asked for)."""
 
     losses: list[torch.Tensor]
     loss: torch.Tensor
@@ -62,15 +63,19 @@ def serial_step(
     target_chunk_spec: Any = None,
     output_merge_spec: Any = None,
 ) -> SerialResult:
-    """One training step as a pipeline takes it: the loss is sum_i w_i loss_fn(model(x_i), y_i), gradients accumulate in ``.grad``.
+    """One training step as a pipeline takes it: the loss is sum_i w_i loss_fn(model(x_i), y_i), gradients accumulate
+    in ``.grad``.
 
-    i runs over microbatches and, within each, data shards; w_i is samples of the part over samples of the batch (`scale_grads`), or 1. Each data shard
-    accumulates its microbatches in order, then the shards' gradients are summed in order. Buffers end as data shard 0 leaves them.
+    i runs over microbatches and, within each, data shards; w_i is samples of the part over samples of the batch
+    (`scale_grads`), or 1. Each data shard accumulates its microbatches in order, then the shards' gradients are
+    summed in order. Buffers end as data shard 0 leaves them.
 
     Args:
-        args, kwargs, target: the whole batch; cut by ``torch.tensor_split`` into microbatches, each by DTensor's rule into data shards.
+        args, kwargs, target: the whole batch; cut by ``torch.tensor_split`` into microbatches, each by DTensor's rule
+            into data shards.
         loss_fn: a mean over its samples (or a sum, with ``scale_grads=False``).
-        partition: a partition of `model`: its stages run in turn and dropout is seeded for each. Without it the model is one stage.
+        partition: a partition of `model`: its stages run in turn and dropout is seeded for each. Without it the model
+            is one stage.
         seed, step: what dropout's seeds are made of, see `dropout_seed`.
         shard_first: cut into data shards first and each shard into microbatches: what a sharded batch does.
         backward: False for losses and outputs only.
@@ -99,20 +104,21 @@ def serial_step(
     plan = _Plan(model, loss_fn, partition, scale_grads, seed, step, backward)
     total = sum(part.num_samples for row in grid for part in row)
     results = _run_shards(plan, grid, total)
-    losses, outputs = [], []
+    losses, outputs, sizes = [], [], []
     for index in range(num_microbatches):
-        ran = [
-            (row[index], result[index]) for row, result in zip(grid, results, strict=True) if result[index] is not None
-        ]
-        samples = sum(part.num_samples for part, _ in ran)
-        losses.append(sum(loss * (part.num_samples / samples if scale_grads else 1.0) for part, (loss, _) in ran))
+        both = [(row[index].num_samples, result[index]) for row, result in zip(grid, results, strict=True)]
+        ran = [(count, done) for count, done in both if done is not None]
+        sizes.append(sum(count for count, _ in ran))
+        losses.append(_weighted_sum([done[0] for _, done in ran], [count for count, _ in ran], scale_grads))
         if return_outputs:
-            outputs.append(merge_outputs([output for _, (_, output) in ran], output_merge_spec))
-    sizes = [sum(row[index].num_samples for row in grid) for index in range(num_microbatches)]
-    weighted = [loss * (size / total if scale_grads else 1.0) for loss, size in zip(losses, sizes, strict=True)]
-    return SerialResult(
-        losses, torch.stack(weighted).sum(), merge_outputs(outputs, output_merge_spec) if return_outputs else None
-    )
+            outputs.append(merge_outputs([done[1] for _, done in ran], output_merge_spec))
+    merged = merge_outputs(outputs, output_merge_spec) if return_outputs else None
+    return SerialResult(losses, _weighted_sum(losses, sizes, scale_grads), merged)
+
+
+def _weighted_sum(losses: list[torch.Tensor], sizes: list[int], scale_grads: bool) -> torch.Tensor:
+    weights = loss_weights(sizes, scale_grads)
+    return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
 
 
 def _whole(batch: Microbatch, specs: dict[str, Any]) -> Microbatch:
