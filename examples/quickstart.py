@@ -32,12 +32,46 @@ class Layout:
 
 FRONT = xm.Mesh([[0, 1], [2, 3]])
 BACK = xm.Mesh([[4, 5], [6, 7]])
+ROLLOUT = xm.Mesh([[0, 2], [5, 7]])
+HOSTS = xm.Topology(devices_per_host=4)  # plan as if every four ranks shared a host
 LAYOUTS = [
-    Layout("rows to columns, on disjoint 2x2 meshes", (2048, 2048), torch.float32, FRONT, (Shard(0), Shard(0)), BACK, (Shard(1), Shard(1))),
-    Layout("one stage's shards to a replica on every rank of the next", (1024, 1024, 2), torch.float32, FRONT, (Shard(0), Replicate()), BACK, (Replicate(), Replicate())),
-    Layout("trainer (8 shards) to rollout (2 shards, replicated)", (4001, 1024), torch.bfloat16, xm.Mesh(range(8)), (Shard(0),), xm.Mesh([[0, 2], [5, 7]]), (Replicate(), Shard(1))),
-    Layout("partial sums to shards, on overlapping meshes", (1000, 1000), torch.int64, xm.Mesh([0, 1, 2, 3]), (Partial("sum"),), xm.Mesh([2, 3, 4, 5, 6]), (Shard(0),)),
-]  # fmt: skip
+    Layout(
+        title="rows to columns, on disjoint 2x2 meshes",
+        shape=(2048, 2048),
+        dtype=torch.float32,
+        src_mesh=FRONT,
+        src=(Shard(0), Shard(0)),
+        dst_mesh=BACK,
+        dst=(Shard(1), Shard(1)),
+    ),
+    Layout(
+        title="one stage's shards to a replica on every rank of the next",
+        shape=(1024, 1024, 2),
+        dtype=torch.float32,
+        src_mesh=FRONT,
+        src=(Shard(0), Replicate()),
+        dst_mesh=BACK,
+        dst=(Replicate(), Replicate()),
+    ),
+    Layout(
+        title="trainer (8 shards) to rollout (2 shards, replicated)",
+        shape=(4001, 1024),
+        dtype=torch.bfloat16,
+        src_mesh=xm.Mesh(range(8)),
+        src=(Shard(0),),
+        dst_mesh=ROLLOUT,
+        dst=(Replicate(), Shard(1)),
+    ),
+    Layout(
+        title="partial sums to shards, on overlapping meshes",
+        shape=(1000, 1000),
+        dtype=torch.int64,
+        src_mesh=xm.Mesh([0, 1, 2, 3]),
+        src=(Partial("sum"),),
+        dst_mesh=xm.Mesh([2, 3, 4, 5, 6]),
+        dst=(Shard(0),),
+    ),
+]
 
 
 def global_tensor(layout: Layout) -> torch.Tensor:
@@ -79,7 +113,7 @@ def show(layout: Layout, runs: int) -> int:
     for _ in range(runs):
         dist.barrier()
         start = time.perf_counter()
-        result = xm.reshard(source, layout.dst_mesh, layout.dst)
+        result = xm.reshard(source, layout.dst_mesh, layout.dst, topology=HOSTS)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         if dist.get_rank() in layout.dst_mesh.ranks:
@@ -92,8 +126,12 @@ def show(layout: Layout, runs: int) -> int:
         spec = xm.Spec(layout.shape, layout.dtype, layout.src_mesh, layout.src)
         num_bytes = whole.numel() * whole.element_size()
         best = min(seconds)
-        print(f"\n== {layout.title}\n{xm.plan_resharding(spec, layout.dst_mesh, layout.dst, topology=xm.Topology(devices_per_host=4))}")
-        print(f"{num_bytes / 1e6:.1f} MB in {best * 1e3:.1f} ms, {num_bytes / best / 1e9:.2f} GB/s, #wrong {int(total)}", flush=True)
+        plan = xm.plan_resharding(spec, layout.dst_mesh, layout.dst, topology=HOSTS)
+        print(f"\n== {layout.title}\n{plan}")
+        print(
+            f"{num_bytes / 1e6:.1f} MB in {best * 1e3:.1f} ms, {num_bytes / best / 1e9:.2f} GB/s, #wrong {int(total)}",
+            flush=True,
+        )
     return int(total)
 
 
@@ -104,7 +142,7 @@ def main() -> int:
     dist.init_process_group("xmesh")
     try:
         if dist.get_world_size() != 8:
-            raise SystemExit(f"this example is written for 8 processes, got {dist.get_world_size()}: torchrun --nproc-per-node 8 {sys.argv[0]}")
+            raise SystemExit(f"expected 8 processes (torchrun --nproc-per-node 8), got {dist.get_world_size()}")
         wrong = sum(show(layout, options.runs) for layout in LAYOUTS)
         if dist.get_rank() == 0:
             print(f"\nall layouts: #wrong {wrong}")

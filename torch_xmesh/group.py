@@ -21,29 +21,33 @@ class GroupReshards:
 
     def __enter__(self) -> "GroupReshards":
         if not self._caller.acquire(blocking=False):
-            raise RuntimeError("two threads call reshard on one process group at once; give each thread a group of its own")
+            raise RuntimeError(
+                "two threads call reshard on one process group at once; give each thread a group of its own"
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._caller.release()
 
 
-# Keyed by the group, whose Python object lives as long as it is in use; that of its backend is made anew at each look.
+# Keyed by the group, whose Python object lives as long as it is in use; its backend's is made anew at each look.
 _reshards: "WeakKeyDictionary[dist.ProcessGroup, GroupReshards]" = WeakKeyDictionary()
 
 
 def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:
-    """The reshards of a process group. Raises ValueError for a group on another backend, RuntimeError for a closed one."""
+    """The reshards of a process group. ValueError for a group on another backend, RuntimeError for a closed one."""
     chosen = dist.group.WORLD if group is None else group
     known = None if chosen is None else _reshards.get(chosen)
-    if known is None or known.backend.is_closed:
-        backend = backend_of(chosen)
-        if backend.is_closed:
-            raise RuntimeError("the process group is closed: no reshard can start on it")
-        ranks = dist.get_process_group_ranks(chosen)
-        known = GroupReshards(backend, _C.reshard_group(backend, ranks), ranks)
-        _reshards[chosen] = known
-    return known
+    if known is not None and not known.backend.is_closed:
+        return known
+    backend = backend_of(chosen)
+    if backend.is_closed:
+        raise RuntimeError("the process group is closed: no reshard can start on it")
+    assert chosen is not None, "backend_of refuses a group that is not there"
+    ranks = dist.get_process_group_ranks(chosen)
+    made = GroupReshards(backend, _C.reshard_group(backend, ranks), ranks)
+    _reshards[chosen] = made
+    return made
 
 
 def group_of(group: dist.ProcessGroup | None) -> "_C.ReshardGroup":

@@ -15,9 +15,10 @@ from torch_xmesh.topology import Topology
 
 
 class ReshardingPlan:
-    """An immutable plan for one or many tensors. ``str(plan)`` is a table for people, :meth:`to_json` is complete enough to replay it.
+    """An immutable plan for one or many tensors. ``str(plan)`` is a table for people, :meth:`to_json` replays it.
 
-    It is the same on every rank and every CPU for the same arguments. Made by :func:`plan_resharding` or :meth:`from_json`.
+    It is the same on every rank and every CPU for the same arguments. Made by :func:`plan_resharding` or
+    :meth:`from_json`.
     """
 
     __slots__ = ("core",)
@@ -93,8 +94,9 @@ class ReshardingPlan:
 
     def __repr__(self) -> str:
         return (
-            f"ReshardingPlan(strategy={self.strategy!r}, tensors={len(self.core.tensors)}, messages={self.num_messages}, "
-            f"lower_bound_bytes={self.lower_bound_bytes}, predicted_seconds={self.predicted_seconds:.6g})"
+            f"ReshardingPlan(strategy={self.strategy!r}, tensors={len(self.core.tensors)}, "
+            f"messages={self.num_messages}, lower_bound_bytes={self.lower_bound_bytes}, "
+            f"predicted_seconds={self.predicted_seconds:.6g})"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -114,7 +116,7 @@ def _spec_of(core: "_C.TensorSpec") -> Spec:
 
 
 def placements_per_tensor(placements: Sequence[Any], num_tensors: int) -> list[Sequence[Placement]]:
-    """One sequence of placements per tensor: as given, or one for all. Raises ValueError when the number does not fit."""
+    """One sequence of placements per tensor: as given, or one for all. ValueError when the number does not fit."""
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise ValueError(f"destination placements are a sequence with one placement per mesh axis, got {placements!r}")
     if all(isinstance(placement, Placement) for placement in placements):
@@ -147,9 +149,10 @@ def plan_resharding(
     Raises:
         ValueError: specs that do not fit, a Partial destination, an unknown strategy, or hosts unknown.
 
-    The decomposition and ``broadcast`` follow AlpaComm (MLSys'23, sections 2 and 3); the bound is proven per host and host set.
+    The decomposition and ``broadcast`` follow AlpaComm (MLSys'23, sections 2 and 3); the bound is proven per host and
+    host set.
     """
-    many = [specs] if isinstance(specs, (Spec, DTensor)) else list(specs)
+    many = [specs] if isinstance(specs, Spec | DTensor) else list(specs)
     if not many:
         raise ValueError("there is no tensor to reshard: the list is empty")
     sources = [_source_spec(spec) for spec in many]
@@ -158,7 +161,9 @@ def plan_resharding(
         (source.to_core(), core_spec(source.shape, source.dtype, dst_mesh, target))
         for source, target in zip(sources, placements, strict=True)
     ]
-    ranks = sorted({rank for source in sources for rank in mesh_grid(source.mesh).ranks} | set(mesh_grid(dst_mesh).ranks))
+    ranks = sorted(
+        {rank for source in sources for rank in mesh_grid(source.mesh).ranks} | set(mesh_grid(dst_mesh).ranks)
+    )
     if topology is not None and topology.knows_hosts:
         core_topology = topology.to_core(ranks)
     else:

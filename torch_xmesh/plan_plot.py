@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def plot_lanes(plan: "ReshardingPlan", path: Path) -> None:
-    """One lane per host and direction, a bar per message between hosts, coloured by the other host; the bound as a line.
+    """One lane per host and direction, a bar per message between hosts in the other host's colour; the bound as a line.
 
     Raises:
         ImportError: matplotlib is not installed.

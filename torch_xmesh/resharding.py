@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards, reshards_of
 from torch_xmesh.plan import placements_per_tensor
-from torch_xmesh.spec import AnyMesh, Spec, core_spec, device_mesh, empty_local, mesh_grid, normal_placements, wrap_local
+from torch_xmesh.spec import (
+    AnyMesh,
+    Spec,
+    core_spec,
+    device_mesh,
+    empty_local,
+    mesh_grid,
+    normal_placements,
+    wrap_local,
+)
 from torch_xmesh.topology import Topology
 
 Source = DTensor | Spec
@@ -74,10 +83,10 @@ def reshard(
         topology: hosts and link speeds; default: hosts as discovered, nominal speeds.
 
     Returns:
-        the DTensor on ``dst_mesh`` (with an empty local tensor on ranks outside it); with ``async_op`` a pair of it and a
-        ``torch.distributed.Work``. Differentiable like ``DTensor.redistribute``: the identity on the global tensor; the
-        gradient goes back to the source mesh and placements (Replicate where the source was Partial). Every participant
-        must run backward, source-only ranks through their empty result.
+        the DTensor on ``dst_mesh`` (with an empty local tensor on ranks outside it); with ``async_op`` a pair of it and
+        a ``torch.distributed.Work``. Differentiable like ``DTensor.redistribute``: the identity on the global tensor;
+        the gradient goes back to the source mesh and placements (Replicate where the source was Partial). Every
+        participant must run backward, source-only ranks through their empty result.
 
     Raises:
         ValueError: a mistake in the arguments, or ranks that disagree (on every rank that calls).
@@ -117,7 +126,11 @@ def reshard_many(
     """
     if isinstance(xs, Mapping):
         keys = list(xs)
-        placements = _in_key_order(dst_placements, keys, "dst_placements") if isinstance(dst_placements, Mapping) else dst_placements
+        placements = (
+            _in_key_order(dst_placements, keys, "dst_placements")
+            if isinstance(dst_placements, Mapping)
+            else dst_placements
+        )
         outs = None if out is None else _in_key_order(out, keys, "out")
         results, work = _reshard(list(xs.values()), dst_mesh, placements, strategy, group, async_op, outs, topology)
         named = dict(zip(keys, results, strict=True))
@@ -173,7 +186,7 @@ def _normal_arguments(
     if not xs:
         raise ValueError("there is no tensor to reshard: the list is empty")
     for i, x in enumerate(xs):
-        if not isinstance(x, (DTensor, Spec)):
+        if not isinstance(x, DTensor | Spec):
             raise ValueError(f"tensor {i}: expected a DTensor or an xm.Spec, got {type(x).__name__}")
     enabled = torch.is_grad_enabled()
     specs = [Spec.of(x) if isinstance(x, DTensor) else x for x in xs]
@@ -200,7 +213,9 @@ def _prepare(reshards: GroupReshards, arguments: _Arguments) -> _Prepared:
     ]
     strangers = [rank for rank in ranks if rank not in reshards.ranks]
     if strangers:
-        raise ValueError(f"rank {strangers[0]} of a mesh is not in the process group, which has {len(reshards.ranks)} ranks")
+        raise ValueError(
+            f"rank {strangers[0]} of a mesh is not in the process group, which has {len(reshards.ranks)} ranks"
+        )
     me = reshards.core.global_rank
     core = None
     if me in ranks:
@@ -241,7 +256,7 @@ def _check_outs(outs: list[DTensor], prepared: _Prepared) -> None:
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"out= of tensor {i} requires grad: detach it first")
         expected = Spec(source.shape, source.dtype, arguments.dst_meshes[i], placements)
-        given = Spec.of(out.detach())
+        given = Spec.of(out).without_grad()
         if given != expected:
             raise ValueError(f"out= of tensor {i}: expected {expected}, got {given}")
 
@@ -297,7 +312,9 @@ class _Call:
         incoming = [zeros[i] if gradients[i] is None else gradients[i] for i in chosen]
         for i, gradient in zip(chosen, incoming, strict=True):
             if not isinstance(gradient, DTensor):
-                raise RuntimeError(f"the gradient of tensor {i} is a plain {type(gradient).__name__}, expected a DTensor")
+                raise RuntimeError(
+                    f"the gradient of tensor {i} is a plain {type(gradient).__name__}, expected a DTensor"
+                )
         sources = [arguments.sources[i] for i in chosen]
         back = _Arguments(
             tuple(Spec.of(gradient).without_grad() for gradient in incoming),
@@ -312,7 +329,7 @@ class _Call:
             # A rank that only gives gradients waits for nobody: so backwards may run in any order on it.
             me = reshards.core.global_rank
             gives_only = all(me not in mesh_grid(mesh).ranks for mesh in back.dst_meshes)
-            results = call.run([gradient.detach() for gradient in incoming], None, self.key, gives_only)
+            results = call.run(incoming, None, self.key, gives_only)
             if not gives_only:
                 call.wait()
         return results
@@ -335,7 +352,8 @@ def _placeholder(spec: Spec) -> DTensor:
     """An empty DTensor for a rank that passes a spec: the leaf that its backward ends in."""
     mesh = device_mesh(spec.mesh)
     empty = wrap_local(empty_local(spec.shape, spec.dtype), spec.shape, mesh, spec.placements)
-    return empty.requires_grad_(spec.requires_grad)
+    empty.requires_grad_(spec.requires_grad)
+    return empty
 
 
 class _Reshard(torch.autograd.Function):
@@ -343,7 +361,7 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *xs: DTensor) -> tuple[DTensor, ...]:
-        results = call.run([x.detach() for x in xs], None)
+        results = call.run(xs, None)
         call.wait()
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -353,7 +371,7 @@ class _Reshard(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         call: _Call = ctx.call
         zeros = [
@@ -362,4 +380,3 @@ class _Reshard(torch.autograd.Function):
         ]
         found = iter(call.backward(gradients, zeros))
         return (None, *(next(found) if source.requires_grad else None for source in call.arguments.sources))
-

@@ -19,7 +19,8 @@ class Mesh:
     """A grid of global ranks: what ``DeviceMesh`` says about ranks, without a process group or a device.
 
     Args:
-        ranks: an integer array of any shape (nested lists, numpy, torch) of distinct GLOBAL ranks; its dimensions are the axes.
+        ranks: an integer array of any shape (nested lists, numpy, torch) of distinct GLOBAL ranks; its dimensions are
+            the axes.
 
     Raises:
         ValueError: a rank is negative or repeats, or the nesting is ragged.
@@ -100,7 +101,12 @@ class Spec:
 
     @classmethod
     def _known(
-        cls, shape: torch.Size, dtype: torch.dtype, mesh: AnyMesh, placements: tuple[Placement, ...], requires_grad: bool
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        mesh: AnyMesh,
+        placements: tuple[Placement, ...],
+        requires_grad: bool,
     ) -> "Spec":
         spec = cls.__new__(cls)
         spec.shape, spec.dtype, spec.mesh, spec.placements, spec.requires_grad = (
@@ -158,9 +164,7 @@ def normal_placements(placements: Sequence[Placement], num_dims: int) -> tuple[P
             out.append(_StridedShard(dim, split_factor=placement.split_factor))
         elif isinstance(placement, Shard):
             out.append(Shard(_front_dim(placement.dim, num_dims, placement)))
-        elif isinstance(placement, Replicate):
-            out.append(placement)
-        elif type(placement) is Partial:
+        elif isinstance(placement, Replicate) or type(placement) is Partial:
             out.append(placement)
         else:
             raise ValueError(
@@ -227,9 +231,7 @@ def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
     return DeviceMesh(device_type, grid, _init_backend=False)
 
 
-def wrap_local(
-    local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> DTensor:
+def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """A DTensor around a local tensor, with the global shape as given and row-major global strides."""
     strides: list[int] = []
     step = 1
@@ -237,11 +239,12 @@ def wrap_local(
         strides.insert(0, step)
         step *= max(extent, 1)
     meta = TensorMeta(shape, tuple(strides), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg]
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def empty_local(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The local tensor of a rank outside the mesh. It has the global tensor's number of dims, which DTensor's autograd asks for."""
+    """The local tensor of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for."""
     return torch.empty([0] * max(len(shape), 1), dtype=dtype)
 
 

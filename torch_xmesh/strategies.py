@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Broadcast:
-    """AlpaComm's broadcast plan: unit tasks with one sender each, chunks in a chain over the receiving hosts (MLSys'23, section 3).
+    """AlpaComm's plan (MLSys'23, section 3): unit tasks with one sender each, chunks in a chain over the hosts.
 
     Args:
         senders: "size" balances bytes over the possible sender hosts (eq. 1-3 without order), "naive" takes the lowest.

@@ -26,8 +26,8 @@ class Topology:
         is_measured: the rates were measured (``python -m torch_xmesh calibrate``); only then are sends paced.
 
     Raises:
-        ValueError: both or neither of ``host_of`` and ``devices_per_host`` (with ``host_of=None`` the group's own discovery
-            is meant: only link speeds are set), or a rate that is not positive.
+        ValueError: both ``host_of`` and ``devices_per_host`` (with neither, the group discovers the hosts and only the
+            links are set), or a rate that is not positive.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Topology:
             raise ValueError(f"topology: expected an object with version {_VERSION}")
         for name in ("host_of", "nic_of_host"):
             if name in fields:
-                fields[name] = {int(key): value for key, value in fields[name].items()}
+                fields[name] = _by_integer(name, fields[name])
         try:
             return cls(**fields)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"topology: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -144,3 +144,11 @@ class Topology:
 
     def __repr__(self) -> str:
         return f"Topology({self._fields()})"
+
+
+def _by_integer(name: str, values: Any) -> dict[int, int]:
+    """JSON spells integer keys as text. Raises ValueError naming the field."""
+    try:
+        return {int(key): int(value) for key, value in values.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"topology: {name} must be an object from integers to integers, got {values!r}") from None

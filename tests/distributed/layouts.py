@@ -1,4 +1,4 @@
-"""Random layouts, and what each rank must hold of them, cut with torch.chunk: an oracle that shares no code with the library."""
+"""Random layouts, and what each rank must hold of them, cut with torch.chunk: an oracle without the library's code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch_xmesh.spec import wrap_local
 Placements = tuple[Placement, ...]
 
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64,
-    torch.float8_e4m3fn,
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.float8_e4m3fn,
 ]  # fmt: skip
 REDUCIBLE = [torch.int64, torch.int32, torch.float32]
 
@@ -109,7 +109,7 @@ def partial_weights(mesh: xm.Mesh, placements: Placements, rank: int) -> tuple[i
 
 
 def dtensor_of(local: torch.Tensor, shape: tuple[int, ...], mesh: xm.Mesh, placements: Placements) -> DTensor:
-    """A DTensor around a local tensor, without communication. (DTensor.from_local takes a scalar's empty shape for none given.)"""
+    """A DTensor around a local tensor, without communication. (DTensor.from_local takes a scalar's shape for none.)"""
     return wrap_local(local, torch.Size(shape), xm.device_mesh(mesh), placements)
 
 

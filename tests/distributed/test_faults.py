@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from layouts import Layout, source_of
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
 from torch_xmesh.testing import World, mark, spawn
@@ -25,13 +26,13 @@ FOUR = Layout((1 << 12, 64), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mes
 def leave() -> None:
     """Destroys the group; only this thread may be left afterwards."""
     dist.destroy_process_group()
-    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert not [name for name in names if name.startswith("xmesh")], names
 
 
 def survivor_error(started: float) -> str:
     """Reshards until that fails; checks how, and returns the text."""
-    with pytest.raises(xm.PeerError) as caught:
+    with pytest.raises(xm.PeerError) as caught:  # noqa: PT012
         while True:
             started = time.monotonic()
             xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst, strategy="broadcast")
@@ -50,7 +51,9 @@ def reshard_for_ever(rank: int, world_size: int, victim: int) -> str:
     return text
 
 
-@pytest.mark.parametrize(("victim", "number"), [(3, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "number"), [(3, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)]
+)
 def test_peer_dies_or_stops(victim: int, number: int) -> None:
     timeout = datetime.timedelta(seconds=TIMEOUT)
     with World(reshard_for_ever, 4, victim, init_kwargs={"timeout": timeout}) as world:
@@ -75,7 +78,9 @@ def kill_at_random(rank: int, world_size: int, delay: float) -> str | None:
     return survivor_error(time.monotonic())
 
 
-@pytest.mark.parametrize("turn", [pytest.param(turn, marks=[] if turn < 3 else [pytest.mark.soak]) for turn in range(20)])
+@pytest.mark.parametrize(
+    "turn", [pytest.param(turn, marks=[] if turn < 3 else [pytest.mark.soak]) for turn in range(20)]
+)
 def test_receiver_killed_at_random(turn: int) -> None:
     delay = 0.05 + 0.037 * turn
     with World(kill_at_random, 4, delay, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)}) as world:
@@ -87,7 +92,7 @@ def test_receiver_killed_at_random(turn: int) -> None:
 
 
 def crossed_calls(rank: int, world_size: int) -> None:
-    """Two plans called in different order: with equal participants they are told apart at once, with others at the timeout."""
+    """Two plans in different order: told apart at once with equal participants, at the timeout with others."""
     one = (xm.Spec((4, 4), torch.float32, xm.Mesh([0]), (Replicate(),)), xm.Mesh([1]))
     other = (xm.Spec((9,), torch.int64, xm.Mesh([1]), (Replicate(),)), xm.Mesh([0]))
     if rank < 2:
@@ -100,18 +105,19 @@ def crossed_calls(rank: int, world_size: int) -> None:
     if rank < 2:
         mine = wide if rank == 0 else narrow
         started = time.monotonic()
-        with pytest.raises(xm.PeerError, match="(?s)has not made this call; it last called reshard call|does not answer|has not called any") as caught:
+        with pytest.raises(
+            xm.PeerError,
+            match="(?s)has not made this call; it last called reshard call|does not answer|has not called any",
+        ) as caught:
             xm.reshard(with_data(mine[0], rank), mine[1], (Replicate(),))
         assert time.monotonic() - started < 2 * TIMEOUT + SLACK
         assert "float32" in str(caught.value) or "has not called" in str(caught.value)
     leave()
 
 
-def with_data(spec: xm.Spec, rank: int) -> object:
+def with_data(spec: xm.Spec, rank: int) -> DTensor | xm.Spec:
     if rank not in spec.mesh.ranks:  # type: ignore[union-attr]
         return spec
-    from torch.distributed.tensor import DTensor
-
     local = torch.zeros(spec.shape, dtype=spec.dtype)
     return DTensor.from_local(local, xm.device_mesh(spec.mesh), spec.placements, run_check=False)
 
@@ -130,7 +136,9 @@ def meet(rank: int, world_size: int) -> None:
 def never_called(rank: int, world_size: int) -> None:
     xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
     if rank != 3:
-        with pytest.raises(xm.PeerError, match=r"rank 3 has not made this call; it last called reshard call 0") as caught:
+        with pytest.raises(
+            xm.PeerError, match=r"rank 3 has not made this call; it last called reshard call 0"
+        ) as caught:
             xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
         assert caught.value.ranks == (3,)
     meet(rank, world_size)
@@ -175,7 +183,7 @@ def many_reshards(rank: int, world_size: int, count: int) -> None:
             assert_same_bytes(y.to_local(), expected_of(layout), layout)
 
     def usage() -> tuple[int, int, int]:
-        pages = int(open("/proc/self/statm").read().split()[1])
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096
 
     for i in range(len(layouts) * 4):

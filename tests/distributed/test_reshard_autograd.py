@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from layouts import assert_same_bytes, dtensor_of, local_part
+from layouts import Placements, assert_same_bytes, dtensor_of, local_part
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_xmesh as xm
@@ -15,14 +15,24 @@ from torch_xmesh.testing import spawn
 FRONT, BACK = xm.Mesh([[0, 1], [2, 3]]), xm.Mesh([3, 4, 5])
 
 
-def leaf(whole: torch.Tensor, mesh: xm.Mesh, placements: tuple, rank: int) -> DTensor:
-    return dtensor_of(local_part(whole, mesh, placements, rank), tuple(whole.shape), mesh, placements).requires_grad_()
+def with_grad(x: DTensor) -> DTensor:
+    x.requires_grad_()
+    return x
 
 
-def check_gradient(x: DTensor, whole: torch.Tensor, mesh: xm.Mesh, placements: tuple, rank: int) -> None:
-    assert x.grad is not None
+def gradient_of(x: DTensor) -> DTensor:
+    assert isinstance(x.grad, DTensor)
+    return x.grad
+
+
+def leaf(whole: torch.Tensor, mesh: xm.Mesh, placements: Placements, rank: int) -> DTensor:
+    return with_grad(dtensor_of(local_part(whole, mesh, placements, rank), tuple(whole.shape), mesh, placements))
+
+
+def check_gradient(x: DTensor, whole: torch.Tensor, mesh: xm.Mesh, placements: Placements, rank: int) -> None:
+    gradient = gradient_of(x)
     if rank in mesh.ranks:
-        assert_same_bytes(x.grad.to_local(), local_part(whole, mesh, placements, rank), "gradient")
+        assert_same_bytes(gradient.to_local(), local_part(whole, mesh, placements, rank), "gradient")
 
 
 def gradient_comes_home(rank: int, world_size: int) -> None:
@@ -33,15 +43,18 @@ def gradient_comes_home(rank: int, world_size: int) -> None:
     assert_same_bytes(y.to_local().detach(), local_part(whole, BACK, (Shard(1),), rank), "forward")
     weight = local_part(whole.square() + 1, BACK, (Shard(1),), rank)
     (y.to_local() * weight).sum().backward()
-    assert x.grad is not None
-    assert x.grad.placements == (Shard(0), Shard(1))
+    assert gradient_of(x).placements == (Shard(0), Shard(1))
     check_gradient(x, whole.square() + 1, FRONT, (Shard(0), Shard(1)), rank)
 
 
 def spec_on_ranks_without_data(rank: int, world_size: int) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     source = xm.Mesh([0, 1])
-    x = leaf(whole, source, (Shard(0),), rank) if rank in source.ranks else xm.Spec((3, 4), torch.float32, source, (Shard(0),), requires_grad=True)
+    x = (
+        leaf(whole, source, (Shard(0),), rank)
+        if rank in source.ranks
+        else xm.Spec((3, 4), torch.float32, source, (Shard(0),), requires_grad=True)
+    )
     y = xm.reshard(x, BACK, (Replicate(),))
     y.to_local().sum().backward()
     if isinstance(x, DTensor) and rank in source.ranks:
@@ -51,16 +64,16 @@ def spec_on_ranks_without_data(rank: int, world_size: int) -> None:
 def partial_source_and_partial_gradient(rank: int, world_size: int) -> None:
     """A Partial source's gradient comes as Replicate; a Partial gradient is reduced on the way."""
     source = xm.Mesh([0, 1])
-    x = dtensor_of(torch.full((4,), float(rank + 1)) if rank < 2 else torch.empty(0), (4,), source, (Partial("sum"),)).requires_grad_()
+    local = torch.full((4,), float(rank + 1)) if rank < 2 else torch.empty(0)
+    x = with_grad(dtensor_of(local, (4,), source, (Partial("sum"),)))
     y = xm.reshard(x, BACK, (Replicate(),))
     if rank in BACK.ranks:
         assert torch.equal(y.to_local(), torch.full((4,), 3.0))
     scale = BACK.ranks.index(rank) + 1.0 if rank in BACK.ranks else 0.0
     (y.to_local(grad_placements=(Partial("sum"),)) * scale).sum().backward()
-    assert x.grad is not None
-    assert x.grad.placements == (Replicate(),)
+    assert gradient_of(x).placements == (Replicate(),)
     if rank in source.ranks:
-        assert torch.equal(x.grad.to_local(), torch.full((4,), 6.0))
+        assert torch.equal(gradient_of(x).to_local(), torch.full((4,), 6.0))
 
 
 def backwards_in_any_order(rank: int, world_size: int) -> None:
@@ -104,13 +117,18 @@ def refusals(rank: int, world_size: int) -> None:
     y = xm.reshard(x, BACK, (Shard(0),))
     (gradient,) = torch.autograd.grad(y.to_local().square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.to_local().sum().backward()
+        gradient.to_local().sum().backward()  # type: ignore[attr-defined]
 
 
 def everything(rank: int, world_size: int) -> None:
     for check in (
-        gradient_comes_home, spec_on_ranks_without_data, partial_source_and_partial_gradient, backwards_in_any_order, lists_with_integers, refusals,
-    ):  # fmt: skip
+        gradient_comes_home,
+        spec_on_ranks_without_data,
+        partial_source_and_partial_gradient,
+        backwards_in_any_order,
+        lists_with_integers,
+        refusals,
+    ):
         check(rank, world_size)
 
 

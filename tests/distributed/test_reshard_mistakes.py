@@ -24,7 +24,12 @@ def good_call() -> None:
 
 
 def spec(**changes: Any) -> xm.Spec:
-    fields = {"shape": LAYOUT.shape, "dtype": LAYOUT.dtype, "mesh": LAYOUT.src_mesh, "placements": LAYOUT.src}
+    fields: dict[str, Any] = {
+        "shape": LAYOUT.shape,
+        "dtype": LAYOUT.dtype,
+        "mesh": LAYOUT.src_mesh,
+        "placements": LAYOUT.src,
+    }
     return xm.Spec(**(fields | changes))
 
 
@@ -55,7 +60,10 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("one placement per mesh axis", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Shard(0), Shard(1)))),
     ("out of range", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Shard(2),))),
     ("Partial", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Partial("sum"),))),
-    ("unknown strategy|strategy 'fastest'", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, strategy="fastest")),
+    (
+        "unknown strategy|strategy 'fastest'",
+        lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, strategy="fastest"),
+    ),
     ("out= of tensor 0", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, out=torch.empty(8, 3))),  # type: ignore[arg-type]
 ]
 
@@ -134,7 +142,15 @@ def closed_group(rank: int, world_size: int) -> None:
 
 
 def everything(rank: int, world_size: int) -> None:
-    for check in (disagreements, one_rank_refuses, wrong_local_shape, everyone_wrong, other_backend, two_threads, closed_group):
+    for check in (
+        disagreements,
+        one_rank_refuses,
+        wrong_local_shape,
+        everyone_wrong,
+        other_backend,
+        two_threads,
+        closed_group,
+    ):
         check(rank, world_size)
 
 

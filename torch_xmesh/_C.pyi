@@ -1,0 +1,252 @@
+"""The C++ rooms of torch_xmesh, as csrc/bindings exports them. Internal: the package's modules are the public face."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend, Store, Work
+
+# bind_process_group.cpp
+
+class ProcessGroupXmesh(Backend):
+    """The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors."""
+
+    class Options(Backend.Options):
+        """Options of a group on xmesh; ``gloo`` and ``nccl`` are handed to the inner backends."""
+
+        gloo: Backend.Options | None
+        nccl: Backend.Options | None
+        staging_bytes: int
+        """Most memory per rank that reshards may stage messages in, in bytes."""
+        def __init__(self, timeout: timedelta = ...) -> None: ...
+        def __copy__(self) -> ProcessGroupXmesh.Options: ...
+        def __deepcopy__(self, memo: object) -> ProcessGroupXmesh.Options: ...
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: ProcessGroupXmesh.Options,
+        make_inner: Callable[[str, Store, int, int, ProcessGroupXmesh.Options], Backend],
+        has_cuda: bool,
+    ) -> None: ...
+    @property
+    def store(self) -> Store:
+        """The store of this group's own keys."""
+    @property
+    def options(self) -> ProcessGroupXmesh.Options:
+        """The group's live options."""
+    @property
+    def timeout(self) -> timedelta: ...
+    @property
+    def global_ranks(self) -> list[int]:
+        """Global rank of every group rank; empty for the default group."""
+    @property
+    def is_closed(self) -> bool:
+        """True after abort() or shutdown()."""
+    def inner_backend(self, device: torch.device) -> Backend:
+        """The inner backend that carries tensors of the device's kind, made if need be."""
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+    def perform_nocolor_split(self, device: torch.device) -> None: ...
+
+# bind_core.cpp
+
+class TensorSpec:
+    """A global shape and dtype on a mesh with one placement per axis, as text: "Shard(0)", "Partial(sum)"."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: str,
+        mesh_shape: Sequence[int],
+        mesh_ranks: Sequence[int],
+        placements: Sequence[str],
+    ) -> None:
+        """``mesh_ranks``: global ranks, row-major. Raises ValueError for what does not fit."""
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def mesh_shape(self) -> list[int]: ...
+    @property
+    def mesh_ranks(self) -> list[int]: ...
+    @property
+    def placements(self) -> list[str]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def local_shape(self, global_rank: int) -> list[int] | None:
+        """Shape of the local tensor on a global rank; None outside the mesh."""
+    def __eq__(self, other: TensorSpec, /) -> bool: ...  # type: ignore[override]
+
+class LinkModel:
+    """What a byte and a message cost: rates in bytes per second each way, times in microseconds."""
+
+    nic_bytes_per_s: int
+    local_bytes_per_s: int
+    latency_us: float
+    message_us: float
+    local_latency_us: float
+    is_measured: bool
+    def __init__(self) -> None: ...
+
+class Topology:
+    """Which host every rank in use lives on, and what the links carry."""
+
+    def __init__(self, host_of: Mapping[int, int], links: LinkModel, nic_of_host: Mapping[int, int]) -> None:
+        """Raises ValueError for a negative rank or host, or a rate that is not positive."""
+    @property
+    def host_of(self) -> dict[int, int]: ...
+    @property
+    def links(self) -> LinkModel: ...
+    @property
+    def nic_of_host(self) -> dict[int, int]: ...
+    def __eq__(self, other: Topology, /) -> bool: ...  # type: ignore[override]
+
+class ReshardingPlan:
+    """An immutable plan."""
+
+    @staticmethod
+    def from_json(text: str) -> ReshardingPlan:
+        """Raises ValueError naming line, column and field of what is wrong."""
+    def to_json(self) -> str: ...
+    def text(self, max_messages: int = 8) -> str:
+        """The plan as a table for people, with its first ``max_messages`` messages."""
+    def fingerprint(self) -> str:
+        """32 hex digits, equal for equal plans on every CPU."""
+    def lanes(self) -> list[tuple[int, int, float, float]]:
+        """(host from, host to, start, end) of every message in predicted seconds."""
+    def bytes_sent(self) -> dict[int, int]:
+        """NIC bytes out by host."""
+    def bytes_received(self) -> dict[int, int]:
+        """NIC bytes in by host."""
+    @property
+    def participants(self) -> list[int]:
+        """Ascending global ranks of either mesh."""
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def lower_bound_bytes(self) -> int: ...
+    @property
+    def lower_bound_seconds(self) -> float: ...
+    @property
+    def predicted_seconds(self) -> float: ...
+    @property
+    def num_messages(self) -> int: ...
+    @property
+    def num_tasks(self) -> int: ...
+    @property
+    def tensors(self) -> list[tuple[TensorSpec, TensorSpec]]:
+        """Source and destination per tensor."""
+
+def plan_resharding(
+    tensors: Sequence[tuple[TensorSpec, TensorSpec]], topology: Topology, strategy: str
+) -> ReshardingPlan:
+    """Plans source to destination of every tensor. Raises ValueError."""
+
+def canonical_strategy(text: str) -> str:
+    """The one spelling of a strategy. Raises ValueError saying which there are."""
+
+def strategy_names() -> list[str]:
+    """Every strategy but "auto"."""
+
+# bind_reshard.cpp
+
+class PreparedPlan:
+    """What this rank does for a plan: shared by all calls with the same arguments."""
+
+    @property
+    def participants(self) -> list[int]: ...
+
+class CallKey:
+    """Names one reshard call on all its ranks."""
+
+class ReshardGroup:
+    """The reshards of one process group on one rank. One thread at a time."""
+
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Most staging memory that was allocated at once, in bytes."""
+    @property
+    def timeout(self) -> timedelta: ...
+    @timeout.setter
+    def timeout(self, arg1: timedelta, /) -> None: ...
+    def topology(self, ranks: Sequence[int], links: LinkModel) -> Topology:
+        """Hosts of global ranks as they published them. Waits for ranks not there yet; PeerError at the timeout."""
+    def prepare(self, plan: ReshardingPlan, requires_grad: str, is_backward: bool) -> PreparedPlan:
+        """``requires_grad``: one letter, 0 or 1, per tensor."""
+    def begin(
+        self,
+        prepared: PreparedPlan,
+        src: Sequence[torch.Tensor],
+        dst: Sequence[torch.Tensor],
+        forward: CallKey | None,
+        is_detached: bool,
+    ) -> Work:
+        """Starts a call on local tensors. ``forward``: whose backward this is. Nobody waits for a detached one."""
+    def refuse(self, participants: Sequence[int], text: str) -> None:
+        """Tells the other participants that this rank's call will not come, and why."""
+    def close(self, abort: bool) -> None: ...
+
+def reshard_group(group: ProcessGroupXmesh, global_ranks: Sequence[int]) -> ReshardGroup:
+    """The reshards of a process group, made at the first call. ``global_ranks``: of its group ranks, in order."""
+
+def call_key(work: Work) -> CallKey:
+    """The key of the call behind a Work of :meth:`ReshardGroup.begin`. ValueError for any other Work."""
+
+# bind_pipeline_core.cpp
+
+class Schedule:
+    """Which place of a pipeline computes what in which order; immutable."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    @property
+    def place_of_stage(self) -> list[int]: ...
+    @property
+    def num_places(self) -> int: ...
+    @property
+    def cells(self) -> list[list[tuple[str, int, int] | None]]:
+        """(kind, stage, microbatch) by place and step; None where idle."""
+    @property
+    def peak_in_flight(self) -> list[int]: ...
+    def to_csv(self) -> str: ...
+    def validate(self, edges: Sequence[tuple[int, int, bool]], is_forward_only: bool = False) -> None:
+        """``edges``: (from stage, to stage, has gradient). Raises ValueError with the bad cell marked."""
+    def forwards(self) -> Schedule:
+        """Its forward actions alone."""
+    def __eq__(self, other: Schedule, /) -> bool: ...  # type: ignore[override]
+
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, place_of_stage: Sequence[int] = ...
+) -> Schedule: ...
+def schedule_names() -> list[str]: ...
+def schedule_from_csv(text: str, name: str = "csv") -> Schedule: ...
+def simulate_schedule(
+    schedule: Schedule,
+    stages: Sequence[Sequence[float]],
+    edges: Sequence[tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int]]],
+    nic_bytes_per_s: float,
+    latency_s: float,
+    overlap: bool,
+) -> dict[str, Any]:
+    """Plays a schedule.
+
+    Args:
+        stages: seconds of F, B, I, W each.
+        edges: edge, forward and backward (seconds, bytes) each.
+
+    Returns:
+        makespan_s, bubble_fraction, busy_s and peak_in_flight by place, actions (place, text, start, end), transfers
+        (from stage, to stage, microbatch, ready, start, end); all times in seconds.
+    """
