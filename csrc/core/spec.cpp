@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMaxDims = 8;
 
-constexpr std::array<std::pair<std::string_view, int64_t>, 24> kItemBytes = {{
+constexpr std::array<std::pair<std::string_view, int64_t>, 41> kItemBytes = {{
     {"float64", 8},
     {"float32", 4},
     {"float16", 2},
@@ -37,11 +37,32 @@ constexpr std::array<std::pair<std::string_view, int64_t>, 24> kItemBytes = {{
     {"float4_e2m1fn_x2", 1},
     {"bits8", 1},
     {"bits16", 2},
+    {"bits1x8", 1},
+    {"bits2x4", 1},
+    {"bits4x2", 1},
+    {"int1", 1},
+    {"int2", 1},
+    {"int3", 1},
+    {"int4", 1},
+    {"int5", 1},
+    {"int6", 1},
+    {"int7", 1},
+    {"uint1", 1},
+    {"uint2", 1},
+    {"uint3", 1},
+    {"uint4", 1},
+    {"uint5", 1},
+    {"uint6", 1},
+    {"uint7", 1},
 }};
 
 bool isFloat(const std::string& name) { return name == "float64" || name == "float32" || name == "float16" || name == "bfloat16"; }
 bool isComplex(const std::string& name) { return name == "complex64" || name == "complex128"; }
-bool isInteger(const std::string& name) { return name.starts_with("int") || name.starts_with("uint"); }
+/// Those that can be computed with: not int1 to int7, which torch only names.
+bool isInteger(const std::string& name) {
+  const bool has_whole_bytes = name.ends_with("8") || name.ends_with("16") || name.ends_with("32") || name.ends_with("64");
+  return has_whole_bytes && (name.starts_with("int") || name.starts_with("uint"));
+}
 
 bool canReduce(const std::string& dtype, ReduceOp op) {
   switch (op) {
