@@ -174,3 +174,123 @@ class ReadyAdapter:
                 f"returned {self.result}"
             )
         return tuple(leaves[position] for position in self.tensor_positions)
+
+
+@dataclasses.dataclass
+class Partition:
+    """A model as stages.
+
+    Attributes:
+        stages: what each stage runs.
+        values: the tensors that enter the model, cross stages or leave it; inputs first, then by producer and order
+            of execution.
+        inputs: the tensor arguments of the model, by value name.
+        outputs: the model's output over values.
+        tied_parameters: groups of (stage, name) of one parameter object that several stages hold.
+        unused_parameters: the model's parameters that no stage holds.
+        batch_size: samples of the example arguments, None if no argument has a batch dim.
+        fixed_batch: the stages work for `batch_size` samples only.
+    """
+
+    stages: list[StageProgram]
+    values: dict[str, ValueInfo]
+    inputs: dict[str, InputInfo]
+    outputs: OutputStructure
+    tied_parameters: list[list[tuple[int, str]]]
+    unused_parameters: tuple[str, ...]
+    batch_size: int | None
+    fixed_batch: bool
+    argument_leaves: tuple[Any, ...]
+    argument_structure: pytree.TreeSpec
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, stage: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The model's input values in one microbatch's arguments: all of them, or those that `stage` takes.
+
+        Raises:
+            ValueError: another structure, dtype or size (the batch dim apart) than the example's, or another
+                constant.
+        """
+        leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
+        if structure != self.argument_structure:
+            raise ValueError(
+                f"the arguments have the structure {structure}, the example arguments had {self.argument_structure}"
+            )
+        wanted = set(self.inputs if stage is None else self.stages[stage].model_inputs)
+        bound = {}
+        for leaf, expected in zip(leaves, self.argument_leaves, strict=True):
+            if not isinstance(expected, ValueName):
+                _check_constant(leaf, expected[0], expected[1])
+            elif expected.name in wanted:
+                self._check_input(self.inputs[expected.name], leaf)
+                bound[expected.name] = leaf
+        return bound
+
+    def _check_input(self, info: InputInfo, tensor: Any) -> None:
+        where = f"argument {describe_path(info.path)}"
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{where} must be a tensor of shape {info.shape} as in the example arguments, got "
+                f"{type(tensor).__name__}"
+            )
+        if tensor.dtype != info.dtype:
+            raise ValueError(f"{where} has dtype {tensor.dtype}, the example had {info.dtype}")
+        free = None if self.fixed_batch else info.batch_dim
+        shapes = [[size for dim, size in enumerate(shape) if dim != free] for shape in (tensor.shape, info.shape)]
+        if tensor.dim() != len(info.shape) or shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{where} has shape {tuple(tensor.shape)}, the example had {info.shape}"
+                + (f" (dim {free}, the batch, may differ)" if free is not None else "")
+            )
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output by running the stages one after another in this process, on one autograd graph."""
+        values = self.bind(args, kwargs)
+        for stage in self.stages:
+            results = stage(*[values[name] for name in stage.input_values])
+            values.update(zip(stage.output_values, results, strict=True))
+        return self.outputs.unflatten(values)
+
+    def __str__(self) -> str:
+        lines = []
+        for stage in self.stages:
+            count = sum(parameter.numel() for parameter in stage.module.parameters())
+            lines.append(
+                f"stage {stage.index}: {count} parameters; {', '.join(stage.input_values)} -> "
+                f"{', '.join(stage.output_values)}"
+            )
+        for value in self.values.values():
+            source = "input" if value.producer is None else f"stage {value.producer}"
+            readers = ", ".join(str(stage) for stage in value.consumers) + (
+                " and the output" if value.is_output else ""
+            )
+            grad = ", differentiable" if value.is_differentiable else ""
+            lines.append(
+                f"{value.name}: {source} -> {readers or 'nobody'}; {value.dtype} {list(value.shape)}, batch dim "
+                f"{value.batch_dim}{grad}"
+            )
+        return "\n".join(lines)
+
+
+def sorted_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments in the form that a partition compares: keyword arguments by name."""
+    return tuple(args), dict(sorted((kwargs or {}).items()))
+
+
+def describe_path(path: tuple[Any, ...]) -> str:
+    """``("kwargs", "mask", 0)`` as ``kwargs['mask'][0]``."""
+    return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
+
+
+def _check_constant(found: Any, expected: Any, where: str) -> None:
+    if isinstance(found, torch.Tensor) or type(found) is not type(expected) or found != expected:
+        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+        raise ValueError(
+            f"argument {where} is a constant of the traced model: the example had {expected!r}, got {shown}; pass "
+            "it as a tensor or partition again"
+        )

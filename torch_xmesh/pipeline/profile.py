@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_xmesh.pipeline.microbatch import leaf_specs
-from torch_xmesh.pipeline.partition import SplitAt, opened_modules, sorted_arguments, trace_model
+from torch_xmesh.pipeline.partition import SplitAt, opened_modules, trace_model
 from torch_xmesh.pipeline.partition_sandbox import Sandbox, hooks_off
+from torch_xmesh.pipeline.partition_values import sorted_arguments
 from torch_xmesh.pipeline.trace import Traced, enter_modes
 
 _PARAMETER_COPIES = 4
