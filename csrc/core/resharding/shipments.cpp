@@ -103,7 +103,8 @@ class RelayTurns {
 
 class ShipmentBuilder {
  public:
-  ShipmentBuilder(const ReshardingPlan& plan, const Network& network) : plan_(plan), network_(network), hosts_(plan, network) {
+  ShipmentBuilder(const ReshardingPlan& plan, const Network& network, bool has_few_owners)
+      : plan_(plan), hosts_(plan, network), has_few_owners_(has_few_owners) {
     for (int32_t host = 0; host < network.numHosts(); ++host) {
       rates_.push_back(network.nicBytesPerS(host));
     }
@@ -248,6 +249,19 @@ class ShipmentBuilder {
     }
     filled_ = waterFill(blocks, rates_, bound_s);
     out_.bottleneck_s = std::max(bound_s, filled_.largest_load_s);
+    if (has_few_owners_) {
+      concentrate();
+    }
+  }
+
+  /// Replaces the levelled shares by those of a maximum flow, which fills one host after the other.
+  void concentrate() {
+    constexpr int64_t kRate = 1'000'000;
+    const auto mass = static_cast<int64_t>(std::ceil(out_.bottleneck_s * (1 + 1e-6) * static_cast<double>(kRate)));
+    const std::vector<std::vector<int64_t>> split = splitWithin(blocks_, rates_, {mass, kRate});
+    for (size_t i = 0; i < split.size(); ++i) {
+      filled_.bytes[i].assign(split[i].begin(), split[i].end());
+    }
   }
 
   /// T (1 + d/K) + K o is least at K = sqrt(d T / o), d being the depth of the trees.
@@ -317,8 +331,8 @@ class ShipmentBuilder {
   }
 
   const ReshardingPlan& plan_;
-  const Network& network_;
   HostSets hosts_;
+  bool has_few_owners_;
   std::vector<int64_t> rates_;
   std::vector<SliceClass> classes_;
   std::vector<Reduction> reductions_;
@@ -331,8 +345,8 @@ class ShipmentBuilder {
 
 }  // namespace
 
-Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks) {
-  return ShipmentBuilder(plan, network).build(num_chunks);
+Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks, bool has_few_owners) {
+  return ShipmentBuilder(plan, network, has_few_owners).build(num_chunks);
 }
 
 }  // namespace xmesh::core

@@ -38,7 +38,8 @@ struct Shipments {
 /// Slices with the same holding and needing hosts form a class; first copies are spread over the holders by water-filling (with the further
 /// copies spread over holders and needers), each class is cut into stripes by first sender and each stripe into atoms of at most one
 /// chunk. A Partial slice that no needing host can reduce alone is striped over the needing hosts: each reduces its stripe and owes the value.
-/// `num_chunks`: chunks per busiest port; 0 chooses them from the latency model and the size.
-Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks);
+/// `num_chunks`: chunks per busiest port; 0 chooses them from the latency model and the size. `has_few_owners`: instead of levelled shares any
+/// split within the same largest load that leaves most classes to one sender.
+Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks, bool has_few_owners = false);
 
 }  // namespace xmesh::core

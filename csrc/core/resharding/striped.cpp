@@ -1,4 +1,5 @@
 #include <bit>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,16 +13,22 @@
 namespace xmesh::core {
 namespace {
 
+/// One way of scheduling the atoms of one of two splits.
+struct Attempt {
+  bool has_few_owners = false;
+  ScheduleTaste taste;
+};
+
 /// Tried in this order until one is good enough.
-const std::vector<ScheduleTaste>& tastes() {
-  static const std::vector<ScheduleTaste> all = {
-      {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false},
-      {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true},
-      {.fill_weight = 0.0, .is_newest_first = false, .is_matched = true},
-      {.fill_weight = 0.5, .is_newest_first = true, .is_matched = false},
-      {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true, .uses_relays = true},
-      {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false, .uses_relays = true},
-      {.fill_weight = 0.0, .is_newest_first = true, .is_matched = true},
+const std::vector<Attempt>& attempts() {
+  static const std::vector<Attempt> all = {
+      {false, {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false}},
+      {false, {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true}},
+      {true, {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true}},
+      {false, {.fill_weight = 0.5, .is_newest_first = true, .is_matched = true, .uses_relays = true}},
+      {false, {.fill_weight = 0.0, .is_newest_first = false, .is_matched = true}},
+      {false, {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false, .uses_relays = true}},
+      {true, {.fill_weight = 0.5, .is_newest_first = false, .is_matched = false}},
   };
   return all;
 }
@@ -35,22 +42,31 @@ double goodEnough(const Shipments& shipments, const LinkModel& links, double slo
 }
 
 void planStriped(ReshardingPlan& plan, const Strategy& strategy) {
-  constexpr size_t kTransfersTriedAgain = 4096;
+  constexpr size_t kMostMessages = 16'384;  // of all attempts together, so that planning time is bounded
   const Network network(plan);
-  const Shipments shipments = shipmentsOf(plan, network, strategy.option("num_chunks"));
-  const double goal = goodEnough(shipments, plan.topology.links(), static_cast<double>(plan.topology.links().nic_bytes_per_s));
+  const int64_t num_chunks = strategy.option("num_chunks");
+  const Shipments levelled = shipmentsOf(plan, network, num_chunks);
+  std::optional<Shipments> concentrated;
+  const double goal = goodEnough(levelled, plan.topology.links(), static_cast<double>(plan.topology.links().nic_bytes_per_s));
   double best_seconds = 0;
+  size_t num_messages = 0;
   std::vector<Message> best;
-  for (size_t i = 0; i < tastes().size(); ++i) {
-    const std::vector<AtomTransfer> transfers = scheduleAtoms(shipments, network, tastes()[i]);
+  for (size_t i = 0; i < attempts().size(); ++i) {
+    const auto& [has_few_owners, taste] = attempts()[i];
+    if (has_few_owners && !concentrated) {
+      concentrated = shipmentsOf(plan, network, num_chunks, true);
+    }
+    const Shipments& shipments = has_few_owners ? *concentrated : levelled;
+    const std::vector<AtomTransfer> transfers = scheduleAtoms(shipments, network, taste);
     plan.messages.clear();
     expandTransfers(plan, network, shipments, transfers);
+    num_messages += plan.messages.size();
     const double seconds = simulatedSeconds(plan, network);
     if (i == 0 || seconds < best_seconds) {
       best_seconds = seconds;
       best = std::move(plan.messages);
     }
-    if (best_seconds <= goal || transfers.size() > kTransfersTriedAgain) {
+    if (best_seconds <= goal || num_messages > kMostMessages) {
       break;
     }
   }
