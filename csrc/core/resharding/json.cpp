@@ -96,7 +96,7 @@ class JsonParser {
     JsonValue out = value("", 0);
     skipSpace();
     if (at_ != text_.size()) {
-      fail("expected the end, got '" + std::string(1, text_[at_]) + "'");
+      fail("expected the end, got " + found());
     }
     return out;
   }
@@ -107,6 +107,12 @@ class JsonParser {
     here.line_ = line_;
     here.column_ = static_cast<int64_t>(at_ - line_begin_) + 1;
     here.fail(message);
+  }
+
+  /// The character that stands here, for a message; bytes beyond ASCII by number, so that messages are whole UTF-8.
+  std::string found() const {
+    const auto byte = static_cast<unsigned char>(text_[at_]);
+    return byte >= 0x20 && byte < 0x7f ? "'" + std::string(1, text_[at_]) + "'" : "byte " + std::to_string(byte);
   }
 
   void skipSpace() {
@@ -128,7 +134,7 @@ class JsonParser {
 
   void take(char expected) {
     if (peek() != expected) {
-      fail("expected '" + std::string(1, expected) + "', got '" + std::string(1, text_[at_]) + "'");
+      fail("expected '" + std::string(1, expected) + "', got " + found());
     }
     ++at_;
   }
@@ -174,7 +180,7 @@ class JsonParser {
         take(',');
       }
       if (peek() != '"') {
-        fail("expected a member's name in quotes, got '" + std::string(1, text_[at_]) + "'");
+        fail("expected a member's name in quotes, got " + found());
       }
       std::string name = quoted();
       if (std::find(out.names_.begin(), out.names_.end(), name) != out.names_.end()) {
@@ -245,7 +251,7 @@ class JsonParser {
     const char* last = digits.data() + digits.size();
     const auto result = is_integer ? std::from_chars(digits.data(), last, out.integer_) : std::from_chars(digits.data(), last, out.double_);
     if (!is_well_formed || result.ec != std::errc() || result.ptr != last || digits.back() == '.') {
-      fail(digits.empty() ? "expected a value, got '" + std::string(1, text_[at_]) + "'" : "'" + std::string(digits) + "' is no number of 64 bits");
+      fail(digits.empty() ? "expected a value, got " + found() : "'" + std::string(digits) + "' is no number of 64 bits");
     }
     out.kind_ = is_integer ? JsonValue::Kind::kInteger : JsonValue::Kind::kDouble;
     at_ = end;
