@@ -12,7 +12,7 @@ namespace xmesh::core {
 namespace {
 
 /// How many atoms a sender weighs for one message, and how many receivers.
-constexpr size_t kMostAtomsWeighed = 256;
+constexpr size_t kMostAtomsWeighed = 96;
 constexpr size_t kMostReceiversWeighed = 64;
 
 /// A set of atoms.

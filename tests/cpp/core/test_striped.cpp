@@ -1,0 +1,170 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "core/resharding/host_load.h"
+#include "core/resharding/planner.h"
+#include "core/resharding/port_matching.h"
+#include "core/resharding/water_fill.h"
+#include "published_cases.h"
+#include "random_layouts.h"
+
+namespace xmesh::core {
+namespace {
+
+/// The facts of the model: 25 MB/s NICs, nothing but bytes on NICs costs time.
+LinkModel bytesOnly() {
+  return {.nic_bytes_per_s = 25'000'000, .local_bytes_per_s = 1'000'000'000'000'000, .latency_us = 0, .message_us = 0, .local_latency_us = 0};
+}
+
+Topology onHosts(const TensorPair& pair, int64_t devices_per_host) {
+  const int64_t last = std::max(*std::max_element(pair.src.mesh.ranks().begin(), pair.src.mesh.ranks().end()),
+                                *std::max_element(pair.dst.mesh.ranks().begin(), pair.dst.mesh.ranks().end()));
+  return Topology::uniform(last + 1, devices_per_host, bytesOnly());
+}
+
+double ratioOf(const TensorPair& pair, int64_t devices_per_host, const char* strategy) {
+  const ReshardingPlan plan = planResharding({pair}, onHosts(pair, devices_per_host), parseStrategy(strategy));
+  return plan.lower_bound_seconds > 0 ? plan.predicted_seconds / plan.lower_bound_seconds : 1;
+}
+
+TEST(Striped, PublishedCasesReachTheBound) {
+  for (const layouts::PublishedCase& published : layouts::publishedCases()) {
+    const bool is_replicated = published.dst[0] == Placement::replicate();
+    EXPECT_LE(ratioOf(layouts::pairOf(published), 4, "striped:num_chunks=64"), is_replicated ? 1.017 : 1.0001) << published.name;
+  }
+}
+
+TEST(Striped, OneRootReachesManyHostsInLogarithmicDepth) {
+  const DType dtype = DType::parse("float32");
+  for (const int64_t num_hosts : {1, 2, 3, 5, 8}) {
+    std::vector<int64_t> needers(static_cast<size_t>(num_hosts));
+    std::iota(needers.begin(), needers.end(), int64_t{1});
+    const TensorPair pair{{{1 << 22}, dtype, Mesh({1}, {0}), {Placement::replicate()}},
+                          {{1 << 22}, dtype, Mesh({num_hosts}, needers), {Placement::replicate()}}};
+    int64_t depth = 0;
+    while ((int64_t{1} << depth) < num_hosts + 1) {
+      ++depth;
+    }
+    EXPECT_LE(ratioOf(pair, 1, "striped:num_chunks=64"), 1 + static_cast<double>(depth) / 64) << num_hosts;
+  }
+}
+
+TEST(Striped, SplitsAReplicatedSliceOverItsHolders) {
+  const DType dtype = DType::parse("float32");
+  const TensorPair pair{{{1 << 20}, dtype, Mesh({2}, {0, 1}), {Placement::replicate()}},
+                        {{1 << 20}, dtype, Mesh({1}, {2}), {Placement::replicate()}}};
+  const Topology topology({{0, 0}, {1, 1}, {2, 2}}, bytesOnly(), {{0, 10'000'000}, {1, 15'000'000}, {2, 100'000'000}});
+  const ReshardingPlan plan = planResharding({pair}, topology, parseStrategy("striped:num_chunks=64"));
+  EXPECT_NEAR(static_cast<double>(plan.bytesSent().at(0)), 0.4 * (1 << 22), 64);
+  EXPECT_LE(plan.predicted_seconds, 1.03 * plan.lower_bound_seconds);
+}
+
+TEST(Striped, PartialOnTwoHostsReducesHalfOnEach) {
+  const DType dtype = DType::parse("float32");
+  const TensorPair pair{{{1 << 20}, dtype, Mesh({2}, {0, 1}), {Placement::partial(ReduceOp::kSum)}},
+                        {{1 << 20}, dtype, Mesh({2}, {0, 1}), {Placement::replicate()}}};
+  EXPECT_LE(ratioOf(pair, 1, "striped:num_chunks=64"), 1.04);
+  EXPECT_GE(ratioOf(pair, 1, "broadcast:num_chunks=64"), 1.0);
+}
+
+/// Shard and Replicate on hosts of a few devices, disjoint, overlapping or identical.
+TEST(Striped, StaysNearTheBoundAndBelowBroadcast) {
+  for (uint64_t seed = 0; seed < 120; ++seed) {
+    std::mt19937_64 rng(seed);
+    layouts::LayoutOptions options;
+    options.num_ranks = 16;
+    options.allow_partial = false;
+    options.allow_zero_size = false;
+    options.max_dims = 3;
+    TensorPair pair = layouts::randomPair(rng, options);
+    for (TensorSpec* spec : {&pair.src, &pair.dst}) {
+      spec->dtype = DType::parse("float32");
+      for (int64_t& extent : spec->shape) {
+        extent *= 60;
+      }
+      if (spec->shape.empty()) {
+        spec->shape = {200'000};
+      }
+    }
+    const double striped = ratioOf(pair, 2, "striped:num_chunks=64");
+    EXPECT_LE(striped, 1.12) << "seed " << seed << " " << pair.src.str() << " -> " << pair.dst.str();
+    EXPECT_LE(striped, 1.05 * ratioOf(pair, 2, "broadcast:num_chunks=64")) << "seed " << seed;
+  }
+}
+
+TEST(WaterFill, ReachesTheLinearProgram) {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    std::mt19937_64 rng(seed);
+    const int64_t num_hosts = layouts::randomInt(rng, 1, 8);
+    std::vector<int64_t> rates;
+    for (int64_t host = 0; host < num_hosts; ++host) {
+      rates.push_back(layouts::randomInt(rng, 1, 4) * 1'000'000);
+    }
+    std::vector<MassBlock> blocks;
+    for (int64_t i = layouts::randomInt(rng, 1, 9); i > 0; --i) {
+      const int64_t set = layouts::randomInt(rng, 1, (int64_t{1} << num_hosts) - 1);
+      MassBlock& block = blocks.emplace_back();
+      for (int32_t host = 0; host < num_hosts; ++host) {
+        if ((set >> host & 1) != 0) {
+          block.hosts.push_back(host);
+        }
+      }
+      block.mass = layouts::randomInt(rng, 1, 1 << 30);
+    }
+    const FilledBlocks filled = waterFill(blocks, rates, 0);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      EXPECT_NEAR(std::accumulate(filled.bytes[i].begin(), filled.bytes[i].end(), 0.0), static_cast<double>(blocks[i].mass), 1);
+    }
+    const double best = worstHostSet(blocks, rates, {0, 1}).seconds();
+    EXPECT_LE(filled.largest_load_s, 1.001 * best) << "seed " << seed;
+    EXPECT_GE(filled.largest_load_s, best * (1 - 1e-9)) << "seed " << seed;
+  }
+}
+
+double bestByTrying(const std::vector<std::vector<double>>& weights, size_t row, std::vector<bool>& taken) {
+  if (row == weights.size()) {
+    return 0;
+  }
+  double best = bestByTrying(weights, row + 1, taken);
+  for (size_t column = 0; column < weights[row].size(); ++column) {
+    if (!taken[column] && weights[row][column] > 0) {
+      taken[column] = true;
+      best = std::max(best, weights[row][column] + bestByTrying(weights, row + 1, taken));
+      taken[column] = false;
+    }
+  }
+  return best;
+}
+
+TEST(PortMatching, IsTheHeaviest) {
+  for (uint64_t seed = 0; seed < 500; ++seed) {
+    std::mt19937_64 rng(seed);
+    const int64_t num_columns = layouts::randomInt(rng, 1, 6);
+    std::vector<std::vector<double>> weights(static_cast<size_t>(layouts::randomInt(rng, 1, 6)));
+    for (std::vector<double>& row : weights) {
+      for (int64_t column = 0; column < num_columns; ++column) {
+        row.push_back(layouts::randomInt(rng, 0, 2) == 0 ? 0 : static_cast<double>(layouts::randomInt(rng, 1, 9)));
+      }
+    }
+    double total = 0;
+    std::vector<bool> taken(static_cast<size_t>(num_columns), false);
+    const std::vector<int32_t> column_of = heaviestMatching(weights);
+    for (size_t row = 0; row < weights.size(); ++row) {
+      if (column_of[row] >= 0) {
+        const auto column = static_cast<size_t>(column_of[row]);
+        EXPECT_FALSE(taken[column]);
+        taken[column] = true;
+        EXPECT_GT(weights[row][column], 0);
+        total += weights[row][column];
+      }
+    }
+    taken.assign(static_cast<size_t>(num_columns), false);
+    EXPECT_EQ(total, bestByTrying(weights, 0, taken)) << "seed " << seed;
+  }
+}
+
+}  // namespace
+}  // namespace xmesh::core
