@@ -70,14 +70,21 @@ void HostExecutor::cancel() {
   if (phase_ != Phase::kRunning) {
     return;
   }
-  phase_ = Phase::kCancelled;
   transport_.close(operation_);
+  transportGone();
+  pool_.serve();
+}
+
+void HostExecutor::transportGone() {
+  if (phase_ != Phase::kRunning) {
+    return;
+  }
+  phase_ = Phase::kCancelled;
   if (self_ != nullptr) {
     *self_ = nullptr;
   }
   releaseAll();
   pool_.forget(*this);
-  pool_.serve();
 }
 
 void HostExecutor::onSent(int64_t cookie) { handle({EventKind::kSent, static_cast<int32_t>(cookie)}); }

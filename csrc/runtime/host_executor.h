@@ -39,6 +39,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void start();
   /// Closes the operation and gives up: the tensors' memory is free when this returns. No-op when done or not started.
   void cancel();
+  /// Gives up after the transport has been destroyed.
+  void transportGone();
 
   bool isDone() const { return phase_ == Phase::kDone; }
   /// One entry per peer of the program.
