@@ -1,0 +1,210 @@
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "core/error.h"
+#include "core/resharding/fingerprint.h"
+#include "core/resharding/planner.h"
+#include "runtime/reshard_service.h"
+#include "transport/fake_host_network.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Placement;
+using std::chrono::milliseconds;
+
+constexpr int32_t kNumRanks = 4;
+constexpr int64_t kExtent = 96;
+
+core::ReshardingPlan planOf(Placement dst) {
+  const core::DType dtype = core::DType::parse("int32");
+  return core::planResharding(
+      {{{{kExtent}, dtype, core::Mesh({2}, {0, 1}), {Placement::shard(0)}}, {{kExtent}, dtype, core::Mesh({2}, {2, 3}), {std::move(dst)}}}},
+      core::Topology::uniform(kNumRanks, 1), core::parseStrategy("broadcast"));
+}
+
+/// What the c10d layer does for a rank, without torch: group ranks are global ranks.
+std::shared_ptr<const PreparedPlan> prepare(const core::ReshardingPlan& plan, int64_t rank) {
+  auto out = std::make_shared<PreparedPlan>();
+  out->participants = plan.participants();
+  out->participant_peers.assign(out->participants.begin(), out->participants.end());
+  out->participants_hash = hashRanks(out->participants);
+  out->my_index = rank;
+  out->program = compileProgram(plan, rank);
+  out->program_peers.assign(out->program->peers().begin(), out->program->peers().end());
+  out->fields = packFields({{"destination placements", core::placementsStr(plan.tensors[0].dst.placements)}});
+  out->fingerprint = core::planFingerprint(plan);
+  out->summary = "a test's tensor";
+  out->plan = std::make_shared<core::ReshardingPlan>(plan);
+  return out;
+}
+
+class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
+ protected:
+  ReshardServiceTest() : network_(kNumRanks, GetParam()) {
+    std::vector<int64_t> ranks(kNumRanks);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{ranks, rank, 1 << 20},
+                                                           [this, rank](transport::PeerEvents& events) { return network_.join(rank, events); }));
+      for (int32_t peer = 0; peer < kNumRanks; ++peer) {
+        if (peer != rank) {
+          services_.back()->network().setAddress(peer, "fake");
+        }
+      }
+    }
+  }
+
+  /// One rank's call: its memory and its handle.
+  struct Made {
+    std::vector<int32_t> src;
+    std::vector<int32_t> dst;
+    std::shared_ptr<ReshardCall> call;
+  };
+
+  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
+    auto made = std::make_unique<Made>();
+    CallRequest request;
+    request.prepared = prepare(plan, rank);
+    request.timeout = timeout;
+    request.src = {local(request.prepared->program->srcShape(0), made->src)};
+    request.dst = {local(request.prepared->program->dstShape(0), made->dst)};
+    std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
+    made->call = services_[static_cast<size_t>(rank)]->begin(std::move(request));
+    return made;
+  }
+
+  static LocalTensor local(const std::optional<std::vector<int64_t>>& shape, std::vector<int32_t>& memory) {
+    if (!shape.has_value()) {
+      return {};
+    }
+    memory.assign(static_cast<size_t>(shape->front()), -1);
+    return {memory.data(), *shape, {1}};
+  }
+
+  std::vector<std::unique_ptr<Made>> beginAll(const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
+    std::vector<std::unique_ptr<Made>> out;
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      out.push_back(begin(rank, plan, timeout));
+    }
+    return out;
+  }
+
+  void expectWhole(const std::vector<std::unique_ptr<Made>>& calls) {
+    network_.runUntilIdle();
+    std::vector<int32_t> whole(kExtent);
+    std::iota(whole.begin(), whole.end(), 0);
+    for (const auto& made : calls) {
+      ASSERT_TRUE(made->call->isCompleted());
+      EXPECT_FALSE(made->call->failure().has_value());
+    }
+    EXPECT_EQ(calls[2]->dst, whole);
+    EXPECT_EQ(calls[3]->dst, whole);
+  }
+
+  transport::FakeHostNetwork network_;
+  std::vector<std::unique_ptr<ReshardService>> services_;
+};
+
+TEST_P(ReshardServiceTest, MovesBytesInSeveralCallsAtOnce) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  const auto first = beginAll(plan);
+  const auto second = beginAll(plan);
+  expectWhole(second);
+  expectWhole(first);
+}
+
+TEST_P(ReshardServiceTest, TellsEveryRankWhatDiffers) {
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(rank == 3 ? Placement::shard(0) : Placement::replicate())));
+  }
+  network_.runUntilIdle();
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_THROW(made->call->wait(), core::InvalidArgument);
+    EXPECT_NE(made->call->failure()->text.find("disagree on destination placements"), std::string::npos) << made->call->failure()->text;
+  }
+  expectWhole(beginAll(planOf(Placement::replicate())));
+}
+
+TEST_P(ReshardServiceTest, ARefusalReachesThoseWhoCallBeforeAndAfter) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  std::vector<std::unique_ptr<Made>> calls;
+  calls.push_back(begin(0, plan));
+  network_.runUntilIdle();
+  services_[3]->refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype");
+  network_.runUntilIdle();
+  calls.push_back(begin(1, plan));
+  calls.push_back(begin(2, plan));
+  network_.runUntilIdle();
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_EQ(made->call->failure()->text.find("rank 3 refused this call: wrong dtype"), 0U) << made->call->failure()->text;
+  }
+  expectWhole(beginAll(plan));
+}
+
+TEST_P(ReshardServiceTest, AtTheTimeoutNamesWhoHasNotCalled) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  std::vector<std::unique_ptr<Made>> calls;
+  for (const int32_t rank : {0, 1, 3}) {
+    calls.push_back(begin(rank, plan, milliseconds(1000)));
+  }
+  network_.advance(milliseconds(1000));
+  network_.advance(milliseconds(2000));
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_THROW(made->call->wait(), PeerError);
+    EXPECT_EQ(made->call->failure()->blamed_ranks, std::vector<int64_t>{2});
+    EXPECT_NE(made->call->failure()->text.find("rank 2 has not made this call; it has called no reshard yet"), std::string::npos);
+  }
+}
+
+TEST_P(ReshardServiceTest, AtTheTimeoutNamesWhoIsStopped) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  network_.stop(2);
+  const auto calls = beginAll(plan, milliseconds(1000));
+  network_.advance(milliseconds(1000));
+  network_.advance(milliseconds(2000));
+  for (const int32_t rank : {0, 1, 3}) {
+    const auto& made = calls[static_cast<size_t>(rank)];
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_EQ(made->call->failure()->blamed_ranks, std::vector<int64_t>{2});
+    EXPECT_NE(made->call->failure()->text.find("rank 2 does not answer"), std::string::npos) << made->call->failure()->text;
+  }
+}
+
+TEST_P(ReshardServiceTest, ADeadPeerFailsItsCallsAndLaterOnes) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  expectWhole(beginAll(plan));
+  std::vector<std::unique_ptr<Made>> calls;
+  for (const int32_t rank : {0, 2, 3}) {
+    calls.push_back(begin(rank, plan));
+  }
+  network_.runUntilIdle();
+  network_.kill(1);
+  network_.runUntilIdle();
+  calls.push_back(begin(0, plan));
+  network_.runUntilIdle();
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_EQ(made->call->failure()->kind, FailureKind::kPeer);
+    EXPECT_EQ(made->call->failure()->blamed_ranks, std::vector<int64_t>{1}) << made->call->failure()->text;
+  }
+}
+
+TEST_P(ReshardServiceTest, ClosingFailsWhatIsInFlight) {
+  const auto made = begin(0, planOf(Placement::replicate()));
+  network_.runUntilIdle();
+  services_[0]->close(milliseconds(0));
+  ASSERT_TRUE(made->call->isCompleted());
+  EXPECT_THROW(made->call->wait(), GroupError);
+  EXPECT_THROW(begin(0, planOf(Placement::replicate())), GroupError);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, ReshardServiceTest, testing::Range<uint64_t>(0, 20));
+
+}  // namespace
+}  // namespace xmesh::runtime
