@@ -87,7 +87,10 @@ class Spec:
         *,
         requires_grad: bool = False,
     ) -> None:
-        self.shape = torch.Size(shape)
+        try:
+            self.shape = torch.Size(shape)
+        except (TypeError, OverflowError, RuntimeError):
+            raise ValueError(f"shape must be integers of 64 bits, got {shape!r}") from None
         self.dtype = dtype
         self.mesh = mesh
         self.placements = normal_placements(placements, len(self.shape))

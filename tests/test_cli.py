@@ -1,0 +1,238 @@
+"""The command line: every option, in this process; mistakes end with status 2 and one clear line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import torch_xmesh as xm
+from torch_xmesh import _C
+from torch_xmesh.cli import main, parse_mesh, parse_placements, parse_shape
+
+CASE = {
+    "--shape": "64,32,16",
+    "--dtype": "float32",
+    "--src-mesh": "2x4",
+    "--src": "Replicate(),Shard(1)",
+    "--dst-mesh": "3x4@8",
+    "--dst": "Shard(0),Replicate()",
+    "--devices-per-host": "4",
+    "--strategy": "auto",
+}
+FIELDS = {name.removeprefix("--").replace("-", "_"): value for name, value in CASE.items()}
+
+
+def arguments(*more: str, **changes: str | None) -> list[str]:
+    """The plan command with CASE's options, some changed or (None) left out."""
+    options = CASE | {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    out = ["plan"]
+    for name, value in options.items():
+        out += [] if value is None else [name, value]
+    return [*out, *more]
+
+
+def expected_plan(strategy: str = "auto") -> xm.ReshardingPlan:
+    spec = xm.Spec((64, 32, 16), torch.float32, parse_mesh("2x4"), [Replicate(), Shard(1)])
+    topology = xm.Topology(devices_per_host=4)
+    return xm.plan_resharding(spec, parse_mesh("3x4@8"), [Shard(0), Replicate()], strategy=strategy, topology=topology)
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(capsys, *arguments())
+    assert out == f"{expected_plan()}\n"
+    for part in ("lower bound", "of the bound", "NIC out", "NIC in", "float32[64, 32, 16]"):
+        assert part in out
+
+
+@pytest.mark.parametrize("strategy", ["send_recv", "broadcast:naive+naive", "auto"])
+def test_json_replays(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    out = output_of(capsys, *arguments("--json", strategy=strategy))
+    assert xm.ReshardingPlan.from_json(out) == expected_plan(strategy)
+    assert json.loads(out)["version"] == 1
+
+
+def test_topology_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    xm.Topology(devices_per_host=4, nic_bytes_per_s=10**9).save(tmp_path / "topology.json")
+    path = str(tmp_path / "topology.json")
+    out = output_of(capsys, *arguments("--json", "--topology", path, devices_per_host=None))
+    plan = xm.ReshardingPlan.from_json(out)
+    assert plan.core.topology.links.nic_bytes_per_s == 10**9
+    assert plan.lower_bound_bytes == expected_plan().lower_bound_bytes
+
+
+def case_file(tmp_path: Path, cases: Any) -> str:
+    path = tmp_path / "cases.json"
+    path.write_text(cases if isinstance(cases, str) else json.dumps(cases))
+    return str(path)
+
+
+def test_case_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one = {name: FIELDS[name] for name in ("shape", "dtype", "src_mesh", "src", "dst_mesh", "dst")}
+    other = {
+        "name": "lists",
+        "shape": [8, 4],
+        "src_mesh": [[0, 1], [2, 3]],
+        "src": ["Shard(0)", "Shard(dim=1)"],
+        "dst_mesh": [5, 4],
+        "dst": ["Replicate()"],
+    }
+    command = ["plan", "--case-file", case_file(tmp_path, [one, other]), "--devices-per-host", "4"]
+    plans = [
+        xm.ReshardingPlan.from_json(json.dumps(plan)) for plan in json.loads(output_of(capsys, *command, "--json"))
+    ]
+    assert plans[0] == expected_plan()
+    source, target = plans[1].specs[0]
+    assert (source.mesh, source.placements) == (xm.Mesh([[0, 1], [2, 3]]), (Shard(0), Shard(1)))
+    assert (target.mesh, target.placements, str(target.dtype)) == (xm.Mesh([5, 4]), (Replicate(),), "torch.float32")
+    out = output_of(capsys, *command)
+    assert out.startswith(f"# case 0\n{plans[0]}\n# lists\n")
+    assert out.count("lower bound") == 2
+    assert output_of(capsys, *command, "--compare").count("lower bound") == 2
+
+
+def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output_of(capsys, *arguments("--plot", str(tmp_path / "plan.png")))
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    head, columns, *rows = output_of(capsys, *arguments("--compare")).splitlines()
+    assert f"lower bound {expected_plan().lower_bound_bytes} bytes" in head
+    assert columns.split()[0] == "strategy"
+    assert [row.split()[0] for row in rows] == _C.strategy_names()
+    for row in rows:
+        name, seconds, ratio, messages = row.split()
+        plan = expected_plan(name)
+        assert float(seconds) == pytest.approx(plan.predicted_seconds, rel=1e-4)
+        assert float(ratio) == pytest.approx(plan.predicted_seconds / plan.lower_bound_seconds, abs=1e-3)
+        assert int(messages) == plan.num_messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"shape": "4,x"}, "shape '4,x': expected integers"),
+        ({"shape": "4,-4,4"}, "-4"),
+        ({"shape": f"{1 << 80},2,2"}, str(1 << 80)),
+        ({"shape": None}, "--shape is missing"),
+        ({"dtype": "float31"}, "unknown dtype 'float31'"),
+        ({"dtype": "nn"}, "unknown dtype 'nn'"),
+        ({"src_mesh": "2y4"}, "mesh '2y4': expected"),
+        ({"src_mesh": "0x4"}, "0 ranks"),
+        ({"src_mesh": "99999x99999"}, "expected 1 to"),
+        ({"src_mesh": "[[0, 0]]"}, "distinct"),
+        ({"src_mesh": '{"a": 1}'}, "array of integers"),
+        ({"src": "Shard(1)"}, "one placement per mesh axis"),
+        ({"src": "Shard(7),Replicate()"}, "out of range"),
+        ({"src": "Scatter(1),Replicate()"}, "placement 'Scatter(1)': expected Replicate()"),
+        ({"src": "Partial(norm),Replicate()"}, "norm"),
+        ({"dst": "Partial(sum),Replicate()"}, "artial"),
+        ({"dst_mesh": None}, "--dst-mesh is missing"),
+        ({"devices_per_host": None}, "--devices-per-host N or --topology FILE"),
+        ({"devices_per_host": "0"}, "positive"),
+        ({"topology": "nowhere.json"}, "--devices-per-host N or --topology FILE"),
+        ({"topology": "nowhere.json", "devices_per_host": None}, "nowhere.json"),
+        ({"strategy": "fastest"}, "unknown strategy 'fastest'"),
+        ({"case_file": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], changes: dict[str, str | None], pattern: str) -> None:
+    assert main(arguments(**changes)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert pattern in err
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        ("{", "not JSON"),
+        ("{}", "expected a list of objects"),
+        ("[]", "expected a list of objects"),
+        ("[1]", "expected a list of objects"),
+        ([{"name": "odd", "speed": 3}], "odd has the unknown field 'speed'"),
+        ([{"name": "short", "shape": [1]}], "short: --src-mesh is missing"),
+        ([FIELDS], "unknown field"),
+    ],
+)
+def test_bad_case_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: Any, pattern: str) -> None:
+    assert main(["plan", "--case-file", case_file(tmp_path, content), "--devices-per-host", "4"]) == 2
+    err = capsys.readouterr().err
+    assert "cases.json" in err
+    assert pattern in err
+
+
+def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["--compare", "--json"], ["--compare", "--plot", "plan.png"]):
+        assert main(arguments(*more)) == 2
+        assert "--compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["plane"], ["plan", "--speed", "3"], ["plan", "--devices-per-host", "four"]])
+def test_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_calibrate_needs_a_group(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["calibrate"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+PLACEMENTS: list[tuple[str, list[Placement]]] = [
+    ("Replicate(),Shard(1)", [Replicate(), Shard(1)]),
+    (" R , S0 , S12", [Replicate(), Shard(0), Shard(12)]),
+    ("Shard(dim=1),Shard(-1)", [Shard(1), Shard(-1)]),
+    (
+        "StridedShard(0, 2),_StridedShard(dim=1, sf=4)",
+        [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=4)],
+    ),
+    ("Partial(sum),Partial(max),Partial()", [Partial("sum"), Partial("max"), Partial("sum")]),
+    ("Partial('avg')", [Partial("avg")]),
+    ("", []),
+]
+
+
+@pytest.mark.parametrize(("text", "placements"), PLACEMENTS)
+def test_placements_as_people_write_them(text: str, placements: list[Placement]) -> None:
+    assert parse_placements(text) == placements
+    assert parse_placements(list(map(str, map(repr, placements)))) == placements  # as torch prints them
+
+
+def test_meshes_and_shapes_as_people_write_them() -> None:
+    assert (
+        parse_mesh("2x2@4")
+        == parse_mesh("[[4, 5], [6, 7]]")
+        == parse_mesh([[4, 5], [6, 7]])
+        == xm.Mesh([[4, 5], [6, 7]])
+    )
+    assert parse_mesh("3") == parse_mesh(3) == xm.Mesh([0, 1, 2])
+    assert (parse_shape(" 4, 5 "), parse_shape(""), parse_shape([4]), parse_shape(7)) == ([4, 5], [], [4], [7])
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "torch_xmesh", *arguments("--json", strategy="send_recv")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert xm.ReshardingPlan.from_json(done.stdout) == expected_plan("send_recv")
