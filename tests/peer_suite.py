@@ -114,8 +114,8 @@ def run_test(name: str, on_xmesh: bool) -> tuple[str, str]:
         return "skipped", result.skipped[0][1]
     bad = result.failures + result.errors
     if bad:
-        lines = [line for line in bad[0][1].strip().splitlines() if line.strip()]
-        return "failed", lines[-1][:300]
+        lines = [line for line in bad[0][1].splitlines() if re.match(r"[\w.]*(Error|Exception|Timeout)\b", line)]
+        return "failed", (lines or bad[0][1].strip().splitlines())[-1][:300]
     return "passed", ""
 
 

@@ -1,0 +1,61 @@
+"""What is installed: the torch it is pinned to, the entry point, the files of the wheel, and the errors beside the wrong torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_xmesh
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(torch_xmesh.__file__).parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
+
+
+def _import_copy(folder: Path, record: str | None) -> str:
+    """Imports a copy of the package that says it was built with another torch; returns the error's last line."""
+    copy = folder / "torch_xmesh"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_build_info.py", "__pycache__", "testing", "pipeline"))
+    if record is not None:
+        (copy / "_build_info.py").write_text(f'BUILT_WITH_TORCH = "{record}"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch_xmesh"],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_another_torch_is_one_clear_sentence(tmp_path: Path) -> None:
+    said = _import_copy(tmp_path, "9.9.0")
+    assert said.startswith("ImportError: torch_xmesh was built against torch 9.9.0")
+    assert torch.__version__ in said
+
+
+def test_not_built_is_one_clear_sentence(tmp_path: Path) -> None:
+    assert _import_copy(tmp_path, None).startswith("ImportError: torch_xmesh is not built here; run `pip install")
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the repository")
+def test_metadata(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    info = next(tmp_path.glob("*.egg-info"))
+    assert f"torch=={MINOR}.*" in (info / "requires.txt").read_text()
+    assert "[torch.distributed.backends]\nxmesh = torch_xmesh.backend:register" in (info / "entry_points.txt").read_text()
+
+
+def test_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    assert (PACKAGE / "_C.pyi").exists()
