@@ -46,7 +46,10 @@ def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
     fields: dict[str, float] = {}
     nic_of: dict[int, int] = {}
     if len(hosts) > 1:
-        outgoing = {host: _rate(first_of[host][0], first_of[hosts[(i + 1) % len(hosts)]][0], num_bytes, repeats) for i, host in enumerate(hosts)}
+        outgoing = {
+            host: _rate(first_of[host][0], first_of[hosts[(i + 1) % len(hosts)]][0], num_bytes, repeats)
+            for i, host in enumerate(hosts)
+        }
         for i, host in enumerate(hosts):
             nic_of[host] = int(max(outgoing[host], outgoing[hosts[i - 1]]))
         nic = int(statistics.median(nic_of.values()))
