@@ -1,6 +1,7 @@
 """Meshes and specs: what a user says about where a tensor lies."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,9 +89,12 @@ class Spec:
         requires_grad: bool = False,
     ) -> None:
         try:
-            self.shape = torch.Size(shape)
-        except (TypeError, OverflowError, RuntimeError):
-            raise ValueError(f"shape must be integers of 64 bits, got {shape!r}") from None
+            extents = [operator.index(extent) for extent in shape]
+        except TypeError:
+            raise ValueError(f"shape must be integers, got {shape!r}") from None
+        if any(abs(extent) >= 1 << 63 for extent in extents):
+            raise ValueError(f"shape must be integers of 64 bits, got {tuple(extents)}")
+        self.shape = torch.Size(extents)
         self.dtype = dtype
         self.mesh = mesh
         self.placements = normal_placements(placements, len(self.shape))
