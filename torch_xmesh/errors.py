@@ -16,3 +16,20 @@ class PeerError(RuntimeError):
 
     def __reduce__(self) -> tuple[type["PeerError"], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)
+
+
+class StageError(RuntimeError):
+    """A pipeline stage raised on some rank; every rank of the pipeline gets this, with the original message.
+
+    Attributes:
+        stage: which stage, -1 where it is not known.
+        microbatch: which microbatch, -1 outside of any.
+    """
+
+    def __init__(self, message: str, stage: int = -1, microbatch: int = -1) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.microbatch = microbatch
+
+    def __reduce__(self) -> tuple[type["StageError"], tuple[str, int, int]]:
+        return type(self), (str(self), self.stage, self.microbatch)

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings/bindings.h"
 #include "core/pipeline/generators.h"
 #include "core/pipeline/simulate.h"
 #include "core/pipeline/validate.h"
@@ -8,9 +9,6 @@
 namespace py = pybind11;
 
 namespace xmesh::bindings {
-
-/// Actions, schedules, their simulation. Defined in bind_pipeline_core.cpp.
-void bindPipelineCore(pybind11::module_& module);
 
 namespace {
 

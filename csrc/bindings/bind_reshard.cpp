@@ -26,6 +26,12 @@ void raisePeerError(const runtime::PeerError& error) {
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
+void raiseStageError(const runtime::StageError& error) {
+  const py::object type = py::module_::import("torch_xmesh.errors").attr("StageError");
+  const py::object instance = type(error.what(), error.stage(), error.microbatch());
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) {
@@ -33,6 +39,8 @@ void translate(std::exception_ptr pointer) {
     }
   } catch (const runtime::PeerError& error) {
     raisePeerError(error);
+  } catch (const runtime::StageError& error) {
+    raiseStageError(error);
   } catch (const core::InvalidArgument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const runtime::GroupError& error) {

@@ -10,5 +10,9 @@ void bindProcessGroup(pybind11::module_& module);
 void bindCore(pybind11::module_& module);
 /// The reshards of a process group, and how C++ exceptions become Python's. Defined in bind_reshard.cpp; after bindCore and bindProcessGroup.
 void bindReshard(pybind11::module_& module);
+/// Actions, schedules, their simulation. Defined in bind_pipeline_core.cpp.
+void bindPipelineCore(pybind11::module_& module);
+/// One rank's part of a pipeline. Defined in bind_pipeline.cpp; after bindReshard and bindPipelineCore.
+void bindPipeline(pybind11::module_& module);
 
 }  // namespace xmesh::bindings

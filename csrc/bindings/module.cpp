@@ -5,4 +5,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   xmesh::bindings::bindProcessGroup(module);
   xmesh::bindings::bindCore(module);
   xmesh::bindings::bindReshard(module);
+  xmesh::bindings::bindPipelineCore(module);
+  xmesh::bindings::bindPipeline(module);
 }

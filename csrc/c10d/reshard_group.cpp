@@ -219,24 +219,48 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
   return out;
 }
 
+std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::meeting(std::vector<int64_t> ranks, const runtime::CallFields& fields,
+                                                                   std::string summary) {
+  findMembers(ranks);
+  auto out = std::make_shared<runtime::PreparedPlan>();
+  out->participants = std::move(ranks);
+  out->participant_peers = peersOf(out->participants);
+  out->participants_hash = runtime::hashRanks(out->participants);
+  const auto me = std::find(out->participants.begin(), out->participants.end(), globalRank());
+  core::require(me != out->participants.end(), "rank " + std::to_string(globalRank()) + " is not one of those that meet");
+  out->my_index = me - out->participants.begin();
+  out->fields = runtime::packFields(fields);
+  out->fingerprint = std::to_string(runtime::hashBytes(out->fields));
+  out->summary = std::move(summary);
+  return out;
+}
+
+std::shared_ptr<runtime::ReshardCall> ReshardGroup::start(const std::shared_ptr<const runtime::PreparedPlan>& prepared,
+                                                          const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
+                                                          runtime::CallRequest request) {
+  findMembers(prepared->participants);
+  request.prepared = prepared;
+  if (prepared->program != nullptr) {
+    // Aliases without a Python wrapper: the network's thread drops them without the GIL.
+    auto alive = std::make_shared<std::vector<at::Tensor>>();
+    const runtime::Program& program = *prepared->program;
+    for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
+      request.src.push_back(program.srcShape(tensor).has_value() ? localOf(alive->emplace_back(src.at(tensor).detach())) : runtime::LocalTensor{});
+      request.dst.push_back(program.dstShape(tensor).has_value() ? localOf(alive->emplace_back(dst.at(tensor).detach())) : runtime::LocalTensor{});
+    }
+    program.checkLocalTensors(request.src, request.dst);
+    request.keep_alive = std::move(alive);
+  }
+  return service_->begin(std::move(request));
+}
+
 c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                                      std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached) {
-  findMembers(prepared->participants);
   runtime::CallRequest request;
-  request.prepared = prepared;
   request.timeout = timeout_;
   request.is_detached = is_detached;
   request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
-  // Aliases without a Python wrapper: the network's thread drops them without the GIL.
-  auto alive = std::make_shared<std::vector<at::Tensor>>();
-  const runtime::Program& program = *prepared->program;
-  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
-    request.src.push_back(program.srcShape(tensor).has_value() ? localOf(alive->emplace_back(src.at(tensor).detach())) : runtime::LocalTensor{});
-    request.dst.push_back(program.dstShape(tensor).has_value() ? localOf(alive->emplace_back(dst.at(tensor).detach())) : runtime::LocalTensor{});
-  }
-  program.checkLocalTensors(request.src, request.dst);
-  request.keep_alive = std::move(alive);
-  return c10::make_intrusive<ReshardWork>(service_->begin(std::move(request)), std::move(dst));
+  return c10::make_intrusive<ReshardWork>(start(prepared, src, dst, std::move(request)), std::move(dst));
 }
 
 void ReshardGroup::refuse(std::vector<int64_t> participants, const std::string& text) {

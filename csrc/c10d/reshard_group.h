@@ -50,6 +50,12 @@ class ReshardGroup final : public GroupAttachment {
   /// call whose backward this is. The memory belongs to the call until it has ended.
   c10::intrusive_ptr<::c10d::Work> begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                          std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached);
+  /// The same with everything else said by `request` (its tensors and memory are filled in here).
+  std::shared_ptr<runtime::ReshardCall> start(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
+                                              const std::vector<at::Tensor>& dst, runtime::CallRequest request);
+  /// A plan that moves nothing: for calls in which `ranks` (ascending global ranks; this one among them) compare `fields`, or watch each other.
+  std::shared_ptr<const runtime::PreparedPlan> meeting(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);
+  runtime::ReshardService& service() { return *service_; }
   /// Tells the other participants that this rank refuses its call; see ReshardService::refuse.
   void refuse(std::vector<int64_t> participants, const std::string& text);
   /// Most staging memory that was allocated at once, in bytes.

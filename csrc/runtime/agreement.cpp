@@ -90,7 +90,7 @@ std::string encode(const FailNotice& notice) {
   for (const int64_t rank : notice.failure.blamed_ranks) {
     writer.put(rank);
   }
-  return writer.take();
+  return writer.put(notice.failure.stage).put(notice.failure.microbatch).take();
 }
 
 std::string encode(const Question& question) { return begin(ControlKind::kQuestion, question.key).take(); }
@@ -118,6 +118,8 @@ FailNotice decodeFail(std::string_view message) {
   for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
     out.failure.blamed_ranks.push_back(reader.get<int64_t>());
   }
+  out.failure.stage = reader.get<int32_t>();
+  out.failure.microbatch = reader.get<int32_t>();
   return out;
 }
 

@@ -10,6 +10,8 @@ void throwFailure(const Failure& failure) {
       throw core::InvalidArgument(failure.text);
     case FailureKind::kPeer:
       throw PeerError(failure.text, failure.blamed_ranks);
+    case FailureKind::kStage:
+      throw StageError(failure.text, failure.stage, failure.microbatch);
     case FailureKind::kGroup:
       break;
   }

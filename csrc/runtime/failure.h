@@ -18,6 +18,18 @@ class PeerError : public std::runtime_error {
   std::vector<int64_t> global_ranks_;
 };
 
+/// A pipeline stage raised. Becomes Python's xm.StageError.
+class StageError : public std::runtime_error {
+ public:
+  StageError(const std::string& message, int32_t stage, int32_t microbatch) : std::runtime_error(message), stage_(stage), microbatch_(microbatch) {}
+  int32_t stage() const { return stage_; }
+  int32_t microbatch() const { return microbatch_; }
+
+ private:
+  int32_t stage_;
+  int32_t microbatch_;
+};
+
 /// The group was closed, or is used in a way its threading rule forbids. Becomes RuntimeError.
 class GroupError : public std::runtime_error {
  public:
@@ -28,6 +40,7 @@ enum class FailureKind : uint8_t {
   kMistake,  ///< ValueError: ranks disagree, or one of them refused its arguments
   kPeer,     ///< PeerError
   kGroup,    ///< RuntimeError
+  kStage,    ///< StageError
 };
 
 /// Why a call failed, in a form that travels between ranks.
@@ -35,6 +48,8 @@ struct Failure {
   FailureKind kind = FailureKind::kMistake;
   std::string text;
   std::vector<int64_t> blamed_ranks;
+  int32_t stage = -1;  ///< of kStage
+  int32_t microbatch = -1;
 };
 
 /// Throws the exception that the kind stands for.

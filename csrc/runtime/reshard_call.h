@@ -20,7 +20,7 @@ namespace xmesh::runtime {
 /// A plan made ready for one rank: computed once per set of arguments and shared by all calls with them. Immutable.
 struct PreparedPlan {
   std::shared_ptr<const core::ReshardingPlan> plan;
-  std::shared_ptr<const Program> program;
+  std::shared_ptr<const Program> program;  ///< null where nothing is moved: ranks only meet, or watch
   std::vector<int64_t> participants;       ///< ascending global ranks of either mesh
   std::vector<int32_t> participant_peers;  ///< their group ranks, in the same order
   std::vector<int32_t> program_peers;      ///< group ranks of program->peers()
@@ -37,10 +37,15 @@ struct CallRequest {
   std::shared_ptr<const PreparedPlan> prepared;
   std::vector<LocalTensor> src;
   std::vector<LocalTensor> dst;
-  uint64_t lane = 0;                     ///< 0, or backwardLane() of the forward call
-  std::chrono::milliseconds timeout{0};  ///< 0: none
-  bool is_detached = false;              ///< nobody waits for it; close() does
-  std::shared_ptr<void> keep_alive;      ///< owns the tensors' memory until the call has ended; dropped on the network's thread
+  uint64_t lane = 0;                      ///< 0, or backwardLane() of the forward call
+  std::chrono::milliseconds timeout{0};   ///< 0: none
+  bool is_detached = false;               ///< nobody waits for it; close() does
+  std::optional<CallKey> key;             ///< of a call that its maker numbers: the same on every participant, never used twice
+  bool is_agreed = false;                 ///< the participants know already that they make the same call: they do not compare
+  bool is_watch = false;                  ///< moves nothing and lasts until release() or a failure; see ReshardService
+  std::optional<CallKey> watch;           ///< the watch that this call fails with, and that fails with this call
+  std::function<std::string()> describe;  ///< what the call is, or for a watch what this rank does now: for error texts, on the network's thread
+  std::shared_ptr<void> keep_alive;       ///< owns the tensors' memory until the call has ended; dropped on the network's thread
 };
 
 /// A reshard in flight as its caller sees it. Every method may be called from any thread.

@@ -48,7 +48,8 @@ std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
     throw GroupError("the process group is closed: no reshard can start on it");
   }
   const uint64_t participants = request.prepared->participants_hash;
-  const CallKey key{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
+  const CallKey key =
+      request.key.has_value() ? *request.key : CallKey{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
   auto handle = std::make_shared<ReshardCall>(key, request.is_detached);
   if (request.is_detached) {
     detached_.insert(handle);
@@ -61,6 +62,35 @@ std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
     }
   });
   return handle;
+}
+
+void ReshardService::failCall(const CallKey& key, Failure failure) {
+  const std::lock_guard lock(mutex_);
+  if (!is_closed_) {
+    network_->post([this, key, failure = std::move(failure)] { fail(key, failure, true); });
+  }
+}
+
+void ReshardService::suspect(const CallKey& key) {
+  const std::lock_guard lock(mutex_);
+  if (!is_closed_) {
+    network_->post([this, key] { askAround(key); });
+  }
+}
+
+void ReshardService::release(const CallKey& watch) {
+  const std::lock_guard lock(mutex_);
+  if (is_closed_) {
+    return;
+  }
+  network_->post([this, watch] {
+    if (const auto found = calls_.find(watch); found != calls_.end()) {
+      ActiveCall call = std::move(found->second);
+      calls_.erase(found);
+      network_->cancelTimer(call.timer);
+      end(call, std::nullopt);
+    }
+  });
 }
 
 void ReshardService::refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text) {
@@ -102,19 +132,24 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
   if (key.lane == 0) {
     started_[key.participants] = key.count + 1;
   }
-  last_call_ =
-      "reshard call " + std::to_string(key.count) + " of ranks " + rankList(request.prepared->participants) + ": " + request.prepared->summary;
+  if (!request.key.has_value()) {
+    last_call_ =
+        "reshard call " + std::to_string(key.count) + " of ranks " + rankList(request.prepared->participants) + ": " + request.prepared->summary;
+  }
   ActiveCall& call = calls_[key];
   call.handle = handle;
   call.request = std::move(request);
-  call.num_rounds = numRounds(call.request.prepared->participants.size());
+  call.num_rounds = call.request.is_agreed ? 0 : numRounds(call.request.prepared->participants.size());
   EarlyNews early;
   if (const auto found = early_.find(key); found != early_.end()) {
     early = std::move(found->second);
     early_.erase(found);
   }
   if (early.failure.has_value()) {
-    fail(key, *early.failure, false);
+    fail(key, *early.failure, true);
+    return;
+  }
+  if (!joinWatch(key, call)) {
     return;
   }
   for (const int32_t peer : call.request.prepared->participant_peers) {
@@ -127,15 +162,23 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
       return;
     }
   }
-  if (call.request.timeout.count() > 0) {
+  if (call.request.timeout.count() > 0 && !call.request.is_watch) {
     call.timer = network_->startTimer(call.request.timeout, [this, key] { askAround(key); });
   }
-  call.executor = makeExecutor(key, call.request);
-  pacer_->callStarted(call.request.prepared->pacing);
+  if (call.request.prepared->program != nullptr) {
+    call.executor = makeExecutor(key, call.request);
+    pacer_->callStarted(call.request.prepared->pacing);
+  } else {
+    call.is_moved = !call.request.is_watch;
+  }
   if (call.num_rounds > 0) {
     sendHello(key, call);
   }
-  call.executor->start();
+  if (call.executor != nullptr) {
+    call.executor->start();
+  } else if (call.num_rounds == 0) {
+    finishIfDone(key);
+  }
   for (auto& [peer, hello] : early.hellos) {
     takeHello(peer, std::move(hello));
   }
@@ -190,7 +233,14 @@ void ReshardService::finishIfDone(const CallKey& key) {
   ActiveCall call = std::move(found->second);
   calls_.erase(found);
   network_->cancelTimer(call.timer);
-  call.executor->cancel();
+  if (call.executor != nullptr) {
+    call.executor->cancel();
+  }
+  if (call.request.watch.has_value()) {
+    if (const auto watch = calls_.find(*call.request.watch); watch != calls_.end()) {
+      watch->second.watched.erase(key);
+    }
+  }
   end(call, std::nullopt);
 }
 
@@ -226,12 +276,41 @@ void ReshardService::fail(const CallKey& key, const Failure& failure, bool tell)
       }
     }
   }
+  failWithWatch(key, call, failure);
   end(call, failure);
+}
+
+bool ReshardService::joinWatch(const CallKey& key, ActiveCall& call) {
+  if (!call.request.watch.has_value()) {
+    return true;
+  }
+  const CallKey watch = *call.request.watch;
+  if (const auto found = calls_.find(watch); found != calls_.end()) {
+    found->second.watched.insert(key);
+    return true;
+  }
+  const auto failed = failed_.find(watch);
+  fail(key, failed != failed_.end() ? failed->second : Failure{FailureKind::kGroup, callText(key, call) + ": what it belongs to is closed", {}},
+       false);
+  return false;
+}
+
+/// A call takes its watch along, a watch all its calls.
+void ReshardService::failWithWatch(const CallKey& key, const ActiveCall& call, const Failure& failure) {
+  if (call.request.watch.has_value()) {
+    if (const auto watch = calls_.find(*call.request.watch); watch != calls_.end()) {
+      watch->second.watched.erase(key);
+      fail(*call.request.watch, failure, true);
+    }
+  }
+  for (const CallKey& watched : call.watched) {
+    fail(watched, failure, false);
+  }
 }
 
 void ReshardService::takeFailNotice(FailNotice notice) {
   if (calls_.contains(notice.key)) {
-    fail(notice.key, notice.failure, false);
+    fail(notice.key, notice.failure, true);  // passed on, so that nobody hears this rank's goodbye before the reason
   } else if (!isPast(notice.key) && early_.size() < kMaxEarlyCalls) {
     early_[notice.key].failure = std::move(notice.failure);
   }
@@ -267,29 +346,45 @@ void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is
   lost_.emplace(peer, text);
   std::vector<CallKey> hit;
   for (const auto& [key, call] : calls_) {
-    if (needs(call, peer)) {
+    if (needs(call, peer, is_goodbye)) {
       hit.push_back(key);
     }
   }
+  // Watches last: what fails first names the tensor.
+  std::stable_partition(hit.begin(), hit.end(), [this](const CallKey& key) { return !calls_.at(key).request.is_watch; });
   for (const CallKey& key : hit) {
-    const ActiveCall& call = calls_.at(key);
-    fail(key,
-         {FailureKind::kPeer,
-          callText(key, call) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + text + "); " + call.executor->describeProgress(),
-          {globalRank(peer)}},
-         true);
+    if (const auto found = calls_.find(key); found != calls_.end()) {
+      fail(key,
+           {FailureKind::kPeer,
+            callText(key, found->second) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + text + "); " + progressOf(found->second),
+            {globalRank(peer)}},
+           true);
+    }
   }
 }
 
-bool ReshardService::needs(const ActiveCall& call, int32_t peer) const {
+std::string ReshardService::progressOf(const ActiveCall& call) {
+  if (call.executor != nullptr) {
+    return call.executor->describeProgress();
+  }
+  return call.request.is_watch && call.request.describe ? call.request.describe() : "has just started";
+}
+
+bool ReshardService::needs(const ActiveCall& call, int32_t peer, bool is_goodbye) const {
   const std::vector<int32_t>& peers = call.request.prepared->participant_peers;
-  if (std::find(peers.begin(), peers.end(), peer) == peers.end() || call.executor == nullptr) {
+  if (std::find(peers.begin(), peers.end(), peer) == peers.end()) {
     return false;
+  }
+  if (call.request.is_watch) {
+    return !is_goodbye;  // a rank that has done its part may leave
   }
   for (int round = call.rounds_done; round < call.num_rounds; ++round) {
     if (neighbour(*call.request.prepared, -(int64_t{1} << round)) == peer && !call.hellos.contains(static_cast<uint8_t>(round))) {
       return true;
     }
+  }
+  if (call.executor == nullptr) {
+    return false;
   }
   const std::vector<int64_t> waiting = call.executor->waitingFor();
   return std::find(waiting.begin(), waiting.end(), globalRank(peer)) != waiting.end();
@@ -301,6 +396,9 @@ void ReshardService::askAround(const CallKey& key) {
     return;
   }
   ActiveCall& call = found->second;
+  if (call.is_asking) {
+    return;
+  }
   call.is_asking = true;
   for (const int32_t peer : call.request.prepared->participant_peers) {
     if (peer != options_.group_rank) {
@@ -313,8 +411,7 @@ void ReshardService::askAround(const CallKey& key) {
 Answer ReshardService::answerTo(const Question& question) const {
   const auto found = calls_.find(question.key);
   if (found != calls_.end()) {
-    const std::string progress = found->second.executor != nullptr ? found->second.executor->describeProgress() : "has just started";
-    return {question.key, true, "is in this call: " + progress};
+    return {question.key, true, (found->second.request.is_watch ? "" : "is in this call: ") + progressOf(found->second)};
   }
   const std::string last = last_call_.empty() ? "has called no reshard yet" : "last called " + last_call_;
   return isPast(question.key) ? Answer{question.key, true, "has ended this call; " + last}
@@ -359,12 +456,13 @@ void ReshardService::concludeTimeout(const CallKey& key) {
         "\n  rank " + std::to_string(globalRank(peer)) + (is_silent ? " does not answer (stopped, hung or cut off)" : " " + answer->second.state);
   }
   const std::vector<int64_t>& blamed = silent.empty() ? absent : silent;
-  std::string head = callText(key, call) + " did not end within " + std::to_string(call.request.timeout.count()) + " ms";
+  std::string head = callText(key, call) + (call.request.is_watch ? " does not get on: a wait took longer than " : " did not end within ") +
+                     std::to_string(call.request.timeout.count()) + " ms";
   if (!blamed.empty()) {
     head += silent.empty() ? ": not called by rank " : ": no answer from rank ";
     head += rankList(blamed);
   }
-  fail(key, {FailureKind::kPeer, head + "; here: " + call.executor->describeProgress() + "; the others:" + lines, blamed}, true);
+  fail(key, {FailureKind::kPeer, head + "; here: " + progressOf(call) + "; the others:" + lines, blamed}, true);
 }
 
 bool ReshardService::isPast(const CallKey& key) const {
@@ -388,6 +486,10 @@ void ReshardService::remember(const CallKey& key, const Failure& failure) {
 
 std::string ReshardService::callText(const CallKey& key, const ActiveCall& call) const {
   const PreparedPlan& prepared = *call.request.prepared;
+  if (call.request.key.has_value()) {
+    return "on rank " + std::to_string(globalRank(options_.group_rank)) + ", " +
+           (call.request.describe && !call.request.is_watch ? call.request.describe() : prepared.summary);
+  }
   return "on rank " + std::to_string(globalRank(options_.group_rank)) + ", " +
          (key.lane == 0 ? "reshard call " + std::to_string(key.count) : "backward of a reshard") + " of ranks " + rankList(prepared.participants) +
          " (" + prepared.summary + ")";
@@ -414,6 +516,11 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
     }
   }
   network_.reset();  // joins the thread: from here on nobody else touches the calls
+  for (auto& [key, call] : calls_) {
+    if (call.executor != nullptr) {
+      call.executor->transportGone();
+    }
+  }
   for (auto& [key, call] : calls_) {
     call.handle->complete(Failure{FailureKind::kGroup, callText(key, call) + ": the process group was closed while it was in flight", {}});
   }

@@ -29,6 +29,10 @@ namespace xmesh::runtime {
 ///
 /// A call ends when its own messages are done and every participant has been found to make the same call. It fails on every participant when one
 /// finds a disagreement, loses a peer that it still needs, or waits longer than its timeout; then the ranks that do not answer are named.
+///
+/// A watch ties many calls together: it stands for all ranks that work on something, e.g. a pipeline. It fails on every one of its participants when
+/// one of them dies, when one calls failCall() on it, or when a call that names it fails; with it fail all calls that name it, so that no rank waits
+/// for a call that will not be made.
 class ReshardService final : public transport::PeerEvents {
  public:
   struct Options {
@@ -49,6 +53,12 @@ class ReshardService final : public transport::PeerEvents {
 
   /// Starts a call. The addresses of all participants must be known to the network. Throws GroupError when closed.
   std::shared_ptr<ReshardCall> begin(CallRequest request);
+  /// Fails a call of this rank's, and tells its participants. No-op once it has ended. Any thread.
+  void failCall(const CallKey& key, Failure failure);
+  /// Asks the participants of a call what they do about it; it fails with what they say as it does at its timeout. Any thread.
+  void suspect(const CallKey& key);
+  /// Ends a watch in peace. Any thread.
+  void release(const CallKey& watch);
   /// This rank refuses its next call with these participants (global ranks, ascending; this rank among them): the call counts, and the
   /// others get `text` as a ValueError instead of waiting.
   void refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text);
@@ -72,6 +82,7 @@ class ReshardService final : public transport::PeerEvents {
     uint64_t timer = 0;
     bool is_asking = false;
     std::map<int32_t, Answer> answers;
+    std::set<CallKey> watched;  ///< of a watch: the calls that name it
   };
   /// What came for a call before this rank made it.
   struct EarlyNews {
@@ -87,6 +98,9 @@ class ReshardService final : public transport::PeerEvents {
   /// Ends a call with a failure; with `tell` every other participant hears of it.
   void fail(const CallKey& key, const Failure& failure, bool tell);
   void takeFailNotice(FailNotice notice);
+  /// Joins a call to the watch that it names; false if that has failed, and the call with it.
+  bool joinWatch(const CallKey& key, ActiveCall& call);
+  void failWithWatch(const CallKey& key, const ActiveCall& call, const Failure& failure);
   void askAround(const CallKey& key);
   void takeAnswer(int32_t peer, Answer answer);
   void concludeTimeout(const CallKey& key);
@@ -95,7 +109,8 @@ class ReshardService final : public transport::PeerEvents {
   void remember(const CallKey& key, const Failure& failure);
   void end(ActiveCall& call, const std::optional<Failure>& failure);
   void takeControl(int32_t peer, const std::string& message);
-  bool needs(const ActiveCall& call, int32_t peer) const;
+  bool needs(const ActiveCall& call, int32_t peer, bool is_goodbye) const;
+  static std::string progressOf(const ActiveCall& call);
   int64_t globalRank(int32_t peer) const { return options_.global_ranks.at(static_cast<size_t>(peer)); }
   std::string callText(const CallKey& key, const ActiveCall& call) const;
   std::unique_ptr<HostExecutor> makeExecutor(const CallKey& key, const CallRequest& request);

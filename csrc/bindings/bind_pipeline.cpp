@@ -1,0 +1,159 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings/bindings.h"
+#include "c10d/pipeline_place.h"
+#include "c10d/pipeline_traffic.h"
+#include "core/error.h"
+#include "core/pipeline/schedule.h"
+
+namespace py = pybind11;
+
+namespace xmesh::bindings {
+namespace {
+
+using c10d_backend::EdgeLayout;
+using c10d_backend::EdgePlans;
+using c10d_backend::ForwardResult;
+using c10d_backend::PipelinePlace;
+using c10d_backend::PipelineTraffic;
+using c10d_backend::StageLayout;
+using runtime::PreparedPlan;
+
+using Release = py::call_guard<py::gil_scoped_release>;
+using Plans = std::vector<std::shared_ptr<PreparedPlan>>;
+
+/// A Python callable that any thread may call and drop.
+std::shared_ptr<py::object> shared(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+c10d_backend::StageRunner::Forward forwardOf(py::object function) {
+  return [function = shared(std::move(function))](int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs) {
+    const py::gil_scoped_acquire gil;
+    auto [outputs, loss] = (*function)(stage, microbatch, std::move(inputs)).cast<std::pair<std::vector<at::Tensor>, std::optional<at::Tensor>>>();
+    return ForwardResult{std::move(outputs), std::move(loss)};
+  };
+}
+
+std::vector<PipelineTraffic::Prepared> constPlans(const Plans& plans) { return {plans.begin(), plans.end()}; }
+
+/// Runs without the GIL; a Python exception inside autograd becomes that exception.
+void run(PipelinePlace& place, const std::vector<core::Action>& actions, c10d_backend::StepInputs inputs, c10d_backend::PlaceStepPlans plans) {
+  try {
+    const py::gil_scoped_release no_gil;
+    place.run(actions, std::move(inputs), std::move(plans));
+  } catch (python_error& error) {
+    error.restore();
+    throw py::error_already_set();
+  }
+}
+
+py::list spansOf(const PipelinePlace& place) {
+  py::list out;
+  for (const runtime::EngineSpan& span : place.engine().spans()) {
+    const char* kind = span.kind == runtime::EngineSpan::Kind::kCompute ? "compute" : "wait";
+    out.append(py::make_tuple(kind, span.action.str(), span.begin_ns, span.end_ns));
+  }
+  return out;
+}
+
+/// Whether a send, the edge, the microbatch, whether gradients, begin, end.
+py::list transfersOf(const PipelinePlace& place) {
+  py::list out;
+  for (const c10d_backend::TransferSpan& span : place.boundary().spans()) {
+    out.append(py::make_tuple(span.is_send, span.transfer.edge, span.transfer.microbatch, span.transfer.is_gradient, span.begin_ns, span.end_ns));
+  }
+  return out;
+}
+
+void bindTraffic(py::module_& module) {
+  py::class_<runtime::ReshardCall, std::shared_ptr<runtime::ReshardCall>>(module, "PipelineCall")
+      .def("is_completed", &runtime::ReshardCall::isCompleted);
+  py::class_<PipelineTraffic, std::shared_ptr<PipelineTraffic>>(module, "PipelineTraffic")
+      .def(py::init([](std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name) {
+             return std::make_shared<PipelineTraffic>(std::move(group), std::move(ranks), name);
+           }),
+           py::arg("group"), py::arg("ranks"), py::arg("name"), Release())
+      .def("meet", &PipelineTraffic::meet, py::arg("fields"), Release())
+      .def(
+          "begin",
+          [](PipelineTraffic& self, const std::string& lane, uint64_t count, const std::shared_ptr<PreparedPlan>& prepared,
+             const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
+            return self.begin(lane, count, prepared, src, dst,
+                              [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
+          },
+          py::arg("lane"), py::arg("count"), py::arg("prepared"), py::arg("src"), py::arg("dst"), Release())
+      .def("wait", &PipelineTraffic::wait, py::arg("call"), Release())
+      .def("check", &PipelineTraffic::check, Release())
+      .def_property_readonly("has_failed", &PipelineTraffic::hasFailed)
+      .def(
+          "fail_stage",
+          [](PipelineTraffic& self, const std::string& text, int32_t stage, int32_t microbatch) {
+            self.fail({runtime::FailureKind::kStage, text, {}, stage, microbatch});
+          },
+          py::arg("text"), py::arg("stage"), py::arg("microbatch"), Release())
+      .def(
+          "fail", [](PipelineTraffic& self, const std::string& text) { self.fail({runtime::FailureKind::kMistake, text, {}}); }, py::arg("text"),
+          Release())
+      .def("close", &PipelineTraffic::close, Release());
+}
+
+}  // namespace
+
+void bindPipeline(py::module_& module) {
+  bindTraffic(module);
+  py::class_<StageLayout>(module, "StageLayout")
+      .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions) {
+             return StageLayout{stage, std::move(inputs), std::move(outputs), std::move(model_positions)};
+           }),
+           py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"));
+  py::class_<EdgeLayout>(module, "EdgeLayout")
+      .def(py::init<>())
+      .def_readwrite("from_stage", &EdgeLayout::from)
+      .def_readwrite("to_stage", &EdgeLayout::to)
+      .def_readwrite("from_positions", &EdgeLayout::from_positions)
+      .def_readwrite("to_positions", &EdgeLayout::to_positions)
+      .def_readwrite("dtypes", &EdgeLayout::dtypes)
+      .def_readwrite("is_differentiable", &EdgeLayout::is_differentiable)
+      .def_readwrite("drops_gradient", &EdgeLayout::drops_gradient)
+      .def_readwrite("is_local", &EdgeLayout::is_local)
+      .def_readwrite("has_producer", &EdgeLayout::has_producer)
+      .def_readwrite("has_consumer", &EdgeLayout::has_consumer);
+  py::class_<EdgePlans>(module, "EdgePlans")
+      .def(py::init([](std::string lane, std::string values, bool is_joint, const Plans& forward, const Plans& backward) {
+             return EdgePlans{std::move(lane), std::move(values), is_joint, constPlans(forward), constPlans(backward)};
+           }),
+           py::arg("lane"), py::arg("values"), py::arg("is_joint"), py::arg("forward"), py::arg("backward"));
+  py::class_<PipelinePlace>(module, "PipelinePlace")
+      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, py::object forward,
+                       bool overlap, int32_t lookahead) {
+             return std::make_unique<PipelinePlace>(std::move(traffic), std::move(stages), std::move(edges), forwardOf(std::move(forward)),
+                                                    runtime::EngineOptions{overlap, lookahead});
+           }),
+           py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("forward"), py::arg("overlap"), py::arg("lookahead"))
+      .def(
+          "run",
+          [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, std::vector<EdgePlans> edges,
+             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, double loss_scale) {
+            run(self, schedule.actionsOf(place), {std::move(model_inputs), schedule.num_microbatches, has_backward, loss_scale},
+                {step, std::move(edges)});
+          },
+          py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("edges"), py::arg("model_inputs"), py::arg("has_backward"),
+          py::arg("loss_scale"))
+      .def_property_readonly("failed_action",
+                             [](const PipelinePlace& self) -> std::optional<std::pair<int32_t, int32_t>> {
+                               const std::optional<core::Action> action = self.engine().failedAction();
+                               return action ? std::optional(std::pair(action->stage, action->microbatch)) : std::nullopt;
+                             })
+      .def_property_readonly("spans", &spansOf)
+      .def_property_readonly("transfers", &transfersOf)
+      .def_property_readonly("num_buffers", [](const PipelinePlace& self) { return self.boundary().pool().numAllocated(); })
+      .def_property_readonly("buffer_bytes", [](const PipelinePlace& self) { return self.boundary().pool().bytesAllocated(); });
+}
+
+}  // namespace xmesh::bindings

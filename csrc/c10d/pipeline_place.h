@@ -1,0 +1,43 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "c10d/pipeline_boundary.h"
+#include "c10d/pipeline_traffic.h"
+#include "c10d/stage_runner.h"
+#include "runtime/engine.h"
+
+namespace xmesh::c10d_backend {
+
+/// What one step is given besides the runner's inputs.
+struct PlaceStepPlans {
+  uint64_t step = 0;
+  std::vector<EdgePlans> edges;  ///< one per edge of the place
+};
+
+/// One rank's part of a pipeline: its stages, their transfers, and the engine that runs them in the order of a schedule.
+/// Threading: one thread, without the GIL.
+class PipelinePlace {
+ public:
+  PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges,
+                StageRunner::Forward forward, runtime::EngineOptions options);
+  ~PipelinePlace();
+  PipelinePlace(const PipelinePlace&) = delete;
+  PipelinePlace& operator=(const PipelinePlace&) = delete;
+
+  /// Runs `actions` once. Whatever it throws, nothing of the step is left behind.
+  void run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans);
+  const runtime::Engine& engine() const { return *engine_; }
+  const PipelineBoundary& boundary() const { return boundary_; }
+
+ private:
+  std::vector<runtime::PlaceEdge> placeEdges() const;
+
+  std::shared_ptr<PipelineTraffic> traffic_;
+  StageRunner runner_;
+  PipelineBoundary boundary_;
+  std::shared_ptr<runtime::Engine> engine_;
+};
+
+}  // namespace xmesh::c10d_backend

@@ -1,0 +1,83 @@
+#include "c10d/pipeline_traffic.h"
+
+#include <mutex>
+#include <utility>
+
+namespace xmesh::c10d_backend {
+
+struct PipelineTraffic::Description {
+  std::mutex mutex;
+  std::function<std::string()> describe;
+};
+
+PipelineTraffic::PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name)
+    : group_(std::move(group)),
+      ranks_(std::move(ranks)),
+      name_(name),
+      participants_(runtime::hashRanks(ranks_)),
+      description_(std::make_shared<Description>()) {
+  runtime::CallRequest request;
+  request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/watch") | 1U, 0};
+  request.is_agreed = true;
+  request.is_watch = true;
+  request.timeout = group_->timeout();
+  request.describe = [description = description_] {
+    const std::lock_guard lock(description->mutex);
+    return description->describe ? description->describe() : std::string("is making the pipeline");
+  };
+  watch_ = group_->start(group_->meeting(ranks_, {}, name_), {}, {}, std::move(request));
+}
+
+PipelineTraffic::~PipelineTraffic() { close(); }
+
+void PipelineTraffic::describeBy(std::function<std::string()> describe) {
+  const std::lock_guard lock(description_->mutex);
+  description_->describe = std::move(describe);
+}
+
+void PipelineTraffic::meet(const runtime::CallFields& fields) {
+  runtime::CallRequest request;
+  request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/meeting") | 1U, 0};
+  request.watch = watch_->key();
+  request.timeout = group_->timeout();
+  group_->start(group_->meeting(ranks_, fields, name_), {}, {}, std::move(request))->wait();
+}
+
+PipelineTraffic::Call PipelineTraffic::begin(const std::string& lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
+                                             const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
+  auto known = lanes_.find(lane);
+  if (known == lanes_.end()) {
+    known = lanes_.emplace(lane, runtime::hashBytes(name_ + "/" + lane) | 1U).first;
+  }
+  runtime::CallRequest request;
+  request.key = runtime::CallKey{participants_, known->second, count};
+  request.is_agreed = true;
+  request.watch = watch_->key();
+  request.describe = std::move(what);
+  return group_->start(prepared, src, dst, std::move(request));
+}
+
+void PipelineTraffic::wait(const Call& call) {
+  const std::chrono::milliseconds timeout = group_->timeout();
+  if (timeout.count() > 0 && !call->isCompleted() && !call->wait(timeout)) {
+    group_->service().suspect(watch_->key());
+  }
+  call->wait();
+}
+
+void PipelineTraffic::check() const {
+  if (const std::optional<runtime::Failure> failure = watch_->failure()) {
+    runtime::throwFailure(*failure);
+  }
+}
+
+void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCall(watch_->key(), std::move(failure)); }
+
+void PipelineTraffic::close() {
+  if (!std::exchange(is_closed_, true)) {
+    group_->service().release(watch_->key());
+    describeBy([] { return std::string("has closed the pipeline"); });
+  }
+}
+
+}  // namespace xmesh::c10d_backend

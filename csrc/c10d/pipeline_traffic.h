@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "c10d/reshard_group.h"
+
+namespace xmesh::c10d_backend {
+
+/// The transfers of one pipeline on one rank. They need no agreement of their own: the ranks have met once (meet()), and number them alike. All are
+/// tied to one watch: a rank that fails, is lost or refuses ends them on all ranks. Threading: one thread; fail() on any. No method needs the GIL.
+class PipelineTraffic {
+ public:
+  using Call = std::shared_ptr<runtime::ReshardCall>;
+  using Prepared = std::shared_ptr<const runtime::PreparedPlan>;
+
+  /// `ranks`: ascending global ranks of the pipeline. `name` is equal on all of them and never used twice in a group.
+  PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name);
+  ~PipelineTraffic();
+  PipelineTraffic(const PipelineTraffic&) = delete;
+  PipelineTraffic& operator=(const PipelineTraffic&) = delete;
+
+  /// From now on `describe` says what this rank does, for the error texts of other ranks; it is called on the network's thread until close().
+  void describeBy(std::function<std::string()> describe);
+  /// Waits until every rank is here with equal fields; a difference is a ValueError on all, which names the field.
+  void meet(const runtime::CallFields& fields);
+  /// Starts transfer number `count` of a lane; `what` tells for error texts what it carries.
+  Call begin(const std::string& lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
+             const std::vector<at::Tensor>& dst, std::function<std::string()> what);
+  /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with.
+  void wait(const Call& call);
+  /// Throws what the pipeline has failed with, if it has.
+  void check() const;
+  bool hasFailed() const { return watch_->failure().has_value(); }
+  /// Ends the pipeline on every rank.
+  void fail(runtime::Failure failure);
+  const std::shared_ptr<ReshardGroup>& group() const { return group_; }
+  /// Ends the watch. Idempotent.
+  void close();
+
+ private:
+  struct Description;
+
+  std::shared_ptr<ReshardGroup> group_;
+  const std::vector<int64_t> ranks_;
+  const std::string name_;
+  const uint64_t participants_;
+  std::map<std::string, uint64_t> lanes_;
+  std::shared_ptr<Description> description_;
+  Call watch_;
+  bool is_closed_ = false;
+};
+
+}  // namespace xmesh::c10d_backend

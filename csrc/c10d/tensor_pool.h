@@ -1,0 +1,28 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+namespace xmesh::c10d_backend {
+
+/// CPU buffers that are used again once nobody else holds their memory: no leaf, no saved activation, no transfer on its way.
+/// Threading: take() on one thread; others may drop tensors at any time.
+class TensorPool {
+ public:
+  /// An uninitialised contiguous tensor. Its memory comes back when every tensor that shares it is gone.
+  at::Tensor take(const std::vector<int64_t>& shape, at::ScalarType dtype);
+  int64_t numAllocated() const { return num_allocated_; }
+  int64_t bytesAllocated() const { return bytes_allocated_; }
+  void clear() { tensors_.clear(); }
+
+ private:
+  std::map<std::pair<std::vector<int64_t>, at::ScalarType>, std::vector<at::Tensor>> tensors_;
+  int64_t num_allocated_ = 0;
+  int64_t bytes_allocated_ = 0;
+};
+
+}  // namespace xmesh::c10d_backend

@@ -1,0 +1,122 @@
+#include "runtime/engine.h"
+
+#include <chrono>
+
+#include "core/error.h"
+
+namespace xmesh::runtime {
+
+using core::Action;
+using core::ActionKind;
+
+std::vector<PlaceStep> placeProgram(const std::vector<Action>& actions, const std::vector<PlaceEdge>& edges) {
+  std::vector<PlaceStep> out;
+  out.reserve(actions.size());
+  for (const Action& action : actions) {
+    const bool is_forward = action.kind == ActionKind::kForward;
+    core::require(is_forward || action.kind == ActionKind::kBackward, "this engine runs forward and full backward actions, got " + action.str());
+    PlaceStep& step = out.emplace_back();
+    step.action = action;
+    for (size_t i = 0; i < edges.size(); ++i) {
+      const PlaceEdge& edge = edges[i];
+      const Transfer transfer{static_cast<int32_t>(i), action.microbatch, !is_forward};
+      if (!is_forward && !edge.has_gradient) {
+        continue;
+      }
+      if (edge.has_producer && edge.from == action.stage) {
+        (is_forward ? step.sends : step.receives).push_back(transfer);
+      }
+      if (edge.has_consumer && edge.to == action.stage) {
+        (is_forward ? step.receives : step.sends).push_back(transfer);
+      }
+    }
+  }
+  return out;
+}
+
+int64_t steadyNanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void Engine::run(const std::vector<PlaceStep>& steps, StageRunner& runner, BoundaryTraffic& traffic) {
+  spans_.clear();
+  failed_action_.reset();
+  size_t next_post = 0;   // the first step whose receives are not posted
+  int32_t num_ahead = 0;  // steps with posted receives that have not run
+  const int32_t most_ahead = options_.overlap ? options_.lookahead + 1 : 1;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const PlaceStep& step = steps[i];
+    for (; next_post < steps.size() && (next_post <= i || (options_.overlap && num_ahead < most_ahead)); ++next_post) {
+      for (const Transfer& transfer : steps[next_post].receives) {
+        traffic.postReceive(transfer);
+      }
+      num_ahead += steps[next_post].receives.empty() ? 0 : 1;
+    }
+    waitReceives(step, traffic);
+    num_ahead -= step.receives.empty() ? 0 : 1;
+    compute(step.action, runner);
+    for (const Transfer& transfer : step.sends) {
+      traffic.send(transfer);
+    }
+    runner.release(step.action);
+    if (!options_.overlap && !step.sends.empty()) {
+      enter(State::kDraining);
+      traffic.drain();
+    }
+  }
+  enter(State::kDraining);
+  traffic.drain();
+  enter(State::kIdle);
+}
+
+void Engine::waitReceives(const PlaceStep& step, BoundaryTraffic& traffic) {
+  if (step.receives.empty()) {
+    return;
+  }
+  enter(State::kWaiting, step.action);
+  const int64_t begin_ns = steadyNanoseconds();
+  for (const Transfer& transfer : step.receives) {
+    traffic.waitReceive(transfer);
+  }
+  spans_.push_back({EngineSpan::Kind::kWait, step.action, begin_ns, steadyNanoseconds()});
+}
+
+void Engine::compute(const Action& action, StageRunner& runner) {
+  enter(State::kComputing, action);
+  const int64_t begin_ns = steadyNanoseconds();
+  try {
+    if (action.kind == ActionKind::kForward) {
+      runner.forward(action.stage, action.microbatch);
+    } else {
+      runner.backward(action.stage, action.microbatch);
+    }
+  } catch (...) {
+    failed_action_ = action;
+    enter(State::kIdle);
+    throw;
+  }
+  spans_.push_back({EngineSpan::Kind::kCompute, action, begin_ns, steadyNanoseconds()});
+}
+
+void Engine::enter(State state, const Action& action) {
+  const std::lock_guard lock(mutex_);
+  state_ = state;
+  action_ = action;
+}
+
+std::string Engine::describe() const {
+  const std::lock_guard lock(mutex_);
+  switch (state_) {
+    case State::kComputing:
+      return "computes " + action_.str();
+    case State::kWaiting:
+      return "waits for what " + action_.str() + " needs";
+    case State::kDraining:
+      return "waits until what it sent has left";
+    case State::kIdle:
+      break;
+  }
+  return "is between steps";
+}
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/pipeline/action.h"
+
+namespace xmesh::runtime {
+
+/// The values (or, against their direction, the gradients) of one edge of the pipeline for one microbatch: what moves at once.
+struct Transfer {
+  int32_t edge = 0;
+  int32_t microbatch = 0;
+  bool is_gradient = false;
+
+  auto operator<=>(const Transfer&) const = default;
+};
+
+/// Computes. Called on the thread that runs the engine.
+class StageRunner {
+ public:
+  virtual ~StageRunner() = default;
+  virtual void forward(int32_t stage, int32_t microbatch) = 0;
+  /// Input and weight gradients.
+  virtual void backward(int32_t stage, int32_t microbatch) = 0;
+  /// What the action made has been handed to the traffic: what only that needed may go.
+  virtual void release(const core::Action& action) = 0;
+};
+
+/// Moves values between the stages of different places, in the background. Called on the thread that runs the engine.
+class BoundaryTraffic {
+ public:
+  virtual ~BoundaryTraffic() = default;
+  /// Makes room for a transfer that will come. Does not block.
+  virtual void postReceive(const Transfer& transfer) = 0;
+  /// Waits for a posted transfer and gives it to its stage.
+  virtual void waitReceive(const Transfer& transfer) = 0;
+  /// Starts to send what the stage has made. Does not block.
+  virtual void send(const Transfer& transfer) = 0;
+  /// Waits until all that was sent has left.
+  virtual void drain() = 0;
+};
+
+/// An edge as one place sees it.
+struct PlaceEdge {
+  int32_t from = 0;
+  int32_t to = 0;
+  bool has_gradient = true;
+  bool has_producer = false;  ///< `from` is on this place
+  bool has_consumer = false;  ///< `to` is on this place
+};
+
+/// An action with what it must receive before and send after.
+struct PlaceStep {
+  core::Action action;
+  std::vector<Transfer> receives;
+  std::vector<Transfer> sends;
+};
+
+/// One place's list of actions with its communication. Edges are those that cross the network; edge i of a Transfer is edges[i].
+std::vector<PlaceStep> placeProgram(const std::vector<core::Action>& actions, const std::vector<PlaceEdge>& edges);
+
+/// What the place did when: steady clock, nanoseconds.
+struct EngineSpan {
+  enum class Kind : uint8_t { kCompute, kWait };
+  Kind kind = Kind::kCompute;
+  core::Action action;  ///< computed, or waiting to be
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+struct EngineOptions {
+  /// True: values are sent and received while the place computes. False: the place waits for each value to leave and posts a receive only when it
+  /// needs it.
+  bool overlap = true;
+  /// How many receiving actions beyond the present one have their receives posted; bounds the buffers.
+  int32_t lookahead = 4;
+};
+
+int64_t steadyNanoseconds();
+
+/// Runs the list of one place on a runner and a traffic, in order. Receives are posted ahead, first needed first; a value is sent as soon as its
+/// action has ended and waited for only where it is needed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must
+/// outlive run().
+class Engine {
+ public:
+  explicit Engine(EngineOptions options) : options_(options) {}
+
+  /// Throws what the runner or the traffic throws; failedAction() then tells whether it was the runner.
+  void run(const std::vector<PlaceStep>& steps, StageRunner& runner, BoundaryTraffic& traffic);
+  /// The action in which the last run's runner threw.
+  std::optional<core::Action> failedAction() const { return failed_action_; }
+  /// Of the last run, by begin.
+  const std::vector<EngineSpan>& spans() const { return spans_; }
+  /// What the place does at this moment, for a person: "computes 2F3", "waits for what 2F3 needs", "is between steps".
+  std::string describe() const;
+
+ private:
+  enum class State : uint8_t { kIdle, kComputing, kWaiting, kDraining };
+  void enter(State state, const core::Action& action = {});
+  void compute(const core::Action& action, StageRunner& runner);
+  void waitReceives(const PlaceStep& step, BoundaryTraffic& traffic);
+
+  const EngineOptions options_;
+  std::vector<EngineSpan> spans_;
+  std::optional<core::Action> failed_action_;
+  mutable std::mutex mutex_;  ///< guards the two below
+  State state_ = State::kIdle;
+  core::Action action_;
+};
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,376 @@
+"""Where the stages of a pipeline lie, and what moves between them: meshes, transfers, the plans of each boundary."""
+
+import dataclasses
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from torch_xmesh import _C
+from torch_xmesh.group import GroupReshards
+from torch_xmesh.pipeline.microbatch import shard_sizes
+from torch_xmesh.pipeline.partition_values import ValueInfo
+from torch_xmesh.spec import AnyMesh, Mesh, core_spec, device_mesh, mesh_grid, normal_placements, placement_text
+
+DEFAULT_AXIS = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMesh:
+    """One stage's mesh as one rank sees it.
+
+    Attributes:
+        mesh: as the user gave it.
+        data_axis: the axis over which the batch is sharded, or None.
+        rank: this process's global rank, which may be outside.
+    """
+
+    mesh: AnyMesh
+    data_axis: int | None
+    rank: int
+
+    @property
+    def grid(self) -> Mesh:
+        return mesh_grid(self.mesh)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.grid.ranks
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of the batch."""
+        return 1 if self.data_axis is None else self.grid.shape[self.data_axis]
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's, one index per axis."""
+        index = torch.tensor(self.ranks.index(self.rank))
+        return tuple(int(i) for i in torch.unravel_index(index, self.grid.shape)) if self.grid.shape else ()
+
+    @property
+    def shard(self) -> int:
+        """Which part of the batch this rank has."""
+        return 0 if self.data_axis is None else self.coordinate[self.data_axis]
+
+    @property
+    def line(self) -> Mesh:
+        """The ranks with which this one differs in the data axis only, in its order."""
+        if self.data_axis is None:
+            return Mesh([self.rank])
+        grid = torch.tensor(self.ranks).reshape(self.grid.shape)
+        at = [slice(None) if axis == self.data_axis else i for axis, i in enumerate(self.coordinate)]
+        return Mesh(grid[tuple(at)])
+
+    def placements(self, info: ValueInfo) -> tuple[Placement, ...]:
+        """Where a value lies by default: its samples sharded over the data axis, the rest replicated."""
+        return tuple(
+            Shard(info.batch_dim) if axis == self.data_axis and info.batch_dim is not None else Replicate()
+            for axis in range(len(self.grid.shape))
+        )
+
+    def gradient_placements(self, info: ValueInfo, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Where its consumer has the gradient: as the value; each data shard has a part of the sum where the value is the same on all."""
+        return tuple(
+            Partial("sum") if axis == self.data_axis and isinstance(placement, Replicate) else placement
+            for axis, placement in enumerate(placements)
+        )
+
+    def samples(self, num_samples: int, shard: int | None = None) -> int:
+        """How many of a microbatch's samples this rank has."""
+        return shard_sizes(num_samples, self.num_shards)[self.shard if shard is None else shard]
+
+
+def stage_mesh(mesh: AnyMesh, data_axis: str | int | None, has_parallelize: bool, stage: int, rank: int) -> StageMesh:
+    """A stage's mesh with its data axis resolved.
+
+    Raises:
+        ValueError: no mesh, or no such axis.
+    """
+    grid = mesh_grid(mesh)
+    axes = len(grid.shape)
+    if data_axis == DEFAULT_AXIS:
+        chosen = None if axes == 0 or (has_parallelize and axes == 1) else 0
+    elif data_axis is None:
+        chosen = None
+    elif isinstance(data_axis, int):
+        if not -axes <= data_axis < axes:
+            raise ValueError(f"data_axis {data_axis} is out of range for stage {stage}'s mesh of {axes} axes")
+        chosen = data_axis % axes
+    else:
+        names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+        if data_axis not in names:
+            raise ValueError(
+                f"stage {stage}'s mesh has no axis {data_axis!r}; its axes are {names or 'not named: give an index'}"
+            )
+        chosen = names.index(data_axis)
+    return StageMesh(mesh, chosen, rank)
+
+
+def places_of(meshes: Sequence[StageMesh]) -> list[int]:
+    """The place of each stage: stages on the same ranks share one.
+
+    Raises:
+        ValueError: two meshes overlap without having the same ranks.
+    """
+    known: list[frozenset[int]] = []
+    places = []
+    for stage, mesh in enumerate(meshes):
+        ranks = frozenset(mesh.ranks)
+        if ranks not in known:
+            for place, other in enumerate(known):
+                if shared := ranks & other:
+                    first = places.index(place)
+                    raise ValueError(
+                        f"the meshes of stages {first} and {stage} share rank {min(shared)} but not all ranks: "
+                        f"expected meshes that are disjoint or have the same ranks, got {sorted(other)} and {sorted(ranks)}"
+                    )
+            known.append(ranks)
+        places.append(known.index(ranks))
+    return places
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One tensor of a transfer: what it is, and where it is and shall be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    src: Mesh
+    src_placements: tuple[Placement, ...]
+    dst: Mesh
+    dst_placements: tuple[Placement, ...]
+
+    def key(self) -> tuple[Any, ...]:
+        src = tuple(placement_text(p) for p in self.src_placements)
+        dst = tuple(placement_text(p) for p in self.dst_placements)
+        return (self.shape, self.dtype, self.src, src, self.dst, dst)
+
+
+class Pending:
+    """A transfer in flight: ``wait()`` returns this rank's received tensors (empty ones where it receives nothing)."""
+
+    def __init__(self, traffic: "_C.PipelineTraffic", call: "_C.PipelineCall", received: list[torch.Tensor]) -> None:
+        self._traffic = traffic
+        self._call = call
+        self._received = received
+
+    def wait(self) -> list[torch.Tensor]:
+        self._traffic.wait(self._call)
+        return self._received
+
+
+class Transfers:
+    """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in the same order per lane; a failure of
+    one rank ends those of all."""
+
+    def __init__(self, reshards: GroupReshards, ranks: Sequence[int], name: str) -> None:
+        self.ranks = tuple(sorted(ranks))
+        self.everyone = Mesh(list(self.ranks))
+        self.rank = reshards.core.global_rank
+        self._core = reshards.core
+        self._core.topology(list(self.ranks), _C.LinkModel())  # every rank is here
+        self.traffic = _C.PipelineTraffic(reshards.core, list(self.ranks), name)
+        self._plans: dict[Any, _C.PreparedPlan] = {}
+        self._topologies: dict[tuple[int, ...], _C.Topology] = {}
+        self._counts: dict[str, int] = {}
+
+    def prepare(self, moves: Sequence[Move]) -> "_C.PreparedPlan":
+        """The plan of a transfer, made once for equal moves. This rank must be on one of the meshes."""
+        key = tuple(move.key() for move in moves)
+        if key not in self._plans:
+            ranks = tuple(sorted({rank for move in moves for rank in (*move.src.ranks, *move.dst.ranks)}))
+            if ranks not in self._topologies:
+                self._topologies[ranks] = self._core.topology(list(ranks), _C.LinkModel())
+            pairs = [
+                (
+                    core_spec(move.shape, move.dtype, move.src, move.src_placements),
+                    core_spec(move.shape, move.dtype, move.dst, move.dst_placements),
+                )
+                for move in moves
+            ]
+            plan = _C.plan_resharding(pairs, self._topologies[ranks], "auto")
+            self._plans[key] = self._core.prepare(plan, "0" * len(moves), False)
+        return self._plans[key]
+
+    def start(self, lane: str, moves: Sequence[Move], tensors: Sequence[torch.Tensor] = ()) -> Pending:
+        """Starts a transfer; `tensors` are this rank's local ones where it is on the source meshes."""
+        count = self._counts.get(lane, 0)
+        self._counts[lane] = count + 1
+        shapes = [
+            core_spec(move.shape, move.dtype, move.dst, move.dst_placements).local_shape(self.rank) for move in moves
+        ]
+        received = [
+            torch.empty(shape if shape is not None else [0], dtype=move.dtype)
+            for shape, move in zip(shapes, moves, strict=True)
+        ]
+        call = self.traffic.begin(lane, count, self.prepare(moves), list(tensors), received)
+        return Pending(self.traffic, call, received)
+
+    def sum(self, lane: str, tensor: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
+        """The sum of a tensor (equal shapes) over a one-axis mesh, by default all ranks; bitwise equal on all of them."""
+        mesh = mesh or self.everyone
+        shape = tuple(tensor.shape)
+        if len(mesh.ranks) > 2 and tensor.dim() == 1 and tensor.numel() >= 4096:
+            parts = Move(shape, tensor.dtype, mesh, (Partial("sum"),), mesh, (Shard(0),))
+            part = self.start(lane, [parts], [tensor]).wait()
+            whole = Move(shape, tensor.dtype, mesh, (Shard(0),), mesh, (Replicate(),))
+            return self.start(f"{lane}/gather", [whole], part).wait()[0]
+        return self.start(lane, [Move(shape, tensor.dtype, mesh, (Partial("sum"),), mesh, (Replicate(),))], [tensor]).wait()[0]
+
+    def broadcast(self, lane: str, root: int, value: Any) -> Any:
+        """A picklable value of rank `root` on every rank."""
+        source, everywhere = Mesh([root]), (Replicate(),)
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.rank == root else None
+        size = torch.tensor([0 if payload is None else payload.numel()])
+        length = self.start(lane, [Move((1,), torch.int64, source, everywhere, self.everyone, everywhere)], [size]).wait()
+        move = Move((int(length[0]),), torch.uint8, source, everywhere, self.everyone, everywhere)
+        received = self.start(f"{lane}/bytes", [move], [] if payload is None else [payload]).wait()[0]
+        return pickle.loads(received.numpy().tobytes())
+
+    def gather(self, lane: str, value: Any) -> list[Any]:
+        """A picklable value of every rank, in rank order, on every rank."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        mine = torch.zeros(len(self.ranks), dtype=torch.int64)
+        mine[self.ranks.index(self.rank)] = payload.numel()
+        lengths = self.sum(f"{lane}/lengths", mine).tolist()
+        moves = [
+            Move((length,), torch.uint8, Mesh([rank]), (Replicate(),), self.everyone, (Replicate(),))
+            for length, rank in zip(lengths, self.ranks, strict=True)
+        ]
+        received = self.start(f"{lane}/bytes", moves, [payload] * len(moves)).wait()
+        return [pickle.loads(part.numpy().tobytes()) for part in received]
+
+
+Placed = tuple[Sequence[Placement], bool]
+"""Placements of a value at a boundary, and whether the stage sees a DTensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """Everything that goes from one stage to a later one; one plan each way."""
+
+    from_stage: int
+    to_stage: int
+    values: tuple[ValueInfo, ...]
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(value.is_differentiable for value in self.values)
+
+    @property
+    def text(self) -> str:
+        return ", ".join(value.name for value in self.values)
+
+
+def edges_of(values: Mapping[str, ValueInfo]) -> list[Edge]:
+    """One edge per pair of stages between which a value goes, in the order of the stages."""
+    pairs: dict[tuple[int, int], list[ValueInfo]] = {}
+    for value in values.values():
+        if value.producer is not None:
+            for consumer in value.consumers:
+                pairs.setdefault((value.producer, consumer), []).append(value)
+    return [Edge(start, end, tuple(pairs[start, end])) for start, end in sorted(pairs)]
+
+
+class Boundaries:
+    """Where values lie on each stage, and the plans of every edge that this rank takes part in."""
+
+    def __init__(self, edges: Sequence[Edge], meshes: Sequence[StageMesh], given: Mapping[str, Placed]) -> None:
+        self.edges = list(edges)
+        self.meshes = list(meshes)
+        self._given = dict(given)
+
+    def placements(self, info: ValueInfo, stage: int) -> tuple[Placement, ...]:
+        """Of a value on a stage's mesh.
+
+        Raises:
+            ValueError: boundary_placements that do not fit the mesh.
+        """
+        mesh = self.meshes[stage]
+        if info.name not in self._given:
+            return mesh.placements(info)
+        placements = normal_placements(self._given[info.name][0], len(info.shape))
+        if len(placements) != len(mesh.grid.shape):
+            raise ValueError(
+                f"boundary_placements of value {info.name}: expected {len(mesh.grid.shape)} placements for stage {stage}'s mesh, "
+                f"got {len(placements)}"
+            )
+        return placements
+
+    def is_dtensor(self, info: ValueInfo) -> bool:
+        """Whether stages see the value as a DTensor."""
+        return info.name in self._given and bool(self._given[info.name][1])
+
+    def is_local(self, edge: Edge) -> bool:
+        """Nothing needs to move: both stages have the same mesh and the same placements."""
+        one, other = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
+        return (one.grid, one.data_axis) == (other.grid, other.data_axis)
+
+    def moves(self, edge: Edge, num_samples: int, is_gradient: bool) -> list[Move]:
+        """What a microbatch of `num_samples` samples moves over an edge."""
+        moves = []
+        src, dst = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
+        for info in edge.values:
+            if is_gradient and not info.is_differentiable:
+                continue
+            shape = info.shape_for(num_samples)
+            start, end = self.placements(info, edge.from_stage), self.placements(info, edge.to_stage)
+            if is_gradient:
+                moves.append(Move(shape, info.dtype, dst.grid, dst.gradient_placements(info, end), src.grid, start))
+            else:
+                moves.append(Move(shape, info.dtype, src.grid, start, dst.grid, end))
+        return moves
+
+    def check_samples(self, num_samples: int) -> None:
+        """Raises ValueError where a value cannot be sharded as its samples are."""
+        for edge in self.edges:
+            for info in edge.values:
+                for stage in (edge.from_stage, edge.to_stage):
+                    mesh = self.meshes[stage]
+                    if mesh.num_shards == 1:
+                        continue
+                    if info.batch_dim is None:
+                        if any(count == 0 for count in shard_sizes(num_samples, mesh.num_shards)):
+                            raise ValueError(
+                                f"value {info.name} of stage {edge.from_stage} has no batch dim, and a microbatch of {num_samples} samples leaves "
+                                f"a data shard of stage {stage} without any: pass at least {mesh.num_shards} samples per microbatch"
+                            )
+                        continue
+                    whole = info.shape_for(num_samples)[info.batch_dim]
+                    parts = [info.shape_for(n)[info.batch_dim] for n in shard_sizes(num_samples, mesh.num_shards)]
+                    if info.name not in self._given and parts != shard_sizes(whole, mesh.num_shards):
+                        raise ValueError(
+                            f"value {info.name} of stage {edge.from_stage} has {whole} rows for {num_samples} samples, which {mesh.num_shards} data shards "
+                            f"of stage {stage} would hold as {parts}, not as DTensor shards {shard_sizes(whole, mesh.num_shards)}: make the number of "
+                            "samples per microbatch a multiple of the shards"
+                        )
+
+    def layout(self, edge: Edge, outputs: Sequence[str], inputs: Sequence[str]) -> "_C.EdgeLayout":
+        """The edge in C++ form; `outputs` of its first stage, `inputs` of its second."""
+        src, dst = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
+        layout = _C.EdgeLayout()
+        layout.from_stage, layout.to_stage = edge.from_stage, edge.to_stage
+        layout.from_positions = [outputs.index(info.name) for info in edge.values]
+        layout.to_positions = [inputs.index(info.name) for info in edge.values]
+        layout.dtypes = [info.dtype for info in edge.values]
+        layout.is_differentiable = [int(info.is_differentiable) for info in edge.values]
+        layout.has_producer = src.rank in src.ranks
+        layout.has_consumer = dst.rank in dst.ranks
+        layout.is_local = self.is_local(edge) and layout.has_producer
+        is_first = not layout.has_producer or layout.is_local or src.shard == 0
+        replicated = [
+            src.data_axis is not None
+            and isinstance(self.placements(info, edge.from_stage)[src.data_axis], Replicate)
+            for info in edge.values
+        ]
+        layout.drops_gradient = [int(not is_first and one) for one in replicated]
+        return layout
+
+
+def mesh_for_dtensor(mesh: AnyMesh) -> DeviceMesh:
+    """The mesh that DTensors of a stage are given."""
+    return device_mesh(mesh)

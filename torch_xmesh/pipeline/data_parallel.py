@@ -1,0 +1,185 @@
+"""Gradients of one step over the ranks that hold the same parameters: summed over the data axis, and over the stages of a tied parameter.
+
+Both are sums in a fixed order at a fixed place, the end of the step, so that every copy of a parameter gets the same bits.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torch_xmesh.pipeline.boundary import Move, StageMesh, Transfers
+from torch_xmesh.spec import Mesh, mesh_grid
+
+_BUCKET_BYTES = 25 << 20
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, or the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Tied:
+    """A parameter that several places hold: the first of them owns it.
+
+    Attributes:
+        name: for messages and lanes.
+        holders: (stage, mesh) of one stage per place, ascending.
+        parameter: this rank's, or None.
+    """
+
+    name: str
+    holders: tuple[tuple[int, StageMesh], ...]
+    parameter: nn.Parameter | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class GradientSync:
+    """Makes the gradients of one rank's parameters those of the whole batch.
+
+    What `.grad` held before a step is set aside and added again, so that a step adds its own gradient whatever was there.
+    """
+
+    def __init__(
+        self, transfers: Transfers, parameters: Mapping[int, Sequence[nn.Parameter]], meshes: Sequence[StageMesh], tied: Sequence[Tied]
+    ) -> None:
+        self._transfers = transfers
+        self._tied = [one for one in tied if len(one.holders) > 1]
+        self._lines: dict[Mesh, list[nn.Parameter]] = {}
+        seen: set[int] = set()
+        for stage, found in sorted(parameters.items()):
+            for parameter in found:
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    _check_data_axis(parameter, meshes[stage], stage)
+                    if meshes[stage].num_shards > 1:
+                        self._lines.setdefault(meshes[stage].line, []).append(parameter)
+        self._buckets = [
+            (line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)
+        ]
+        self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
+        self._is_synced = True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any parameter has copies with gradients of their own."""
+        return bool(self._buckets) or bool(self._tied)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        found = {id(p): p for _, bucket in self._buckets for p in bucket}
+        found.update({id(one.parameter): one.parameter for one in self._tied if one.parameter is not None})
+        return list(found.values())
+
+    def begin_step(self) -> None:
+        """Sets aside what is summed already."""
+        for parameter in self._parameters():
+            if self._is_synced:
+                if parameter.grad is not None:
+                    self._set_aside[parameter] = parameter.grad
+                    parameter.grad = None
+            elif parameter.grad is None:  # the user dropped the gradients of the steps before
+                self._set_aside.pop(parameter, None)
+
+    def end_step(self, is_sync: bool) -> None:
+        """Sums the step's gradients, or leaves that to a later step."""
+        self._is_synced = is_sync
+        if not is_sync:
+            return
+        for number, (line, bucket) in enumerate(self._buckets):
+            self._sum_bucket(f"gradients/{number}", line, bucket)
+        for one in self._tied:
+            self._sum_tied(one)
+        for parameter, held in self._set_aside.items():
+            parameter.grad = held if parameter.grad is None else held.add_(parameter.grad)
+        self._set_aside.clear()
+
+    def _sum_bucket(self, lane: str, line: Mesh, bucket: Sequence[nn.Parameter]) -> None:
+        """One flat sum; a count per parameter at its end tells whether anybody has a gradient at all."""
+        locals_ = [local_of(p) for p in bucket]
+        has = torch.tensor([p.grad is not None for p in bucket], dtype=locals_[0].dtype)
+        parts = [
+            torch.zeros_like(one).flatten() if p.grad is None else local_of(p.grad).reshape(-1)
+            for p, one in zip(bucket, locals_, strict=True)
+        ]
+        total = self._transfers.sum(lane, torch.cat([*parts, has]), line)
+        start = 0
+        for index, (parameter, one) in enumerate(zip(bucket, locals_, strict=True)):
+            summed = total[start : start + one.numel()].view(one.shape)
+            start += one.numel()
+            if total[index - len(bucket)] == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = _like(parameter, summed.clone())
+            else:
+                local_of(parameter.grad).copy_(summed)
+
+    def _sum_tied(self, one: Tied) -> None:
+        rank = self._transfers.rank
+        _, owner = one.holders[0]
+        parameter = one.parameter
+        is_owner = rank in owner.ranks
+        total = None
+        if parameter is not None:
+            total = torch.zeros_like(local_of(parameter)) if parameter.grad is None else local_of(parameter.grad).detach()
+        for stage, mesh in one.holders[1:]:
+            if is_owner or rank in mesh.ranks:
+                there = self._transfers.start(f"tied/{one.name}/{stage}", [_tied_move(one, mesh, owner)], [] if is_owner or total is None else [total])
+                if is_owner:
+                    assert total is not None
+                    total = total + there.wait()[0].reshape(total.shape)
+                else:
+                    there.wait()
+        for stage, mesh in one.holders[1:]:
+            if is_owner or rank in mesh.ranks:
+                back = self._transfers.start(f"tied/{one.name}/{stage}/back", [_tied_move(one, owner, mesh)], [total] if is_owner and total is not None else [])
+                received = back.wait()
+                if not is_owner:
+                    total = received[0]
+        if parameter is not None:
+            assert total is not None
+            parameter.grad = _like(parameter, total.reshape(local_of(parameter).shape))
+
+
+def _tied_move(one: Tied, src: StageMesh, dst: StageMesh) -> Move:
+    def everywhere(mesh: StageMesh) -> tuple[Replicate, ...]:
+        return (Replicate(),) * len(mesh.grid.shape)
+
+    return Move(one.shape, one.dtype, src.grid, everywhere(src), dst.grid, everywhere(dst))
+
+
+def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype in a row, up to the size of a bucket."""
+    buckets: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        num_bytes = local_of(parameter).numel() * parameter.element_size()
+        if not buckets or buckets[-1][0].dtype != parameter.dtype or filled + num_bytes > _BUCKET_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(parameter)
+        filled += num_bytes
+    return buckets
+
+
+def _check_data_axis(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> None:
+    """Raises ValueError for a parameter that something else than this shards over the data axis."""
+    if not isinstance(parameter, DTensor) or mesh.num_shards == 1:
+        return
+    shared = set(mesh_grid(parameter.device_mesh).ranks) & (set(mesh.line.ranks) - {mesh.rank})
+    if shared:
+        raise ValueError(
+            f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)} of the stage's data axis: its gradients "
+            "would be reduced twice (FSDP averages them where the pipeline sums); pass data_axis=None, or shard parameters over the other axes"
+        )

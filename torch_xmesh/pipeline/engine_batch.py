@@ -1,0 +1,77 @@
+"""A step's arguments on one rank: how many samples they hold, and each stage's part of each microbatch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from torch_xmesh.pipeline.boundary import StageMesh
+from torch_xmesh.pipeline.microbatch import TensorChunkSpec, batch_size, leaf_specs, shard_sizes
+from torch_xmesh.spec import mesh_grid
+
+
+def num_samples(tree: Any, specs: Sequence[Any]) -> int | None:
+    """Samples in a tree of arguments, None where nothing of it is to cut.
+
+    Raises:
+        ValueError: its tensors disagree.
+    """
+    leaves = pytree.tree_leaves(tree)
+    return batch_size(tuple(leaves), None, tuple(specs)) if leaves else None
+
+
+def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], mesh: StageMesh, what: str) -> list[Any]:
+    """This rank's data shard of every microbatch of `tree`, one tree per microbatch; views of the tensors given.
+
+    A plain tensor is the whole batch: microbatch by microbatch, each in DTensor's shards. A DTensor is cut shard by shard.
+
+    Raises:
+        ValueError: a DTensor that lies otherwise than the stage's batch.
+    """
+    leaves, structure = pytree.tree_flatten(tree)
+    columns = []
+    for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        where = f"{what}, tensor {position}"
+        if not isinstance(spec, TensorChunkSpec):
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(sizes))
+        elif isinstance(leaf, DTensor):
+            columns.append(_shards_of_dtensor(leaf, spec.split_dim, sizes, mesh, where))
+        else:
+            columns.append(_shards_of_whole(leaf, spec.split_dim, sizes, mesh, where))
+    return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+
+
+def _shards_of_whole(tensor: torch.Tensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str) -> list[torch.Tensor]:
+    if tensor.size(dim) != sum(sizes):
+        raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(sizes)}")
+    pieces, start = [], 0
+    for size in sizes:
+        shards = shard_sizes(size, mesh.num_shards)
+        pieces.append(tensor.detach().narrow(dim, start + sum(shards[: mesh.shard]), shards[mesh.shard]))
+        start += size
+    return pieces
+
+
+def _shards_of_dtensor(tensor: DTensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str) -> list[torch.Tensor]:
+    dim = dim % tensor.dim()
+    expected = tuple(Shard(dim) if axis == mesh.data_axis else Replicate() for axis in range(len(mesh.grid.shape)))
+    if mesh_grid(tensor.device_mesh) != mesh.grid or tuple(tensor.placements) != expected:
+        raise ValueError(
+            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, expected {expected} on the stage's {mesh.grid}"
+        )
+    mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in sizes]
+    local = tensor.to_local().detach()
+    if local.size(dim) != sum(mine):
+        raise ValueError(
+            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of {list(sizes)} samples would cut into {mine}: "
+            "pass a batch whose shards divide evenly into microbatches"
+        )
+    return list(local.split(mine, dim))
+
+
+def specs_of(tree: Any, spec: Any, what: str) -> list[Any]:
+    """One chunk spec per leaf."""
+    return leaf_specs(tree, spec, what)
