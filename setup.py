@@ -20,11 +20,7 @@ os.chdir(ROOT)
 
 def sources() -> list[str]:
     """C++ files of all rooms, relative to the root, in a fixed order."""
-    return sorted(
-        str(path.relative_to(ROOT))
-        for room in ROOMS
-        for path in (ROOT / "csrc" / room).glob("*.cpp")
-    )
+    return sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp"))
 
 
 class BuildWithTorchRecord(BuildExtension):  # type: ignore[misc]  # torch's class is untyped
@@ -33,7 +29,9 @@ class BuildWithTorchRecord(BuildExtension):  # type: ignore[misc]  # torch's cla
     def finalize_options(self) -> None:
         chosen = self.build_temp
         super().finalize_options()
-        self.force = True  # ninja knows what is out of date, headers included; setuptools would look at the sources only
+        self.force = (
+            True  # ninja knows what is out of date, headers included; setuptools would look at the sources only
+        )
         if chosen is None:
             python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
             self.build_temp = str(Path("build") / f"torch-{TORCH_VERSION}-{python}")
@@ -67,7 +65,7 @@ def extension() -> Any:
         sources(),
         include_dirs=[str(ROOT / "csrc")],
         # No contraction of multiply and add: plans are equal on every CPU.
-        extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", "-ffp-contract=off", "-fvisibility=hidden"],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-Wall", "-ffp-contract=off", "-fvisibility=hidden"],
         extra_link_args=["-Wl,--as-needed", "-Wl,-s"],
     )
 

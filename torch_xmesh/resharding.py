@@ -166,7 +166,7 @@ def _reshard(
                 option = "async_op=True" if async_op else "out="
                 raise ValueError(f"{option} cannot be used with a tensor that requires grad: detach it first")
             if outs is not None:
-                _check_outs(outs, prepared)
+                _check_outs(xs, outs, prepared)
         except ValueError as error:
             _refuse(reshards, xs, dst_mesh, str(error))
             raise
@@ -246,7 +246,7 @@ def _refuse(reshards: GroupReshards, xs: list[Any], dst_mesh: Any, text: str) ->
     reshards.core.refuse(sorted(ranks), text)
 
 
-def _check_outs(outs: list[DTensor], prepared: _Prepared) -> None:
+def _check_outs(xs: list[Source], outs: list[DTensor], prepared: _Prepared) -> None:
     arguments = prepared.arguments
     if len(outs) != len(arguments.sources):
         raise ValueError(f"out= has {len(outs)} tensors, expected {len(arguments.sources)}")
@@ -259,6 +259,16 @@ def _check_outs(outs: list[DTensor], prepared: _Prepared) -> None:
         given = Spec.of(out).without_grad()
         if given != expected:
             raise ValueError(f"out= of tensor {i}: expected {expected}, got {given}")
+    held = {_memory_of(x) for x in xs if isinstance(x, DTensor) and x._local_tensor.numel() > 0}
+    for i, out in enumerate(outs):
+        if out._local_tensor.numel() > 0 and _memory_of(out) in held:
+            raise ValueError(
+                f"out= of tensor {i} shares memory with a source: its bytes would be overwritten while in use"
+            )
+
+
+def _memory_of(x: DTensor) -> int:
+    return x._local_tensor.untyped_storage().data_ptr()
 
 
 class _Call:

@@ -82,6 +82,14 @@ def wrong_local_shape(rank: int, world_size: int) -> None:
     good_call()
 
 
+_RING = torch.zeros(8)
+
+
+def ring() -> Any:
+    """A DTensor on every rank; each call wraps the same memory."""
+    return dtensor_of(_RING, (8,), xm.Mesh([0, 1, 2, 3]), (Replicate(),))
+
+
 def everyone_wrong(rank: int, world_size: int) -> None:
     """Mistakes that need no other rank to be seen, made by all."""
     x = source_of(LAYOUT)
@@ -94,6 +102,7 @@ def everyone_wrong(rank: int, world_size: int) -> None:
         ("placements are a sequence", lambda: xm.reshard(x, LAYOUT.dst_mesh, Shard(0))),  # type: ignore[arg-type]
         ("different keys", lambda: xm.reshard_many({"a": x}, LAYOUT.dst_mesh, {"b": LAYOUT.dst})),
         ("out= has 2", lambda: xm.reshard_many([x], LAYOUT.dst_mesh, LAYOUT.dst, out=[x, x])),
+        ("shares memory", lambda: xm.reshard(ring(), ring().device_mesh, (Replicate(),), out=ring())),
         ("names no host", lambda: xm.reshard(x, LAYOUT.dst_mesh, LAYOUT.dst, topology=xm.Topology({0: 0}))),
     ]
     for pattern, call in cases:
