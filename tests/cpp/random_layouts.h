@@ -1,7 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <random>
@@ -66,7 +68,7 @@ inline std::pair<core::Mesh, core::Mesh> randomMeshes(std::mt19937_64& rng, cons
   std::iota(all.begin(), all.end(), int64_t{0});
   const int64_t relation = options.num_ranks < 2 ? 1 : randomInt(rng, 0, 3);
   if (relation == 0) {
-    const auto cut = all.begin() + static_cast<ptrdiff_t>(randomInt(rng, 1, options.num_ranks - 1));
+    const auto cut = all.begin() + static_cast<std::ptrdiff_t>(randomInt(rng, 1, options.num_ranks - 1));
     core::Mesh src = randomMesh(rng, options, {all.begin(), cut});
     core::Mesh dst = randomMesh(rng, options, {cut, all.end()});
     return randomInt(rng, 0, 1) == 0 ? std::pair(src, dst) : std::pair(dst, src);

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <string>
 
 #include "core/error.h"
@@ -73,7 +74,7 @@ TEST(Validate, AgreesWithTheOracleOnMutatedPlans) {
     Message& message = plan.messages[index];
     switch (layouts::randomInt(rng, 0, 4)) {
       case 0:
-        plan.messages.erase(plan.messages.begin() + static_cast<ptrdiff_t>(index));
+        plan.messages.erase(plan.messages.begin() + static_cast<std::ptrdiff_t>(index));
         break;
       case 1:
         plan.messages.push_back(message);
