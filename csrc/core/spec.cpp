@@ -11,6 +11,7 @@ namespace xmesh::core {
 namespace {
 
 constexpr int64_t kMaxDims = 8;
+constexpr int64_t kMaxSplitFactor = 1 << 16;
 
 constexpr std::array<std::pair<std::string_view, int64_t>, 41> kItemBytes = {{
     {"float64", 8},
@@ -119,7 +120,8 @@ void TensorSpec::validate() const {
     if (placement.isShard()) {
       require(placement.dim >= 0 && std::cmp_less(placement.dim, shape.size()),
               what + placement.str() + " is out of range for a tensor of " + std::to_string(shape.size()) + " dims");
-      require(placement.split_factor > 0, what + placement.str() + " needs a positive split factor");
+      require(placement.split_factor > 0 && placement.split_factor <= kMaxSplitFactor,
+              what + placement.str() + " needs a split factor from 1 to " + std::to_string(kMaxSplitFactor));
     }
     if (placement.kind == PlacementKind::kPartial) {
       require(canReduce(dtype.name, placement.reduce_op), what + placement.str() + " is not defined for " + dtype.name);
