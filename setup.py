@@ -1,4 +1,4 @@
-"""Builds torch_xmesh: the extension ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here."""
+"""Builds torch_xmesh: ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here."""
 
 import os
 import sys
@@ -23,11 +23,11 @@ def sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp"))
 
 
-class BuildWithTorchRecord(BuildExtension):  # type: ignore[misc]  # torch's class is untyped
+class BuildWithTorchRecord(BuildExtension):
     """Builds with ninja into a folder per torch and Python version, and records the torch that the extension needs."""
 
     def finalize_options(self) -> None:
-        chosen = self.build_temp
+        chosen = vars(self).get("build_temp")
         super().finalize_options()
         self.force = (
             True  # ninja knows what is out of date, headers included; setuptools would look at the sources only

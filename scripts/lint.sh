@@ -1,16 +1,18 @@
 #!/bin/bash
-# The lint command: clang-format, clang-tidy (the core; --all: every room), ruff, mypy --strict, stubtest, codespell. --fix formats in place.
+# The lint command: clang-format, clang-tidy (the core; --all: every room), ruff, mypy --strict, stubtest, codespell.
+# --fix formats in place; --analyze adds clang's static analyzer, which takes four times as long.
 # Tools are those of PYTHON's environment (pyproject.toml's extra "lint"), compile commands those of build/cpp-plain.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 PATH="$(dirname "$PYTHON"):$PATH"
-all=0 fix=0
+all=0 fix=0 tidy_args=()
 for arg in "$@"; do
   case $arg in
   --all) all=1 ;;
   --fix) fix=1 ;;
-  *) echo "usage: $0 [--all] [--fix]" && exit 2 ;;
+  --analyze) tidy_args=(--checks=clang-analyzer-*) ;;
+  *) echo "usage: $0 [--all] [--fix] [--analyze]" && exit 2 ;;
   esac
 done
 failed=()
@@ -23,7 +25,7 @@ cpp_files() { find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' \) | LC_ALL=C 
 tidy() { # BUILD_FOLDER FILES...
   local folder=$1
   shift
-  printf '%s\n' "$@" | xargs -r -d '\n' -n 1 -P "${MAX_JOBS:-2}" clang-tidy --quiet -p "$folder" --warnings-as-errors='*' 2>/dev/null
+  printf '%s\n' "$@" | xargs -r -d '\n' -n 1 -P "${MAX_JOBS:-2}" clang-tidy --quiet -p "$folder" --warnings-as-errors='*' ${tidy_args[@]+"${tidy_args[@]}"} 2>/dev/null
 }
 # Rooms that include torch: the compile commands are those of the extension's own build.
 tidy_torch_rooms() {

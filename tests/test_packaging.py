@@ -1,4 +1,4 @@
-"""What is installed: the torch it is pinned to, the entry point, the files of the wheel, and the errors beside the wrong torch."""
+"""What is installed: the torch it is pinned to, the entry point, typing, and the errors beside the wrong torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 def _import_copy(folder: Path, record: str | None) -> str:
     """Imports a copy of the package that says it was built with another torch; returns the error's last line."""
     copy = folder / "torch_xmesh"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_build_info.py", "__pycache__", "testing", "pipeline"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_build_info.py", "__pycache__"))
     if record is not None:
         (copy / "_build_info.py").write_text(f'BUILT_WITH_TORCH = "{record}"\n')
     done = subprocess.run(
@@ -53,7 +53,9 @@ def test_metadata(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     info = next(tmp_path.glob("*.egg-info"))
     assert f"torch=={MINOR}.*" in (info / "requires.txt").read_text()
-    assert "[torch.distributed.backends]\nxmesh = torch_xmesh.backend:register" in (info / "entry_points.txt").read_text()
+    assert (
+        "[torch.distributed.backends]\nxmesh = torch_xmesh.backend:register" in (info / "entry_points.txt").read_text()
+    )
 
 
 def test_typed() -> None:

@@ -1,7 +1,7 @@
 """The c10d backend ``xmesh``: its registration, and the inner backends that carry each device kind.
 
-``import torch_xmesh`` registers it; ``init_process_group("xmesh")`` and ``"cpu:xmesh,cuda:xmesh"`` then make groups on it. gloo carries cpu
-tensors and is made with the group; NCCL carries cuda tensors and is made at the first of them.
+``import torch_xmesh`` registers it; ``init_process_group("xmesh")`` and ``"cpu:xmesh,cuda:xmesh"`` then make groups on
+it. gloo carries cpu tensors and is made with the group; NCCL carries cuda tensors and is made at the first of them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _options(given: Any) -> Options:
         options.nccl = given
     else:
         raise ValueError(
-            "pg_options of a group on xmesh: expected torch_xmesh.backend.Options, or the Options of ProcessGroupGloo or "
-            f"ProcessGroupNCCL, got {type(given).__qualname__}"
+            "pg_options of a group on xmesh: expected torch_xmesh.backend.Options, or the Options of ProcessGroupGloo "
+            f"or ProcessGroupNCCL, got {type(given).__qualname__}"
         )
     return options
 
@@ -83,7 +83,8 @@ def _make_gloo(store: dist.Store, rank: int, size: int, options: Options) -> Any
         backend: Any = dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
     else:
         chosen: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        chosen._threads, chosen._devices = options.gloo._threads, options.gloo._devices
+        given: Any = options.gloo
+        chosen._threads, chosen._devices = given._threads, given._devices
         chosen._timeout = options._timeout
         backend = dist.ProcessGroupGloo(store, rank, size, chosen)
     backend.options.global_ranks_in_group = options.global_ranks_in_group

@@ -85,7 +85,7 @@ def all_reduce_empty_and_large(rank: int, size: int, group: Any) -> Any:
 
 @case
 def all_reduce_sparse(rank: int, size: int, group: Any) -> Any:
-    tensor = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (8,))
+    tensor = torch.sparse_coo_tensor(torch.tensor([[rank, 3]]), torch.tensor([1.0, 2.0]), (8,))
     dist.all_reduce(tensor, group=group)
     return tensor.to_dense()
 

@@ -1,4 +1,4 @@
-"""Groups on xmesh: how they are made, split, found, timed out, closed, forked and left behind at the interpreter's exit."""
+"""Groups on xmesh: made, split, found, timed out, closed, forked, and left behind at the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def test_split_group() -> None:
 def _split_by_dist(rank: int, size: int) -> Any:
     world: Any = dist.group.WORLD
     if world.bound_device_id is None:
-        world.bound_device_id = torch.device("cuda:0")  # what init_process_group(device_id=...) leaves; no GPU is touched
+        world.bound_device_id = torch.device(
+            "cuda:0"
+        )  # what init_process_group(device_id=...) leaves; no GPU is touched
     half: Any = dist.split_group(split_ranks=[[0, 1], [2, 3]])
     return [_sum(half), dist.get_backend(half), dist.get_process_group_ranks(half)]
 
@@ -211,9 +213,11 @@ def test_forked_child_leaves_the_group_alone() -> None:
     assert spawn(_fork, 2) == [[7, 2.0]] * 2
 
 
+_kept: list[Any] = []
+
+
 def _exit_with_group(rank: int, size: int) -> Any:
-    global _kept
-    _kept = [dist.new_group(), backend.backend_of()]
+    _kept.extend([dist.new_group(), backend.backend_of()])
     return _sum()
 
 

@@ -1,4 +1,4 @@
-"""A dozen tests of PyTorch's own DistributedTest suite on xmesh and on gloo; tests/peer_suite.py --all runs all of them."""
+"""A dozen tests of PyTorch's own DistributedTest suite on xmesh and on gloo; tests/peer_suite.py --all runs all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch builds on a backend (DDP, FSDP2, tensor parallelism, functional collectives, checkpoints) gives on xmesh what it gives on gloo."""
+"""DDP, FSDP2, tensor parallelism, functional collectives and checkpoints give on xmesh what they give on gloo."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Job:
 
 
 def mark(text: str) -> None:
-    """Called in a rank: tells the process that started the world that this rank has come here. See ``World.wait_mark``."""
+    """Called in a rank: tells the process that started the world that it has come here. See ``World.wait_mark``."""
     if _parent is None:
         raise RuntimeError("mark() is for ranks that torch_xmesh.testing started")
     _parent.send(("mark", text))
@@ -110,9 +110,7 @@ def _init_process_group(job: Job, parent: Connection) -> None:
         _await(parent, "port")
     else:
         store = dist.TCPStore("127.0.0.1", _await(parent, "port"), job.world_size, False)
-    dist.init_process_group(
-        job.backend, store=store, rank=job.rank, world_size=job.world_size, **job.init_kwargs
-    )
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, **job.init_kwargs)
 
 
 def _await(parent: Connection, kind: str) -> Any:

@@ -6,8 +6,8 @@
         world.signal(2, signal.SIGKILL)
         outcomes = world.join(timeout=30)
 
-Ranks are forked from a small server process that has imported torch and started nothing, so that a world starts in well under a
-second; ``fresh=True`` gives every rank an interpreter of its own instead (and a full interpreter exit).
+Ranks are forked from a small server process that has imported torch and started nothing, so that a world starts in well
+under a second; ``fresh=True`` gives every rank an interpreter of its own instead (and a full interpreter exit).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _GRACE_SECONDS = 10.0  # what surviving ranks get to end by themselves once one 
 class RankOutcome:
     """How one rank ended.
 
-    ``value``: what the function returned; ``error``: the formatted traceback of what it raised, ``error_type`` the class's qualified
-    name; ``exitcode``: 0, 1 after an exception, ``-signal`` when killed, None while it runs; ``output``: its stdout and stderr.
+    ``value``: what the function returned; ``error``: the formatted traceback of what it raised, ``error_type`` the
+    class's qualified name; ``exitcode``: 0, 1 after an exception, ``-signal`` when killed, None while it runs;
+    ``output``: its stdout and stderr.
     """
 
     rank: int
@@ -64,7 +65,7 @@ class RankOutcome:
 
 
 class RankError(RuntimeError):
-    """Raised when a rank raised, died or did not end in time; shows every rank's traceback and the end of its output."""
+    """A rank raised, died or did not end in time: shows every rank's traceback and the end of its output."""
 
     def __init__(self, message: str, outcomes: list[RankOutcome]) -> None:
         super().__init__(message + "".join(_describe(outcome) for outcome in outcomes))
@@ -92,8 +93,8 @@ def spawn(
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on ``world_size`` processes and returns what each rank returned, by rank.
 
-    Arguments are those of :class:`World`. Raises :class:`RankError` when a rank raises, dies, or is not done after ``timeout`` seconds;
-    every process has ended when this returns or raises.
+    Arguments are those of :class:`World`. Raises :class:`RankError` when a rank raises, dies, or is not done after
+    ``timeout`` seconds; every process has ended when this returns or raises.
     """
     with World(fn, world_size, *args, backend=backend, init_kwargs=init_kwargs, env=env, fresh=fresh) as world:
         return world.results(timeout)
@@ -105,8 +106,8 @@ class World:
     Args:
         fn: a module-level function; its value must pickle.
         world_size: number of ranks.
-        backend: the backend of the default process group, which exists when ``fn`` starts (a TCP store in rank 0 on a free port);
-            None: no group, but the environment that ``env://`` reads.
+        backend: the backend of the default process group, which exists when ``fn`` starts (a TCP store in rank 0 on a
+            free port); None: no group, but the environment that ``env://`` reads.
         init_kwargs: more keyword arguments for ``init_process_group``.
         env: environment variables for every rank, on top of this process's.
         fresh: an interpreter of its own for every rank, slower to start.
@@ -167,14 +168,14 @@ class World:
         return [process.pid or -1 for process in self._processes]
 
     def signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank's process, e.g. ``signal.SIGKILL`` or ``signal.SIGSTOP``; no error if it has ended."""
+        """Sends a signal, e.g. ``signal.SIGKILL``, to a rank's process; no error if it has ended."""
         pid = self._processes[rank].pid
         if pid is not None and self._processes[rank].exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def wait_mark(self, rank: int, text: str, timeout: float = 60.0) -> None:
-        """Waits until the rank has called ``mark(text)``. RankError if it ends, or ``timeout`` seconds pass, without that."""
+        """Waits until the rank has called ``mark(text)``; RankError if it ends first, or after ``timeout`` s."""
         with self._changed:
             self._changed.wait_for(lambda: text in self._marks[rank] or self._ended(rank), timeout)
             if text in self._marks[rank]:
@@ -182,7 +183,7 @@ class World:
         raise RankError(f"rank {rank} did not reach the mark {text!r} in {timeout} s", self.outcomes())
 
     def wait(self, rank: int, timeout: float = 60.0) -> RankOutcome:
-        """Waits until the rank's function has returned or raised, or its process has ended. RankError after ``timeout`` seconds."""
+        """Waits until the rank's function is done, or its process has ended. RankError after ``timeout`` seconds."""
         with self._changed:
             done = self._changed.wait_for(lambda: self._reports[rank] is not None or self._ended(rank), timeout)
         if not done:
@@ -200,7 +201,10 @@ class World:
         return self.outcomes()
 
     def results(self, timeout: float = 120.0) -> list[Any]:
-        """Waits for every rank and returns their values. RankError when one raised, died, or is not done after ``timeout`` seconds."""
+        """Waits for every rank and returns their values.
+
+        RankError when one raised, died, or is not done after ``timeout`` seconds.
+        """
 
         def failed() -> bool:
             return any(
@@ -220,7 +224,9 @@ class World:
             self._dump_stacks()
         outcomes = self.outcomes()
         if failed():
-            bad = next(o for o in outcomes if o.error is not None or (self._reports[o.rank] is None and o.exitcode is not None))
+            bad = next(
+                o for o in outcomes if o.error is not None or (self._reports[o.rank] is None and o.exitcode is not None)
+            )
             raise RankError(f"rank {bad.rank} failed", outcomes)
         if not ended():
             raise RankError(f"ranks are still running after {timeout} s", outcomes)
