@@ -19,6 +19,8 @@ class ProcessGroupXmesh(Backend):
         nccl: Backend.Options | None
         staging_bytes: int
         """Most memory per rank that reshards may stage messages in, in bytes."""
+        pacing: bool
+        """Pace reshards' direct sends to their planned rates where rates were measured."""
         def __init__(self, timeout: timedelta = ...) -> None: ...
         def __copy__(self) -> ProcessGroupXmesh.Options: ...
         def __deepcopy__(self, memo: object) -> ProcessGroupXmesh.Options: ...
@@ -250,3 +252,104 @@ def simulate_schedule(
         makespan_s, bubble_fraction, busy_s and peak_in_flight by place, actions (place, text, start, end), transfers
         (from stage, to stage, microbatch, ready, start, end); all times in seconds.
     """
+
+# bind_pipeline.cpp
+
+class PipelineCall:
+    """A transfer in flight."""
+
+    def is_completed(self) -> bool: ...
+
+class PipelineTraffic:
+    """The transfers of one pipeline on one rank."""
+
+    def __init__(self, group: ReshardGroup, ranks: Sequence[int], name: str) -> None:
+        """``ranks``: ascending global ranks of all stages."""
+    def meet(self, fields: Sequence[tuple[str, str]]) -> None:
+        """Compares (field, value) with all ranks, once. ValueError naming what differs."""
+    def begin(
+        self,
+        lane: str,
+        count: int,
+        prepared: PreparedPlan,
+        src: Sequence[torch.Tensor],
+        dst: Sequence[torch.Tensor],
+    ) -> PipelineCall:
+        """Starts transfer ``count`` of a lane, numbered alike on its ranks."""
+    def wait(self, call: PipelineCall) -> None: ...
+    def check(self) -> None:
+        """Raises what the pipeline has failed with."""
+    @property
+    def has_failed(self) -> bool: ...
+    def fail_stage(self, text: str, stage: int, microbatch: int) -> None:
+        """Tells all ranks that a stage raised: StageError there."""
+    def fail(self, text: str) -> None:
+        """Tells all ranks of a mistake: ValueError there."""
+    def close(self) -> None: ...
+
+class StageLayout:
+    """What a stage takes and gives: values by name, and which inputs the user passes."""
+
+    def __init__(
+        self, stage: int, inputs: Sequence[str], outputs: Sequence[str], model_positions: Sequence[int]
+    ) -> None: ...
+
+class EdgeLayout:
+    """The values that go from one stage to another."""
+
+    from_stage: int
+    to_stage: int
+    from_positions: Sequence[int]
+    to_positions: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+    is_differentiable: Sequence[int]
+    drops_gradient: Sequence[int]
+    is_local: bool
+    has_producer: bool
+    has_consumer: bool
+    def __init__(self) -> None: ...
+
+class EdgePlans:
+    """The plans of one edge's transfers in a step, by microbatch."""
+
+    def __init__(
+        self, lane: str, values: str, is_joint: bool, forward: Sequence[PreparedPlan], backward: Sequence[PreparedPlan]
+    ) -> None: ...
+
+class PipelinePlace:
+    """One rank's part of a pipeline: its stages, their transfers, and the engine that runs them."""
+
+    def __init__(
+        self,
+        traffic: PipelineTraffic,
+        stages: Sequence[StageLayout],
+        edges: Sequence[EdgeLayout],
+        forward: Callable[[int, int, list[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor | None]],
+        overlap: bool,
+        lookahead: int,
+    ) -> None:
+        """``forward(stage, microbatch, inputs)`` returns the outputs, and on the last stage the loss."""
+    def run(
+        self,
+        schedule: Schedule,
+        place: int,
+        step: int,
+        edges: Sequence[EdgePlans],
+        model_inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]],
+        has_backward: bool,
+        loss_scale: float,
+    ) -> None:
+        """Runs the place's actions once. ``model_inputs``: by stage, then microbatch."""
+    @property
+    def failed_action(self) -> tuple[int, int] | None:
+        """(stage, microbatch) of the action that raised."""
+    @property
+    def spans(self) -> list[tuple[str, str, int, int]]:
+        """("compute" or "wait", action, begin, end) in nanoseconds."""
+    @property
+    def transfers(self) -> list[tuple[bool, int, int, bool, int, int]]:
+        """(is a send, edge, microbatch, is gradient, begin, end) in nanoseconds."""
+    @property
+    def num_buffers(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...

@@ -247,7 +247,9 @@ def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placeme
         step *= max(extent, 1)
     meta = TensorMeta(shape, tuple(strides), local.dtype)
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    make: Any = DTensor  # its constructor has no types
+    made: DTensor = make(local, spec, requires_grad=False)
+    return made
 
 
 def empty_local(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
