@@ -67,7 +67,7 @@ TEST(PlanJson, NamesPlaceAndField) {
     EXPECT_NE(found.find(message), std::string::npos) << found;
   };
   expect("\"version\":1", "\"version\":2", "JSON line 2, column 11, field version: expected version 1, got 2");
-  expect("\"version\":1", "\"versio\":1", "member 'version' is missing");
+  expect("\"version\":1", "\"edition\":1", "member 'version' is missing");
   expect("\"send_recv\"", "\"send_receive\"", "field strategy: unknown strategy 'send_receive'");
   expect("\"send_recv\"", "7", "field strategy: expected a string, got an integer");
   expect("[1024,1024,512]", "[1024,1024,\"x\"]", "field tensors[0].shape[2]: expected an integer, got a string");
@@ -105,7 +105,7 @@ TEST(Fingerprint, TellsPlansApartAndIsTheSameEverywhere) {
   EXPECT_NE(inputsFingerprint(plan.tensors, plan.topology, strategy), inputsFingerprint({}, plan.topology, strategy));
 }
 
-TEST(PlanText, ShowsWhatAHumanLooksFor) {
+TEST(TextOfPlan, ShowsWhatAHumanLooksFor) {
   const std::string text = planStr(publishedPlan(0, "broadcast"), 3);
   for (const char* part : {"strategy broadcast", "float32[1024, 1024, 512]", "2.00 GiB", "(Shard(0), Replicate())", "lower bound  1.00 GiB",
                            "NIC out", "of the bound", "more messages"}) {
