@@ -156,8 +156,8 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
     if (const auto lost = lost_.find(peer); lost != lost_.end()) {
       fail(key,
            {FailureKind::kPeer,
-            callText(key, call) + " cannot start: rank " + std::to_string(globalRank(peer)) + " is lost (" + lost->second + ")",
-            {globalRank(peer)}},
+            callText(key, call) + " cannot start: rank " + std::to_string(globalRank(peer)) + " is lost (" + lost->second.reason + ")",
+            lost->second.blamed_ranks},
            true);
       return;
     }
@@ -308,7 +308,10 @@ void ReshardService::failWithWatch(const CallKey& key, const ActiveCall& call, c
   }
 }
 
-void ReshardService::takeFailNotice(FailNotice notice) {
+void ReshardService::takeFailNotice(int32_t peer, FailNotice notice) {
+  if (notice.failure.kind == FailureKind::kPeer) {
+    peer_failures_[peer] = notice.failure;
+  }
   if (calls_.contains(notice.key)) {
     fail(notice.key, notice.failure, true);  // passed on, so that nobody hears this rank's goodbye before the reason
   } else if (!isPast(notice.key) && early_.size() < kMaxEarlyCalls) {
@@ -330,7 +333,7 @@ void ReshardService::takeControl(int32_t peer, const std::string& message) {
       takeHello(peer, decodeHello(message));
       return;
     case ControlKind::kFail:
-      takeFailNotice(decodeFail(message));
+      takeFailNotice(peer, decodeFail(message));
       return;
     case ControlKind::kQuestion:
       network_->sendControl(peer, encode(answerTo(decodeQuestion(message))));
@@ -342,8 +345,12 @@ void ReshardService::takeControl(int32_t peer, const std::string& message) {
 }
 
 void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) {
-  const std::string text = is_goodbye ? "it has left the group" : reason;
-  lost_.emplace(peer, text);
+  LostPeer lost{is_goodbye ? "it has left the group" : reason, {globalRank(peer)}};
+  if (const auto told = peer_failures_.find(peer); is_goodbye && told != peer_failures_.end()) {
+    lost.reason += " after this: " + told->second.text;
+    lost.blamed_ranks = told->second.blamed_ranks;
+  }
+  lost_.emplace(peer, lost);
   std::vector<CallKey> hit;
   for (const auto& [key, call] : calls_) {
     if (needs(call, peer, is_goodbye)) {
@@ -356,8 +363,9 @@ void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is
     if (const auto found = calls_.find(key); found != calls_.end()) {
       fail(key,
            {FailureKind::kPeer,
-            callText(key, found->second) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + text + "); " + progressOf(found->second),
-            {globalRank(peer)}},
+            callText(key, found->second) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + lost.reason + "); " +
+                progressOf(found->second),
+            lost.blamed_ranks},
            true);
     }
   }

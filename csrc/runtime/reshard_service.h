@@ -84,6 +84,11 @@ class ReshardService final : public transport::PeerEvents {
     std::map<int32_t, Answer> answers;
     std::set<CallKey> watched;  ///< of a watch: the calls that name it
   };
+  /// Why a peer cannot be reckoned with any more.
+  struct LostPeer {
+    std::string reason;
+    std::vector<int64_t> blamed_ranks;  ///< itself, or those whose fault made it leave
+  };
   /// What came for a call before this rank made it.
   struct EarlyNews {
     std::vector<std::pair<int32_t, Hello>> hellos;
@@ -97,7 +102,7 @@ class ReshardService final : public transport::PeerEvents {
   void finishIfDone(const CallKey& key);
   /// Ends a call with a failure; with `tell` every other participant hears of it.
   void fail(const CallKey& key, const Failure& failure, bool tell);
-  void takeFailNotice(FailNotice notice);
+  void takeFailNotice(int32_t peer, FailNotice notice);
   /// Joins a call to the watch that it names; false if that has failed, and the call with it.
   bool joinWatch(const CallKey& key, ActiveCall& call);
   void failWithWatch(const CallKey& key, const ActiveCall& call, const Failure& failure);
@@ -129,8 +134,9 @@ class ReshardService final : public transport::PeerEvents {
   std::map<uint64_t, uint64_t> started_;  ///< participants -> calls started or refused in lane 0
   std::map<CallKey, Failure> failed_;     ///< calls that failed or were refused, for ranks that make them later; the oldest are forgotten
   std::deque<CallKey> failed_order_;
-  std::map<int32_t, std::string> lost_;
-  std::string last_call_;  ///< for answers: what this rank called last
+  std::map<int32_t, LostPeer> lost_;
+  std::map<int32_t, Failure> peer_failures_;  ///< by peer: the last PeerError that it told of; the reason if it leaves
+  std::string last_call_;                     ///< for answers: what this rank called last
 
   std::unique_ptr<transport::PeerNetwork> network_;
   std::optional<Pacer> pacer_;

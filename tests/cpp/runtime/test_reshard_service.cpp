@@ -195,6 +195,26 @@ TEST_P(ReshardServiceTest, ADeadPeerFailsItsCallsAndLaterOnes) {
   }
 }
 
+/// Rank 3 is a call behind when rank 0 stops: it fails there, tells, and leaves. Rank 1 has ended that call and is in the next.
+TEST_P(ReshardServiceTest, WhoLeavesAfterAFailureIsNotBlamedForIt) {
+  const auto made = begin(1, planOf(Placement::replicate()));
+  network_.runUntilIdle();
+  ReshardService& service = *services_[1];
+  service.network().post([&service] {
+    service.onControl(3, encode(FailNotice{CallKey{1, 0, 0}, {FailureKind::kPeer, "no answer from rank [0]", {0}}}));
+    service.onPeerLost(3, "", true);
+  });
+  network_.runUntilIdle();
+  const auto later = begin(1, planOf(Placement::replicate()));
+  network_.runUntilIdle();
+  for (const auto& call : {made->call, later->call}) {
+    ASSERT_TRUE(call->isCompleted());
+    EXPECT_EQ(call->failure()->blamed_ranks, std::vector<int64_t>{0});
+    EXPECT_NE(call->failure()->text.find("rank 3 is lost (it has left the group after this: no answer from rank [0])"), std::string::npos)
+        << call->failure()->text;
+  }
+}
+
 TEST_P(ReshardServiceTest, ClosingFailsWhatIsInFlight) {
   const auto made = begin(0, planOf(Placement::replicate()));
   network_.runUntilIdle();
