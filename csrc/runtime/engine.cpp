@@ -43,10 +43,10 @@ void Engine::run(const std::vector<PlaceStep>& steps, StageRunner& runner, Bound
   failed_action_.reset();
   size_t next_post = 0;   // the first step whose receives are not posted
   int32_t num_ahead = 0;  // steps with posted receives that have not run
-  const int32_t most_ahead = options_.overlap ? options_.lookahead + 1 : 1;
+  const int32_t most_ahead = options_.lookahead + 1;
   for (size_t i = 0; i < steps.size(); ++i) {
     const PlaceStep& step = steps[i];
-    for (; next_post < steps.size() && (next_post <= i || (options_.overlap && num_ahead < most_ahead)); ++next_post) {
+    for (; next_post < steps.size() && (next_post <= i || !options_.overlap || num_ahead < most_ahead); ++next_post) {
       for (const Transfer& transfer : steps[next_post].receives) {
         traffic.postReceive(transfer);
       }

@@ -74,10 +74,10 @@ struct EngineSpan {
 };
 
 struct EngineOptions {
-  /// True: values are sent and received while the place computes. False: the place waits for each value to leave and posts a receive only when it
-  /// needs it.
+  /// False: the place waits for each value to leave before it goes on. All receives of the run are posted at its start then, so that no two places
+  /// wait for each other; what a place receives may still come while it computes.
   bool overlap = true;
-  /// How many receiving actions beyond the present one have their receives posted; bounds the buffers.
+  /// With overlap: how many receiving actions beyond the present one have their receives posted; bounds the buffers.
   int32_t lookahead = 4;
 };
 

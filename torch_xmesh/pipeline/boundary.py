@@ -73,7 +73,7 @@ class StageMesh:
         )
 
     def gradient_placements(self, info: ValueInfo, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Where its consumer has the gradient: as the value; each data shard has a part of the sum where the value is the same on all."""
+        """Where its consumer has the gradient: as the value; where all data shards have the value, each has a part of the sum."""
         return tuple(
             Partial("sum") if axis == self.data_axis and isinstance(placement, Replicate) else placement
             for axis, placement in enumerate(placements)
@@ -126,7 +126,7 @@ def places_of(meshes: Sequence[StageMesh]) -> list[int]:
                     first = places.index(place)
                     raise ValueError(
                         f"the meshes of stages {first} and {stage} share rank {min(shared)} but not all ranks: "
-                        f"expected meshes that are disjoint or have the same ranks, got {sorted(other)} and {sorted(ranks)}"
+                        f"expected disjoint meshes or the same ranks, got {sorted(other)} and {sorted(ranks)}"
                     )
             known.append(ranks)
         places.append(known.index(ranks))
@@ -164,8 +164,8 @@ class Pending:
 
 
 class Transfers:
-    """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in the same order per lane; a failure of
-    one rank ends those of all."""
+    """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in the same order per lane; a
+    failure of one rank ends those of all."""
 
     def __init__(self, reshards: GroupReshards, ranks: Sequence[int], name: str) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -211,7 +211,7 @@ class Transfers:
         return Pending(self.traffic, call, received)
 
     def sum(self, lane: str, tensor: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-        """The sum of a tensor (equal shapes) over a one-axis mesh, by default all ranks; bitwise equal on all of them."""
+        """The sum of a tensor (equal shapes) over a one-axis mesh, by default all ranks; bitwise equal on all."""
         mesh = mesh or self.everyone
         shape = tuple(tensor.shape)
         if len(mesh.ranks) > 2 and tensor.dim() == 1 and tensor.numel() >= 4096:
@@ -219,14 +219,18 @@ class Transfers:
             part = self.start(lane, [parts], [tensor]).wait()
             whole = Move(shape, tensor.dtype, mesh, (Shard(0),), mesh, (Replicate(),))
             return self.start(f"{lane}/gather", [whole], part).wait()[0]
-        return self.start(lane, [Move(shape, tensor.dtype, mesh, (Partial("sum"),), mesh, (Replicate(),))], [tensor]).wait()[0]
+        return self.start(
+            lane, [Move(shape, tensor.dtype, mesh, (Partial("sum"),), mesh, (Replicate(),))], [tensor]
+        ).wait()[0]
 
     def broadcast(self, lane: str, root: int, value: Any) -> Any:
         """A picklable value of rank `root` on every rank."""
         source, everywhere = Mesh([root]), (Replicate(),)
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.rank == root else None
         size = torch.tensor([0 if payload is None else payload.numel()])
-        length = self.start(lane, [Move((1,), torch.int64, source, everywhere, self.everyone, everywhere)], [size]).wait()
+        length = self.start(
+            lane, [Move((1,), torch.int64, source, everywhere, self.everyone, everywhere)], [size]
+        ).wait()
         move = Move((int(length[0]),), torch.uint8, source, everywhere, self.everyone, everywhere)
         received = self.start(f"{lane}/bytes", [move], [] if payload is None else [payload]).wait()[0]
         return pickle.loads(received.numpy().tobytes())
@@ -296,8 +300,8 @@ class Boundaries:
         placements = normal_placements(self._given[info.name][0], len(info.shape))
         if len(placements) != len(mesh.grid.shape):
             raise ValueError(
-                f"boundary_placements of value {info.name}: expected {len(mesh.grid.shape)} placements for stage {stage}'s mesh, "
-                f"got {len(placements)}"
+                f"boundary_placements of value {info.name}: expected {len(mesh.grid.shape)} placements for stage "
+                f"{stage}'s mesh, got {len(placements)}"
             )
         return placements
 
@@ -336,17 +340,18 @@ class Boundaries:
                     if info.batch_dim is None:
                         if any(count == 0 for count in shard_sizes(num_samples, mesh.num_shards)):
                             raise ValueError(
-                                f"value {info.name} of stage {edge.from_stage} has no batch dim, and a microbatch of {num_samples} samples leaves "
-                                f"a data shard of stage {stage} without any: pass at least {mesh.num_shards} samples per microbatch"
+                                f"value {info.name} of stage {edge.from_stage} has no batch dim, and a microbatch of "
+                                f"{num_samples} samples leaves a data shard of stage {stage} without any: pass at least "
+                                f"{mesh.num_shards} samples per microbatch"
                             )
                         continue
                     whole = info.shape_for(num_samples)[info.batch_dim]
                     parts = [info.shape_for(n)[info.batch_dim] for n in shard_sizes(num_samples, mesh.num_shards)]
                     if info.name not in self._given and parts != shard_sizes(whole, mesh.num_shards):
                         raise ValueError(
-                            f"value {info.name} of stage {edge.from_stage} has {whole} rows for {num_samples} samples, which {mesh.num_shards} data shards "
-                            f"of stage {stage} would hold as {parts}, not as DTensor shards {shard_sizes(whole, mesh.num_shards)}: make the number of "
-                            "samples per microbatch a multiple of the shards"
+                            f"value {info.name} of stage {edge.from_stage} has {whole} rows for {num_samples} samples, which "
+                            f"{mesh.num_shards} data shards of stage {stage} would hold as {parts}, not as DTensor shards "
+                            f"{shard_sizes(whole, mesh.num_shards)}: make the samples per microbatch a multiple of the shards"
                         )
 
     def layout(self, edge: Edge, outputs: Sequence[str], inputs: Sequence[str]) -> "_C.EdgeLayout":
@@ -363,8 +368,7 @@ class Boundaries:
         layout.is_local = self.is_local(edge) and layout.has_producer
         is_first = not layout.has_producer or layout.is_local or src.shard == 0
         replicated = [
-            src.data_axis is not None
-            and isinstance(self.placements(info, edge.from_stage)[src.data_axis], Replicate)
+            src.data_axis is not None and isinstance(self.placements(info, edge.from_stage)[src.data_axis], Replicate)
             for info in edge.values
         ]
         layout.drops_gradient = [int(not is_first and one) for one in replicated]

@@ -1,6 +1,6 @@
-"""Gradients of one step over the ranks that hold the same parameters: summed over the data axis, and over the stages of a tied parameter.
+"""Gradients of one step over the ranks that hold the same parameters: summed over the data axis, and over tied stages.
 
-Both are sums in a fixed order at a fixed place, the end of the step, so that every copy of a parameter gets the same bits.
+Both are sums in a fixed order at a fixed place, the end of the step: every copy of a parameter gets the same bits.
 """
 
 import dataclasses
@@ -41,26 +41,36 @@ class Tied:
 class GradientSync:
     """Makes the gradients of one rank's parameters those of the whole batch.
 
-    What `.grad` held before a step is set aside and added again, so that a step adds its own gradient whatever was there.
+    What `.grad` held before a step is set aside and added again: a step adds its own gradient whatever was there.
     """
 
     def __init__(
-        self, transfers: Transfers, parameters: Mapping[int, Sequence[nn.Parameter]], meshes: Sequence[StageMesh], tied: Sequence[Tied]
+        self,
+        transfers: Transfers,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        meshes: Sequence[StageMesh],
+        tied: Sequence[Tied],
     ) -> None:
         self._transfers = transfers
         self._tied = [one for one in tied if len(one.holders) > 1]
         self._lines: dict[Mesh, list[nn.Parameter]] = {}
-        seen: set[int] = set()
+        lines: dict[int, tuple[int, Mesh]] = {}
         for stage, found in sorted(parameters.items()):
+            line = meshes[stage].line
             for parameter in found:
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    _check_data_axis(parameter, meshes[stage], stage)
+                if not parameter.requires_grad:
+                    continue
+                _check_data_axis(parameter, meshes[stage], stage)
+                if id(parameter) not in lines:
+                    lines[id(parameter)] = stage, line
                     if meshes[stage].num_shards > 1:
-                        self._lines.setdefault(meshes[stage].line, []).append(parameter)
-        self._buckets = [
-            (line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)
-        ]
+                        self._lines.setdefault(line, []).append(parameter)
+                elif lines[id(parameter)][1] != line:
+                    raise ValueError(
+                        f"stages {lines[id(parameter)][0]} and {stage} share a parameter of shape {tuple(parameter.shape)} and "
+                        "their ranks, but shard the batch otherwise: give both the same mesh and data_axis"
+                    )
+        self._buckets = [(line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)]
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
         self._is_synced = True
 
@@ -124,10 +134,16 @@ class GradientSync:
         is_owner = rank in owner.ranks
         total = None
         if parameter is not None:
-            total = torch.zeros_like(local_of(parameter)) if parameter.grad is None else local_of(parameter.grad).detach()
+            total = (
+                torch.zeros_like(local_of(parameter)) if parameter.grad is None else local_of(parameter.grad).detach()
+            )
         for stage, mesh in one.holders[1:]:
             if is_owner or rank in mesh.ranks:
-                there = self._transfers.start(f"tied/{one.name}/{stage}", [_tied_move(one, mesh, owner)], [] if is_owner or total is None else [total])
+                there = self._transfers.start(
+                    f"tied/{one.name}/{stage}",
+                    [_tied_move(one, mesh, owner)],
+                    [] if is_owner or total is None else [total],
+                )
                 if is_owner:
                     assert total is not None
                     total = total + there.wait()[0].reshape(total.shape)
@@ -135,7 +151,11 @@ class GradientSync:
                     there.wait()
         for stage, mesh in one.holders[1:]:
             if is_owner or rank in mesh.ranks:
-                back = self._transfers.start(f"tied/{one.name}/{stage}/back", [_tied_move(one, owner, mesh)], [total] if is_owner and total is not None else [])
+                back = self._transfers.start(
+                    f"tied/{one.name}/{stage}/back",
+                    [_tied_move(one, owner, mesh)],
+                    [total] if is_owner and total is not None else [],
+                )
                 received = back.wait()
                 if not is_owner:
                     total = received[0]
@@ -155,7 +175,12 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -180,6 +205,7 @@ def _check_data_axis(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> No
     shared = set(mesh_grid(parameter.device_mesh).ranks) & (set(mesh.line.ranks) - {mesh.rank})
     if shared:
         raise ValueError(
-            f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)} of the stage's data axis: its gradients "
-            "would be reduced twice (FSDP averages them where the pipeline sums); pass data_axis=None, or shard parameters over the other axes"
+            f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)} of "
+            "the stage's data axis: its gradients would be reduced twice (FSDP averages them where the pipeline sums); "
+            "pass data_axis=None, or shard parameters over the other axes"
         )

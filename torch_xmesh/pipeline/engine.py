@@ -1,25 +1,24 @@
 """PipelineEngine: a model's stages, each on a mesh of its own, run by a schedule."""
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.errors import PeerError, StageError
-from torch_xmesh.group import GroupReshards, reshards_of
+from torch_xmesh.group import reshards_of
 from torch_xmesh.pipeline.boundary import (
     DEFAULT_AXIS,
     Boundaries,
     Move,
     Placed,
-    StageMesh,
     Transfers,
     edges_of,
     mesh_for_dtensor,
@@ -28,34 +27,47 @@ from torch_xmesh.pipeline.boundary import (
 )
 from torch_xmesh.pipeline.data_parallel import GradientSync, Tied
 from torch_xmesh.pipeline.engine_batch import local_microbatches, num_samples, specs_of
+from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageWork, StepState
 from torch_xmesh.pipeline.microbatch import merge_outputs, microbatch_sizes
 from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.profile import choose_split
 from torch_xmesh.pipeline.schedule import Schedule
+from torch_xmesh.pipeline.state import (
+    OwnParameter,
+    PipelineScaler,
+    clip_gradients,
+    is_counted,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
+from torch_xmesh.pipeline.trace_events import Event, chrome_trace, draw, events_of, table
 from torch_xmesh.spec import AnyMesh, Mesh
-from torch.distributed.tensor import Partial, Replicate
 
 _LOOKAHEAD = 4
-_engines: "WeakKeyDictionary[GroupReshards, dict[tuple[int, ...], int]]" = WeakKeyDictionary()
 
 
 class PipelineEngine:
-    """Trains (or evaluates) a model cut into stages, each on its own mesh of ranks. Made by every rank of the meshes, with equal arguments.
+    """Trains (or evaluates) a model cut into stages, each on its own mesh. Made by every rank of the meshes alike.
 
     Args:
-        model: the whole model, equal on every rank, or a list of ready stage modules (None where the stage is another rank's).
+        model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's).
         example_args, example_kwargs: one microbatch's arguments; only shapes and dtypes count, meta tensors will do.
         meshes: one mesh per stage; repeat a mesh to put several stages on its ranks.
-        split: ``xm.split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None with a list.
-        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, or a CSV in torch's notation.
+        split: ``xm.split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
+            with a list.
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, or a CSV in torch's
+            notation.
         num_microbatches: into how many parts a step cuts its batch.
-        loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to train.
+        loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
+            train.
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages.
-        data_axis: the mesh axis over which a stage's batch is sharded: a name, an index or None; or a list, one per stage.
-            Default: axis 0; with `parallelize` None for meshes of one axis.
-        boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default (samples sharded over
-            the data axis, else replicated), or a stage shall see it as a DTensor.
+        data_axis: the mesh axis over which a stage's batch is sharded: a name, an index or None; or a list, one per
+            stage. Default: axis 0; with `parallelize` None for meshes of one axis.
+        boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default (samples
+            sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
         memory_limit_bytes: per stage, for ``split="auto"``.
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
         seed: of dropout.
@@ -105,7 +117,9 @@ class PipelineEngine:
         places = places_of(self._meshes)
         ranks = sorted({r for mesh in self._meshes for r in mesh.ranks})
         if strangers := [r for r in ranks if r not in self._reshards.ranks]:
-            raise ValueError(f"rank {strangers[0]} of a mesh is not in the process group, which has {len(self._reshards.ranks)} ranks")
+            raise ValueError(
+                f"rank {strangers[0]} of a mesh is not in the group, which has {len(self._reshards.ranks)} ranks"
+            )
         if rank not in ranks:
             raise ValueError(f"rank {rank} is on no stage's mesh: only ranks {ranks} make this pipeline")
         self._num_microbatches = num_microbatches
@@ -113,27 +127,30 @@ class PipelineEngine:
         self._scale_grads = scale_grads
         self._specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
         self._merge_spec = output_merge_spec
-        self._transfers = Transfers(self._reshards, ranks, _next_name(self._reshards, ranks))
+        self._transfers = Transfers(self._reshards, ranks, next_name(self._reshards, ranks))
         self._is_closed = False
         self._is_sync = True
         self._step = 0
         self._loss: float | None = None
         self._state: StepState | None = None
-        self._scaler: Any = None
+        self._scaler: PipelineScaler | None = None
+        self._model_names: set[str] | None = set(model.state_dict()) if isinstance(model, nn.Module) else None
         self._plans: dict[tuple[int, ...], list[_C.EdgePlans]] = {}
         try:
             self._partition = self._cut(model, example_args, example_kwargs, split, memory_limit_bytes)
-            self._schedule = _schedule_of(schedule, places, num_microbatches)
-            self._boundaries = Boundaries(edges_of(self._partition.values), self._meshes, self._checked(boundary_placements))
+            self._schedule = schedule_of(schedule, places, num_microbatches)
+            self._boundaries = Boundaries(
+                edges_of(self._partition.values), self._meshes, self._checked(boundary_placements)
+            )
             edges = [(edge.from_stage, edge.to_stage) for edge in self._boundaries.edges]
             self._schedule.validate(edges)
             self._place = places[next(k for k, mesh in enumerate(self._meshes) if rank in mesh.ranks)]
             self._stages = [k for k, place in enumerate(places) if place == self._place]
             self._prepare_stages(parallelize, seed)
             self._core = self._make_place(overlap)
-            self._sync = GradientSync(
-                self._transfers, {k: list(p.values()) for k, p in self._named.items()}, self._meshes, self._tied_parameters(places)
-            )
+            self._tied = self._tied_parameters(places)
+            own = {stage: list(parameters.values()) for stage, parameters in self._named.items()}
+            self._sync = GradientSync(self._transfers, own, self._meshes, self._tied)
             self._meet(overlap, seed)
         except BaseException as error:
             self._abandon(error)
@@ -169,10 +186,14 @@ class PipelineEngine:
         )
 
     def _checked(self, given: Mapping[str, Placed] | None) -> Mapping[str, Placed]:
-        crossing = [name for name, info in self._partition.values.items() if info.producer is not None and info.consumers]
+        crossing = [
+            name for name, info in self._partition.values.items() if info.producer is not None and info.consumers
+        ]
         for name in given or {}:
             if name not in crossing:
-                raise ValueError(f"boundary_placements names value {name!r}; the values that cross stages are {crossing}")
+                raise ValueError(
+                    f"boundary_placements names value {name!r}; the values that cross stages are {crossing}"
+                )
         return given or {}
 
     def _prepare_stages(self, parallelize: Any, seed: int) -> None:
@@ -201,9 +222,7 @@ class PipelineEngine:
         ]
         programs = self._partition.stages
         layouts = [
-            self._boundaries.layout(
-                edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values
-            )
+            self._boundaries.layout(edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values)
             for edge in self._edges
         ]
         return _C.PipelinePlace(self._transfers.traffic, stages, layouts, self._forward, overlap, _LOOKAHEAD)
@@ -229,9 +248,9 @@ class PipelineEngine:
             [
                 ("meshes", "; ".join(f"{mesh.grid} data axis {mesh.data_axis}" for mesh in self._meshes)),
                 ("number of microbatches", str(self._num_microbatches)),
-                ("schedule", f"{self._schedule.name} {_digest(self._schedule.to_csv())}"),
-                ("partition of the model", _digest(_describe_values(self._partition))),
-                ("boundaries", _digest("; ".join(_describe_moves(self._boundaries, self._partition)))),
+                ("schedule", f"{self._schedule.name} {digest(self._schedule.to_csv())}"),
+                ("partition of the model", digest(describe_values(self._partition))),
+                ("boundaries", digest("; ".join(describe_moves(self._boundaries, self._partition)))),
                 ("scale_grads, overlap, seed", f"{self._scale_grads}, {overlap}, {seed}"),
                 ("loss_fn", "given" if self._loss_fn is not None else "missing"),
             ]
@@ -248,12 +267,18 @@ class PipelineEngine:
     # A step.
 
     def step(
-        self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, return_outputs: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
     ) -> Any:
         """One training step: forward and backward of every microbatch; gradients are added to ``.grad``.
 
         Args:
-            args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch, a DTensor is sharded already.
+            args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch, a DTensor
+                is sharded already.
             target: on the last stage's ranks.
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
@@ -262,26 +287,21 @@ class PipelineEngine:
             the merged output on the last stage's ranks, None elsewhere.
 
         Raises:
-            ValueError: arguments that do not fit, on every rank. StageError: a stage raised. PeerError: a rank is lost. The engine cannot
-            be used after any of them; close it.
+            ValueError: arguments that do not fit, on every rank. StageError: a stage raised. PeerError: a rank is lost.
+            The engine cannot be used after any of them; close it.
         """
         if self._loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
         return self._run(args, kwargs, target, losses, return_outputs, is_train=True)
 
     def evaluate(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        """The forwards of a step, without gradients. Arguments, result and errors as :meth:`step`; `target` may be missing."""
+        """The forwards of a step, without gradients. Everything else as in :meth:`step`; `target` may be missing."""
         return self._run(args, kwargs, target, losses, True, is_train=False)
 
     def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
-        if self._is_closed:
-            raise RuntimeError("the pipeline engine is closed")
-        with self._reshards:
-            self._transfers.traffic.check()
+        with self._guarded():
             try:
                 return self._run_guarded(args, kwargs, target, losses, return_outputs, is_train)
-            except BaseException as error:
-                raise self._failure(error) from error
             finally:
                 self._state = None
 
@@ -293,7 +313,8 @@ class PipelineEngine:
         action = self._core.failed_action
         if action is not None:
             stage, microbatch = action
-            text = f"stage {stage} failed on rank {rank} in microbatch {microbatch} of step {self._step}: {type(error).__name__}: {error}"
+            where = f"stage {stage} failed on rank {rank} in microbatch {microbatch} of step {self._step}"
+            text = f"{where}: {type(error).__name__}: {error}"
             traffic.fail_stage(text, stage, microbatch)
             return StageError(text, stage, microbatch) if isinstance(error, Exception) else error
         if not traffic.has_failed:
@@ -304,20 +325,27 @@ class PipelineEngine:
                 traffic.fail_stage(f"{text} ({type(error).__name__})", -1, -1)
         return error
 
-    def _run_guarded(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
+    def _run_guarded(
+        self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool
+    ) -> Any:
         takes_inputs = any(self._partition.stages[k].model_inputs for k in self._stages)
         is_last = len(self._meshes) - 1 in self._stages
         args, kwargs = (tuple(args), dict(sorted(kwargs.items()))) if takes_inputs else ((), {})
         if is_last and is_train and target is None:
-            raise ValueError(f"target is missing on rank {self._transfers.rank}, which has the last stage ({len(self._meshes) - 1})")
+            raise ValueError(
+                f"target is missing on rank {self._transfers.rank}, which has the last stage ({len(self._meshes) - 1})"
+            )
         target = target if is_last else None
         tree = (args, kwargs)
-        specs = specs_of(args, self._specs["args"], "args") + specs_of(kwargs, self._specs["kwargs"], "kwargs")
-        target_specs = specs_of(target, self._specs["target"], "target")
+        specs = []
+        if takes_inputs:
+            specs = specs_of(args, self._specs["args"], "args") + specs_of(kwargs, self._specs["kwargs"], "kwargs")
+        target_specs = specs_of(target, None if target is None else self._specs["target"], "target")
         if takes_inputs and not pytree.tree_leaves(tree):
             stage = next(k for k in self._stages if self._partition.stages[k].model_inputs)
             raise ValueError(
-                f"the batch is missing on rank {self._transfers.rank}: its stage {stage} takes {list(self._partition.stages[stage].model_inputs)}"
+                f"the batch is missing on rank {self._transfers.rank}: its stage {stage} takes "
+                f"{list(self._partition.stages[stage].model_inputs)}"
             )
         sizes = self._agree_on_sizes(num_samples(tree, specs), num_samples(target, target_specs), is_train)
         state = self._state = StepState(self._step, sizes, is_train)
@@ -346,12 +374,18 @@ class PipelineEngine:
         mine = target_samples if samples is None else samples
         rank = self._transfers.rank
         if rank == leader and mine is None:
-            raise ValueError("the batch has no tensor to cut into microbatches: every argument is constant or replicated")
+            raise ValueError(
+                "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
+            )
         facts = [mine or 0, int(is_train), int(self._is_sync)]
         everywhere = (Replicate(),)
         move = Move((3,), torch.int64, Mesh([leader]), everywhere, self._transfers.everyone, everywhere)
         told = self._transfers.start("step", [move], [torch.tensor(facts)]).wait()[0].tolist()
-        names = ("the batch has {} samples", "step() (1) or evaluate() (0): {}", "gradients are summed in this step (0 in no_sync): {}")
+        names = (
+            "the batch has {} samples",
+            "step() (1) or evaluate() (0): {}",
+            "gradients are summed in this step (0 in no_sync): {}",
+        )
         for name, one, other in zip(names, told, facts, strict=True):
             if one != other and not (name is names[0] and mine is None):
                 raise ValueError(f"ranks disagree: {name.format(one)} on rank {leader}, {other} on rank {rank}")
@@ -396,7 +430,9 @@ class PipelineEngine:
             self._plans[key] = plans
         return self._plans[key]
 
-    def _forward(self, stage: int, microbatch: int, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _forward(
+        self, stage: int, microbatch: int, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         assert self._state is not None
         return self._works[stage].run(self._state, microbatch, inputs)
 
@@ -406,8 +442,17 @@ class PipelineEngine:
         """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""
         self._loss = None
         last = self._meshes[-1]
-        placements = tuple(Partial("sum") if axis == last.data_axis else Replicate() for axis in range(len(last.grid.shape)))
-        move = Move((self._num_microbatches + 1,), torch.float64, last.grid, placements, self._transfers.everyone, (Replicate(),))
+        placements = tuple(
+            Partial("sum") if axis == last.data_axis else Replicate() for axis in range(len(last.grid.shape))
+        )
+        move = Move(
+            (self._num_microbatches + 1,),
+            torch.float64,
+            last.grid,
+            placements,
+            self._transfers.everyone,
+            (Replicate(),),
+        )
         mine = torch.zeros(self._num_microbatches + 1, dtype=torch.float64)
         for microbatch, loss in state.losses.items():
             mine[microbatch] = loss.double()
@@ -435,12 +480,20 @@ class PipelineEngine:
             for microbatch, size in enumerate(state.sizes):
                 moves = [
                     Move(
-                        info.shape_for(size), info.dtype, last.grid, last.placements(info), last.grid, (Replicate(),) * len(last.grid.shape)
+                        info.shape_for(size),
+                        info.dtype,
+                        last.grid,
+                        last.placements(info),
+                        last.grid,
+                        (Replicate(),) * len(last.grid.shape),
                     )
                     for info in sharded
                 ]
                 mine = state.outputs.setdefault(microbatch, {})
-                tensors = [mine[info.name] if info.name in mine else torch.empty(info.shape_for(0), dtype=info.dtype) for info in sharded]
+                tensors = [
+                    mine[info.name] if info.name in mine else torch.empty(info.shape_for(0), dtype=info.dtype)
+                    for info in sharded
+                ]
                 pending.append(self._transfers.start("outputs", moves, tensors) if moves else None)
             for microbatch, one in enumerate(pending):
                 if one is not None:
@@ -449,7 +502,7 @@ class PipelineEngine:
         return merge_outputs(outputs, self._merge_spec)
 
     def last_loss(self) -> float | None:
-        """The last step's loss over the whole batch, on every rank; None before the first step and where there was no target."""
+        """The last step's loss over the whole batch, on every rank; None before it, and where there was no target."""
         return self._loss
 
     @contextlib.contextmanager
@@ -485,7 +538,7 @@ class PipelineEngine:
         return self._works[stage].program.module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the model's own names ("0.weight" for stage 0 of a list of modules), each once."""
+        """This rank's parameters under the model's own names ("0.weight" for stage 0 of a list of modules)."""
         seen: set[int] = set()
         for stage in self._stages:
             for name, parameter in self._named[stage].items():
@@ -508,6 +561,101 @@ class PipelineEngine:
         """Evaluation mode for this rank's stages."""
         return self.train(False)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of the whole model; shards, replicas and tied copies count once. Called by all ranks.
+
+        Returns:
+            the norm before clipping, equal on every rank.
+        """
+        with self._guarded():
+            return clip_gradients(self._transfers, self._own_parameters(), float(max_norm), float(norm_type))
+
+    def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
+        """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
+        self._scaler = PipelineScaler(self._transfers, scaler)
+        return self._scaler
+
+    def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """This rank's stages as DTensors under the model's own names; torch.distributed.checkpoint saves and loads them,
+        also into another number of stages or other meshes.
+
+        Returns:
+            name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}}.
+        """
+        model = model_state(self._modules(), self._keeps)
+        if optimizer is None:
+            return model
+        return {"model": model, "optimizer": optimizer_state(optimizer, self._own_parameters())}
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Takes what :meth:`state_dict` gives, filled by ``torch.distributed.checkpoint.load``, or a model's state dict.
+
+        Raises:
+            ValueError: a key is missing or has another shape.
+        """
+        load_model_state(self._modules(), self._keeps, state if optimizer is None else state["model"])
+        if optimizer is not None:
+            load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last step of all ranks as a Chrome trace. Called by all ranks; the first one writes."""
+        events = self._events()
+        if self._is_first:
+            Path(path).write_text(chrome_trace(events))
+
+    def timeline(self, path: str | Path) -> None:
+        """Draws the last step of all ranks (format by suffix). Called by all ranks; the first one writes."""
+        events = self._events()
+        if self._is_first:
+            draw(events, Path(path))
+
+    def summary(self) -> str:
+        """The last step in a table: what each rank computed and how long it waited. Called by all ranks."""
+        return table(self._events())
+
+    @property
+    def _is_first(self) -> bool:
+        return self._transfers.rank == self._transfers.ranks[0]
+
+    def _events(self) -> list[Event]:
+        edges = [(edge.from_stage, edge.to_stage) for edge in self._edges]
+        with self._guarded():
+            mine = events_of(self._transfers.rank, self._core, edges)
+            return [event for events in self._transfers.gather("events", mine) for event in events]
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around what all ranks do together: a failure of one ends it on all."""
+        if self._is_closed:
+            raise RuntimeError("the pipeline engine is closed")
+        with self._reshards:
+            self._transfers.traffic.check()
+            try:
+                yield
+            except BaseException as error:
+                raise self._failure(error) from error
+
+    def _modules(self) -> list[tuple[str, nn.Module, Any]]:
+        return [
+            (f"{stage}." if self._names_stages else "", self.stage_module(stage), self._meshes[stage])
+            for stage in self._stages
+        ]
+
+    def _keeps(self, name: str) -> bool:
+        return self._model_names is None or name in self._model_names
+
+    def _own_parameters(self) -> list[OwnParameter]:
+        lent = {id(one.parameter) for one in self._tied if one.holders[0][0] not in self._stages}
+        found, seen = [], set()
+        for stage in self._stages:
+            for name, parameter in self._named[stage].items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    full = f"{stage}.{name}" if self._names_stages else name
+                    counted = id(parameter) not in lent and is_counted(parameter, self._meshes[stage])
+                    found.append(OwnParameter(full, parameter, self._meshes[stage], counted))
+        return found
+
     def close(self) -> None:
         """Ends the engine on this rank. Idempotent; the process group stays."""
         if not self._is_closed:
@@ -516,54 +664,5 @@ class PipelineEngine:
 
     @property
     def buffer_counts(self) -> tuple[int, int]:
-        """Receive buffers allocated so far on this rank: how many, and their bytes. Constant from the second equal step on."""
+        """Receive buffers allocated so far on this rank: how many, and their bytes. Constant after the second step."""
         return self._core.num_buffers, self._core.buffer_bytes
-
-
-def _next_name(reshards: GroupReshards, ranks: Sequence[int]) -> str:
-    counts = _engines.setdefault(reshards, {})
-    key = tuple(ranks)
-    counts[key] = counts.get(key, 0) + 1
-    return f"pipeline {counts[key]} of ranks {list(ranks)}"
-
-
-def _schedule_of(given: str | Schedule, places: list[int], num_microbatches: int) -> Schedule:
-    num_stages, num_places = len(places), max(places) + 1
-    if isinstance(given, Schedule):
-        schedule = given
-    elif given == "auto":
-        cyclic = places == [stage % num_places for stage in range(num_stages)]
-        name = "eager_1f1b" if num_places == num_stages else "interleaved_1f1b" if cyclic else "gpipe"
-        schedule = Schedule.make(name, num_stages, num_microbatches, place_of_stage=places)
-    elif "," in given or "\n" in given:
-        schedule = Schedule.from_csv(given)
-    else:
-        schedule = Schedule.make(given, num_stages, num_microbatches, place_of_stage=places)
-    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
-        raise ValueError(
-            f"the schedule has {schedule.num_stages} stages and {schedule.num_microbatches} microbatches, "
-            f"expected {num_stages} and {num_microbatches}"
-        )
-    if list(schedule.place_of_stage) != places:
-        raise ValueError(f"the schedule has its stages on places {list(schedule.place_of_stage)}, the meshes put them on {places}")
-    return schedule
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _describe_values(cut: Partition) -> str:
-    stages = [f"{stage.index}: {stage.input_values} -> {stage.output_values}" for stage in cut.stages]
-    values = [
-        f"{info.name} {info.producer} {info.consumers} {info.shape} {info.dtype} {info.batch_dim} {info.is_differentiable}"
-        for info in cut.values.values()
-    ]
-    return "\n".join([*stages, *values])
-
-
-def _describe_moves(boundaries: Boundaries, cut: Partition) -> Iterator[str]:
-    for edge in boundaries.edges:
-        for info in edge.values:
-            placed = [boundaries.placements(info, stage) for stage in (edge.from_stage, edge.to_stage)]
-            yield f"{info.name} {placed} {boundaries.is_dtensor(info)}"

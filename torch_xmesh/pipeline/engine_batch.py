@@ -25,7 +25,7 @@ def num_samples(tree: Any, specs: Sequence[Any]) -> int | None:
 def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], mesh: StageMesh, what: str) -> list[Any]:
     """This rank's data shard of every microbatch of `tree`, one tree per microbatch; views of the tensors given.
 
-    A plain tensor is the whole batch: microbatch by microbatch, each in DTensor's shards. A DTensor is cut shard by shard.
+    A plain tensor is the whole batch: microbatch by microbatch, each in DTensor's shards. A DTensor is cut by shards.
 
     Raises:
         ValueError: a DTensor that lies otherwise than the stage's batch.
@@ -44,7 +44,9 @@ def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], me
     return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
 
 
-def _shards_of_whole(tensor: torch.Tensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str) -> list[torch.Tensor]:
+def _shards_of_whole(
+    tensor: torch.Tensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str
+) -> list[torch.Tensor]:
     if tensor.size(dim) != sum(sizes):
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(sizes)}")
     pieces, start = [], 0
@@ -55,19 +57,22 @@ def _shards_of_whole(tensor: torch.Tensor, dim: int, sizes: Sequence[int], mesh:
     return pieces
 
 
-def _shards_of_dtensor(tensor: DTensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str) -> list[torch.Tensor]:
+def _shards_of_dtensor(
+    tensor: DTensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str
+) -> list[torch.Tensor]:
     dim = dim % tensor.dim()
     expected = tuple(Shard(dim) if axis == mesh.data_axis else Replicate() for axis in range(len(mesh.grid.shape)))
     if mesh_grid(tensor.device_mesh) != mesh.grid or tuple(tensor.placements) != expected:
         raise ValueError(
-            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, expected {expected} on the stage's {mesh.grid}"
+            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, "
+            f"expected {expected} on the stage's {mesh.grid}"
         )
     mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in sizes]
     local = tensor.to_local().detach()
     if local.size(dim) != sum(mine):
         raise ValueError(
-            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of {list(sizes)} samples would cut into {mine}: "
-            "pass a batch whose shards divide evenly into microbatches"
+            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of {list(sizes)} samples "
+            f"would cut into {mine}: pass a batch whose shards divide evenly into microbatches"
         )
     return list(local.split(mine, dim))
 

@@ -98,7 +98,9 @@ class StageWork:
         placements = self._boundaries.placements(info, self.stage)
         return output.redistribute(placements=placements).to_local(grad_placements=placements)
 
-    def _finish(self, step: StepState, microbatch: int, samples: int, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _finish(
+        self, step: StepState, microbatch: int, samples: int, outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
         named = dict(zip(self.program.output_values, outputs, strict=True))
         if step.keeps_outputs:
             step.outputs[microbatch] = dict(zip(named, self._detached(outputs), strict=True))

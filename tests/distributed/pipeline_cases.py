@@ -1,0 +1,142 @@
+"""What the pipeline tests share: one training run of a model of the zoo, step by step against the serial oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from models import Case, cases
+
+import torch_xmesh as xm
+from torch_xmesh.pipeline.engine import PipelineEngine
+from torch_xmesh.pipeline.partition import partition, split_at
+from torch_xmesh.testing.serial import serial_step
+
+ONE = {name: [[rank] for rank in range(count)] for name, count in {"1": 1, "2": 2, "3": 3, "4": 4}.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A model, where its stages lie, and how they run."""
+
+    model: str
+    split: tuple[str, ...]
+    meshes: tuple[Any, ...]
+    schedule: str = "auto"
+    microbatches: int = 4
+    samples: int = 8
+    overlap: bool = True
+    steps: int = 3
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for mesh in self.meshes for rank in xm.Mesh(mesh).ranks}
+
+    @property
+    def num_shards(self) -> int:
+        return xm.Mesh(self.meshes[-1]).shape[0]
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in cases() if case.name == name)
+
+
+def example(case: Case, samples: int) -> tuple[Any, Any]:
+    args, kwargs, _ = case.batch(samples)
+    return args, kwargs
+
+
+def make_engine(run: Run, model: Any, **options: Any) -> PipelineEngine:
+    case = case_of(run.model)
+    specs = dict(case.specs)
+    args, kwargs = example(case, run.samples // run.microbatches)
+    return PipelineEngine(
+        model,
+        args,
+        kwargs,
+        meshes=[xm.Mesh(mesh) for mesh in run.meshes],
+        split=split_at(*run.split),
+        schedule=run.schedule,
+        num_microbatches=run.microbatches,
+        loss_fn=case.loss,
+        overlap=run.overlap,
+        seed=7,
+        **specs,
+        **options,
+    )
+
+
+def train_and_compare(run: Run) -> tuple[int, int]:
+    """Three steps of SGD: loss, output and every gradient of each against the oracle; the buffers' counters stay."""
+    case = case_of(run.model)
+    torch.manual_seed(0)
+    model = case.build()
+    torch.manual_seed(0)
+    reference = case.build()
+    engine = make_engine(run, model)
+    whole = None
+    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in reference.modules()):
+        args, kwargs = example(case, run.samples // run.microbatches)
+        whole = partition(reference, args, kwargs, split_at(*run.split))  # dropout is seeded for each stage
+    mine = torch.optim.SGD(engine.parameters(), 1e-3)
+    theirs = torch.optim.SGD(reference.parameters(), 1e-3)
+    counts = (0, 0)
+    for step in range(run.steps):
+        torch.manual_seed(10 + step)
+        args, kwargs, target = case.batch(run.samples)
+        mine.zero_grad()
+        theirs.zero_grad()
+        state = torch.get_rng_state()
+        losses: list[torch.Tensor] = []
+        output = engine.step(*args, target=target, losses=losses, **kwargs)
+        assert torch.equal(state, torch.get_rng_state())
+        expected = serial_step(
+            reference,
+            args,
+            kwargs,
+            target=target,
+            loss_fn=case.loss,
+            num_microbatches=run.microbatches,
+            num_data_shards=run.num_shards,
+            partition=whole,
+            seed=7,
+            step=step,
+            **case.specs,
+        )
+        compare(engine, reference, expected, output, losses, f"{run}, step {step}")
+        mine.step()
+        theirs.step()
+        if step == 1:
+            counts = engine.buffer_counts
+    assert run.steps < 3 or engine.buffer_counts == counts, (run, engine.buffer_counts, counts)
+    engine.close()
+    return counts
+
+
+def compare(engine: Any, reference: Any, expected: Any, output: Any, losses: list[torch.Tensor], where: str) -> None:
+    bounds = {"rtol": 2e-5, "atol": 2e-6}
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters(remove_duplicate=False)}
+    found = dict(engine.named_parameters())
+    assert found, where
+    for name, parameter in found.items():
+        want = gradients[name]
+        if want is None or parameter.grad is None:
+            assert want is None or not want.any(), f"{where}: {name} has no gradient"
+            assert parameter.grad is None or not parameter.grad.any(), f"{where}: {name} has a gradient"
+            continue
+        torch.testing.assert_close(parameter.grad, want, **bounds, msg=lambda m, n=name: f"{where}: {n}: {m}")
+    assert engine.last_loss() == pytest.approx(float(expected.loss), rel=1e-5), where
+    if output is not None:
+        torch.testing.assert_close(
+            torch.stack(losses), torch.stack(expected.losses), **bounds, msg=lambda m: f"{where}: {m}"
+        )
+        torch.testing.assert_close(output, expected.output, **bounds, msg=lambda m: f"{where}: {m}")
+    else:
+        assert not losses

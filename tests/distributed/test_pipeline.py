@@ -1,0 +1,82 @@
+"""Pipelines on real processes against one process: every model, schedule, number of stages and mesh."""
+
+from __future__ import annotations
+
+from pipeline_cases import ONE, Run, cases, train_and_compare
+
+from torch_xmesh.testing import spawn
+
+
+def train_all(rank: int, world_size: int, runs: list[Run]) -> int:
+    mine = [run for run in runs if rank in run.ranks]
+    for run in mine:
+        train_and_compare(run)
+    return len(mine)
+
+
+MODELS = [
+    Run(case.name, split, tuple(ONE[str(len(split) + 1)]))
+    for case in cases()
+    for split in case.splits
+    if len(split) < 4
+]
+SPLITS = {1: (), 2: ("layers.2",), 3: ("layers.1", "layers.3"), 4: ("layers.1", "layers.2", "layers.3")}
+SCHEDULES = [
+    Run("mlp", split, tuple(ONE[str(stages)]), schedule, microbatches, samples)
+    for schedule in ("gpipe", "1f1b", "eager_1f1b")
+    for stages, split in SPLITS.items()
+    for microbatches, samples in ((4, 8), (5, 13), (2, 2))
+]
+SHARED = [
+    Run("mlp", SPLITS[4], ([0], [1], [0], [1]), "interleaved_1f1b"),
+    Run("mlp", SPLITS[4], ([0], [1], [0], [1]), "gpipe", 3, 7),
+    Run("gpt", ("blocks.1", "blocks.2", "head"), ([0], [1], [0], [1]), "interleaved_1f1b", 2, 4),
+    Run("gpt", ("blocks.2",), ([0], [0])),
+    Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [0]), "gpipe"),
+    Run("mlp", SPLITS[4], ([0, 1], [2, 3], [0, 1], [2, 3]), "interleaved_1f1b"),
+]
+OFF = [
+    Run("mlp", SPLITS[4], tuple(ONE["4"]), "1f1b", overlap=False),
+    Run("unet", ("bottom",), ([0], [1]), "gpipe", overlap=False),
+]
+MIXED = [
+    Run(model, split, meshes, schedule, 4, samples)
+    for model, split in (("mlp", ("layers.2",)), ("gpt", ("blocks.2",)), ("unet", ("bottom",)), ("bert", ("layers.1",)))
+    for schedule, meshes, samples in (
+        ("eager_1f1b", ([0, 1], [2]), 8),
+        ("1f1b", ([0], [1, 2]), 8),
+        ("eager_1f1b", ([[0], [1]], [[2, 3]]), 8),
+        ("1f1b", ([[0, 1]], [[2], [3]]), 8),
+        ("eager_1f1b", ([0, 1], [2, 3]), 16),
+        ("gpipe", ([0, 1], [2, 3]), 11),
+        ("gpipe", ([[0, 1]], [[0], [1]]), 8),
+    )
+    if not (model == "unet" and samples == 11)
+    and not (model == "gpt" and meshes == ([[0, 1]], [[0], [1]]))  # tied over ranks that shard the batch in two ways
+]
+WIDE = [
+    Run("mlp", (), ([[0, 1], [2, 3]],), samples=9),
+    Run("mlp", ("layers.2",), ([[0, 1], [2, 3]], [[0, 2], [1, 3]]), "gpipe"),
+    Run("mlp_dropout", ("layers.1",), ([0, 1], [2, 3])),
+    Run("mlp", ("layers.2",), ([0, 1, 2], [3]), samples=17),
+]
+
+
+def test_models() -> None:
+    spawn(train_all, 4, MODELS, timeout=240)
+
+
+def test_schedules() -> None:
+    spawn(train_all, 4, SCHEDULES, timeout=240)
+
+
+def test_several_stages_per_rank() -> None:
+    spawn(train_all, 4, SHARED, timeout=120)
+
+
+def test_without_overlap() -> None:
+    spawn(train_all, 4, OFF, timeout=120)
+
+
+def test_mixed_meshes() -> None:
+    spawn(train_all, 4, MIXED + WIDE, timeout=240)

@@ -1,0 +1,190 @@
+"""A stage that raises, a rank that dies or stops, mistakes: every rank gets the right error in time, can close, and leaves."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.errors import StageError
+from torch_xmesh.pipeline.engine import PipelineEngine
+from torch_xmesh.pipeline.partition import split_at
+from torch_xmesh.testing import World, mark, spawn
+
+TIMEOUT = 4.0
+SLACK = 5.0
+TWO, THREE = ([0], [1]), ([0], [1], [2])
+
+
+class Trap(nn.Module):
+    """The identity, until it is set to raise in forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sprung.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Sprung(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trap: Trap) -> torch.Tensor:
+        ctx.trap = trap
+        if trap.fails == "forward":
+            raise FileNotFoundError("no such trap")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.trap.fails == "backward":
+            raise FileNotFoundError("no such trap")
+        return gradient, None
+
+
+class Leafy(Trap):
+    """A module that tracing does not look into."""
+
+    __module__ = "torch.nn.trap"
+
+
+def make(meshes: Any, **options: Any) -> tuple[PipelineEngine, nn.Sequential]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy())
+    names = {1: (), 2: ("2",), 3: ("2", "4")}[len(meshes)]
+    settings: dict[str, Any] = {"num_microbatches": 4, "loss_fn": F.mse_loss, "split": split_at(*names)}
+    engine = PipelineEngine(
+        model, (torch.empty(2, 4),), meshes=[xm.Mesh(mesh) for mesh in meshes], **{**settings, **options}
+    )
+    return engine, model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(8, 4), torch.ones(8, 4)
+
+
+def stage_raises(rank: int, world_size: int, failing: int, phase: str) -> tuple[int, int, str]:
+    engine, model = make(THREE)
+    x, y = batch()
+    engine.step(x, target=y)
+    if rank == failing:
+        model[2 * failing + 1].fails = phase
+    started = time.monotonic()
+    with pytest.raises(StageError) as caught:
+        engine.step(x, target=y)
+    assert time.monotonic() - started < SLACK
+    with pytest.raises(StageError):
+        engine.step(x, target=y)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step(x, target=y)
+    return caught.value.stage, caught.value.microbatch, str(caught.value)
+
+
+@pytest.mark.parametrize(("failing", "phase"), [(0, "forward"), (1, "backward"), (2, "forward"), (2, "backward")])
+def test_stage_raises(failing: int, phase: str) -> None:
+    for stage, microbatch, text in spawn(stage_raises, 3, failing, phase, timeout=60):
+        assert stage == failing
+        assert microbatch == 0
+        assert f"stage {failing} failed on rank {failing} in microbatch 0" in text
+        assert "FileNotFoundError: no such trap" in text
+
+
+def train_for_ever(rank: int, world_size: int) -> str:
+    engine, _ = make(THREE)
+    x, y = batch()
+    engine.step(x, target=y)
+    mark("running")
+    with pytest.raises(xm.PeerError) as caught:
+        while True:
+            started = time.monotonic()
+            engine.step(x, target=y)
+    assert time.monotonic() - started < TIMEOUT + SLACK
+    engine.close()
+    dist.destroy_process_group()
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    assert not [name for name in names if name.startswith("xmesh")], names
+    return f"{caught.value.ranks}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)]
+)
+def test_rank_dies_or_stops(victim: int, number: int) -> None:
+    with World(train_for_ever, 3, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)}) as world:
+        for rank in range(3):
+            world.wait_mark(rank, "running")
+        world.signal(victim, number)
+        for rank in set(range(3)) - {victim}:
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value.startswith(f"({victim},)"), outcome.value
+        world.signal(victim, signal.SIGKILL)
+        for outcome in world.join():
+            assert outcome.rank == victim or outcome.exitcode == 0, outcome
+
+
+def mistake(rank: int, world_size: int, which: str) -> str:
+    x, y = batch()
+    with pytest.raises(ValueError) as caught:
+        if which == "microbatches":
+            make(TWO, num_microbatches=4 + rank)
+        elif which == "split":
+            make(TWO, split=split_at("9"))
+        elif which == "meshes":
+            make(THREE[:2], split=split_at("2", "4"))
+        elif which == "overlap":
+            make(([0, 1], [1]))
+        elif which == "schedule":
+            make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1B0,1F0,1F1,1B1,1F2,1B2,1F3,1B3\n")
+        elif which == "one rank":
+            make(TWO, boundary_placements={"nothing": ((), False)} if rank == 1 else None)
+        else:
+            engine, _ = make(TWO, loss_fn=None if which == "loss" else F.mse_loss)
+            if which == "target":
+                engine.step(x)
+            elif which == "batch":
+                engine.step(target=y)
+            elif which == "small":
+                engine.step(x[:3], target=y[:3])
+            elif which == "sizes":
+                engine.step(x, target=y[:6])
+            elif which == "shape":
+                engine.step(torch.ones(8, 5), target=y)
+            elif which == "loss":
+                engine.step(x, target=y)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("microbatches", "ranks disagree on number of microbatches: rank . has ., rank . has ."),
+        ("split", "split point '9' is no module"),
+        ("meshes", "makes 3 stages, but there are 2 meshes"),
+        ("overlap", "stages 0 and 1 share rank 1 but not all ranks"),
+        ("schedule", ">.*<"),
+        ("one rank", "names value 'nothing'"),
+        ("target", "target is missing on rank 1, which has the last stage"),
+        ("batch", "the batch is missing on rank 0: its stage 0 takes"),
+        ("small", "a batch of 3 samples cannot be split into 4 microbatches"),
+        ("sizes", "ranks disagree: the batch has 8 samples on rank 0, 6 on rank 1"),
+        ("shape", r"has shape \(2, 5\), the example had \(2, 4\)"),
+        ("loss", "loss_fn is missing"),
+    ],
+)
+def test_mistakes(which: str, text: str) -> None:
+    import re
+
+    for value in spawn(mistake, 2, which, timeout=60):
+        assert re.search(text, value), value
