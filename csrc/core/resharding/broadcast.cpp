@@ -38,7 +38,12 @@ class BroadcastPlanner {
         timeline_(plan, network_),
         choice_(network_),
         reducers_(plan, network_),
-        num_entered_(static_cast<size_t>(network_.numHosts())) {}
+        device_of_(static_cast<size_t>(network_.numRanks())) {
+    std::vector<int32_t> num_devices(static_cast<size_t>(network_.numHosts()));
+    for (int32_t rank = 0; rank < network_.numRanks(); ++rank) {
+      device_of_[static_cast<size_t>(rank)] = num_devices[static_cast<size_t>(network_.hostOf(rank))]++;
+    }
+  }
 
   void run() {
     std::vector<Route> remote;
@@ -53,6 +58,7 @@ class BroadcastPlanner {
       if (route.root < 0) {
         route.root = holderOn(route.task, schedule.sender[static_cast<size_t>(index)]);
       }
+      enterBesideRoot(route);
       emit(route);
     }
     for (const Route& route : local) {
@@ -66,15 +72,18 @@ class BroadcastPlanner {
     return plan_.holders[static_cast<size_t>(plan_.tasks[task].holders)].contributions;
   }
 
-  /// Holders of one host take turns over the tasks.
+  /// The same device of a host for all tasks that it holds: a pair of ranks is first in, first out, and so keeps the tasks' order.
   int64_t holderOn(size_t task, int32_t host) const {
-    std::vector<int64_t> here;
-    for (int64_t rank : contributionsOf(task).front()) {
-      if (network_.hostOfGlobal(rank) == host) {
-        here.push_back(rank);
-      }
+    const std::vector<int64_t>& holders = contributionsOf(task).front();
+    return *std::find_if(holders.begin(), holders.end(), [&](int64_t rank) { return network_.hostOfGlobal(rank) == host; });
+  }
+
+  /// What different devices send at once enters a host at different devices, so that none waits behind another at the next hop.
+  void enterBesideRoot(Route& route) const {
+    const int32_t device = device_of_[static_cast<size_t>(network_.rankIndex(route.root))];
+    for (auto& [host, ranks] : route.receivers) {
+      std::rotate(ranks.begin(), ranks.begin() + device % static_cast<int64_t>(ranks.size()), ranks.end());
     }
-    return here[task % here.size()];
   }
 
   Route routeOf(size_t task) {
@@ -99,11 +108,6 @@ class BroadcastPlanner {
       } else if (!has_it) {
         route.receivers[network_.hostOfGlobal(rank)].push_back(rank);
       }
-    }
-    // The devices of a host take turns at taking slices in from outside: each pair of ranks is one first-in-first-out connection.
-    for (auto& [host, ranks] : route.receivers) {
-      const int64_t turn = num_entered_[static_cast<size_t>(host)]++ % static_cast<int64_t>(ranks.size());
-      std::rotate(ranks.begin(), ranks.begin() + turn, ranks.end());
     }
     return route;
   }
@@ -226,7 +230,7 @@ class BroadcastPlanner {
   Timeline timeline_;
   HolderChoice choice_;
   ReducerChoice reducers_;
-  std::vector<int64_t> num_entered_;  ///< slices that came into a host so far
+  std::vector<int32_t> device_of_;  ///< by dense rank: how many participants of its host come before it
 };
 
 void planBroadcast(ReshardingPlan& plan, const Strategy& strategy) { BroadcastPlanner(plan, strategy).run(); }
