@@ -73,7 +73,7 @@ class StageMesh:
         )
 
     def gradient_placements(self, info: ValueInfo, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Where its consumer has the gradient: as the value; where all data shards have the value, each has a part of the sum."""
+        """Of the gradient at the value's consumer; data shards that all have the value have parts of a sum."""
         return tuple(
             Partial("sum") if axis == self.data_axis and isinstance(placement, Replicate) else placement
             for axis, placement in enumerate(placements)
@@ -117,7 +117,7 @@ def places_of(meshes: Sequence[StageMesh]) -> list[int]:
         ValueError: two meshes overlap without having the same ranks.
     """
     known: list[frozenset[int]] = []
-    places = []
+    places: list[int] = []
     for stage, mesh in enumerate(meshes):
         ranks = frozenset(mesh.ranks)
         if ranks not in known:
@@ -164,7 +164,7 @@ class Pending:
 
 
 class Transfers:
-    """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in the same order per lane; a
+    """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in one order per lane; a
     failure of one rank ends those of all."""
 
     def __init__(self, reshards: GroupReshards, ranks: Sequence[int], name: str) -> None:
@@ -334,25 +334,27 @@ class Boundaries:
         for edge in self.edges:
             for info in edge.values:
                 for stage in (edge.from_stage, edge.to_stage):
-                    mesh = self.meshes[stage]
-                    if mesh.num_shards == 1:
-                        continue
-                    if info.batch_dim is None:
-                        if any(count == 0 for count in shard_sizes(num_samples, mesh.num_shards)):
-                            raise ValueError(
-                                f"value {info.name} of stage {edge.from_stage} has no batch dim, and a microbatch of "
-                                f"{num_samples} samples leaves a data shard of stage {stage} without any: pass at least "
-                                f"{mesh.num_shards} samples per microbatch"
-                            )
-                        continue
-                    whole = info.shape_for(num_samples)[info.batch_dim]
-                    parts = [info.shape_for(n)[info.batch_dim] for n in shard_sizes(num_samples, mesh.num_shards)]
-                    if info.name not in self._given and parts != shard_sizes(whole, mesh.num_shards):
-                        raise ValueError(
-                            f"value {info.name} of stage {edge.from_stage} has {whole} rows for {num_samples} samples, which "
-                            f"{mesh.num_shards} data shards of stage {stage} would hold as {parts}, not as DTensor shards "
-                            f"{shard_sizes(whole, mesh.num_shards)}: make the samples per microbatch a multiple of the shards"
-                        )
+                    if self.meshes[stage].num_shards > 1:
+                        self._check_shards(info, stage, num_samples)
+
+    def _check_shards(self, info: ValueInfo, stage: int, num_samples: int) -> None:
+        mesh = self.meshes[stage]
+        samples = shard_sizes(num_samples, mesh.num_shards)
+        if info.batch_dim is None:
+            if min(samples) == 0:
+                raise ValueError(
+                    f"value {info.name} has no batch dim, and a microbatch of {num_samples} samples leaves a data "
+                    f"shard of stage {stage} without any: pass at least {mesh.num_shards} samples per microbatch"
+                )
+            return
+        rows = info.shape_for(num_samples)[info.batch_dim]
+        expected, parts = shard_sizes(rows, mesh.num_shards), [info.shape_for(n)[info.batch_dim] for n in samples]
+        if info.name not in self._given and parts != expected:
+            raise ValueError(
+                f"value {info.name} has {rows} rows for {num_samples} samples, which {mesh.num_shards} data shards of "
+                f"stage {stage} would hold as {parts}, not as DTensor's {expected}: pass a multiple of "
+                f"{mesh.num_shards} samples"
+            )
 
     def layout(self, edge: Edge, outputs: Sequence[str], inputs: Sequence[str]) -> "_C.EdgeLayout":
         """The edge in C++ form; `outputs` of its first stage, `inputs` of its second."""

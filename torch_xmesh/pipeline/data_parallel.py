@@ -67,8 +67,9 @@ class GradientSync:
                         self._lines.setdefault(line, []).append(parameter)
                 elif lines[id(parameter)][1] != line:
                     raise ValueError(
-                        f"stages {lines[id(parameter)][0]} and {stage} share a parameter of shape {tuple(parameter.shape)} and "
-                        "their ranks, but shard the batch otherwise: give both the same mesh and data_axis"
+                        f"stages {lines[id(parameter)][0]} and {stage} share a parameter of shape "
+                        f"{tuple(parameter.shape)} and their ranks, but shard the batch otherwise: give both the "
+                        "same mesh and data_axis"
                     )
         self._buckets = [(line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)]
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
@@ -205,7 +206,7 @@ def _check_data_axis(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> No
     shared = set(mesh_grid(parameter.device_mesh).ranks) & (set(mesh.line.ranks) - {mesh.rank})
     if shared:
         raise ValueError(
-            f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)} of "
+            f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)}, "
             "the stage's data axis: its gradients would be reduced twice (FSDP averages them where the pipeline sums); "
             "pass data_axis=None, or shard parameters over the other axes"
         )

@@ -56,7 +56,7 @@ class PipelineEngine:
         model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's).
         example_args, example_kwargs: one microbatch's arguments; only shapes and dtypes count, meta tensors will do.
         meshes: one mesh per stage; repeat a mesh to put several stages on its ranks.
-        split: ``xm.split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
+        split: ``split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
             with a list.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, or a CSV in torch's
             notation.
@@ -66,8 +66,8 @@ class PipelineEngine:
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages.
         data_axis: the mesh axis over which a stage's batch is sharded: a name, an index or None; or a list, one per
             stage. Default: axis 0; with `parallelize` None for meshes of one axis.
-        boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default (samples
-            sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
+        boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
+            (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
         memory_limit_bytes: per stage, for ``split="auto"``.
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
         seed: of dropout.
@@ -277,8 +277,8 @@ class PipelineEngine:
         """One training step: forward and backward of every microbatch; gradients are added to ``.grad``.
 
         Args:
-            args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch, a DTensor
-                is sharded already.
+            args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
+                a DTensor is sharded already.
             target: on the last stage's ranks.
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
@@ -576,8 +576,8 @@ class PipelineEngine:
         return self._scaler
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """This rank's stages as DTensors under the model's own names; torch.distributed.checkpoint saves and loads them,
-        also into another number of stages or other meshes.
+        """This rank's stages as DTensors under the model's own names; torch.distributed.checkpoint saves and loads
+        them, also into another number of stages or other meshes.
 
         Returns:
             name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}}.
@@ -588,7 +588,7 @@ class PipelineEngine:
         return {"model": model, "optimizer": optimizer_state(optimizer, self._own_parameters())}
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Takes what :meth:`state_dict` gives, filled by ``torch.distributed.checkpoint.load``, or a model's state dict.
+        """Takes what :meth:`state_dict` gives, filled by torch.distributed.checkpoint, or a model's state dict.
 
         Raises:
             ValueError: a key is missing or has another shape.

@@ -71,10 +71,10 @@ def _shards_of_dtensor(
     local = tensor.to_local().detach()
     if local.size(dim) != sum(mine):
         raise ValueError(
-            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of {list(sizes)} samples "
-            f"would cut into {mine}: pass a batch whose shards divide evenly into microbatches"
+            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of {list(sizes)} "
+            f"samples would cut into {mine}: pass a batch whose shards divide evenly into microbatches"
         )
-    return list(local.split(mine, dim))
+    return list(torch.split(local, mine, dim))
 
 
 def specs_of(tree: Any, spec: Any, what: str) -> list[Any]:

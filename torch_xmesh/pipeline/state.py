@@ -54,7 +54,7 @@ def is_counted(parameter: nn.Parameter, mesh: StageMesh) -> bool:
 def clip_gradients(
     transfers: Transfers, parameters: Sequence[OwnParameter], max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scales gradients as torch's ``clip_grad_norm_`` would for the whole model; returns the norm, equal on every rank."""
+    """Scales gradients as torch's ``clip_grad_norm_`` would for the whole model; returns the norm, equal everywhere."""
     counted = [
         local_of(own.parameter.grad).detach().double()
         for own in parameters
@@ -75,8 +75,8 @@ def clip_gradients(
 
 
 class PipelineScaler:
-    """A ``torch.amp.GradScaler`` for a pipeline: the engine's steps scale their losses by it, and an overflow in one stage
-    skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step."""
+    """A ``torch.amp.GradScaler`` for a pipeline: the engine's steps scale their losses by it, and an overflow in one
+    stage skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step."""
 
     def __init__(self, transfers: Transfers, scaler: "torch.amp.GradScaler") -> None:
         self._transfers = transfers

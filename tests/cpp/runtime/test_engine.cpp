@@ -1,0 +1,144 @@
+// The engine with a runner and a traffic that only write down what they are asked.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "core/pipeline/generators.h"
+#include "runtime/engine.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Action;
+using core::ActionKind;
+
+std::string text(const Transfer& transfer) {
+  return (transfer.is_gradient ? "g" : "v") + std::to_string(transfer.edge) + "." + std::to_string(transfer.microbatch);
+}
+
+/// Writes a log that both fakes share.
+class Recorder final : public StageRunner, public BoundaryTraffic {
+ public:
+  void forward(int32_t stage, int32_t microbatch) override { compute({ActionKind::kForward, stage, microbatch}); }
+  void backward(int32_t stage, int32_t microbatch) override { compute({ActionKind::kBackward, stage, microbatch}); }
+  void release(const Action& action) override { log.push_back("release " + action.str()); }
+  void postReceive(const Transfer& transfer) override {
+    log.push_back("post " + text(transfer));
+    posted.insert(transfer);
+    peak_posted = std::max(peak_posted, posted.size());
+  }
+  void waitReceive(const Transfer& transfer) override {
+    log.push_back("wait " + text(transfer));
+    EXPECT_EQ(posted.erase(transfer), 1U) << text(transfer) << " was not posted";
+  }
+  void send(const Transfer& transfer) override { log.push_back("send " + text(transfer)); }
+  void drain() override { log.emplace_back("drain"); }
+
+  std::vector<std::string> log;
+  std::set<Transfer> posted;
+  size_t peak_posted = 0;
+  std::string fails;
+
+ private:
+  void compute(const Action& action) {
+    log.push_back(action.str());
+    if (action.str() == fails) {
+      throw std::runtime_error("no");
+    }
+  }
+};
+
+std::vector<PlaceStep> middleOfThree(int32_t num_microbatches) {
+  const core::Schedule schedule = core::makeSchedule("eager_1f1b", 3, num_microbatches);
+  return placeProgram(schedule.actionsOf(1), {{0, 1, true, false, true}, {1, 2, true, true, false}});
+}
+
+TEST(PlaceProgram, SendsAndReceivesWhatAnActionNeeds) {
+  const std::vector<PlaceStep> steps =
+      placeProgram({{ActionKind::kForward, 1, 0}, {ActionKind::kBackward, 1, 0}},
+                   {{0, 1, true, false, true}, {1, 2, true, true, false}, {0, 1, false, false, true}, {2, 3, true, false, false}});
+  ASSERT_EQ(steps.size(), 2U);
+  EXPECT_EQ(steps[0].receives, (std::vector<Transfer>{{0, 0, false}, {2, 0, false}}));
+  EXPECT_EQ(steps[0].sends, (std::vector<Transfer>{{1, 0, false}}));
+  EXPECT_EQ(steps[1].receives, (std::vector<Transfer>{{1, 0, true}}));
+  EXPECT_EQ(steps[1].sends, (std::vector<Transfer>{{0, 0, true}}));
+}
+
+TEST(PlaceProgram, AnEdgeInsideThePlaceIsSentAndReceived) {
+  const std::vector<PlaceStep> steps = placeProgram({{ActionKind::kForward, 0, 0}, {ActionKind::kForward, 1, 0}}, {{0, 1, true, true, true}});
+  EXPECT_EQ(steps[0].sends, steps[1].receives);
+  EXPECT_EQ(steps[0].sends.size(), 1U);
+}
+
+TEST(PlaceProgram, RefusesSplitBackwards) { EXPECT_THROW(placeProgram({{ActionKind::kBackwardInput, 0, 0}}, {}), core::InvalidArgument); }
+
+TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
+  Recorder recorder;
+  Engine engine({true, 0});
+  engine.run(placeProgram({{ActionKind::kForward, 1, 0}, {ActionKind::kBackward, 1, 0}}, {{0, 1, true, false, true}, {1, 2, true, true, false}}),
+             recorder, recorder);
+  const std::vector<std::string> expected = {"post v0.0", "wait v0.0", "1F0",       "send v1.0",   "release 1F0", "post g1.0",
+                                             "wait g1.0", "1B0",       "send g0.0", "release 1B0", "drain"};
+  EXPECT_EQ(recorder.log, expected);
+  ASSERT_EQ(engine.spans().size(), 4U);
+  EXPECT_EQ(engine.spans()[0].kind, EngineSpan::Kind::kWait);
+  EXPECT_EQ(engine.spans()[1].action.str(), "1F0");
+  EXPECT_LE(engine.spans()[1].begin_ns, engine.spans()[1].end_ns);
+  EXPECT_EQ(engine.describe(), "is between steps");
+}
+
+TEST(Engine, PostsReceivesAheadFirstNeededFirstAndBounded) {
+  for (const int32_t lookahead : {0, 1, 4}) {
+    Recorder recorder;
+    Engine engine({true, lookahead});
+    engine.run(middleOfThree(8), recorder, recorder);
+    EXPECT_TRUE(recorder.posted.empty());
+    EXPECT_EQ(recorder.peak_posted, static_cast<size_t>(lookahead) + 1);
+    std::vector<std::string> posts;
+    std::vector<std::string> waits;
+    for (const std::string& line : recorder.log) {
+      if (line.starts_with("post ")) {
+        posts.push_back(line.substr(5));
+      } else if (line.starts_with("wait ")) {
+        waits.push_back(line.substr(5));
+      }
+    }
+    EXPECT_EQ(posts, waits);
+    EXPECT_EQ(posts.size(), 16U);
+  }
+}
+
+TEST(Engine, WithoutOverlapEverySendIsWaitedForWithAllReceivesPosted) {
+  Recorder recorder;
+  Engine engine({false, 0});
+  engine.run(middleOfThree(4), recorder, recorder);
+  EXPECT_EQ(recorder.peak_posted, 8U);
+  for (size_t i = 0; i < recorder.log.size(); ++i) {
+    if (recorder.log[i].starts_with("send ")) {
+      ASSERT_LT(i + 2, recorder.log.size());
+      EXPECT_TRUE(recorder.log[i + 1].starts_with("release "));
+      EXPECT_EQ(recorder.log[i + 2], "drain");
+    }
+  }
+}
+
+TEST(Engine, TellsWhichActionFailed) {
+  Recorder recorder;
+  recorder.fails = "1B1";
+  Engine engine({});
+  EXPECT_THROW(engine.run(middleOfThree(4), recorder, recorder), std::runtime_error);
+  ASSERT_TRUE(engine.failedAction().has_value());
+  EXPECT_EQ(engine.failedAction()->str(), "1B1");
+  EXPECT_EQ(recorder.log.back(), "1B1");
+  recorder.fails.clear();
+  recorder.posted.clear();
+  engine.run(middleOfThree(4), recorder, recorder);
+  EXPECT_FALSE(engine.failedAction().has_value());
+}
+
+}  // namespace
+}  // namespace xmesh::runtime
