@@ -8,6 +8,7 @@ namespace xmesh::runtime {
 namespace {
 
 constexpr double kLeastShare = 1.0 / 32;
+constexpr double kEqualWithin = 1.1;
 
 /// Whether some rank passes on to another host what it got by a message.
 bool relaysBetweenHosts(const core::ReshardingPlan& plan) {
@@ -20,10 +21,33 @@ bool relaysBetweenHosts(const core::ReshardingPlan& plan) {
   });
 }
 
+/// Whether some NIC carries pairs of hosts whose bytes differ, so that TCP's equal shares are not what the plan wants.
+bool hasUnequalPairs(const core::ReshardingPlan& plan) {
+  std::map<std::pair<int64_t, int64_t>, int64_t> bytes_of;
+  for (const core::Message& message : plan.messages) {
+    const std::pair<int64_t, int64_t> hosts(plan.topology.hostOf(message.src_rank), plan.topology.hostOf(message.dst_rank));
+    if (hosts.first != hosts.second) {
+      bytes_of[hosts] += plan.numBytes(message);
+    }
+  }
+  std::map<int64_t, std::pair<int64_t, int64_t>> range_of_nic;  // least and most bytes of a pair; a NIC's two directions are told apart by sign
+  for (const auto& [hosts, num_bytes] : bytes_of) {
+    for (const int64_t nic : {hosts.first + 1, -hosts.second - 1}) {
+      auto& [least, most] = range_of_nic.try_emplace(nic, num_bytes, num_bytes).first->second;
+      least = std::min(least, num_bytes);
+      most = std::max(most, num_bytes);
+    }
+  }
+  return std::any_of(range_of_nic.begin(), range_of_nic.end(), [](const auto& entry) {
+    return static_cast<double>(entry.second.second) > kEqualWithin * static_cast<double>(entry.second.first);
+  });
+}
+
 }  // namespace
 
 std::vector<std::pair<int64_t, int64_t>> pacingRates(const core::ReshardingPlan& plan, int64_t global_rank) {
-  if (!plan.topology.links().is_measured || plan.lower_bound_seconds <= 0 || relaysBetweenHosts(plan)) {
+  if (!plan.topology.links().is_measured || plan.lower_bound_seconds <= 0 || !plan.strategy.starts_with("striped") || relaysBetweenHosts(plan) ||
+      !hasUnequalPairs(plan)) {
     return {};
   }
   const int64_t host = plan.topology.hostOf(global_rank);

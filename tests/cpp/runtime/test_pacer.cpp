@@ -32,14 +32,15 @@ class PaceRecorder final : public transport::HostTransport {
 
 TEST(Pacer, GivesEachPairItsShareOfTheBound) {
   // 16 rows on 2 senders go to 6, 6 and 4 rows: rank 0 sends 6 and 2 rows of 4,000 bytes, the bound is 8 rows out of one NIC.
-  const core::ReshardingPlan plan = planOf(true, "send_recv", {core::Placement::shard(0)});
+  const core::ReshardingPlan plan = planOf(true, "striped", {core::Placement::shard(0)});
   const std::vector<std::pair<int64_t, int64_t>> expected = {{2, 750'000}, {3, 250'000}};
   EXPECT_EQ(pacingRates(plan, 0), expected);
   EXPECT_TRUE(pacingRates(plan, 2).empty());
 }
 
 TEST(Pacer, LeavesUnmeasuredLinksAndRelaysAlone) {
-  EXPECT_TRUE(pacingRates(planOf(false, "send_recv", {core::Placement::shard(0)}), 0).empty());
+  EXPECT_TRUE(pacingRates(planOf(false, "striped", {core::Placement::shard(0)}), 0).empty());
+  EXPECT_TRUE(pacingRates(planOf(true, "broadcast", {core::Placement::shard(0)}), 0).empty());
   EXPECT_TRUE(pacingRates(planOf(true, "broadcast", {core::Placement::replicate()}), 0).empty());
 }
 
