@@ -4,7 +4,9 @@
 #include <bit>
 #include <cstdlib>
 #include <queue>
+#include <set>
 #include <tuple>
+#include <utility>
 
 #include "core/resharding/port_matching.h"
 
@@ -29,11 +31,14 @@ class AtomSet {
   std::vector<uint64_t> words_;
 };
 
+enum class EventKind : uint8_t { kSendFree, kRecvFree, kArrival };
+
 struct Arrival {
   int64_t tick = 0;
-  int32_t atom = -1;  ///< -1: only a port that falls free
+  EventKind kind = EventKind::kArrival;
+  int32_t atom = -1;
   int32_t host = 0;
-  bool operator>(const Arrival& other) const { return std::tie(tick, atom, host) > std::tie(other.tick, other.atom, other.host); }
+  bool operator>(const Arrival& other) const { return std::tie(tick, atom, host, kind) > std::tie(other.tick, other.atom, other.host, other.kind); }
 };
 
 class Scheduler {
@@ -49,8 +54,8 @@ class Scheduler {
         fresh_(shipments.atoms.size()),
         to_come_(static_cast<size_t>(num_hosts_), 0),
         owed_(static_cast<size_t>(num_hosts_), 0),
-        send_free_(static_cast<size_t>(num_hosts_), 0),
-        recv_free_(static_cast<size_t>(num_hosts_), 0),
+        is_new_sender_(static_cast<size_t>(num_hosts_), false),
+        is_new_receiver_(static_cast<size_t>(num_hosts_), false),
         copies_(shipments.atoms.size(), 0),
         waits_for_(shipments.atoms.size(), 0),
         left_(shipments.atoms.size(), 0) {
@@ -61,16 +66,22 @@ class Scheduler {
 
   std::vector<AtomTransfer> run() {
     int64_t now = 0;
+    for (int32_t host = 0; host < num_hosts_; ++host) {
+      freeSender(host);
+      freeReceiver(host);
+    }
     match(now);
     while (!events_.empty()) {
       now = events_.top().tick;
       while (!events_.empty() && events_.top().tick == now) {
-        if (events_.top().atom >= 0) {
-          arrive(events_.top().atom, events_.top().host);
-        }
+        handle(events_.top());
         events_.pop();
       }
       match(now);
+      if (events_.empty() && !free_receivers_.empty()) {  // what held a sender back may have changed elsewhere
+        new_senders_.assign(idle_senders_.begin(), idle_senders_.end());
+        match(now);
+      }
     }
     return std::move(out_);
   }
@@ -111,40 +122,81 @@ class Scheduler {
     }
   }
 
+  void handle(const Arrival& event) {
+    if (event.kind == EventKind::kSendFree) {
+      freeSender(event.host);
+    } else if (event.kind == EventKind::kRecvFree) {
+      freeReceiver(event.host);
+    } else {
+      arrive(event.atom, event.host);
+      if (idle_senders_.contains(event.host)) {
+        new_senders_.push_back(event.host);
+      }
+    }
+  }
+
+  void freeSender(int32_t host) {
+    idle_senders_.insert(host);
+    new_senders_.push_back(host);
+  }
+
+  void freeReceiver(int32_t host) {
+    if (to_come_[static_cast<size_t>(host)] > 0) {
+      free_receivers_.insert({-seconds(to_come_, host), host});
+      is_new_receiver_[static_cast<size_t>(host)] = true;
+      new_receivers_.push_back(host);
+    }
+  }
+
+  /// Pairs free ports of which one fell free or got an atom since the last call; other pairs had nothing to offer then.
   void match(int64_t now) {
-    std::vector<int32_t> senders;
-    std::vector<int32_t> receivers;
-    for (int32_t host = 0; host < num_hosts_; ++host) {
-      if (send_free_[static_cast<size_t>(host)] <= now) {
-        senders.push_back(host);
+    std::vector<int32_t> senders = new_senders_;
+    if (!new_receivers_.empty()) {
+      senders.assign(idle_senders_.begin(), idle_senders_.end());
+    }
+    std::sort(senders.begin(), senders.end());
+    senders.erase(std::unique(senders.begin(), senders.end()), senders.end());
+    for (int32_t host : new_senders_) {
+      is_new_sender_[static_cast<size_t>(host)] = true;
+    }
+    if (!free_receivers_.empty() && !senders.empty()) {
+      std::stable_sort(senders.begin(), senders.end(), [&](int32_t a, int32_t b) { return seconds(owed_, a) > seconds(owed_, b); });
+      if (taste_.is_matched && idle_senders_.size() > 1 && free_receivers_.size() > 1) {
+        matchTogether(now);
+      } else {
+        matchOneByOne(senders, now);
       }
-      if (recv_free_[static_cast<size_t>(host)] <= now && to_come_[static_cast<size_t>(host)] > 0) {
-        receivers.push_back(host);
-      }
     }
-    if (receivers.empty()) {
-      return;
+    for (int32_t host : new_senders_) {
+      is_new_sender_[static_cast<size_t>(host)] = false;
     }
-    std::stable_sort(senders.begin(), senders.end(), [&](int32_t a, int32_t b) { return seconds(owed_, a) > seconds(owed_, b); });
-    std::stable_sort(receivers.begin(), receivers.end(), [&](int32_t a, int32_t b) { return seconds(to_come_, a) > seconds(to_come_, b); });
-    if (taste_.is_matched && senders.size() > 1 && receivers.size() > 1) {
-      matchTogether(senders, receivers, now);
-      return;
+    for (int32_t host : new_receivers_) {
+      is_new_receiver_[static_cast<size_t>(host)] = false;
     }
+    new_senders_.clear();
+    new_receivers_.clear();
+  }
+
+  void matchOneByOne(const std::vector<int32_t>& senders, int64_t now) {
     for (int32_t sender : senders) {
-      const Offer best = bestOffer(sender, receivers);
+      const Offer best = bestOffer(sender);
       if (best.receiver >= 0) {
         send(sender, best.receiver, now);
-        std::erase(receivers, best.receiver);
       }
-      if (receivers.empty()) {
+      if (free_receivers_.empty()) {
         return;
       }
     }
   }
 
   /// As many pairs as possible, among these those with first copies and with most to come.
-  void matchTogether(const std::vector<int32_t>& senders, const std::vector<int32_t>& receivers, int64_t now) {
+  void matchTogether(int64_t now) {
+    std::vector<int32_t> senders(idle_senders_.begin(), idle_senders_.end());
+    std::stable_sort(senders.begin(), senders.end(), [&](int32_t a, int32_t b) { return seconds(owed_, a) > seconds(owed_, b); });
+    std::vector<int32_t> receivers;
+    for (const auto& [seconds_to_come, host] : free_receivers_) {
+      receivers.push_back(host);
+    }
     const double longest = std::max(1e-30, seconds(to_come_, receivers.front()));
     std::vector<std::vector<double>> weights(senders.size(), std::vector<double>(receivers.size(), 0));
     for (size_t i = 0; i < senders.size(); ++i) {
@@ -178,12 +230,14 @@ class Scheduler {
     return relay < 0 || relay == receiver;
   }
 
-  Offer bestOffer(int32_t sender, const std::vector<int32_t>& receivers) const {
+  Offer bestOffer(int32_t sender) const {
     Offer best;
-    const size_t count = std::min(receivers.size(), kMostReceiversWeighed);
-    for (size_t i = 0; i < count; ++i) {
-      const int32_t receiver = receivers[i];
-      if (receiver == sender) {
+    size_t count = 0;
+    for (const auto& [seconds_to_come, receiver] : free_receivers_) {
+      if (++count > kMostReceiversWeighed) {
+        break;
+      }
+      if (receiver == sender || (!is_new_sender_[static_cast<size_t>(sender)] && !is_new_receiver_[static_cast<size_t>(receiver)])) {
         continue;
       }
       const Offer here = offer(sender, receiver);
@@ -258,14 +312,14 @@ class Scheduler {
     }
     const Network::Cost cost = network_.nicCost(sender, receiver, bytes, num_messages);
     const int64_t there = now + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
+    idle_senders_.erase(sender);
+    free_receivers_.erase({-seconds(to_come_, receiver), receiver});
     for (int32_t atom : sent) {
       dispatch(atom, sender, receiver);
-      events_.push({there, atom, receiver});
+      events_.push({there, EventKind::kArrival, atom, receiver});
     }
-    send_free_[static_cast<size_t>(sender)] = now + cost.send_ticks;
-    recv_free_[static_cast<size_t>(receiver)] = now + cost.recv_ticks;
-    events_.push({now + cost.send_ticks, -1, sender});
-    events_.push({now + cost.recv_ticks, -1, receiver});
+    events_.push({now + cost.send_ticks, EventKind::kSendFree, -1, sender});
+    events_.push({now + cost.recv_ticks, EventKind::kRecvFree, -1, receiver});
   }
 
   void dispatch(int32_t atom, int32_t sender, int32_t receiver) {
@@ -292,8 +346,12 @@ class Scheduler {
   AtomSet fresh_;  ///< atoms of which no copy was sent
   std::vector<int64_t> to_come_;
   std::vector<int64_t> owed_;
-  std::vector<int64_t> send_free_;
-  std::vector<int64_t> recv_free_;
+  std::set<int32_t> idle_senders_;
+  std::set<std::pair<double, int32_t>> free_receivers_;  ///< with something to come, the one with most first
+  std::vector<int32_t> new_senders_;                     ///< since the last match: fell free, or idle and got an atom
+  std::vector<int32_t> new_receivers_;
+  std::vector<bool> is_new_sender_;
+  std::vector<bool> is_new_receiver_;
   std::vector<int32_t> copies_;
   std::vector<int32_t> waits_for_;
   std::vector<int32_t> left_;

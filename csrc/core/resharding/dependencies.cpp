@@ -14,10 +14,18 @@ struct Received {
 /// What one rank has received of one task, ascending by begin.
 class Inbox {
  public:
+  void clear() {
+    received_.clear();
+    longest_ = 0;
+  }
   void add(const Received& received) {
+    longest_ = std::max(longest_, received.end - received.begin);
+    if (received_.empty() || received_.back().begin <= received.begin) {
+      received_.push_back(received);
+      return;
+    }
     const auto place = std::upper_bound(received_.begin(), received_.end(), received.begin, [](int64_t b, const Received& r) { return b < r.begin; });
     received_.insert(place, received);
-    longest_ = std::max(longest_, received.end - received.begin);
   }
   /// Appends the messages whose elements meet [begin, end).
   void append(int64_t begin, int64_t end, std::vector<int32_t>& out) const {
@@ -75,8 +83,11 @@ Dependencies dependenciesOf(const ReshardingPlan& plan, const Network& network) 
       }
       int32_t& dst_slot = slot_of_rank[static_cast<size_t>(network.rankIndex(message.dst_rank))];
       if (dst_slot < 0) {
-        dst_slot = static_cast<int32_t>(inboxes.size());
-        inboxes.emplace_back();
+        dst_slot = static_cast<int32_t>(used.size());
+        if (used.size() == inboxes.size()) {
+          inboxes.emplace_back();
+        }
+        inboxes[used.size()].clear();
         used.push_back(network.rankIndex(message.dst_rank));
       }
       inboxes[static_cast<size_t>(dst_slot)].add({message.begin, message.end, index});
@@ -85,7 +96,6 @@ Dependencies dependenciesOf(const ReshardingPlan& plan, const Network& network) 
       slot_of_rank[static_cast<size_t>(rank)] = -1;
     }
     used.clear();
-    inboxes.clear();
   }
   Dependencies out;
   out.first.assign(plan.messages.size() + 1, 0);

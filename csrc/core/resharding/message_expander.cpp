@@ -1,8 +1,8 @@
 #include "core/resharding/message_expander.h"
 
 #include <algorithm>
-#include <iterator>
 #include <unordered_map>
+#include <utility>
 
 namespace xmesh::core {
 namespace {
@@ -61,9 +61,20 @@ class MessageExpander {
     return place_of->second;
   }
 
-  std::vector<int64_t> ranksAt(const std::vector<int64_t>& ranks, int32_t host) const {
+  /// The ranks of a table's row that are on a host, ascending.
+  std::vector<int64_t> ranksAt(const std::vector<int64_t>& row, int32_t host) {
+    std::vector<std::pair<int32_t, int64_t>>& by_host = by_host_[&row];
+    if (by_host.empty()) {
+      by_host.reserve(row.size());
+      for (int64_t rank : row) {
+        by_host.emplace_back(network_.hostOfGlobal(rank), rank);
+      }
+      std::sort(by_host.begin(), by_host.end());
+    }
     std::vector<int64_t> out;
-    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(out), [&](int64_t rank) { return network_.hostOfGlobal(rank) == host; });
+    for (auto it = std::lower_bound(by_host.begin(), by_host.end(), std::pair(host, int64_t{-1})); it != by_host.end() && it->first == host; ++it) {
+      out.push_back(it->second);
+    }
     return out;
   }
 
@@ -71,7 +82,7 @@ class MessageExpander {
 
   /// The needers of a task at a host in the order in which they get it there. First the rank that takes it from outside, or the reducing one:
   /// one that holds a contribution if there is one. Tasks take turns.
-  std::vector<int64_t> chainOf(int32_t task, int32_t host) const {
+  std::vector<int64_t> chainOf(int32_t task, int32_t host) {
     std::vector<int64_t> needers = ranksAt(plan_.needers[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].needers)], host);
     const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
     if (contributions.size() == 1) {
@@ -189,6 +200,7 @@ class MessageExpander {
   std::unordered_map<int32_t, int64_t> parts_there_;  ///< when the last contribution so far is there, by value atom
   std::unordered_map<int64_t, int64_t> ready_;        ///< by atom and host
   std::unordered_map<int64_t, TaskAtHost> at_;        ///< by task and host
+  std::unordered_map<const std::vector<int64_t>*, std::vector<std::pair<int32_t, int64_t>>> by_host_;  ///< (host, rank) by row of the plan's tables
 };
 
 }  // namespace

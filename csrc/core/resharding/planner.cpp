@@ -16,9 +16,13 @@ namespace xmesh::core {
 namespace {
 
 void checkRanks(const TensorSpec& spec, const Topology& topology, const std::string& what) {
-  for (int64_t rank : spec.mesh.ranks()) {
-    require(topology.hasRank(rank), what + "rank " + std::to_string(rank) + " of mesh " + spec.mesh.str() + " has no host in the topology");
-    require(rank <= std::numeric_limits<int32_t>::max(), what + "rank " + std::to_string(rank) + " does not fit 31 bits");
+  for (int64_t rank : spec.mesh.ranks()) {  // texts only for a mistake: meshes are long
+    if (!topology.hasRank(rank)) {
+      throw InvalidArgument(what + "rank " + std::to_string(rank) + " of mesh " + spec.mesh.str() + " has no host in the topology");
+    }
+    if (rank > std::numeric_limits<int32_t>::max()) {
+      throw InvalidArgument(what + "rank " + std::to_string(rank) + " does not fit 31 bits");
+    }
   }
 }
 
@@ -45,8 +49,11 @@ void checkTensor(const TensorPair& pair, size_t index, const Topology& topology)
 /// Runs one strategy on a plan that is decomposed and bounded.
 ReshardingPlan runStrategy(ReshardingPlan plan, const Strategy& strategy, const Network& network) {
   plan.strategy = strategy.str();
+  plan.predicted_seconds = kNotPredicted;
   strategyInfo(strategy.name).plan(plan, strategy);
-  plan.predicted_seconds = simulatedSeconds(plan, network);
+  if (plan.predicted_seconds == kNotPredicted) {
+    plan.predicted_seconds = simulatedSeconds(plan, network);
+  }
 #ifndef NDEBUG
   validatePlan(plan);
 #endif
@@ -74,6 +81,7 @@ ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology
   if (strategy.name != "auto") {
     return runStrategy(std::move(plan), strategy, network);
   }
+  constexpr size_t kLargePlan = 40'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
   std::optional<ReshardingPlan> best;
   for (const StrategyInfo& info : strategies()) {
     if (!info.is_candidate) {
@@ -82,6 +90,9 @@ ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology
     ReshardingPlan candidate = runStrategy(plan, parseStrategy(info.name), network);
     if (!best || candidate.predicted_seconds < best->predicted_seconds) {
       best = std::move(candidate);
+    }
+    if (best->messages.size() > kLargePlan) {
+      break;
     }
   }
   return std::move(*best);

@@ -120,6 +120,7 @@ class ShipmentBuilder {
     for (const Reduction& reduction : reductions_) {
       cut(reduction);
     }
+    countMessages();
     return std::move(out_);
   }
 
@@ -264,17 +265,70 @@ class ShipmentBuilder {
     }
   }
 
-  /// T (1 + d/K) + K o is least at K = sqrt(d T / o), d being the depth of the trees.
+  /// T (1 + d/K) + K o is least at K = sqrt(d T / o), d being the depth of the trees. Where that makes many messages (a plan is made of one
+  /// per chunk and needing rank), fewer, but not below kEnoughChunks.
   void chooseChunk(int64_t num_chunks) {
     constexpr int64_t kFewestChunks = 8;
+    constexpr int64_t kEnoughChunks = 64;
+    constexpr double kManyMessages = 32'768;
     if (num_chunks == 0) {
       const double depth = 1.0 + std::bit_width(static_cast<uint64_t>(out_.largest_fan));
       const double message_s = 1e-6 * std::max(0.1, plan_.topology.links().message_us);
       num_chunks = std::clamp<int64_t>(std::llround(std::sqrt(depth * out_.bottleneck_s / message_s)), kFewestChunks, kMaxPipelineChunks);
+      const double bottleneck_bytes = out_.bottleneck_s * static_cast<double>(*std::max_element(rates_.begin(), rates_.end()));
+      double num_bytes = 0;
+      for (const UnitTask& task : plan_.tasks) {
+        num_bytes += static_cast<double>(numElements(task.box) * plan_.itemBytes(task)) *
+                     static_cast<double>(plan_.needers[static_cast<size_t>(task.needers)].size());
+      }
+      const double most = bottleneck_bytes > 0 ? kManyMessages * bottleneck_bytes / num_bytes : 0;
+      num_chunks = std::min(num_chunks, std::max(kEnoughChunks, static_cast<int64_t>(std::min(most, 1e6))));
     }
     const auto slowest = static_cast<double>(*std::min_element(rates_.begin(), rates_.end()));
     const double bytes = std::ceil(out_.bottleneck_s * slowest / static_cast<double>(num_chunks));
+    out_.num_chunks = static_cast<double>(num_chunks);
     out_.chunk_bytes = bytes > 0 ? std::clamp<int64_t>(static_cast<int64_t>(bytes), 1, kMaxChunkBytes) : kMaxChunkBytes;
+  }
+
+  void countMessages() {
+    std::vector<int64_t> sent(rates_.size(), 0);
+    std::vector<int64_t> received(rates_.size(), 0);
+    for (const Atom& atom : out_.atoms) {
+      const auto num_pieces = static_cast<int64_t>(atom.pieces.size());
+      sent[static_cast<size_t>(atom.owner)] += atom.receivers.empty() ? 0 : num_pieces;
+      for (int32_t host : atom.receivers) {
+        received[static_cast<size_t>(host)] += num_pieces;
+      }
+    }
+    for (size_t host = 0; host < rates_.size(); ++host) {
+      out_.most_messages = std::max({out_.most_messages, sent[host], received[host]});
+    }
+  }
+
+  /// Bytes of each of the fewest atoms of at most about a chunk, all alike but the last, so that ports fall free together; whole elements of any
+  /// type.
+  static double equalAtomBytes(double num_bytes, double chunk_bytes) {
+    constexpr double kLongestItem = 16;
+    const double num_atoms = std::max(1.0, std::ceil(num_bytes / chunk_bytes - 1e-6));
+    return std::ceil(num_bytes / num_atoms / kLongestItem) * kLongestItem;
+  }
+
+  /// More holders than chunks, and nothing else to balance: the holders that owe a first copy are spread evenly.
+  void cutOncePerChunk(const SliceClass& slices, RelayTurns relays) {
+    PieceCutter cutter(plan_, slices.pieces);
+    const auto num_bytes = static_cast<double>(slices.num_bytes);
+    const double atom_bytes = equalAtomBytes(num_bytes, static_cast<double>(out_.chunk_bytes));
+    const auto num_sources = static_cast<double>(slices.sources.size());
+    for (int64_t given = 0; given < slices.num_bytes;) {
+      const auto k = static_cast<size_t>(static_cast<double>(given) / num_bytes * num_sources);
+      int64_t taken = 0;
+      Atom atom{.pieces = cutter.take(atom_bytes, taken), .num_bytes = taken, .owner = slices.sources[std::min(k, slices.sources.size() - 1)]};
+      atom.sources = slices.sources;
+      atom.receivers = slices.receivers;
+      atom.relay = relays.next(slices.receivers);
+      given += taken;
+      out_.atoms.push_back(std::move(atom));
+    }
   }
 
   void cut(const SliceClass& slices, const std::vector<double>& shares, RelayTurns relays) {
@@ -282,14 +336,19 @@ class ShipmentBuilder {
     const auto chunk_bytes = static_cast<double>(slices.receivers.empty() ? kMaxChunkBytes : out_.chunk_bytes);
     double owed = 0;
     int64_t given = 0;
+    if (classes_.size() == 1 && static_cast<double>(slices.sources.size()) * chunk_bytes > static_cast<double>(slices.num_bytes)) {
+      cutOncePerChunk(slices, relays);
+      return;
+    }
     for (size_t k = 0; k < slices.sources.size(); ++k) {
       owed += shares[k];
       const double target = k + 1 == slices.sources.size() ? static_cast<double>(slices.num_bytes) : owed;
+      const double stripe = target - static_cast<double>(given);
+      const double atom_bytes = equalAtomBytes(stripe, chunk_bytes);
       while (target - static_cast<double>(given) >= 1 && given < slices.num_bytes) {
-        const double left = target - static_cast<double>(given);
-        const double num_atoms = std::ceil(left / chunk_bytes - 1e-6);
         int64_t taken = 0;
-        Atom atom{.pieces = cutter.take(left / std::max(1.0, num_atoms), taken), .num_bytes = taken, .owner = slices.sources[k]};
+        Atom atom{
+            .pieces = cutter.take(std::min(atom_bytes, target - static_cast<double>(given)), taken), .num_bytes = taken, .owner = slices.sources[k]};
         atom.sources = slices.sources;
         atom.receivers = slices.receivers;
         atom.relay = relays.next(slices.receivers);
@@ -303,11 +362,10 @@ class ShipmentBuilder {
     const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
     const int32_t reducer = reduction.slices.sources[0];
     PieceCutter cutter(plan_, reduction.slices.pieces);
+    const double atom_bytes = equalAtomBytes(static_cast<double>(reduction.slices.num_bytes), static_cast<double>(out_.chunk_bytes));
     for (int64_t given = 0; given < reduction.slices.num_bytes;) {
-      const double left = static_cast<double>(reduction.slices.num_bytes - given);
       int64_t taken = 0;
-      Atom value{
-          .pieces = cutter.take(left / std::ceil(left / static_cast<double>(out_.chunk_bytes) - 1e-6), taken), .num_bytes = taken, .owner = reducer};
+      Atom value{.pieces = cutter.take(atom_bytes, taken), .num_bytes = taken, .owner = reducer};
       given += taken;
       value.receivers = reduction.slices.receivers;
       const auto value_index = static_cast<int32_t>(out_.atoms.size());

@@ -32,7 +32,9 @@ struct Shipments {
   std::vector<Atom> atoms;
   double bottleneck_s = 0;  ///< seconds that the busiest port must be busy, given the shares
   int64_t chunk_bytes = 0;
-  int64_t largest_fan = 0;  ///< most hosts that need one atom
+  double num_chunks = 0;      ///< chunks that the busiest port carries
+  int64_t most_messages = 0;  ///< most messages that one host receives or owes
+  int64_t largest_fan = 0;    ///< most hosts that need one atom
 };
 
 /// Slices with the same holding and needing hosts form a class; first copies are spread over the holders by water-filling (with the further

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <queue>
-#include <tuple>
-#include <unordered_map>
 
 #include "core/resharding/dependencies.h"
 
@@ -13,13 +11,21 @@ namespace {
 /// How many offered messages a port that falls free looks at.
 constexpr size_t kLookAhead = 32;
 
+/// A port's falling free is an event only while somebody waits for it.
 enum class EventKind : uint8_t { kArrival, kSendFree, kRecvFree };
 
-struct Event {
-  int64_t tick = 0;
-  EventKind kind = EventKind::kArrival;
-  int32_t id = 0;  ///< message or port
-  bool operator>(const Event& other) const { return std::tie(tick, kind, id) > std::tie(other.tick, other.kind, other.id); }
+class Event {
+ public:
+  Event(int64_t tick, EventKind kind, int32_t id) : tick_(tick), what_(static_cast<int64_t>(kind) << 32 | id) {}
+  int64_t tick() const { return tick_; }
+  EventKind kind() const { return static_cast<EventKind>(what_ >> 32); }
+  /// Message or port.
+  int32_t id() const { return static_cast<int32_t>(what_ & 0xFFFFFFFF); }
+  bool operator>(const Event& other) const { return tick_ > other.tick_ || (tick_ == other.tick_ && what_ > other.what_); }
+
+ private:
+  int64_t tick_;
+  int64_t what_;
 };
 
 class Simulation {
@@ -35,6 +41,7 @@ class Simulation {
         send_free_(static_cast<size_t>(network.numPorts()), 0),
         recv_free_(static_cast<size_t>(network.numPorts()), 0),
         is_dirty_(static_cast<size_t>(network.numPorts()), false),
+        is_awaited_(is_dirty_),
         start_(num_messages_, 0),
         end_(num_messages_, 0) {
     linkPairs(plan, network);
@@ -48,8 +55,8 @@ class Simulation {
     int64_t last = 0;
     dispatch(0);
     while (!events_.empty()) {
-      const int64_t now = events_.top().tick;
-      while (!events_.empty() && events_.top().tick == now) {
+      const int64_t now = events_.top().tick();
+      while (!events_.empty() && events_.top().tick() == now) {
         const Event event = events_.top();
         events_.pop();
         handle(event);
@@ -65,18 +72,35 @@ class Simulation {
 
  private:
   void linkPairs(const ReshardingPlan& plan, const Network& network) {
-    std::unordered_map<uint64_t, int32_t> last_of_pair;
+    const auto num_ranks = static_cast<size_t>(network.numRanks());
+    std::vector<size_t> first(num_ranks + 1, 0);  // messages grouped by sending rank
     for (size_t i = 0; i < num_messages_; ++i) {
       const Message& message = plan.messages[i];
       const int32_t src = network.rankIndex(message.src_rank);
-      const int32_t dst = network.rankIndex(message.dst_rank);
-      costs_[i] = network.cost(src, dst, plan.numBytes(message));
-      const uint64_t pair = static_cast<uint64_t>(src) << 32 | static_cast<uint32_t>(dst);
-      const auto [place, is_first] = last_of_pair.try_emplace(pair, static_cast<int32_t>(i));
-      if (!is_first) {
-        next_of_pair_[static_cast<size_t>(place->second)] = static_cast<int32_t>(i);
-        is_head_[i] = false;
-        place->second = static_cast<int32_t>(i);
+      costs_[i] = network.cost(src, network.rankIndex(message.dst_rank), plan.numBytes(message));
+      ++first[static_cast<size_t>(src) + 1];
+    }
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      first[rank + 1] += first[rank];
+    }
+    std::vector<int32_t> grouped(num_messages_);
+    std::vector<size_t> next(first.begin(), first.end() - 1);
+    for (size_t i = 0; i < num_messages_; ++i) {
+      grouped[next[static_cast<size_t>(network.rankIndex(plan.messages[i].src_rank))]++] = static_cast<int32_t>(i);
+    }
+    std::vector<int32_t> last_to(num_ranks, -1);  // the group's last message to a rank
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      for (size_t k = first[rank]; k < first[rank + 1]; ++k) {
+        const int32_t message = grouped[k];
+        int32_t& last = last_to[static_cast<size_t>(network.rankIndex(plan.messages[static_cast<size_t>(message)].dst_rank))];
+        if (last >= 0) {
+          next_of_pair_[static_cast<size_t>(last)] = message;
+          is_head_[static_cast<size_t>(message)] = false;
+        }
+        last = message;
+      }
+      for (size_t k = first[rank]; k < first[rank + 1]; ++k) {
+        last_to[static_cast<size_t>(network.rankIndex(plan.messages[static_cast<size_t>(grouped[k])].dst_rank))] = -1;
       }
     }
   }
@@ -118,15 +142,16 @@ class Simulation {
   }
 
   void handle(const Event& event) {
-    if (event.kind == EventKind::kSendFree) {
-      touch(event.id);
-    } else if (event.kind == EventKind::kRecvFree) {
-      for (int32_t port : waiters_[static_cast<size_t>(event.id)]) {
+    if (event.kind() == EventKind::kSendFree) {
+      is_awaited_[static_cast<size_t>(event.id())] = false;
+      touch(event.id());
+    } else if (event.kind() == EventKind::kRecvFree) {
+      for (int32_t port : waiters_[static_cast<size_t>(event.id())]) {
         touch(port);
       }
-      waiters_[static_cast<size_t>(event.id)].clear();
+      waiters_[static_cast<size_t>(event.id())].clear();
     } else {
-      const auto message = static_cast<size_t>(event.id);
+      const auto message = static_cast<size_t>(event.id());
       for (int64_t k = first_dependent_[message]; k < first_dependent_[message + 1]; ++k) {
         const int32_t dependent = dependents_[static_cast<size_t>(k)];
         --waits_for_[static_cast<size_t>(dependent)];
@@ -135,12 +160,24 @@ class Simulation {
     }
   }
 
+  /// Lets the send port's falling free be an event.
+  void await(int32_t port) {
+    if (!is_awaited_[static_cast<size_t>(port)]) {
+      is_awaited_[static_cast<size_t>(port)] = true;
+      events_.push({send_free_[static_cast<size_t>(port)], EventKind::kSendFree, port});
+    }
+  }
+
   /// The first offered message of a free send port whose receive port is free too, or -1.
   int32_t proposal(int32_t port, int64_t now) {
-    if (send_free_[static_cast<size_t>(port)] > now) {
+    const std::vector<int32_t>& offered = offered_[static_cast<size_t>(port)];
+    if (offered.empty()) {
       return -1;
     }
-    const std::vector<int32_t>& offered = offered_[static_cast<size_t>(port)];
+    if (send_free_[static_cast<size_t>(port)] > now) {
+      await(port);
+      return -1;
+    }
     const size_t count = std::min(offered.size(), kLookAhead);
     for (size_t i = 0; i < count; ++i) {
       if (recv_free_[static_cast<size_t>(costs_[static_cast<size_t>(offered[i])].recv_port)] <= now) {
@@ -151,7 +188,11 @@ class Simulation {
     for (size_t i = 0; i < count; ++i) {
       const int32_t recv_port = costs_[static_cast<size_t>(offered[i])].recv_port;
       if (recv_port != previous) {
-        waiters_[static_cast<size_t>(recv_port)].push_back(port);
+        std::vector<int32_t>& waiters = waiters_[static_cast<size_t>(recv_port)];
+        if (waiters.empty()) {
+          events_.push({recv_free_[static_cast<size_t>(recv_port)], EventKind::kRecvFree, recv_port});
+        }
+        waiters.push_back(port);
       }
       previous = recv_port;
     }
@@ -191,13 +232,14 @@ class Simulation {
     end_[static_cast<size_t>(message)] = now + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
     send_free_[static_cast<size_t>(cost.send_port)] = now + cost.send_ticks;
     recv_free_[static_cast<size_t>(cost.recv_port)] = now + cost.recv_ticks;
-    events_.push({now + cost.send_ticks, EventKind::kSendFree, cost.send_port});
-    events_.push({now + cost.recv_ticks, EventKind::kRecvFree, cost.recv_port});
-    events_.push({end_[static_cast<size_t>(message)], EventKind::kArrival, message});
+    events_.emplace(end_[static_cast<size_t>(message)], EventKind::kArrival, message);
     const int32_t next = next_of_pair_[static_cast<size_t>(message)];
     if (next >= 0) {
       is_head_[static_cast<size_t>(next)] = true;
       offerIfReady(next);
+    }
+    if (!offered.empty()) {
+      await(cost.send_port);
     }
   }
 
@@ -213,6 +255,7 @@ class Simulation {
   std::vector<int64_t> send_free_;
   std::vector<int64_t> recv_free_;
   std::vector<bool> is_dirty_;
+  std::vector<bool> is_awaited_;  ///< by send port: an event wakes it
   std::vector<int32_t> dirty_;
   std::vector<int64_t> start_;
   std::vector<int64_t> end_;

@@ -40,8 +40,12 @@ struct IntegerOption {
   int64_t min_value = 0;
 };
 
+/// Stands in ReshardingPlan::predicted_seconds while a plan is made.
+constexpr double kNotPredicted = -1;
+
 /// What the registry knows of a strategy. `plan` gets a plan with tensors, topology, tables and tasks and appends its messages; it is a pure
-/// function of them (integer arithmetic or doubles in a fixed order, total-order ties), so that every rank plans alike.
+/// function of them (integer arithmetic or doubles in a fixed order, total-order ties), so that every rank plans alike. Where it has
+/// simulated the messages that it appended, it sets predicted_seconds, which is kNotPredicted before.
 struct StrategyInfo {
   std::string name;
   std::string summary;

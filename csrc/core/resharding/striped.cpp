@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <bit>
 #include <optional>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "core/resharding/network.h"
 #include "core/resharding/shipments.h"
 #include "core/resharding/simulate.h"
+#include "core/resharding/static_schedule.h"
 #include "core/resharding/strategy_list.h"
 
 namespace xmesh::core {
@@ -34,43 +36,92 @@ const std::vector<Attempt>& attempts() {
 }
 
 /// The busiest port's time with its messages' cost, and the pipeline's fill: one root reaches p hosts in ceil(log2(p + 1)) steps.
-double goodEnough(const Shipments& shipments, const LinkModel& links, double slowest_rate) {
-  const double chunk_s = static_cast<double>(shipments.chunk_bytes) / slowest_rate;
-  const double num_chunks = chunk_s > 0 ? shipments.bottleneck_s / chunk_s : 0;
+double goodEnough(const Shipments& shipments, const LinkModel& links) {
   const double fill = static_cast<double>(std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
-  return 1.003 * (shipments.bottleneck_s + num_chunks * 1e-6 * links.message_us) + fill * chunk_s + 2e-6 * links.latency_us;
+  const double chunk_s = shipments.bottleneck_s / std::max(1.0, shipments.num_chunks);
+  const double messages_s = 1e-6 * links.message_us * std::max(shipments.num_chunks, static_cast<double>(shipments.most_messages));
+  return 1.003 * (shipments.bottleneck_s + messages_s) + fill * (chunk_s + 1e-6 * links.message_us) + 2e-6 * links.latency_us;
 }
 
+/// Counts what planning has cost so far, in operations and never in time, so that every rank stops alike.
+class Work {
+ public:
+  /// About what one more event-driven schedule costs, beyond messages: every transfer weighs some receivers.
+  static int64_t ofSchedule(const Shipments& shipments, const Network& network, bool is_matched) {
+    const int64_t hosts = network.numHosts();
+    int64_t num_transfers = 0;
+    for (const Atom& atom : shipments.atoms) {
+      num_transfers += static_cast<int64_t>(atom.receivers.size());
+    }
+    const auto words = static_cast<int64_t>(shipments.atoms.size() / 64 + 1);
+    return num_transfers * std::min<int64_t>(hosts, 64) * (is_matched ? hosts : 1) * words;
+  }
+  void spend(int64_t operations) { spent_ += operations; }
+  bool allows(int64_t operations) const { return spent_ + operations <= kMost; }
+
+ private:
+  static constexpr int64_t kMost = 8'000'000;
+  int64_t spent_ = 0;
+};
+
+/// Keeps the fastest of several lists of messages.
+class BestMessages {
+ public:
+  BestMessages(ReshardingPlan& plan, const Network& network) : plan_(plan), network_(network) {}
+
+  void consider(const Shipments& shipments, const std::vector<AtomTransfer>& transfers, Work& work) {
+    constexpr int64_t kPerMessage = 300;
+    plan_.messages.clear();
+    expandTransfers(plan_, network_, shipments, transfers);
+    work.spend(kPerMessage * static_cast<int64_t>(plan_.messages.size()));
+    const double found_s = simulatedSeconds(plan_, network_);
+    if (seconds_ < 0 || found_s < seconds_) {
+      seconds_ = found_s;
+      messages_ = std::move(plan_.messages);
+    }
+  }
+  bool isEmpty() const { return seconds_ < 0; }
+  double seconds() const { return seconds_; }
+  std::vector<Message> take() { return std::move(messages_); }
+
+ private:
+  ReshardingPlan& plan_;
+  const Network& network_;
+  double seconds_ = -1;
+  std::vector<Message> messages_;
+};
+
 void planStriped(ReshardingPlan& plan, const Strategy& strategy) {
-  constexpr size_t kMostMessages = 16'384;  // of all attempts together, so that planning time is bounded
   const Network network(plan);
   const int64_t num_chunks = strategy.option("num_chunks");
   const Shipments levelled = shipmentsOf(plan, network, num_chunks);
   std::optional<Shipments> concentrated;
-  const double goal = goodEnough(levelled, plan.topology.links(), static_cast<double>(plan.topology.links().nic_bytes_per_s));
-  double best_seconds = 0;
-  size_t num_messages = 0;
-  std::vector<Message> best;
-  for (size_t i = 0; i < attempts().size(); ++i) {
-    const auto& [has_few_owners, taste] = attempts()[i];
+  const double goal = goodEnough(levelled, plan.topology.links());
+  Work work;
+  BestMessages best(plan, network);
+  const StaticTransfers closed_form = staticTransfers(levelled, network, plan.topology.links());
+  // Where what is passed on comes late by the latency, ports that never wait leave the closed form's order.
+  const bool is_closed_form_exact = !closed_form.passes_on || plan.topology.links().latency_us == 0;
+  if (is_closed_form_exact && !closed_form.list.empty()) {
+    best.consider(levelled, closed_form.list, work);
+  }
+  for (const auto& [has_few_owners, taste] : attempts()) {
+    const int64_t operations = Work::ofSchedule(levelled, network, taste.is_matched);
+    if (!best.isEmpty() && (best.seconds() <= goal || !work.allows(operations))) {
+      break;
+    }
     if (has_few_owners && !concentrated) {
       concentrated = shipmentsOf(plan, network, num_chunks, true);
     }
     const Shipments& shipments = has_few_owners ? *concentrated : levelled;
-    const std::vector<AtomTransfer> transfers = scheduleAtoms(shipments, network, taste);
-    plan.messages.clear();
-    expandTransfers(plan, network, shipments, transfers);
-    num_messages += plan.messages.size();
-    const double seconds = simulatedSeconds(plan, network);
-    if (i == 0 || seconds < best_seconds) {
-      best_seconds = seconds;
-      best = std::move(plan.messages);
-    }
-    if (best_seconds <= goal || num_messages > kMostMessages) {
-      break;
-    }
+    work.spend(operations);
+    best.consider(shipments, scheduleAtoms(shipments, network, taste), work);
   }
-  plan.messages = std::move(best);
+  if (!is_closed_form_exact && best.seconds() > goal && work.allows(0)) {
+    best.consider(levelled, closed_form.list, work);
+  }
+  plan.predicted_seconds = best.seconds();
+  plan.messages = best.take();
 }
 
 }  // namespace

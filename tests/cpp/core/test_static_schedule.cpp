@@ -1,0 +1,78 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "core/resharding/planner.h"
+#include "core/resharding/static_schedule.h"
+#include "core/resharding/validate.h"
+
+namespace xmesh::core {
+namespace {
+
+/// Replays the rounds: one send and one receive per process and round, only blocks that it has, every block once.
+TEST(CirculantBroadcast, IsARoundOptimalSchedule) {
+  for (int32_t num_processes = 1; num_processes <= 70; ++num_processes) {
+    for (const int32_t num_blocks : {1, 2, 3, 7, 16}) {
+      int32_t depth = 0;
+      while ((1 << depth) < num_processes) {
+        ++depth;
+      }
+      std::vector<std::vector<int32_t>> round_of(static_cast<size_t>(num_processes), std::vector<int32_t>(static_cast<size_t>(num_blocks), -1));
+      std::fill(round_of[0].begin(), round_of[0].end(), 0);  // the first round in which a process may send the block; -1: it lacks it
+      std::set<std::pair<int32_t, int32_t>> senders;
+      std::set<std::pair<int32_t, int32_t>> receivers;
+      size_t num_transfers = 0;
+      for (const BlockTransfer& transfer : circulantBroadcast(num_processes, num_blocks)) {
+        const int32_t since = round_of[static_cast<size_t>(transfer.from)][static_cast<size_t>(transfer.block)];
+        ASSERT_TRUE(since >= 0 && since <= transfer.round) << num_processes << " processes, " << num_blocks << " blocks, round " << transfer.round;
+        int32_t& at_receiver = round_of[static_cast<size_t>(transfer.to)][static_cast<size_t>(transfer.block)];
+        ASSERT_EQ(at_receiver, -1);
+        at_receiver = transfer.round + 1;
+        ASSERT_TRUE(senders.insert({transfer.round, transfer.from}).second);
+        ASSERT_TRUE(receivers.insert({transfer.round, transfer.to}).second);
+        ASSERT_LT(transfer.round, num_blocks - 1 + depth);
+        ++num_transfers;
+      }
+      ASSERT_EQ(num_transfers, static_cast<size_t>(num_processes - 1) * static_cast<size_t>(num_blocks));
+    }
+  }
+}
+
+ReshardingPlan planOn(int64_t num_src, int64_t num_dst, const Placement& src, const Placement& dst) {
+  std::vector<int64_t> src_ranks(static_cast<size_t>(num_src));
+  std::vector<int64_t> dst_ranks(static_cast<size_t>(num_dst));
+  std::iota(src_ranks.begin(), src_ranks.end(), int64_t{0});
+  std::iota(dst_ranks.begin(), dst_ranks.end(), num_src);
+  const DType dtype = DType::parse("float32");
+  const LinkModel links{.nic_bytes_per_s = 25'000'000, .local_bytes_per_s = 1'000'000'000, .latency_us = 0, .message_us = 0, .local_latency_us = 0};
+  const TensorPair pair{{{1920, 1920}, dtype, Mesh({num_src}, src_ranks), {src}}, {{1920, 1920}, dtype, Mesh({num_dst}, dst_ranks), {dst}}};
+  return planResharding({pair}, Topology::uniform(num_src + num_dst, 1, links), parseStrategy("striped:num_chunks=64"));
+}
+
+TEST(StaticSchedule, ReachesTheBoundOnManyHosts) {
+  struct Shape {
+    int64_t num_src;
+    int64_t num_dst;
+    Placement src;
+    Placement dst;
+    double most;
+  };
+  const std::vector<Shape> shapes = {
+      {1, 127, Placement::replicate(), Placement::replicate(), 1 + 6.5 / 64},   // ceil(log2(128)) - 1 = 6 chunks
+      {64, 64, Placement::replicate(), Placement::replicate(), 1.01},           // one holder for each
+      {4, 60, Placement::replicate(), Placement::replicate(), 1 + 3.5 / 64},    // groups of 15
+      {96, 96, Placement::shard(0), Placement::shard(1), 1.02},                 // all to all
+      {120, 120, Placement::shard(0), Placement::replicate(), 1 + 10.0 / 64.0}  // all gather
+  };
+  for (const Shape& shape : shapes) {
+    const ReshardingPlan plan = planOn(shape.num_src, shape.num_dst, shape.src, shape.dst);
+    EXPECT_NO_THROW(validatePlan(plan));
+    EXPECT_LE(plan.predicted_seconds, shape.most * plan.lower_bound_seconds) << shape.num_src << " -> " << shape.num_dst;
+  }
+}
+
+}  // namespace
+}  // namespace xmesh::core
