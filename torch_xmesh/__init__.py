@@ -20,7 +20,8 @@ if torch.__version__.split(".")[:2] != BUILT_WITH_TORCH.split(".")[:2]:
 
 from torch_xmesh import backend as _backend
 from torch_xmesh.backend import Options
-from torch_xmesh.errors import PeerError
+from torch_xmesh.errors import PeerError, StageError
+from torch_xmesh.pipeline import PipelineEngine, Schedule, simulate, split_at
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.resharding import reshard, reshard_many
 from torch_xmesh.spec import Mesh, Spec, device_mesh, stage_meshes
@@ -33,14 +34,19 @@ __all__ = [
     "Mesh",
     "Options",
     "PeerError",
+    "PipelineEngine",
     "ReshardingPlan",
+    "Schedule",
     "Spec",
+    "StageError",
     "Topology",
     "__version__",
     "device_mesh",
     "plan_resharding",
     "reshard",
     "reshard_many",
+    "simulate",
+    "split_at",
     "stage_meshes",
 ]
 

@@ -1,6 +1,8 @@
-"""Pipelines: schedules and their simulation."""
+"""Pipelines: a model's stages on meshes of their own, schedules and their simulation."""
 
+from torch_xmesh.pipeline.engine import PipelineEngine
+from torch_xmesh.pipeline.partition import split_at
 from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.pipeline.simulation import Costs, EdgeCosts, Simulation, StageCosts, simulate
 
-__all__ = ["Costs", "EdgeCosts", "Schedule", "Simulation", "StageCosts", "simulate"]
+__all__ = ["Costs", "EdgeCosts", "PipelineEngine", "Schedule", "Simulation", "StageCosts", "simulate", "split_at"]
