@@ -180,7 +180,9 @@ class BroadcastPlanner {
       }
     }
     pipeline.nic_hops += contributionsOf(route.task).size() > 1 ? 1 : 0;
-    return chunkElements(pipeline, plan_.topology.links());
+    // Chunks far finer than the whole plan's pipeline only make it long.
+    constexpr int64_t kFinestOfPlan = 1024;
+    return std::max(chunkElements(pipeline, plan_.topology.links()), chunkElementsOf(plan_.lower_bound_bytes / kFinestOfPlan, item_bytes));
   }
 
   void emit(const Route& route) {

@@ -35,10 +35,21 @@ struct Demands {
 };
 
 Demands demandsOf(const ReshardingPlan& plan, const Network& network) {
-  std::map<std::pair<int64_t, int64_t>, int64_t> mass_of;  // (holders, needers) -> bytes
+  std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> mass_of;  // (holders, needers), bytes
+  mass_of.reserve(plan.tasks.size());
   for (const UnitTask& task : plan.tasks) {
-    mass_of[{task.holders, task.needers}] += numElements(task.box) * plan.itemBytes(task);
+    mass_of.push_back({{task.holders, task.needers}, numElements(task.box) * plan.itemBytes(task)});
   }
+  std::sort(mass_of.begin(), mass_of.end());
+  size_t num_classes = 0;
+  for (const auto& [tables, mass] : mass_of) {
+    if (num_classes > 0 && mass_of[num_classes - 1].first == tables) {
+      mass_of[num_classes - 1].second += mass;
+    } else {
+      mass_of[num_classes++] = {tables, mass};
+    }
+  }
+  mass_of.resize(num_classes);
   const HostSets hosts(plan, network);
   Demands out;
   out.incoming.resize(static_cast<size_t>(network.numHosts()));

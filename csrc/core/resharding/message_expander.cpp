@@ -10,13 +10,15 @@ namespace {
 class MessageExpander {
  public:
   MessageExpander(ReshardingPlan& plan, const Network& network, const Shipments& shipments)
-      : plan_(plan), network_(network), shipments_(shipments), timeline_(plan, network), parts_left_(shipments.atoms.size()) {
+      : plan_(plan), network_(network), shipments_(shipments), hosts_(plan, network), timeline_(plan, network), parts_left_(shipments.atoms.size()) {
     for (size_t i = 0; i < shipments.atoms.size(); ++i) {
       parts_left_[i] = shipments.atoms[i].num_parts;
     }
   }
 
   void expand(const std::vector<AtomTransfer>& transfers) {
+    ready_.reserve(transfers.size());
+    at_.reserve(transfers.size());
     for (const AtomTransfer& transfer : transfers) {
       if (shipments_.atoms[static_cast<size_t>(transfer.atom)].value_atom < 0) {
         ship(transfer);
@@ -123,8 +125,18 @@ class MessageExpander {
 
   int64_t readyKey(int32_t atom, int32_t host) const { return static_cast<int64_t>(atom) * network_.numHosts() + host; }
 
+  /// Whether a host does anything with a piece but hold and send it: some rank there needs it, or contributions are reduced.
+  bool concerns(const Piece& piece, int32_t host) const {
+    const std::vector<int32_t>& needing = hosts_.needers[static_cast<size_t>(plan_.tasks[static_cast<size_t>(piece.task)].needers)];
+    return contributionsOf(piece.task).size() > 1 || std::binary_search(needing.begin(), needing.end(), host);
+  }
+
   /// When a host has an atom. At a source it is made so on the first call: local contributions reduced, local needers served.
   int64_t readyAt(int32_t index, int32_t host) {
+    const std::vector<Piece>& pieces = shipments_.atoms[static_cast<size_t>(index)].pieces;
+    if (std::none_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return concerns(piece, host); })) {
+      return 0;
+    }
     const auto [place_of, is_new] = ready_.try_emplace(readyKey(index, host), 0);
     if (!is_new) {
       return place_of->second;
@@ -195,6 +207,7 @@ class MessageExpander {
   ReshardingPlan& plan_;
   const Network& network_;
   const Shipments& shipments_;
+  HostSets hosts_;
   Timeline timeline_;
   std::vector<int32_t> parts_left_;
   std::unordered_map<int32_t, int64_t> parts_there_;  ///< when the last contribution so far is there, by value atom

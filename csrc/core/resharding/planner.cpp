@@ -81,7 +81,7 @@ ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology
   if (strategy.name != "auto") {
     return runStrategy(std::move(plan), strategy, network);
   }
-  constexpr size_t kLargePlan = 40'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
+  constexpr size_t kLargePlan = 20'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
   std::optional<ReshardingPlan> best;
   for (const StrategyInfo& info : strategies()) {
     if (!info.is_candidate) {

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <map>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "core/resharding/chunking.h"
@@ -141,9 +142,18 @@ class ShipmentBuilder {
 
   void collect() {
     std::map<std::pair<Hosts, Hosts>, size_t> class_of;
+    std::unordered_map<int64_t, size_t> class_of_tables;      // by holders and needers of the plan's tables
     std::map<std::pair<int64_t, Hosts>, SliceClass> partial;  // by holders and needing hosts
     for (size_t task = 0; task < plan_.tasks.size(); ++task) {
       const UnitTask& unit = plan_.tasks[task];
+      const Piece piece{static_cast<int32_t>(task), 0, numElements(unit.box)};
+      const int64_t tables = unit.holders * static_cast<int64_t>(plan_.needers.size()) + unit.needers;
+      const auto [known, is_new_tables] = class_of_tables.try_emplace(tables, size_t{0});
+      if (!is_new_tables) {
+        classes_[known->second].pieces.push_back(piece);
+        classes_[known->second].num_bytes += bytesOf({piece});
+        continue;
+      }
       const std::vector<Hosts>& holders = hosts_.holders[static_cast<size_t>(unit.holders)];
       const Hosts& needers = hosts_.needers[static_cast<size_t>(unit.needers)];
       Hosts sources = holders.front();
@@ -152,16 +162,17 @@ class ShipmentBuilder {
         std::erase_if(sources,
                       [&](int32_t host) { return !std::all_of(holders.begin(), holders.end(), [&](const Hosts& h) { return has(h, host); }); });
       }
-      const Piece piece{static_cast<int32_t>(task), 0, numElements(unit.box)};
       Hosts receivers = without(needers, sources);
       SliceClass* slices = nullptr;
       if (sources.empty()) {
+        class_of_tables.erase(known);
         slices = &partial[{unit.holders, needers}];
       } else {
         const auto [place, is_new] = class_of.try_emplace({sources, receivers}, classes_.size());
         if (is_new) {
           classes_.push_back({std::move(sources), std::move(receivers), {}, 0});
         }
+        known->second = place->second;
         slices = &classes_[place->second];
       }
       slices->pieces.push_back(piece);
