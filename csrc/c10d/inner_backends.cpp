@@ -66,6 +66,15 @@ void InnerBackends::forEach(const std::function<void(::c10d::Backend&)>& visit) 
   }
 }
 
+void InnerBackends::end() noexcept {
+  hooks_.run_unlocked([this] {
+    for (Slot& slot : slots_) {
+      slot.fast.store(nullptr, std::memory_order_release);
+      slot.owner.reset();
+    }
+  });
+}
+
 void InnerBackends::leak() noexcept {
   for (Slot& slot : slots_) {
     slot.fast.store(nullptr, std::memory_order_release);

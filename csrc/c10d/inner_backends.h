@@ -60,6 +60,8 @@ class InnerBackends {
   void forEach(const std::function<void(::c10d::Backend&)>& visit) const;
   /// True if the kind can be carried on this machine.
   bool canMake(c10::DeviceType kind) const;
+  /// Ends the backends made so far, without the interpreter's lock: their threads may need it to end.
+  void end() noexcept;
   /// Gives up ownership without destroying anything: for a forked child, which has none of the backends' threads.
   void leak() noexcept;
 

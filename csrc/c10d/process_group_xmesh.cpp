@@ -81,6 +81,7 @@ ProcessGroupXmesh::~ProcessGroupXmesh() {
     return;
   }
   close(/*abort=*/false);
+  inner_.end();
 }
 
 void ProcessGroupXmesh::close(bool abort) noexcept {
