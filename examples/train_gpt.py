@@ -173,9 +173,7 @@ def train(options: argparse.Namespace) -> None:
         print(summary)
         if options.losses:
             draw_losses(losses, Path(options.losses))
-        print(
-            f"the first {options.check_steps} steps equal the run in one process; loss {losses[0]:.3f} -> {losses[-1]:.3f}"
-        )
+        print(f"the first {options.check_steps} steps equal one process; loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[-1] < losses[0], f"the loss did not fall: {losses[0]} -> {losses[-1]}"
 
 

@@ -523,7 +523,9 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
       continue;  // its own waiter hears of it
     }
   }
-  network_.reset();  // joins the thread: from here on nobody else touches the calls
+  // Joins the thread: from here on nobody else touches the calls. reset() would clear network_ first, which tasks still use.
+  delete network_.get();
+  static_cast<void>(network_.release());
   for (auto& [key, call] : calls_) {
     if (call.executor != nullptr) {
       call.executor->transportGone();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from models import Case, cases
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.engine import PipelineEngine
-from torch_xmesh.pipeline.partition import partition, split_at
-from torch_xmesh.testing.serial import serial_step
+from torch_xmesh.pipeline.partition import partition
+from torch_xmesh.testing import serial_step
+
+__all__ = ["ONE", "Case", "Run", "about", "case_of", "cases", "compare", "make_engine", "train_and_compare"]
 
 ONE = {name: [[rank] for rank in range(count)] for name, count in {"1": 1, "2": 2, "3": 3, "4": 4}.items()}
 
@@ -44,6 +46,11 @@ class Run:
         return xm.Mesh(self.meshes[-1]).shape[0]
 
 
+def about(where: str) -> Callable[[str], str]:
+    """For assert_close: its text after where it was."""
+    return lambda text: f"{where}: {text}"
+
+
 def case_of(name: str) -> Case:
     return next(case for case in cases() if case.name == name)
 
@@ -53,16 +60,16 @@ def example(case: Case, samples: int) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def make_engine(run: Run, model: Any, **options: Any) -> PipelineEngine:
+def make_engine(run: Run, model: Any, **options: Any) -> xm.PipelineEngine:
     case = case_of(run.model)
     specs = dict(case.specs)
     args, kwargs = example(case, run.samples // run.microbatches)
-    return PipelineEngine(
+    return xm.PipelineEngine(
         model,
         args,
         kwargs,
         meshes=[xm.Mesh(mesh) for mesh in run.meshes],
-        split=split_at(*run.split),
+        split=xm.split_at(*run.split),
         schedule=run.schedule,
         num_microbatches=run.microbatches,
         loss_fn=case.loss,
@@ -84,7 +91,7 @@ def train_and_compare(run: Run) -> tuple[int, int]:
     whole = None
     if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in reference.modules()):
         args, kwargs = example(case, run.samples // run.microbatches)
-        whole = partition(reference, args, kwargs, split_at(*run.split))  # dropout is seeded for each stage
+        whole = partition(reference, args, kwargs, xm.split_at(*run.split))  # dropout is seeded for each stage
     mine = torch.optim.SGD(engine.parameters(), 1e-3)
     theirs = torch.optim.SGD(reference.parameters(), 1e-3)
     counts = (0, 0)
@@ -121,7 +128,7 @@ def train_and_compare(run: Run) -> tuple[int, int]:
 
 
 def compare(engine: Any, reference: Any, expected: Any, output: Any, losses: list[torch.Tensor], where: str) -> None:
-    bounds = {"rtol": 2e-5, "atol": 2e-6}
+    bounds: Any = {"rtol": 2e-5, "atol": 2e-6}
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters(remove_duplicate=False)}
     found = dict(engine.named_parameters())
     assert found, where
@@ -131,12 +138,10 @@ def compare(engine: Any, reference: Any, expected: Any, output: Any, losses: lis
             assert want is None or not want.any(), f"{where}: {name} has no gradient"
             assert parameter.grad is None or not parameter.grad.any(), f"{where}: {name} has a gradient"
             continue
-        torch.testing.assert_close(parameter.grad, want, **bounds, msg=lambda m, n=name: f"{where}: {n}: {m}")
+        torch.testing.assert_close(parameter.grad, want, **bounds, msg=about(f"{where}: {name}"))
     assert engine.last_loss() == pytest.approx(float(expected.loss), rel=1e-5), where
     if output is not None:
-        torch.testing.assert_close(
-            torch.stack(losses), torch.stack(expected.losses), **bounds, msg=lambda m: f"{where}: {m}"
-        )
-        torch.testing.assert_close(output, expected.output, **bounds, msg=lambda m: f"{where}: {m}")
+        torch.testing.assert_close(torch.stack(losses), torch.stack(expected.losses), **bounds, msg=about(where))
+        torch.testing.assert_close(output, expected.output, **bounds, msg=about(where))
     else:
         assert not losses

@@ -17,9 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.errors import StageError
-from torch_xmesh.pipeline.engine import PipelineEngine
-from torch_xmesh.pipeline.partition import split_at
 from torch_xmesh.testing import World, mark, spawn
 
 TIMEOUT = 4.0
@@ -47,10 +44,10 @@ class _Sprung(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         if ctx.trap.fails == "backward":
             raise FileNotFoundError("no such trap")
-        return gradient, None
+        return gradients[0], None
 
 
 class Leafy(Trap):
@@ -59,12 +56,12 @@ class Leafy(Trap):
     __module__ = "torch.nn.trap"
 
 
-def make(meshes: Any, **options: Any) -> tuple[PipelineEngine, nn.Sequential]:
+def make(meshes: Any, **options: Any) -> tuple[xm.PipelineEngine, nn.Sequential]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy())
     names = {1: (), 2: ("2",), 3: ("2", "4")}[len(meshes)]
-    settings: dict[str, Any] = {"num_microbatches": 4, "loss_fn": F.mse_loss, "split": split_at(*names)}
-    engine = PipelineEngine(
+    settings: dict[str, Any] = {"num_microbatches": 4, "loss_fn": F.mse_loss, "split": xm.split_at(*names)}
+    engine = xm.PipelineEngine(
         model, (torch.empty(2, 4),), meshes=[xm.Mesh(mesh) for mesh in meshes], **{**settings, **options}
     )
     return engine, model
@@ -79,12 +76,14 @@ def stage_raises(rank: int, world_size: int, failing: int, phase: str) -> tuple[
     x, y = batch()
     engine.step(x, target=y)
     if rank == failing:
-        model[2 * failing + 1].fails = phase
+        trap = model[2 * failing + 1]
+        assert isinstance(trap, Trap)
+        trap.fails = phase
     started = time.monotonic()
-    with pytest.raises(StageError) as caught:
+    with pytest.raises(xm.StageError) as caught:
         engine.step(x, target=y)
     assert time.monotonic() - started < SLACK
-    with pytest.raises(StageError):
+    with pytest.raises(xm.StageError):
         engine.step(x, target=y)
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -141,9 +140,9 @@ def mistake(rank: int, world_size: int, which: str) -> str:
         if which == "microbatches":
             make(TWO, num_microbatches=4 + rank)
         elif which == "split":
-            make(TWO, split=split_at("9"))
+            make(TWO, split=xm.split_at("9"))
         elif which == "meshes":
-            make(THREE[:2], split=split_at("2", "4"))
+            make(THREE[:2], split=xm.split_at("2", "4"))
         elif which == "overlap":
             make(([0, 1], [1]))
         elif which == "schedule":

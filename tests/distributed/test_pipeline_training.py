@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pipeline_cases import Run, case_of, make_engine
+from pipeline_cases import Run, about, case_of, make_engine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -18,13 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.engine import PipelineEngine
-from torch_xmesh.pipeline.partition import split_at
-from torch_xmesh.testing import spawn
-from torch_xmesh.testing.serial import serial_step
+from torch_xmesh.testing import serial_step, spawn
 
 
-def built(run: Run, **options: Any) -> tuple[PipelineEngine, nn.Module]:
+def built(run: Run, **options: Any) -> tuple[xm.PipelineEngine, nn.Module]:
     """An engine and a reference model with the same parameters."""
     torch.manual_seed(0)
     model = case_of(run.model).build()
@@ -51,17 +48,17 @@ def oracle(run: Run, reference: nn.Module, step: int = 0, **options: Any) -> Any
     )
 
 
-def take_step(run: Run, engine: PipelineEngine, step: int = 0) -> Any:
+def take_step(run: Run, engine: xm.PipelineEngine, step: int = 0) -> Any:
     args, kwargs, target = batch(run, step)
     return engine.step(*args, target=target, **kwargs)
 
 
-def same_gradients(engine: PipelineEngine, reference: nn.Module, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+def same_gradients(engine: xm.PipelineEngine, reference: nn.Module, rtol: float = 2e-5, atol: float = 2e-6) -> None:
     expected = dict(reference.named_parameters(remove_duplicate=False))
     for name, parameter in engine.named_parameters():
         assert parameter.grad is not None, name
         found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(found, expected[name].grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found, expected[name].grad, rtol=rtol, atol=atol, msg=about(name))
 
 
 TIED = Run("gpt", ("blocks.2",), ([0, 1], [2, 3]), samples=16)
@@ -176,17 +173,16 @@ def tensor_parallel(rank: int, world_size: int) -> None:
     world = init_device_mesh("cpu", (3, 2), mesh_dim_names=("row", "tp"))
 
     def parallelize(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
-        wide = getattr(module, "0", None) or getattr(module, "1", None)
-        return_ = parallelize_module(wide, world["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        assert return_ is wide
+        wide = module.get_submodule(str(stage))
+        parallelize_module(wide, world["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return module
 
     meshes = [xm.Mesh([[0, 1], [2, 3]]), xm.Mesh([4, 5])]
-    engine = PipelineEngine(
+    engine = xm.PipelineEngine(
         model,
         (torch.empty(2, 6),),
         meshes=meshes,
-        split=split_at("1"),
+        split=xm.split_at("1"),
         num_microbatches=3,
         loss_fn=F.mse_loss,
         parallelize=parallelize,
@@ -231,7 +227,7 @@ def ready_stages(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
     stages: list[nn.Module | None] = [module if stage == rank else None for stage, module in enumerate(whole)]
-    engine = PipelineEngine(
+    engine = xm.PipelineEngine(
         copy.deepcopy(stages),
         (torch.empty(2, 6),),
         meshes=[xm.Mesh([stage]) for stage in range(3)],
@@ -254,7 +250,7 @@ def automatic(rank: int, world_size: int) -> str:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     reference = copy.deepcopy(model)
     meshes = [xm.Mesh([0]), xm.Mesh([1])]
-    engine = PipelineEngine(
+    engine = xm.PipelineEngine(
         model, (torch.empty(2, 16),), meshes=meshes, split="auto", num_microbatches=4, loss_fn=F.mse_loss
     )
     x, y = torch.ones(8, 16), torch.ones(8, 16)
@@ -303,7 +299,7 @@ def load(rank: int, world_size: int, folder: str) -> None:
         other.step()
     expected = dict(reference.named_parameters(remove_duplicate=False))
     for name, parameter in engine.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=2e-5, msg=about(name))
     engine.close()
 
 

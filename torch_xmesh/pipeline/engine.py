@@ -28,7 +28,7 @@ from torch_xmesh.pipeline.boundary import (
 from torch_xmesh.pipeline.data_parallel import GradientSync, Tied
 from torch_xmesh.pipeline.engine_batch import local_microbatches, num_samples, specs_of
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
-from torch_xmesh.pipeline.engine_stage import StageWork, StepState
+from torch_xmesh.pipeline.engine_stage import StageForward, StageWork, StepState
 from torch_xmesh.pipeline.microbatch import merge_outputs, microbatch_sizes
 from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.profile import choose_split
@@ -132,7 +132,6 @@ class PipelineEngine:
         self._is_sync = True
         self._step = 0
         self._loss: float | None = None
-        self._state: StepState | None = None
         self._scaler: PipelineScaler | None = None
         self._model_names: set[str] | None = set(model.state_dict()) if isinstance(model, nn.Module) else None
         self._plans: dict[tuple[int, ...], list[_C.EdgePlans]] = {}
@@ -225,6 +224,7 @@ class PipelineEngine:
             self._boundaries.layout(edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values)
             for edge in self._edges
         ]
+        self._forward = StageForward(self._works)
         return _C.PipelinePlace(self._transfers.traffic, stages, layouts, self._forward, overlap, _LOOKAHEAD)
 
     def _tied_parameters(self, places: list[int]) -> list[Tied]:
@@ -303,7 +303,7 @@ class PipelineEngine:
             try:
                 return self._run_guarded(args, kwargs, target, losses, return_outputs, is_train)
             finally:
-                self._state = None
+                self._forward.step = None
 
     def _failure(self, error: BaseException) -> BaseException:
         """Tells the other ranks of a failure that began here, and what this rank raises."""
@@ -348,7 +348,7 @@ class PipelineEngine:
                 f"{list(self._partition.stages[stage].model_inputs)}"
             )
         sizes = self._agree_on_sizes(num_samples(tree, specs), num_samples(target, target_specs), is_train)
-        state = self._state = StepState(self._step, sizes, is_train)
+        state = self._forward.step = StepState(self._step, sizes, is_train)
         state.keeps_outputs = return_outputs and is_last
         inputs = self._bind(tree, specs, sizes)
         if is_last and target is not None:
@@ -429,12 +429,6 @@ class PipelineEngine:
                 plans.append(_C.EdgePlans(lane, edge.text, is_joint, forward, backward))
             self._plans[key] = plans
         return self._plans[key]
-
-    def _forward(
-        self, stage: int, microbatch: int, inputs: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        assert self._state is not None
-        return self._works[stage].run(self._state, microbatch, inputs)
 
     # After a step.
 

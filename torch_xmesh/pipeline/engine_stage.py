@@ -1,7 +1,7 @@
 """What one stage does for one microbatch: dropout's seed, DTensors at the boundary, the module, the loss."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,3 +118,17 @@ class StageWork:
 
     def _detached(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self._local(info, out).detach() for info, out in zip(self._outputs, outputs, strict=True)]
+
+
+class StageForward:
+    """What the C++ engine calls; it holds the stages' work, not the Python engine, which holds the C++ engine."""
+
+    def __init__(self, works: Mapping[int, StageWork]) -> None:
+        self.step: StepState | None = None
+        self._works = works
+
+    def __call__(
+        self, stage: int, microbatch: int, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        assert self.step is not None
+        return self._works[stage].run(self.step, microbatch, inputs)

@@ -1,4 +1,4 @@
-"""Tools for tests on real processes (:func:`spawn`, :class:`World`, :func:`mark`), and a pipeline's oracle, :func:`serial_step`."""
+"""Tests on real processes: :func:`spawn`, :class:`World`, :func:`mark`; a pipeline's oracle: :func:`serial_step`."""
 
 from torch_xmesh.testing.serial import SerialResult, serial_step
 from torch_xmesh.testing.spawn import RankError, RankOutcome, World, mark, spawn
