@@ -331,3 +331,34 @@ def test_trace_timeline_summary(tmp_path: Path) -> None:
     assert len(computed) == len(expected)
     assert sum(event["ph"] == "b" for event in events) == 16
     assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+def on_meta(rank: int, world_size: int) -> None:
+    """Each rank makes its own stage real; the whole model's state dict fills it."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+
+    def make_real(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
+        return module.to_empty(device="cpu")
+
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 6, device="meta"),),
+        meshes=[xm.Mesh([0]), xm.Mesh([1])],
+        split=xm.split_at("1"),
+        num_microbatches=4,
+        loss_fn=F.mse_loss,
+        parallelize=make_real,
+    )
+    engine.load_state_dict(reference.state_dict())
+    x, y = torch.ones(8, 6), torch.ones(8, 3)
+    engine.step(x, target=y)
+    serial_step(reference, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=4)
+    same_gradients(engine, reference)
+    engine.close()
+
+
+def test_model_on_meta() -> None:
+    spawn(on_meta, 2, timeout=60)

@@ -63,7 +63,8 @@ class PipelineEngine:
         num_microbatches: into how many parts a step cuts its batch.
         loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
             train.
-        parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages.
+        parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
+            to make a stage of a model on the meta device real.
         data_axis: the mesh axis over which a stage's batch is sharded: a name, an index or None; or a list, one per
             stage. Default: axis 0; with `parallelize` None for meshes of one axis.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
@@ -209,6 +210,11 @@ class PipelineEngine:
                 self._partition, stage, self._meshes[stage], self._boundaries, self._loss_fn, seed, self._scale_grads
             )
             self._named[stage] = dict(program.module.named_parameters())
+            if empty := [name for name, parameter in self._named[stage].items() if parameter.is_meta]:
+                raise ValueError(
+                    f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
+                    "(module.to_empty(device='cpu'), then initialise or load_state_dict)"
+                )
 
     def _make_place(self, overlap: bool) -> "_C.PipelinePlace":
         stages = []
