@@ -152,7 +152,9 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
   if (!joinWatch(key, call)) {
     return;
   }
-  for (const int32_t peer : call.request.prepared->participant_peers) {
+  // Of a call that is agreed, those that this rank has no messages with may have done their part and left.
+  const bool is_agreed = call.request.is_agreed && call.request.prepared->program != nullptr;
+  for (const int32_t peer : is_agreed ? call.request.prepared->program_peers : call.request.prepared->participant_peers) {
     if (const auto lost = lost_.find(peer); lost != lost_.end()) {
       fail(key,
            {FailureKind::kPeer,
