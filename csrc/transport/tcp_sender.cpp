@@ -326,7 +326,8 @@ void TcpSender::startFrame() {
     return;  // it goes through the outbox, which is full now
   }
   runnable_.pop_front();
-  Frame& frame = frame_.emplace();
+  frame_ = Frame{};
+  Frame& frame = *frame_;
   frame.operation = operation;
   frame.payload = message.data + message.offset;
   frame.payload_bytes = std::min(message.num_bytes - message.offset, kMaxFramePayloadBytes);
