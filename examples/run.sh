@@ -1,8 +1,12 @@
 #!/bin/bash
-# From a bare clone to sharded tensors that move between real processes: sets up Python and torch, builds, runs the quickstart on 8 local ranks.
+# From a bare clone to sharded tensors that move between real processes: sets up Python and torch, builds, runs the quickstart on 8 local ranks, then
+# trains a small GPT on two pipeline stages of different shape and draws what ran when into timeline.png.
 #   XMESH_PYTHON=/path/python bash examples/run.sh      with an environment that has torch >= 2.11
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 setup_python plot
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${XMESH_RANKS:-8}" examples/quickstart.py "$@"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 8 examples/quickstart.py "$@"
+say "a GPT on two stages of different shape"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 3 examples/train_gpt.py --timeline timeline.png
+say "timeline.png shows what ran when"
