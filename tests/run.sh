@@ -36,7 +36,7 @@ configure() { # BUILD_FOLDER [SANITIZERS]
   cmake -S csrc -B "$1" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DXMESH_SANITIZE="${2:-}" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
 }
 run_lint() {
-  configure build/cpp-plain && timeout -k 10 1200 bash scripts/lint.sh ${lint_args[@]+"${lint_args[@]}"}
+  configure build/cpp-plain && timeout -k 10 2400 bash scripts/lint.sh ${lint_args[@]+"${lint_args[@]}"}
 }
 run_cpp() {
   local build folder

@@ -4,6 +4,15 @@
 
 namespace xmesh::runtime {
 
+std::string rankList(const std::vector<int64_t>& ranks) {
+  constexpr size_t kMost = 16;
+  std::string out;
+  for (size_t i = 0; i < ranks.size() && i < kMost; ++i) {
+    out += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return "[" + out + (ranks.size() > kMost ? ", ..." : "") + "]";
+}
+
 void throwFailure(const Failure& failure) {
   switch (failure.kind) {
     case FailureKind::kMistake:

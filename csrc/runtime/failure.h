@@ -52,6 +52,9 @@ struct Failure {
   int32_t microbatch = -1;
 };
 
+/// "[0, 1, 2]", shortened past 16 ranks: for texts.
+std::string rankList(const std::vector<int64_t>& ranks);
+
 /// Throws the exception that the kind stands for.
 [[noreturn]] void throwFailure(const Failure& failure);
 

@@ -30,6 +30,12 @@ struct PreparedPlan {
   std::string fingerprint;  ///< of the plan and of everything else that ranks must agree on
   std::string fields;       ///< the same in words (packFields)
   std::string summary;      ///< one line for error texts
+
+  /// Group rank of the participant `distance` places after (or, negative, before) this rank, around the circle.
+  int32_t participantAt(int64_t distance) const {
+    const auto count = static_cast<int64_t>(participants.size());
+    return participant_peers[static_cast<size_t>(((my_index + distance) % count + count) % count)];
+  }
 };
 
 /// What begin() is given for one call.

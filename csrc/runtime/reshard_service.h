@@ -22,7 +22,7 @@
 
 namespace xmesh::runtime {
 
-/// Runs the reshards of one rank of one group: agreement among the ranks, execution, failures, timeouts.
+/// Runs the reshards of one rank of one group: agreement among the ranks, execution, failures, timeouts.  How calls fail is in reshard_failures.cpp.
 ///
 /// Threading: begin(), refuse() and close() come from the caller's thread; everything else happens on the network's thread, which alone
 /// touches the calls in flight. The network is made by `make_network` (it needs the service as its PeerEvents) and dies in close().
@@ -70,6 +70,8 @@ class ReshardService final : public transport::PeerEvents {
   void onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) override;
 
  private:
+  static constexpr size_t kMaxEarlyCalls = 1U << 16U;
+
   /// A call in flight on the network's thread.
   struct ActiveCall {
     std::shared_ptr<ReshardCall> handle;

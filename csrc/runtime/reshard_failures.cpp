@@ -1,0 +1,226 @@
+#include <algorithm>
+#include <utility>
+
+#include "runtime/reshard_service.h"
+
+namespace xmesh::runtime {
+namespace {
+
+constexpr std::chrono::milliseconds kAnswerTime{2000};
+constexpr size_t kMaxFailed = 4096;
+
+}  // namespace
+
+void ReshardService::fail(const CallKey& key, const Failure& failure, bool tell) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    return;
+  }
+  ActiveCall call = std::move(found->second);
+  calls_.erase(found);
+  remember(key, failure);
+  network_->cancelTimer(call.timer);
+  if (call.executor != nullptr) {
+    call.executor->cancel();
+  }
+  if (tell) {
+    for (const int32_t peer : call.request.prepared->participant_peers) {
+      if (peer != options_.group_rank && !lost_.contains(peer)) {
+        network_->sendControl(peer, encode(FailNotice{key, failure}));
+      }
+    }
+  }
+  failWithWatch(key, call, failure);
+  end(call, failure);
+}
+
+bool ReshardService::joinWatch(const CallKey& key, ActiveCall& call) {
+  if (!call.request.watch.has_value()) {
+    return true;
+  }
+  const CallKey watch = *call.request.watch;
+  if (const auto found = calls_.find(watch); found != calls_.end()) {
+    found->second.watched.insert(key);
+    return true;
+  }
+  const auto failed = failed_.find(watch);
+  fail(key, failed != failed_.end() ? failed->second : Failure{FailureKind::kGroup, callText(key, call) + ": what it belongs to is closed", {}},
+       false);
+  return false;
+}
+
+/// A call takes its watch along, a watch all its calls.
+void ReshardService::failWithWatch(const CallKey& key, const ActiveCall& call, const Failure& failure) {
+  if (call.request.watch.has_value()) {
+    if (const auto watch = calls_.find(*call.request.watch); watch != calls_.end()) {
+      watch->second.watched.erase(key);
+      fail(*call.request.watch, failure, true);
+    }
+  }
+  for (const CallKey& watched : call.watched) {
+    fail(watched, failure, false);
+  }
+}
+
+void ReshardService::takeFailNotice(int32_t peer, FailNotice notice) {
+  if (notice.failure.kind == FailureKind::kPeer) {
+    peer_failures_[peer] = notice.failure;
+  }
+  if (calls_.contains(notice.key)) {
+    fail(notice.key, notice.failure, true);  // passed on, so that nobody hears this rank's goodbye before the reason
+  } else if (!isPast(notice.key) && early_.size() < kMaxEarlyCalls) {
+    early_[notice.key].failure = std::move(notice.failure);
+  }
+}
+
+void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) {
+  LostPeer lost{is_goodbye ? "it has left the group" : reason, {globalRank(peer)}};
+  if (const auto told = peer_failures_.find(peer); is_goodbye && told != peer_failures_.end()) {
+    lost.reason += " after this: " + told->second.text;
+    lost.blamed_ranks = told->second.blamed_ranks;
+  }
+  lost_.emplace(peer, lost);
+  std::vector<CallKey> hit;
+  for (const auto& [key, call] : calls_) {
+    if (needs(call, peer, is_goodbye)) {
+      hit.push_back(key);
+    }
+  }
+  // Watches last: what fails first names the tensor.
+  std::stable_partition(hit.begin(), hit.end(), [this](const CallKey& key) { return !calls_.at(key).request.is_watch; });
+  for (const CallKey& key : hit) {
+    if (const auto found = calls_.find(key); found != calls_.end()) {
+      fail(key,
+           {FailureKind::kPeer,
+            callText(key, found->second) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + lost.reason + "); " +
+                progressOf(found->second),
+            lost.blamed_ranks},
+           true);
+    }
+  }
+}
+
+std::string ReshardService::progressOf(const ActiveCall& call) {
+  if (call.executor != nullptr) {
+    return call.executor->describeProgress();
+  }
+  return call.request.is_watch && call.request.describe ? call.request.describe() : "has just started";
+}
+
+bool ReshardService::needs(const ActiveCall& call, int32_t peer, bool is_goodbye) const {
+  const std::vector<int32_t>& peers = call.request.prepared->participant_peers;
+  if (std::find(peers.begin(), peers.end(), peer) == peers.end()) {
+    return false;
+  }
+  if (call.request.is_watch) {
+    return !is_goodbye;  // a rank that has done its part may leave
+  }
+  for (int round = call.rounds_done; round < call.num_rounds; ++round) {
+    if (call.request.prepared->participantAt(-(int64_t{1} << round)) == peer && !call.hellos.contains(static_cast<uint8_t>(round))) {
+      return true;
+    }
+  }
+  if (call.executor == nullptr) {
+    return false;
+  }
+  const std::vector<int64_t> waiting = call.executor->waitingFor();
+  return std::find(waiting.begin(), waiting.end(), globalRank(peer)) != waiting.end();
+}
+
+void ReshardService::askAround(const CallKey& key) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    return;
+  }
+  ActiveCall& call = found->second;
+  if (call.is_asking) {
+    return;
+  }
+  call.is_asking = true;
+  for (const int32_t peer : call.request.prepared->participant_peers) {
+    if (peer != options_.group_rank) {
+      network_->sendControl(peer, encode(Question{key}));
+    }
+  }
+  call.timer = network_->startTimer(kAnswerTime, [this, key] { concludeTimeout(key); });
+}
+
+Answer ReshardService::answerTo(const Question& question) const {
+  const auto found = calls_.find(question.key);
+  if (found != calls_.end()) {
+    return {question.key, true, (found->second.request.is_watch ? "" : "is in this call: ") + progressOf(found->second)};
+  }
+  const std::string last = last_call_.empty() ? "has called no reshard yet" : "last called " + last_call_;
+  return isPast(question.key) ? Answer{question.key, true, "has ended this call; " + last}
+                              : Answer{question.key, false, "has not made this call; it " + last};
+}
+
+void ReshardService::takeAnswer(int32_t peer, Answer answer) {
+  const CallKey key = answer.key;
+  const auto found = calls_.find(key);
+  if (found == calls_.end() || !found->second.is_asking) {
+    return;
+  }
+  ActiveCall& call = found->second;
+  call.answers[peer] = std::move(answer);
+  if (call.answers.size() + 1 == call.request.prepared->participant_peers.size()) {
+    network_->cancelTimer(call.timer);
+    concludeTimeout(key);
+  }
+}
+
+void ReshardService::concludeTimeout(const CallKey& key) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    return;
+  }
+  const ActiveCall& call = found->second;
+  std::vector<int64_t> silent;
+  std::vector<int64_t> absent;
+  std::string lines;
+  for (const int32_t peer : call.request.prepared->participant_peers) {
+    if (peer == options_.group_rank) {
+      continue;
+    }
+    const auto answer = call.answers.find(peer);
+    const bool is_silent = answer == call.answers.end();
+    if (is_silent) {
+      silent.push_back(globalRank(peer));
+    } else if (!answer->second.has_called) {
+      absent.push_back(globalRank(peer));
+    }
+    lines +=
+        "\n  rank " + std::to_string(globalRank(peer)) + (is_silent ? " does not answer (stopped, hung or cut off)" : " " + answer->second.state);
+  }
+  const std::vector<int64_t>& blamed = silent.empty() ? absent : silent;
+  std::string head = callText(key, call) + (call.request.is_watch ? " does not get on: a wait took longer than " : " did not end within ") +
+                     std::to_string(call.request.timeout.count()) + " ms";
+  if (!blamed.empty()) {
+    head += silent.empty() ? ": not called by rank " : ": no answer from rank ";
+    head += rankList(blamed);
+  }
+  fail(key, {FailureKind::kPeer, head + "; here: " + progressOf(call) + "; the others:" + lines, blamed}, true);
+}
+
+void ReshardService::remember(const CallKey& key, const Failure& failure) {
+  if (!failed_.emplace(key, failure).second) {
+    return;
+  }
+  failed_order_.push_back(key);
+  if (failed_order_.size() > kMaxFailed) {
+    failed_.erase(failed_order_.front());
+    failed_order_.pop_front();
+  }
+}
+
+std::string ReshardService::callText(const CallKey& key, const ActiveCall& call) const {
+  const PreparedPlan& prepared = *call.request.prepared;
+  if (call.request.key.has_value()) {
+    return "on rank " + std::to_string(globalRank(options_.group_rank)) + ", " +
+           (call.request.describe && !call.request.is_watch ? call.request.describe() : prepared.summary);
+  }
+  return "on rank " + std::to_string(globalRank(options_.group_rank)) + ", " +
+         (key.lane == 0 ? "reshard call " + std::to_string(key.count) : "backward of a reshard") + " of ranks " + rankList(prepared.participants) +
+         " (" + prepared.summary + ")";
+}
+}  // namespace xmesh::runtime
