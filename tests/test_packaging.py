@@ -15,6 +15,11 @@ import torch_xmesh
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(torch_xmesh.__file__).parent
+# An editable install would lend the copy what it lacks.
+_IMPORT = (
+    "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in getattr(f, '__name__', '')]; "
+    "import torch_xmesh"
+)
 MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
@@ -25,7 +30,7 @@ def _import_copy(folder: Path, record: str | None) -> str:
     if record is not None:
         (copy / "_build_info.py").write_text(f'BUILT_WITH_TORCH = "{record}"\n')
     done = subprocess.run(
-        [sys.executable, "-c", "import torch_xmesh"],
+        [sys.executable, "-c", _IMPORT],
         env={**os.environ, "PYTHONPATH": str(folder)},
         cwd=folder,
         capture_output=True,

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMaxDims = 8;
 constexpr int64_t kMaxSplitFactor = 1 << 16;
 
-constexpr std::array<std::pair<std::string_view, int64_t>, 41> kItemBytes = {{
+constexpr std::array<std::pair<std::string_view, int64_t>, 42> kItemBytes = {{
     {"float64", 8},
     {"float32", 4},
     {"float16", 2},
@@ -28,6 +28,7 @@ constexpr std::array<std::pair<std::string_view, int64_t>, 41> kItemBytes = {{
     {"uint64", 8},
     {"bool", 1},
     {"complex32", 4},
+    {"bcomplex32", 4},
     {"complex64", 8},
     {"complex128", 16},
     {"float8_e4m3fn", 1},

@@ -12,13 +12,13 @@ namespace {
 constexpr size_t kLookAhead = 32;
 
 /// A port's falling free is an event only while somebody waits for it.
-enum class EventKind : uint8_t { kArrival, kSendFree, kRecvFree };
+enum class PortEvent : uint8_t { kArrival, kSendFree, kRecvFree };
 
 class Event {
  public:
-  Event(int64_t tick, EventKind kind, int32_t id) : tick_(tick), what_(static_cast<int64_t>(kind) << 32 | id) {}
+  Event(int64_t tick, PortEvent kind, int32_t id) : tick_(tick), what_(static_cast<int64_t>(kind) << 32 | id) {}
   int64_t tick() const { return tick_; }
-  EventKind kind() const { return static_cast<EventKind>(what_ >> 32); }
+  PortEvent kind() const { return static_cast<PortEvent>(what_ >> 32); }
   /// Message or port.
   int32_t id() const { return static_cast<int32_t>(what_ & 0xFFFFFFFF); }
   bool operator>(const Event& other) const { return tick_ > other.tick_ || (tick_ == other.tick_ && what_ > other.what_); }
@@ -142,10 +142,10 @@ class Simulation {
   }
 
   void handle(const Event& event) {
-    if (event.kind() == EventKind::kSendFree) {
+    if (event.kind() == PortEvent::kSendFree) {
       is_awaited_[static_cast<size_t>(event.id())] = false;
       touch(event.id());
-    } else if (event.kind() == EventKind::kRecvFree) {
+    } else if (event.kind() == PortEvent::kRecvFree) {
       for (int32_t port : waiters_[static_cast<size_t>(event.id())]) {
         touch(port);
       }
@@ -164,7 +164,7 @@ class Simulation {
   void await(int32_t port) {
     if (!is_awaited_[static_cast<size_t>(port)]) {
       is_awaited_[static_cast<size_t>(port)] = true;
-      events_.push({send_free_[static_cast<size_t>(port)], EventKind::kSendFree, port});
+      events_.push({send_free_[static_cast<size_t>(port)], PortEvent::kSendFree, port});
     }
   }
 
@@ -190,7 +190,7 @@ class Simulation {
       if (recv_port != previous) {
         std::vector<int32_t>& waiters = waiters_[static_cast<size_t>(recv_port)];
         if (waiters.empty()) {
-          events_.push({recv_free_[static_cast<size_t>(recv_port)], EventKind::kRecvFree, recv_port});
+          events_.push({recv_free_[static_cast<size_t>(recv_port)], PortEvent::kRecvFree, recv_port});
         }
         waiters.push_back(port);
       }
@@ -232,7 +232,7 @@ class Simulation {
     end_[static_cast<size_t>(message)] = now + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
     send_free_[static_cast<size_t>(cost.send_port)] = now + cost.send_ticks;
     recv_free_[static_cast<size_t>(cost.recv_port)] = now + cost.recv_ticks;
-    events_.emplace(end_[static_cast<size_t>(message)], EventKind::kArrival, message);
+    events_.emplace(end_[static_cast<size_t>(message)], PortEvent::kArrival, message);
     const int32_t next = next_of_pair_[static_cast<size_t>(message)];
     if (next >= 0) {
       is_head_[static_cast<size_t>(next)] = true;
