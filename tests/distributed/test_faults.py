@@ -30,6 +30,13 @@ def leave() -> None:
     assert not [name for name in names if name.startswith("xmesh")], names
 
 
+def meet(rank: int, world_size: int) -> None:
+    """A barrier with a timeout of its own: a rank that leaves early would be the error that the others see."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"meet/{rank}", "here")
+    store.wait([f"meet/{other}" for other in range(world_size)], datetime.timedelta(seconds=60))
+
+
 def survivor_error(started: float) -> str:
     """Reshards until that fails; checks how, and returns the text."""
     with pytest.raises(xm.PeerError) as caught:  # noqa: PT012
@@ -112,6 +119,7 @@ def crossed_calls(rank: int, world_size: int) -> None:
             xm.reshard(with_data(mine[0], rank), mine[1], (Replicate(),))
         assert time.monotonic() - started < 2 * TIMEOUT + SLACK
         assert "float32" in str(caught.value) or "has not called" in str(caught.value)
+    meet(rank, world_size)
     leave()
 
 
@@ -124,13 +132,6 @@ def with_data(spec: xm.Spec, rank: int) -> DTensor | xm.Spec:
 
 def test_crossed_calls() -> None:
     spawn(crossed_calls, 3, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)})
-
-
-def meet(rank: int, world_size: int) -> None:
-    """A barrier with a timeout of its own."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"meet/{rank}", "here")
-    store.wait([f"meet/{other}" for other in range(world_size)], datetime.timedelta(seconds=60))
 
 
 def never_called(rank: int, world_size: int) -> None:
