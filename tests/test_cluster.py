@@ -83,6 +83,26 @@ def test_wrong_sizes_are_refused() -> None:
         Cluster(hosts=2, devices=1, rate_of={2: "1gbit"})
 
 
+def test_malformed_buffers_are_refused() -> None:
+    for burst in ("", "0kb", "32 kb", "-1kb", "much"):
+        with pytest.raises(ValueError, match="burst"):
+            Cluster(hosts=1, devices=1, burst=burst)
+    for sizes in ((4096, 16384), (0, 1, 2), (3, 2, 1)):
+        with pytest.raises(ValueError, match="tcp_wmem"):
+            Cluster(hosts=1, devices=1, tcp_wmem=sizes)
+
+
+def test_buffers_are_as_asked_for(shaped: Cluster) -> None:
+    with Cluster(hosts=2, devices=1, rate="100mbit", burst="32kb", tcp_wmem=(4096, 16384, 65536)) as cluster:
+        show = "import subprocess; print(open('/proc/sys/net/ipv4/tcp_wmem').read().split(), flush=True); "
+        show += "print(subprocess.run(['tc', 'qdisc'], capture_output=True, text=True, check=True).stdout)"
+        job = cluster.run("-c", show)
+        assert job.exit_codes == [0, 0]
+        for handle in job.ranks:
+            assert "['4096', '16384', '65536']" in handle.output
+            assert "burst 32Kb" in handle.output
+
+
 def test_ranks_see_torchruns_environment_and_their_own_host(shaped: Cluster) -> None:
     job = shaped.run("-c", SCRIPT)
     assert job.exit_codes == [0, 0, 0, 0]

@@ -4,13 +4,21 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TextIO
 
 from .goodput import Goodput, measure_goodput
 from .job import Job, RankCommand
-from .network import HOST_INTERFACE, Network, NetworkError, parse_rate, unavailable_reason
+from .network import (
+    DEFAULT_BURST,
+    HOST_INTERFACE,
+    Network,
+    NetworkError,
+    check_buffers,
+    parse_rate,
+    unavailable_reason,
+)
 
 _MASTER_PORT = 29500
 _LOCAL_ADDRESS = "127.0.0.1"
@@ -35,7 +43,7 @@ class Cluster:
     Owns its processes and its network: leaving the context ends and removes all of it, and what a killed run left
     behind is removed by the next one. One thread at a time, except that `cut`, `slow` and `restore` may be called while
     another thread waits for a job. Raises ValueError for a number of hosts or devices below 1, a host in `rate_of` that
-    does not exist, or a malformed rate.
+    does not exist, or a malformed rate, burst or tcp_wmem.
     """
 
     def __init__(
@@ -46,8 +54,16 @@ class Cluster:
         rate: str | None = "200mbit",
         rate_of: Mapping[int, str] | None = None,
         output: TextIO | None = None,
+        burst: str = DEFAULT_BURST,
+        tcp_wmem: Sequence[int] | None = None,
     ) -> None:
-        """`output`: where the ranks' lines go, prefixed with the rank; None keeps them in the handles only."""
+        """`output`: where the ranks' lines go, prefixed with the rank; None keeps them in the handles only.
+
+        What passes unpaced: `burst`, the bytes that a NIC which was idle sends at once (a small one costs CPU), and
+        `tcp_wmem`, the least, initial and most bytes of a TCP send buffer (None: as on the machine), in which small
+        messages end before they have travelled.
+        """
+        check_buffers(burst, tcp_wmem)
         if hosts < 1 or devices < 1:
             raise ValueError(f"cluster: expected at least 1 host and 1 device, got hosts={hosts}, devices={devices}")
         if hosts > 253:
@@ -63,7 +79,7 @@ class Cluster:
         self._output = output
         self._jobs: list[Job] = []
         self._goodput: Goodput | None = None
-        self._network, self.unshaped_reason = _build_network(hosts, rate, self._rate_of)
+        self._network, self.unshaped_reason = _build_network(hosts, rate, self._rate_of, burst, tcp_wmem)
 
     @property
     def world_size(self) -> int:
@@ -201,7 +217,9 @@ class Cluster:
         self.close()
 
 
-def _build_network(hosts: int, rate: str | None, rate_of: Mapping[int, str]) -> tuple[Network | None, str | None]:
+def _build_network(
+    hosts: int, rate: str | None, rate_of: Mapping[int, str], burst: str, tcp_wmem: Sequence[int] | None
+) -> tuple[Network | None, str | None]:
     """The network, or why there is none."""
     if rate is None:
         return None, "no rate was asked for"
@@ -209,7 +227,7 @@ def _build_network(hosts: int, rate: str | None, rate_of: Mapping[int, str]) -> 
     reason = unavailable_reason()
     if reason is None:
         try:
-            return Network(hosts, rate, rate_of), None
+            return Network(hosts, rate, rate_of, burst, tcp_wmem), None
         except NetworkError as error:
             reason = str(error)
     return None, reason

@@ -17,12 +17,13 @@ from pathlib import Path
 HOST_INTERFACE = "nic0"
 _BRIDGE = "br0"
 _SUBNET = "10.77.0"
-_BURST = "128kb"  # 32kb costs a whole core in softirq
+DEFAULT_BURST = "128kb"  # 32kb costs a whole core in softirq
 _QUEUE_LATENCY = "50ms"
 _CONGESTION_CONTROL = "cubic"
 _NAME = re.compile(r"^xmesh-(?P<pid>\d+)-(?P<start>\d+)-\d+-(h\d+|sw)$")
 _RATE = re.compile(r"^(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg]?)bit$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_BURST = re.compile(r"^[1-9]\d*(?:[km]?b)?$")
 _ETC_NETNS = Path("/etc/netns")
 _counter = itertools.count()
 
@@ -41,6 +42,16 @@ def parse_rate(rate: str) -> int:
     if bits <= 0:
         raise ValueError(f"rate: expected a positive number with kbit, mbit or gbit such as '200mbit', got {rate!r}")
     return bits
+
+
+def check_buffers(burst: str, tcp_wmem: Sequence[int] | None) -> None:
+    """Raises ValueError for a bucket size that `tc` would not read, or send buffers that are not three rising sizes."""
+    if not _BURST.match(burst):
+        raise ValueError(f"burst: expected a positive number of bytes with kb or mb such as '32kb', got {burst!r}")
+    if tcp_wmem is not None and not (len(tcp_wmem) == 3 and 0 < tcp_wmem[0] <= tcp_wmem[1] <= tcp_wmem[2]):
+        raise ValueError(
+            f"tcp_wmem: expected least, initial and most bytes, none above the next, got {tuple(tcp_wmem)}"
+        )
 
 
 def unavailable_reason() -> str | None:
@@ -108,7 +119,14 @@ class Network:
     """`num_hosts` namespaces and the bridge between them. Owns them: `close()` removes everything. Not thread-safe
     except `cut`, `slow` and `restore` of different hosts."""
 
-    def __init__(self, num_hosts: int, rate: str, rate_of: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        num_hosts: int,
+        rate: str,
+        rate_of: Mapping[int, str],
+        burst: str = DEFAULT_BURST,
+        tcp_wmem: Sequence[int] | None = None,
+    ) -> None:
         """Builds the network; on failure removes what was built and raises NetworkError."""
         sweep()
         pid = os.getpid()
@@ -116,6 +134,8 @@ class Network:
         self._switch = f"{prefix}-sw"
         self._hosts = [f"{prefix}-h{host}" for host in range(num_hosts)]
         self._bits_per_s = [parse_rate(rate_of.get(host, rate)) for host in range(num_hosts)]
+        self._burst = burst
+        self._tcp_wmem = tcp_wmem
         try:
             self._build()
         except NetworkError:
@@ -161,6 +181,7 @@ class Network:
             _run("ip", "-n", name, "link", "set", HOST_INTERFACE, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             self._set_congestion_control(name, host)
+            self._set_send_buffers(name)
             self._shape(host, self._bits_per_s[host])
 
     def _set_congestion_control(self, name: str, host: int) -> None:
@@ -171,6 +192,11 @@ class Network:
         local = ("local", address, "dev", HOST_INTERFACE, "table", "local", "proto", "kernel", "scope", "host")
         for route in (remote, local):
             _run("ip", "-n", name, "route", "replace", *route, "src", address, "congctl", _CONGESTION_CONTROL)
+
+    def _set_send_buffers(self, name: str) -> None:
+        if self._tcp_wmem is not None:
+            sizes = " ".join(map(str, self._tcp_wmem))
+            _run("ip", "netns", "exec", name, "sh", "-c", f"echo {sizes} > /proc/sys/net/ipv4/tcp_wmem")
 
     def _shape(self, host: int, bits_per_s: int) -> None:
         for namespace, device in ((self._hosts[host], HOST_INTERFACE), (self._switch, f"p{host}")):
@@ -188,7 +214,7 @@ class Network:
                 "rate",
                 rate,
                 "burst",
-                _BURST,
+                self._burst,
                 "latency",
                 _QUEUE_LATENCY,
             )
