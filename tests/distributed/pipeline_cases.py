@@ -14,12 +14,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from models import Case, cases
+from models.random_graph import Graph, random_plan
 
 import torch_xmesh as xm
 from torch_xmesh.pipeline.partition import partition
 from torch_xmesh.testing import serial_step
 
-__all__ = ["ONE", "Case", "Run", "about", "case_of", "cases", "compare", "make_engine", "train_and_compare"]
+__all__ = [
+    "ONE",
+    "Case",
+    "Graph",
+    "Run",
+    "about",
+    "case_of",
+    "cases",
+    "compare",
+    "make_engine",
+    "random_plan",
+    "train_and_compare",
+]
 
 ONE = {name: [[rank] for rank in range(count)] for name, count in {"1": 1, "2": 2, "3": 3, "4": 4}.items()}
 
