@@ -194,6 +194,8 @@ class ReshardGroup:
         """Starts a call on local tensors. ``forward``: whose backward this is. Nobody waits for a detached one."""
     def refuse(self, participants: Sequence[int], text: str) -> None:
         """Tells the other participants that this rank's call will not come, and why."""
+    def refuse_unnamed(self, ranks: Sequence[int], text: str) -> None:
+        """The same where only some of the participants are known: those whose call has all of them ask back."""
     def close(self, abort: bool) -> None: ...
 
 def reshard_group(group: ProcessGroupXmesh, global_ranks: Sequence[int]) -> ReshardGroup:

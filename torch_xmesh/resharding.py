@@ -126,12 +126,17 @@ def reshard_many(
     """
     if isinstance(xs, Mapping):
         keys = list(xs)
-        placements = (
-            _in_key_order(dst_placements, keys, "dst_placements")
-            if isinstance(dst_placements, Mapping)
-            else dst_placements
-        )
-        outs = None if out is None else _in_key_order(out, keys, "out")
+        try:
+            placements = (
+                _in_key_order(dst_placements, keys, "dst_placements")
+                if isinstance(dst_placements, Mapping)
+                else dst_placements
+            )
+            outs = None if out is None else _in_key_order(out, keys, "out")
+        except ValueError as error:
+            with reshards_of(group) as reshards:
+                _refuse(reshards, list(xs.values()), dst_mesh, str(error))
+            raise
         results, work = _reshard(list(xs.values()), dst_mesh, placements, strategy, group, async_op, outs, topology)
         named = dict(zip(keys, results, strict=True))
         return (named, work) if async_op else named
@@ -237,13 +242,18 @@ def _prepare(reshards: GroupReshards, arguments: _Arguments) -> _Prepared:
 
 def _refuse(reshards: GroupReshards, xs: list[Any], dst_mesh: Any, text: str) -> None:
     """Tells the other participants, as far as they can be known, that this rank's call will not come."""
-    try:
-        ranks = set(mesh_grid(dst_mesh).ranks)
-        for x in xs:
-            ranks.update(mesh_grid(x.device_mesh if isinstance(x, DTensor) else x.mesh).ranks)
-    except (ValueError, AttributeError):
-        return
-    reshards.core.refuse(sorted(ranks), text)
+    ranks: set[int] = set()
+    is_named = True
+    for mesh in [dst_mesh, *(getattr(x, "device_mesh", getattr(x, "mesh", None)) for x in xs)]:
+        try:
+            ranks.update(mesh_grid(mesh).ranks)
+        except (ValueError, TypeError):
+            is_named = False
+    members = sorted(rank for rank in ranks if rank in reshards.ranks)
+    if is_named and len(members) == len(ranks):
+        reshards.core.refuse(members, text)
+    else:
+        reshards.core.refuse_unnamed(members, text)
 
 
 def _check_outs(xs: list[Source], outs: list[DTensor], prepared: _Prepared) -> None:

@@ -87,6 +87,7 @@ void bindReshard(py::module_& module) {
              bool is_detached) { return self.begin(prepared, std::move(src), std::move(dst), forward, is_detached); },
           py::arg("prepared"), py::arg("src"), py::arg("dst"), py::arg("forward"), py::arg("is_detached"), py::call_guard<py::gil_scoped_release>())
       .def("refuse", &ReshardGroup::refuse, py::arg("participants"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("refuse_unnamed", &ReshardGroup::refuseUnnamed, py::arg("ranks"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("close", &ReshardGroup::close, py::arg("abort"), py::call_guard<py::gil_scoped_release>());
   module.def("reshard_group", &reshardGroupOf, py::arg("group"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
              "The reshards of a process group on xmesh, made at the first call. `global_ranks` are those of its group ranks, in order.");

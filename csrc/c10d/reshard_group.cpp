@@ -48,6 +48,11 @@ std::string storeHost(c10::intrusive_ptr<::c10d::Store> store) {
   return tcp == nullptr ? std::string() : tcp->getHost();
 }
 
+void sortUnique(std::vector<int64_t>& ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+}
+
 std::string memberKey(int32_t group_rank) { return "member/" + std::to_string(group_rank); }
 
 runtime::LocalTensor localOf(const at::Tensor& tensor) {
@@ -263,21 +268,34 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
   return c10::make_intrusive<ReshardWork>(start(prepared, src, dst, std::move(request)), std::move(dst));
 }
 
-void ReshardGroup::refuse(std::vector<int64_t> participants, const std::string& text) {
-  std::sort(participants.begin(), participants.end());
-  participants.erase(std::unique(participants.begin(), participants.end()), participants.end());
-  const bool is_member = std::all_of(participants.begin(), participants.end(), [this](int64_t rank) { return group_rank_of_.contains(rank); });
-  if (!is_member || !std::binary_search(participants.begin(), participants.end(), globalRank())) {
-    return;
-  }
+void ReshardGroup::findPresentMembers(const std::vector<int64_t>& ranks) {
   std::vector<int64_t> present;
-  for (const int64_t rank : participants) {
+  for (const int64_t rank : ranks) {
     if (members_.contains(rank) || store_->check({memberKey(groupRankOf(rank))})) {
       present.push_back(rank);
     }
   }
   findMembers(present);
-  service_->refuse(participants, peersOf(participants), text);
+}
+
+bool ReshardGroup::areMembers(const std::vector<int64_t>& ranks) const {
+  return std::all_of(ranks.begin(), ranks.end(), [this](int64_t rank) { return group_rank_of_.contains(rank); });
+}
+
+void ReshardGroup::refuse(std::vector<int64_t> participants, const std::string& text) {
+  sortUnique(participants);
+  if (areMembers(participants) && std::binary_search(participants.begin(), participants.end(), globalRank())) {
+    findPresentMembers(participants);
+    service_->refuse(participants, peersOf(participants), text);
+  }
+}
+
+void ReshardGroup::refuseUnnamed(std::vector<int64_t> ranks, const std::string& text) {
+  sortUnique(ranks);
+  if (areMembers(ranks)) {
+    findPresentMembers(global_ranks_);
+    service_->refuseUnnamed(ranks, peersOf(global_ranks_), text);
+  }
 }
 
 void ReshardGroup::close(bool abort) noexcept {

@@ -58,6 +58,8 @@ class ReshardGroup final : public GroupAttachment {
   runtime::ReshardService& service() { return *service_; }
   /// Tells the other participants that this rank refuses its call; see ReshardService::refuse.
   void refuse(std::vector<int64_t> participants, const std::string& text);
+  /// The same where only some of the participants (global ranks) are known; see ReshardService::refuseUnnamed.
+  void refuseUnnamed(std::vector<int64_t> ranks, const std::string& text);
   /// Most staging memory that was allocated at once, in bytes.
   int64_t peakStagingBytes() const { return service_->peakStagingBytes(); }
 
@@ -70,6 +72,9 @@ class ReshardGroup final : public GroupAttachment {
     std::string host;
   };
   void findMembers(const std::vector<int64_t>& ranks);
+  /// As findMembers() for those that are there already; waits for nobody.
+  void findPresentMembers(const std::vector<int64_t>& ranks);
+  bool areMembers(const std::vector<int64_t>& ranks) const;
   int32_t groupRankOf(int64_t global_rank) const;
   std::vector<int32_t> peersOf(const std::vector<int64_t>& ranks) const;
 

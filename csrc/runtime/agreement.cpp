@@ -21,6 +21,21 @@ CallKey readHead(WireReader& reader) {
   return reader.get<CallKey>();
 }
 
+void putRanks(WireWriter& writer, const std::vector<int64_t>& ranks) {
+  writer.put(static_cast<uint64_t>(ranks.size()));
+  for (const int64_t rank : ranks) {
+    writer.put(rank);
+  }
+}
+
+std::vector<int64_t> getRanks(WireReader& reader) {
+  std::vector<int64_t> out;
+  for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
+    out.push_back(reader.get<int64_t>());
+  }
+  return out;
+}
+
 }  // namespace
 
 uint64_t hashBytes(std::string_view bytes, uint64_t state) {
@@ -86,14 +101,19 @@ std::string encode(const Hello& hello) {
 
 std::string encode(const FailNotice& notice) {
   WireWriter writer = begin(ControlKind::kFail, notice.key);
-  writer.put(notice.failure.kind).put(std::string_view(notice.failure.text)).put(static_cast<uint64_t>(notice.failure.blamed_ranks.size()));
-  for (const int64_t rank : notice.failure.blamed_ranks) {
-    writer.put(rank);
-  }
+  writer.put(notice.failure.kind).put(std::string_view(notice.failure.text));
+  putRanks(writer, notice.failure.blamed_ranks);
   return writer.put(notice.failure.stage).put(notice.failure.microbatch).take();
 }
 
-std::string encode(const Question& question) { return begin(ControlKind::kQuestion, question.key).take(); }
+std::string encode(const UnnamedRefusal& refusal) {
+  WireWriter writer = begin(ControlKind::kUnnamedRefusal, {});
+  writer.put(refusal.count);
+  putRanks(writer, refusal.ranks);
+  return writer.take();
+}
+
+std::string encode(const Question& question) { return begin(ControlKind::kQuestion, question.key).put(question.num_unnamed).take(); }
 
 std::string encode(const Answer& answer) {
   return begin(ControlKind::kAnswer, answer.key).put(static_cast<uint8_t>(answer.has_called)).put(std::string_view(answer.state)).take();
@@ -115,17 +135,27 @@ FailNotice decodeFail(std::string_view message) {
   out.key = readHead(reader);
   out.failure.kind = reader.get<FailureKind>();
   out.failure.text = reader.getText();
-  for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
-    out.failure.blamed_ranks.push_back(reader.get<int64_t>());
-  }
+  out.failure.blamed_ranks = getRanks(reader);
   out.failure.stage = reader.get<int32_t>();
   out.failure.microbatch = reader.get<int32_t>();
   return out;
 }
 
+UnnamedRefusal decodeUnnamedRefusal(std::string_view message) {
+  WireReader reader(message);
+  readHead(reader);
+  UnnamedRefusal out;
+  out.count = reader.get<uint64_t>();
+  out.ranks = getRanks(reader);
+  return out;
+}
+
 Question decodeQuestion(std::string_view message) {
   WireReader reader(message);
-  return {readHead(reader)};
+  Question out;
+  out.key = readHead(reader);
+  out.num_unnamed = reader.get<uint64_t>();
+  return out;
 }
 
 Answer decodeAnswer(std::string_view message) {

@@ -49,9 +49,18 @@ struct FailNotice {
   Failure failure;
 };
 
-/// At a timeout: "what do you do about this call?" and the answer.
+/// "I refused a call that I cannot name, for I do not know who takes part": the `count`-th time that ranks of this group did so. A rank that
+/// waits for the sender in a call with all of `ranks` asks it; the sender then knows which call it was.
+struct UnnamedRefusal {
+  uint64_t count = 0;
+  std::vector<int64_t> ranks;  ///< the participants that are known, ascending
+};
+
+/// "What do you do about this call?", at a timeout or after an UnnamedRefusal, and the answer.
 struct Question {
+  static constexpr uint64_t kNoRefusal = UINT64_MAX;
   CallKey key;
+  uint64_t num_unnamed = kNoRefusal;  ///< unnamed refusals that the asker has had its part in; a later one of the asked may be this call
 };
 struct Answer {
   CallKey key;
@@ -59,15 +68,17 @@ struct Answer {
   std::string state;
 };
 
-enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4 };
+enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusal = 5 };
 ControlKind controlKind(std::string_view message);
 std::string encode(const Hello& hello);
 std::string encode(const FailNotice& notice);
+std::string encode(const UnnamedRefusal& refusal);
 std::string encode(const Question& question);
 std::string encode(const Answer& answer);
 /// Each throws std::runtime_error for a message that is not whole.
 Hello decodeHello(std::string_view message);
 FailNotice decodeFail(std::string_view message);
+UnnamedRefusal decodeUnnamedRefusal(std::string_view message);
 Question decodeQuestion(std::string_view message);
 Answer decodeAnswer(std::string_view message);
 

@@ -14,6 +14,10 @@ int numRounds(size_t num_participants) {
   return rounds;
 }
 
+Failure refusalOf(int64_t global_rank, const std::string& text) {
+  return {FailureKind::kMistake, "rank " + std::to_string(global_rank) + " refused this call: " + text, {}};
+}
+
 }  // namespace
 
 ReshardService::ReshardService(Options options, const MakeNetwork& make_network) : options_(std::move(options)), staging_(options_.staging_bytes) {
@@ -28,6 +32,7 @@ std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
   if (is_closed_) {
     throw GroupError("the process group is closed: no reshard can start on it");
   }
+  num_calls_made_ += request.key.has_value() ? 0 : 1;
   const uint64_t participants = request.prepared->participants_hash;
   const CallKey key =
       request.key.has_value() ? *request.key : CallKey{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
@@ -79,17 +84,35 @@ void ReshardService::refuse(const std::vector<int64_t>& participants, const std:
   if (is_closed_) {
     return;
   }
+  ++num_calls_made_;
   const uint64_t hash = hashRanks(participants);
   const CallKey key{hash, 0, next_count_[hash]++};
   network_->post([this, key, peers, text] {
     started_[key.participants] = key.count + 1;
-    const Failure failure{FailureKind::kMistake, "rank " + std::to_string(globalRank(options_.group_rank)) + " refused this call: " + text, {}};
+    const Failure failure = refusalOf(globalRank(options_.group_rank), text);
     early_.erase(key);
     remember(key, failure);
     last_call_ = "reshard call " + std::to_string(key.count) + ", which it refused: " + text;
     for (const int32_t peer : peers) {
       if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
         network_->sendControl(peer, encode(FailNotice{key, failure}));
+      }
+    }
+  });
+}
+
+void ReshardService::refuseUnnamed(const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  if (is_closed_) {
+    return;
+  }
+  const uint64_t num_calls_made = ++num_calls_made_;
+  network_->post([this, ranks, peers, text, num_calls_made] {
+    open_refusal_ = OpenRefusal{refusalOf(globalRank(options_.group_rank), text), {++num_unnamed_, ranks}, num_calls_made, {}};
+    last_call_ = "a reshard that it refused: " + text;
+    for (const int32_t peer : peers) {
+      if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
+        tellOpenRefusal(peer);
       }
     }
   });
@@ -154,6 +177,9 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
   } else {
     call.is_moved = !call.request.is_watch;
   }
+  for (const int32_t peer : call.request.prepared->participant_peers) {
+    askAboutRefusal(key, call, peer);
+  }
   if (call.num_rounds > 0) {
     sendHello(key, call);
   }
@@ -182,6 +208,9 @@ void ReshardService::takeHello(int32_t peer, Hello hello) {
       network_->sendControl(peer, encode(FailNotice{key, failed->second}));
     } else if (!isPast(key) && early_.size() < kMaxEarlyCalls) {
       early_[key].hellos.emplace_back(peer, std::move(hello));
+      if (open_refusal_.has_value() && !open_refusal_->told.contains(peer)) {
+        tellOpenRefusal(peer);
+      }
     }
     return;
   }
@@ -257,10 +286,13 @@ void ReshardService::takeControl(int32_t peer, const std::string& message) {
       takeFailNotice(peer, decodeFail(message));
       return;
     case ControlKind::kQuestion:
-      network_->sendControl(peer, encode(answerTo(decodeQuestion(message))));
+      takeQuestion(peer, decodeQuestion(message));
       return;
     case ControlKind::kAnswer:
       takeAnswer(peer, decodeAnswer(message));
+      return;
+    case ControlKind::kUnnamedRefusal:
+      takeUnnamedRefusal(peer, decodeUnnamedRefusal(message));
       return;
   }
 }

@@ -62,6 +62,9 @@ class ReshardService final : public transport::PeerEvents {
   /// This rank refuses its next call with these participants (global ranks, ascending; this rank among them): the call counts, and the
   /// others get `text` as a ValueError instead of waiting.
   void refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text);
+  /// As refuse(), where only `ranks` of the participants (ascending, this rank left out or not) are known: a peer that waits for this rank in a
+  /// call with all of them takes it for that call. `peers` are those to tell.
+  void refuseUnnamed(const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, const std::string& text);
   /// Waits for the detached calls (`drain` at most), fails the others with GroupError, says goodbye and joins the network's thread. Idempotent.
   /// Not to be called in a forked child, which has no such thread: leak the service there.
   void close(std::chrono::milliseconds drain) noexcept;
@@ -91,6 +94,13 @@ class ReshardService final : public transport::PeerEvents {
     std::string reason;
     std::vector<int64_t> blamed_ranks;  ///< itself, or those whose fault made it leave
   };
+  /// A call that this rank refused without knowing whose it was, until a peer's question names it or this rank makes another call.
+  struct OpenRefusal {
+    Failure failure;
+    UnnamedRefusal notice;
+    uint64_t num_calls_made = 0;  ///< by this rank before it
+    std::set<int32_t> told;
+  };
   /// What came for a call before this rank made it.
   struct EarlyNews {
     std::vector<std::pair<int32_t, Hello>> hellos;
@@ -112,6 +122,13 @@ class ReshardService final : public transport::PeerEvents {
   void takeAnswer(int32_t peer, Answer answer);
   void concludeTimeout(const CallKey& key);
   Answer answerTo(const Question& question) const;
+  void takeQuestion(int32_t peer, const Question& question);
+  void takeUnnamedRefusal(int32_t peer, UnnamedRefusal refusal);
+  void tellOpenRefusal(int32_t peer);
+  /// Asks a peer that refused a call whether it was this one, as it may have been.
+  void askAboutRefusal(const CallKey& key, const ActiveCall& call, int32_t peer);
+  /// Takes the open refusal, if there is one, for that of this rank's next call, when `key` is that; says whether it is.
+  bool nameOpenRefusal(const CallKey& key);
   bool isPast(const CallKey& key) const;
   void remember(const CallKey& key, const Failure& failure);
   void end(ActiveCall& call, const std::optional<Failure>& failure);
@@ -125,9 +142,10 @@ class ReshardService final : public transport::PeerEvents {
   const Options options_;
   StagingPool staging_;
 
-  std::mutex mutex_;  ///< guards the three below: what callers' threads share
+  std::mutex mutex_;  ///< guards the four below: what callers' threads share
   bool is_closed_ = false;
   std::map<uint64_t, uint64_t> next_count_;
+  uint64_t num_calls_made_ = 0;  ///< started or refused, named or not
   std::set<std::shared_ptr<ReshardCall>> detached_;
 
   // The network's thread only.
@@ -138,7 +156,10 @@ class ReshardService final : public transport::PeerEvents {
   std::deque<CallKey> failed_order_;
   std::map<int32_t, LostPeer> lost_;
   std::map<int32_t, Failure> peer_failures_;  ///< by peer: the last PeerError that it told of; the reason if it leaves
-  std::string last_call_;                     ///< for answers: what this rank called last
+  std::optional<OpenRefusal> open_refusal_;
+  uint64_t num_unnamed_ = 0;                   ///< unnamed refusals that were this rank's, or of calls that it made
+  std::map<int32_t, UnnamedRefusal> unnamed_;  ///< the last of each peer
+  std::string last_call_;                      ///< for answers: what this rank called last
 
   std::unique_ptr<transport::PeerNetwork> network_;
   std::optional<Pacer> pacer_;

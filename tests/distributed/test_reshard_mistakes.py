@@ -65,6 +65,15 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
         lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, strategy="fastest"),
     ),
     ("out= of tensor 0", lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, out=torch.empty(8, 3))),  # type: ignore[arg-type]
+    # Who takes part cannot be known from these alone.
+    (
+        "expected a DTensor or an xm.Spec, got Tensor",
+        lambda: xm.reshard(torch.empty(8, 6), LAYOUT.dst_mesh, LAYOUT.dst),
+    ),  # type: ignore[arg-type]
+    ("different keys", lambda: xm.reshard_many({"a": spec()}, LAYOUT.dst_mesh, {"b": LAYOUT.dst})),
+    ("the list is empty", lambda: xm.reshard_many([], LAYOUT.dst_mesh, LAYOUT.dst)),
+    ("a mesh is a DeviceMesh or an xm.Mesh, got list", lambda: xm.reshard(spec(), [2, 3], LAYOUT.dst)),  # type: ignore[arg-type]
+    ("not in the process group", lambda: xm.reshard(spec(), xm.Mesh([2, 9]), LAYOUT.dst)),
 ]
 
 

@@ -146,6 +146,63 @@ TEST_P(ReshardServiceTest, ARefusalReachesThoseWhoCallBeforeAndAfter) {
   expectWhole(beginAll(plan));
 }
 
+TEST_P(ReshardServiceTest, ARefusalWithoutANameReachesThoseWhoCallBeforeAndAfter) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int turn = 0; turn < 2; ++turn) {
+    calls.clear();
+    calls.push_back(begin(0, plan));
+    network_.runUntilIdle();
+    services_[3]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
+    network_.runUntilIdle();
+    calls.push_back(begin(1, plan));
+    calls.push_back(begin(2, plan));
+    network_.runUntilIdle();
+    for (const auto& made : calls) {
+      ASSERT_TRUE(made->call->isCompleted());
+      EXPECT_EQ(made->call->failure()->text.find("rank 3 refused this call: no spec"), 0U) << made->call->failure()->text;
+    }
+    expectWhole(beginAll(plan));
+  }
+}
+
+TEST_P(ReshardServiceTest, ARefusalWithoutANameThatAllMadeIsOfNoOtherCall) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {  // each with the refusals of those before it in its ear
+    services_[static_cast<size_t>(rank)]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
+    calls.push_back(begin(rank, plan));
+    network_.runUntilIdle();
+  }
+  expectWhole(calls);
+}
+
+TEST_P(ReshardServiceTest, ARefusalWithAndOneWithoutANameAreOfTheSameCall) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  services_[0]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
+  network_.runUntilIdle();
+  for (const int32_t rank : {1, 2, 3}) {
+    services_[static_cast<size_t>(rank)]->refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype");
+    network_.runUntilIdle();
+  }
+  expectWhole(beginAll(plan));
+}
+
+TEST_P(ReshardServiceTest, ARefusalWithoutANameIsOfNoCallBeforeItAndNoneOfOtherRanks) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  std::vector<std::unique_ptr<Made>> calls;
+  for (const int32_t rank : {3, 1, 0}) {
+    calls.push_back(begin(rank, plan));
+  }
+  network_.runUntilIdle();
+  services_[3]->refuseUnnamed({3}, {0, 1, 2, 3}, "made after its call");
+  services_[1]->refuseUnnamed({1, 7}, {0, 1, 2, 3}, "with a rank that is not in the call");
+  network_.runUntilIdle();
+  calls.insert(calls.begin() + 2, begin(2, plan));
+  std::swap(calls[0], calls[3]);
+  expectWhole(calls);
+}
+
 TEST_P(ReshardServiceTest, AtTheTimeoutNamesWhoHasNotCalled) {
   const core::ReshardingPlan plan = planOf(Placement::replicate());
   std::vector<std::unique_ptr<Made>> calls;
