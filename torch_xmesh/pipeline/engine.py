@@ -29,7 +29,8 @@ from torch_xmesh.pipeline.data_parallel import GradientSync, Tied
 from torch_xmesh.pipeline.engine_batch import local_microbatches, num_samples, specs_of
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork, StepState
-from torch_xmesh.pipeline.microbatch import merge_outputs, microbatch_sizes
+from torch_xmesh.pipeline.microbatch import microbatch_sizes
+from torch_xmesh.pipeline.outputs import BufferSync, whole_outputs
 from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.profile import choose_split
 from torch_xmesh.pipeline.schedule import Schedule
@@ -151,6 +152,8 @@ class PipelineEngine:
             self._tied = self._tied_parameters(places)
             own = {stage: list(parameters.values()) for stage, parameters in self._named.items()}
             self._sync = GradientSync(self._transfers, own, self._meshes, self._tied)
+            modules = {stage: work.program.module for stage, work in self._works.items()}
+            self._buffers = BufferSync(self._transfers, modules, self._meshes)
             self._meet(overlap, seed)
         except BaseException as error:
             self._abandon(error)
@@ -368,7 +371,12 @@ class PipelineEngine:
         if is_train and self._sync.is_needed:
             self._sync.end_step(self._is_sync)
         self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
-        output = self._merged(state) if state.keeps_outputs else None
+        self._buffers.run()
+        output = None
+        if state.keeps_outputs:
+            output = whole_outputs(
+                self._transfers, self._partition, self._meshes[-1], sizes, state.outputs, self._merge_spec
+            )
         self._step += 1
         return output
 
@@ -468,38 +476,6 @@ class PipelineEngine:
                 own = state.losses.get(microbatch)
                 alone = last.num_shards == 1 and own is not None
                 losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))
-
-    def _merged(self, state: StepState) -> Any:
-        """The model's output for the whole batch."""
-        last = self._meshes[-1]
-        names = self._partition.outputs.names
-        infos = [self._partition.values[name] for name in names]
-        if last.num_shards > 1:
-            sharded = [info for info in infos if info.batch_dim is not None]
-            pending = []
-            for microbatch, size in enumerate(state.sizes):
-                moves = [
-                    Move(
-                        info.shape_for(size),
-                        info.dtype,
-                        last.grid,
-                        last.placements(info),
-                        last.grid,
-                        (Replicate(),) * len(last.grid.shape),
-                    )
-                    for info in sharded
-                ]
-                mine = state.outputs.setdefault(microbatch, {})
-                tensors = [
-                    mine[info.name] if info.name in mine else torch.empty(info.shape_for(0), dtype=info.dtype)
-                    for info in sharded
-                ]
-                pending.append(self._transfers.start("outputs", moves, tensors) if moves else None)
-            for microbatch, one in enumerate(pending):
-                if one is not None:
-                    state.outputs[microbatch].update(zip((info.name for info in sharded), one.wait(), strict=True))
-        outputs = [self._partition.outputs.unflatten(state.outputs[i]) for i in range(self._num_microbatches)]
-        return merge_outputs(outputs, self._merge_spec)
 
     def last_loss(self) -> float | None:
         """The last step's loss over the whole batch, on every rank; None before it, and where there was no target."""

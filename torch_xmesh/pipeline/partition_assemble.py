@@ -61,6 +61,7 @@ def assemble(
             leaf in outputs,
             samples,
             propagation.fixed_batch,
+            cut.depends_on_samples(leaf.node),
         )
         for leaf in ranked
     }
@@ -130,6 +131,7 @@ def _value_info(
     is_output: bool,
     samples: int | None,
     fixed: bool,
+    depends: bool,
 ) -> ValueInfo:
     return ValueInfo(
         name=name,
@@ -143,6 +145,7 @@ def _value_info(
         tensor=tensor,
         samples=samples or 0,
         fixed_batch=fixed,
+        varies=depends and producer is not None and tensor.batch_dim is None,
     )
 
 

@@ -231,4 +231,5 @@ def _add_values(
             output,
             tensor,
             samples or 0,
+            varies=producer is not None and samples is not None and tensor.batch_dim is None,
         )

@@ -23,6 +23,8 @@ class ValueInfo:
         shape: for the example's number of samples.
         requires_grad: what the producer's autograd says, hence also `is_differentiable`.
         batch_dim: the dim that holds the samples, or None.
+        varies: it has no batch dim and yet depends on the samples (a mean over the batch): data shards have values of
+            their own.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ValueInfo:
     tensor: TensorInfo = dataclasses.field(repr=False)
     samples: int = dataclasses.field(repr=False, default=0)
     fixed_batch: bool = dataclasses.field(repr=False, default=False)
+    varies: bool = dataclasses.field(repr=False, default=False)
 
     @property
     def is_differentiable(self) -> bool:

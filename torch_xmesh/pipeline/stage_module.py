@@ -14,6 +14,11 @@ from torch_xmesh.pipeline.partition_propagate import Affine, Constant, NodeInfo,
 from torch_xmesh.pipeline.trace import RANDOM_FACTORIES, Traced, by_mode, enter_modes, exit_modes
 
 _RANDOM_WORDS = (*RANDOM_FACTORIES, "dropout", "uniform", "exponential", "multinomial", "gumbel", "poisson")
+_SHAPE_ONLY = frozenset(
+    f"{prefix}{kind}{suffix}"
+    for kind in ("zeros", "ones", "full", "empty")
+    for prefix, suffix in (("new_", ""), ("", "_like"))
+)
 _LITERALS = (
     int,
     float,
@@ -69,6 +74,7 @@ class GraphCut:
         changed = set(propagation.changed_in)
         self._changed_memory = {key for node in changed for key in propagation.aliases[node]}
         self._again: dict[fx.Node, bool] = {}
+        self._depends: dict[fx.Node, bool] = {}
         self.output_leaves = [leaf for leaf in pytree.tree_leaves(traced.output) if isinstance(leaf, fx.Node)]
         self.needs = [self._find_needs(stage) for stage in range(num_stages)]
 
@@ -92,6 +98,21 @@ class GraphCut:
 
     def shares_memory(self, one: fx.Node, other: fx.Node) -> bool:
         return bool(self._propagation.aliases[one] & self._propagation.aliases[other])
+
+    def depends_on_samples(self, node: fx.Node) -> bool:
+        """Whether the values of a node's tensors follow from those of an input that is cut into microbatches."""
+        if node not in self._depends:
+            name = getattr(node.target, "__name__", str(node.target))
+            if node.op == "placeholder":
+                self._depends[node] = self._propagation.fixed_batch or any(
+                    size.per_sample > 0 for leaf in self.leaves_of(node) for size in self.tensor(leaf).sizes
+                )
+            else:
+                self._depends[node] = name not in _SHAPE_ONLY and any(
+                    self.info[source].has_tensors and self.depends_on_samples(source)
+                    for source in node.all_input_nodes
+                )
+        return self._depends[node]
 
     def reference(self, stage: int) -> tuple[Leaf, int, int] | None:
         """A tensor that the stage receives, its dim with the samples, and how many entries a sample has there."""
