@@ -65,12 +65,33 @@ class StageMesh:
         at = [slice(None) if axis == self.data_axis else i for axis, i in enumerate(self.coordinate)]
         return Mesh(grid[tuple(at)])
 
+    def is_stacked(self, info: ValueInfo) -> bool:
+        """Whether each data shard has a value of its own, which moves as one row of a stack of them."""
+        return info.varies and self.num_shards > 1
+
     def placements(self, info: ValueInfo) -> tuple[Placement, ...]:
         """Where a value lies by default: its samples sharded over the data axis, the rest replicated."""
+        dim = 0 if self.is_stacked(info) else info.batch_dim
         return tuple(
-            Shard(info.batch_dim) if axis == self.data_axis and info.batch_dim is not None else Replicate()
+            Shard(dim) if axis == self.data_axis and dim is not None else Replicate()
             for axis in range(len(self.grid.shape))
         )
+
+    def global_shape(self, info: ValueInfo, num_samples: int) -> tuple[int, ...]:
+        """Of a value of a microbatch of `num_samples` samples, or of the stack of all data shards' values.
+
+        Raises:
+            ValueError: data shards of different size make values of different shape.
+        """
+        if not self.is_stacked(info):
+            return info.shape_for(num_samples)
+        shapes = {info.shape_for(n) for n in shard_sizes(num_samples, self.num_shards) if n > 0}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"value {info.name} has the shapes {sorted(shapes)} on the data shards of a microbatch of "
+                f"{num_samples} samples: pass a multiple of {self.num_shards} samples per microbatch"
+            )
+        return (self.num_shards, *shapes.pop())
 
     def gradient_placements(self, info: ValueInfo, placements: Sequence[Placement]) -> tuple[Placement, ...]:
         """Of the gradient at the value's consumer; data shards that all have the value have parts of a sum."""
@@ -287,6 +308,23 @@ class Boundaries:
         self.edges = list(edges)
         self.meshes = list(meshes)
         self._given = dict(given)
+        for edge in self.edges:
+            for info in edge.values:
+                self._check_stack(edge, info)
+
+    def _check_stack(self, edge: Edge, info: ValueInfo) -> None:
+        counts = [self.meshes[stage].num_shards for stage in (edge.from_stage, edge.to_stage)]
+        if info.varies and info.name not in self._given and counts[0] != counts[1]:
+            raise ValueError(
+                f"value {info.name} (shape {list(info.shape)}) has no batch dim and depends on the samples, so each "
+                f"data shard has its own: {counts[0]} of stage {edge.from_stage} cannot become {counts[1]} of stage "
+                f"{edge.to_stage}; give both stages as many data shards, or, if it is the same on all, name it in "
+                "boundary_placements"
+            )
+
+    def is_stacked(self, info: ValueInfo, stage: int) -> bool:
+        """Whether the value crosses as one row of a stack, a row for each data shard."""
+        return info.name not in self._given and self.meshes[stage].is_stacked(info)
 
     def placements(self, info: ValueInfo, stage: int) -> tuple[Placement, ...]:
         """Of a value on a stage's mesh.
@@ -321,7 +359,8 @@ class Boundaries:
         for info in edge.values:
             if is_gradient and not info.is_differentiable:
                 continue
-            shape = info.shape_for(num_samples)
+            stacks = self.is_stacked(info, edge.from_stage)
+            shape = src.global_shape(info, num_samples) if stacks else info.shape_for(num_samples)
             start, end = self.placements(info, edge.from_stage), self.placements(info, edge.to_stage)
             if is_gradient:
                 moves.append(Move(shape, info.dtype, dst.grid, dst.gradient_placements(info, end), src.grid, start))

@@ -21,6 +21,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def settle_gradient(parameter: nn.Parameter) -> None:
+    """Gives a DTensor parameter's gradient the parameter's placements: sequence-parallel layers leave a Partial one."""
+    grad = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tied:
     """A parameter that several places hold: the first of them owns it.
@@ -71,14 +78,16 @@ class GradientSync:
                         f"{tuple(parameter.shape)} and their ranks, but shard the batch otherwise: give both the "
                         "same mesh and data_axis"
                     )
+        members = {id(p): p for found in parameters.values() for p in found if p.requires_grad}
+        self._dtensors: list[nn.Parameter] = [p for p in members.values() if isinstance(p, DTensor)]
         self._buckets = [(line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)]
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
         self._is_synced = True
 
     @property
     def is_needed(self) -> bool:
-        """Whether any parameter has copies with gradients of their own."""
-        return bool(self._buckets) or bool(self._tied)
+        """Whether any parameter has copies with gradients of their own, or one that may lie otherwise than it."""
+        return bool(self._buckets) or bool(self._tied) or bool(self._dtensors)
 
     def _parameters(self) -> list[nn.Parameter]:
         found = {id(p): p for _, bucket in self._buckets for p in bucket}
@@ -100,6 +109,8 @@ class GradientSync:
         self._is_synced = is_sync
         if not is_sync:
             return
+        for dtensor in self._dtensors:
+            settle_gradient(dtensor)
         for number, (line, bucket) in enumerate(self._buckets):
             self._sum_bucket(f"gradients/{number}", line, bucket)
         for one in self._tied:

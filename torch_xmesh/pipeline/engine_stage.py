@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_xmesh.pipeline.boundary import Boundaries, StageMesh, mesh_for_dtensor
+from torch_xmesh.pipeline.boundary import Boundaries, StageMesh
+from torch_xmesh.pipeline.dtensors import activation_mesh, to_local
 from torch_xmesh.pipeline.partition import Partition
 from torch_xmesh.pipeline.seeds import dropout_rng, dropout_seed
 
@@ -71,7 +72,7 @@ class StageWork:
         with torch.set_grad_enabled(step.is_train), self._rng(step, microbatch):
             outputs = self.program(*self._wrapped(inputs, step.sizes[microbatch]))
             if not self.is_last:
-                return [self._local(info, out) for info, out in zip(self._outputs, outputs, strict=True)], None
+                return [self._sent(info, out) for info, out in zip(self._outputs, outputs, strict=True)], None
             loss = self._finish(step, microbatch, samples, outputs)
         return list(self._detached(outputs)), loss
 
@@ -83,20 +84,25 @@ class StageWork:
     def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
         wrapped = []
         for info, tensor in zip(self._inputs, inputs, strict=True):
-            if self._boundaries.is_dtensor(info):
-                shape = torch.Size(info.shape_for(samples))
+            if info.producer is not None and self._boundaries.is_stacked(info, self.stage):
+                tensor = tensor.squeeze(0)
+            elif self._boundaries.is_dtensor(info):
+                mesh, axes = activation_mesh(self.mesh, self.program.module)
+                shape = torch.Size(info.shape_for(self.mesh.samples(samples)))
                 stride = torch.empty(shape, device="meta").stride()
-                placements = self._boundaries.placements(info, self.stage)
-                mesh = mesh_for_dtensor(self.mesh.mesh)
+                whole = self._boundaries.placements(info, self.stage)
+                placements = tuple(whole[axis] for axis in axes)
                 tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
             wrapped.append(tensor)
         return wrapped
 
+    def _sent(self, info: Any, output: torch.Tensor) -> torch.Tensor:
+        local = self._local(info, output)
+        return local.unsqueeze(0) if self._boundaries.is_stacked(info, self.stage) else local
+
     def _local(self, info: Any, output: torch.Tensor) -> torch.Tensor:
-        if not isinstance(output, DTensor):
-            return output
         placements = self._boundaries.placements(info, self.stage)
-        return output.redistribute(placements=placements).to_local(grad_placements=placements)
+        return to_local(output, self.mesh, placements, f"value {info.name} of stage {self.stage}")
 
     def _finish(
         self, step: StepState, microbatch: int, samples: int, outputs: Sequence[torch.Tensor]

@@ -74,7 +74,7 @@ class GraphCut:
         changed = set(propagation.changed_in)
         self._changed_memory = {key for node in changed for key in propagation.aliases[node]}
         self._again: dict[fx.Node, bool] = {}
-        self._depends: dict[fx.Node, bool] = {}
+        self._depending = self._find_depending()
         self.output_leaves = [leaf for leaf in pytree.tree_leaves(traced.output) if isinstance(leaf, fx.Node)]
         self.needs = [self._find_needs(stage) for stage in range(num_stages)]
 
@@ -101,18 +101,23 @@ class GraphCut:
 
     def depends_on_samples(self, node: fx.Node) -> bool:
         """Whether the values of a node's tensors follow from those of an input that is cut into microbatches."""
-        if node not in self._depends:
-            name = getattr(node.target, "__name__", str(node.target))
+        return node in self._depending
+
+    def _find_depending(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.traced.graph.nodes:
             if node.op == "placeholder":
-                self._depends[node] = self._propagation.fixed_batch or any(
-                    size.per_sample > 0 for leaf in self.leaves_of(node) for size in self.tensor(leaf).sizes
-                )
+                sizes = [size for leaf in self.leaves_of(node) for size in self.tensor(leaf).sizes]
+                depends = self._propagation.fixed_batch or any(size.per_sample > 0 for size in sizes)
+            elif getattr(node.target, "__name__", str(node.target)) in _SHAPE_ONLY:
+                depends = node in self._propagation.changed_in
             else:
-                self._depends[node] = name not in _SHAPE_ONLY and any(
-                    self.info[source].has_tensors and self.depends_on_samples(source)
-                    for source in node.all_input_nodes
+                depends = node in self._propagation.changed_in or any(
+                    source in found and self.info[source].has_tensors for source in node.all_input_nodes
                 )
-        return self._depends[node]
+            if depends:
+                found.add(node)
+        return found
 
     def reference(self, stage: int) -> tuple[Leaf, int, int] | None:
         """A tensor that the stage receives, its dim with the samples, and how many entries a sample has there."""

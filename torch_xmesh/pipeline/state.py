@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_xmesh.pipeline.boundary import StageMesh, Transfers, mesh_for_dtensor
-from torch_xmesh.pipeline.data_parallel import local_of
+from torch_xmesh.pipeline.data_parallel import local_of, settle_gradient
 from torch_xmesh.spec import mesh_grid, wrap_local
 
 
@@ -55,6 +55,8 @@ def clip_gradients(
     transfers: Transfers, parameters: Sequence[OwnParameter], max_norm: float, norm_type: float
 ) -> torch.Tensor:
     """Scales gradients as torch's ``clip_grad_norm_`` would for the whole model; returns the norm, equal everywhere."""
+    for own in parameters:
+        settle_gradient(own.parameter)
     counted = [
         local_of(own.parameter.grad).detach().double()
         for own in parameters

@@ -1,0 +1,62 @@
+"""DTensors at a stage's boundary: which part of the stage's mesh they lie on."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from torch_xmesh.pipeline.boundary import StageMesh
+from torch_xmesh.spec import Mesh, device_mesh, mesh_grid
+
+
+def slice_of(mesh: StageMesh, axes: Sequence[int]) -> Mesh:
+    """The ranks with which this one differs in `axes` only."""
+    grid = torch.tensor(mesh.ranks).reshape(mesh.grid.shape)
+    at = [slice(None) if axis in axes else index for axis, index in enumerate(mesh.coordinate)]
+    return Mesh(grid[tuple(at)])
+
+
+def spanned_axes(mesh: StageMesh, other: DeviceMesh) -> tuple[int, ...] | None:
+    """The axes of a stage's mesh that `other` is this rank's slice along; None if it is no such slice."""
+    axes = range(len(mesh.grid.shape))
+    grid = mesh_grid(other)
+    for chosen in itertools.combinations(axes, len(grid.shape)):
+        if slice_of(mesh, chosen) == grid:
+            return chosen
+    return None
+
+
+def activation_mesh(mesh: StageMesh, module: nn.Module) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """Where a stage sees DTensors, and the axes of its mesh that this is: all but the data axis, whose shards a stage
+    knows nothing of. The mesh of the module's own DTensor parameters if there is one, so that they can meet."""
+    axes = tuple(axis for axis in range(len(mesh.grid.shape)) if axis != mesh.data_axis)
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and spanned_axes(mesh, parameter.device_mesh) == axes:
+            return parameter.device_mesh, axes
+    if len(axes) == len(mesh.grid.shape):
+        return device_mesh(mesh.mesh), axes
+    names = mesh.mesh.mesh_dim_names if isinstance(mesh.mesh, DeviceMesh) else None
+    if names and axes:
+        assert isinstance(mesh.mesh, DeviceMesh)
+        return mesh.mesh[tuple(names[axis] for axis in axes)], axes
+    return device_mesh(slice_of(mesh, axes)), axes
+
+
+def to_local(tensor: torch.Tensor, mesh: StageMesh, placements: Sequence[Placement], what: str) -> torch.Tensor:
+    """This rank's part of what a stage returns, with `placements` on the stage's mesh; a plain tensor is that part.
+
+    Raises:
+        ValueError: a DTensor on another mesh than the stage's or a slice of it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    axes = spanned_axes(mesh, tensor.device_mesh)
+    if axes is None:
+        raise ValueError(
+            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)}, which is no slice of the stage's {mesh.grid}"
+        )
+    wanted = tuple(placements[axis] for axis in axes)
+    return tensor.redistribute(placements=wanted).to_local(grad_placements=wanted)
