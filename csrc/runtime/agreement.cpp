@@ -96,7 +96,12 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
 ControlKind controlKind(std::string_view message) { return WireReader(message).get<ControlKind>(); }
 
 std::string encode(const Hello& hello) {
-  return begin(ControlKind::kHello, hello.key).put(hello.round).put(std::string_view(hello.fingerprint)).put(std::string_view(hello.fields)).take();
+  return begin(ControlKind::kHello, hello.key)
+      .put(hello.round)
+      .put(std::string_view(hello.fingerprint))
+      .put(std::string_view(hello.fields))
+      .put(hello.num_unnamed)
+      .take();
 }
 
 std::string encode(const FailNotice& notice) {
@@ -126,6 +131,7 @@ Hello decodeHello(std::string_view message) {
   out.round = reader.get<uint8_t>();
   out.fingerprint = reader.getText();
   out.fields = reader.getText();
+  out.num_unnamed = reader.get<uint64_t>();
   return out;
 }
 

@@ -41,6 +41,7 @@ struct Hello {
   uint8_t round = 0;
   std::string fingerprint;
   std::string fields;
+  uint64_t num_unnamed = 0;  ///< unnamed refusals before this call, the most that any rank knows of
 };
 
 /// "This call has failed": sent to every participant by whoever finds out.
@@ -49,8 +50,8 @@ struct FailNotice {
   Failure failure;
 };
 
-/// "I refused a call that I cannot name, for I do not know who takes part": the `count`-th time that ranks of this group did so. A rank that
-/// waits for the sender in a call with all of `ranks` asks it; the sender then knows which call it was.
+/// "I refused a call that I cannot name, for I do not know who takes part", as the `count`-th that ranks of this group refused together or alone. A
+/// rank that waits for the sender in a call with all of `ranks` asks it; the sender then knows which call it was.
 struct UnnamedRefusal {
   uint64_t count = 0;
   std::vector<int64_t> ranks;  ///< the participants that are known, ascending

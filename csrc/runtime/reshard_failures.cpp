@@ -25,8 +25,8 @@ void ReshardService::fail(const CallKey& key, const Failure& failure, bool tell)
   }
   if (failure.kind == FailureKind::kMistake) {
     for (const int32_t peer : call.request.prepared->participant_peers) {
-      if (const auto refusal = unnamed_.find(peer); refusal != unnamed_.end()) {
-        num_unnamed_ = std::max(num_unnamed_, refusal->second.count);
+      if (const auto heard = unnamed_.find(peer); heard != unnamed_.end()) {
+        num_unnamed_ = std::max(num_unnamed_, heard->second.count);
       }
     }
   }
@@ -89,6 +89,9 @@ void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is
     lost.blamed_ranks = told->second.blamed_ranks;
   }
   lost_.emplace(peer, lost);
+  if (open_refusal_.has_value() && open_refusal_->waiter != nullptr) {
+    std::exchange(open_refusal_->waiter, nullptr)->set_value();  // its call will fail
+  }
   std::vector<CallKey> hit;
   for (const auto& [key, call] : calls_) {
     if (needs(call, peer, is_goodbye)) {
@@ -168,52 +171,8 @@ void ReshardService::takeQuestion(int32_t peer, const Question& question) {
   if (open_refusal_.has_value() && open_refusal_->notice.count > question.num_unnamed) {
     nameOpenRefusal(question.key);
   }
-  const bool has_failed = failed_.contains(question.key);
-  network_->sendControl(peer, has_failed ? encode(FailNotice{question.key, failed_.at(question.key)}) : encode(answerTo(question)));
-}
-
-bool ReshardService::nameOpenRefusal(const CallKey& key) {
-  if (!open_refusal_.has_value() || key.lane != 0 || isPast(key)) {
-    return false;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    uint64_t& next_count = next_count_[key.participants];
-    if (open_refusal_->num_calls_made != num_calls_made_ || next_count != key.count) {
-      return false;
-    }
-    ++next_count;
-  }
-  started_[key.participants] = key.count + 1;
-  early_.erase(key);
-  remember(key, open_refusal_->failure);
-  open_refusal_.reset();
-  return true;
-}
-
-void ReshardService::tellOpenRefusal(int32_t peer) {
-  open_refusal_->told.insert(peer);
-  network_->sendControl(peer, encode(open_refusal_->notice));
-}
-
-void ReshardService::takeUnnamedRefusal(int32_t peer, UnnamedRefusal refusal) {
-  unnamed_[peer] = std::move(refusal);
-  for (const auto& [key, call] : calls_) {
-    askAboutRefusal(key, call, peer);
-  }
-}
-
-void ReshardService::askAboutRefusal(const CallKey& key, const ActiveCall& call, int32_t peer) {
-  const auto refusal = unnamed_.find(peer);
-  if (refusal == unnamed_.end() || refusal->second.count <= num_unnamed_ || key.lane != 0 || call.request.key.has_value()) {
-    return;
-  }
-  const std::vector<int64_t>& known = refusal->second.ranks;
-  const std::vector<int64_t>& participants = call.request.prepared->participants;
-  if (std::binary_search(participants.begin(), participants.end(), globalRank(peer)) &&
-      std::includes(participants.begin(), participants.end(), known.begin(), known.end())) {
-    network_->sendControl(peer, encode(Question{key, num_unnamed_}));
-  }
+  const auto failed = failed_.find(question.key);
+  network_->sendControl(peer, failed != failed_.end() ? encode(FailNotice{question.key, failed->second}) : encode(answerTo(question)));
 }
 
 void ReshardService::takeAnswer(int32_t peer, Answer answer) {

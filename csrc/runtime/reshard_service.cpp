@@ -14,10 +14,6 @@ int numRounds(size_t num_participants) {
   return rounds;
 }
 
-Failure refusalOf(int64_t global_rank, const std::string& text) {
-  return {FailureKind::kMistake, "rank " + std::to_string(global_rank) + " refused this call: " + text, {}};
-}
-
 }  // namespace
 
 ReshardService::ReshardService(Options options, const MakeNetwork& make_network) : options_(std::move(options)), staging_(options_.staging_bytes) {
@@ -28,11 +24,11 @@ ReshardService::ReshardService(Options options, const MakeNetwork& make_network)
 ReshardService::~ReshardService() { close(std::chrono::milliseconds(0)); }
 
 std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
+  awaitOpenRefusal(request);
   const std::lock_guard lock(mutex_);
   if (is_closed_) {
     throw GroupError("the process group is closed: no reshard can start on it");
   }
-  num_calls_made_ += request.key.has_value() ? 0 : 1;
   const uint64_t participants = request.prepared->participants_hash;
   const CallKey key =
       request.key.has_value() ? *request.key : CallKey{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
@@ -79,45 +75,6 @@ void ReshardService::release(const CallKey& watch) {
   });
 }
 
-void ReshardService::refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text) {
-  const std::lock_guard lock(mutex_);
-  if (is_closed_) {
-    return;
-  }
-  ++num_calls_made_;
-  const uint64_t hash = hashRanks(participants);
-  const CallKey key{hash, 0, next_count_[hash]++};
-  network_->post([this, key, peers, text] {
-    started_[key.participants] = key.count + 1;
-    const Failure failure = refusalOf(globalRank(options_.group_rank), text);
-    early_.erase(key);
-    remember(key, failure);
-    last_call_ = "reshard call " + std::to_string(key.count) + ", which it refused: " + text;
-    for (const int32_t peer : peers) {
-      if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
-        network_->sendControl(peer, encode(FailNotice{key, failure}));
-      }
-    }
-  });
-}
-
-void ReshardService::refuseUnnamed(const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, const std::string& text) {
-  const std::lock_guard lock(mutex_);
-  if (is_closed_) {
-    return;
-  }
-  const uint64_t num_calls_made = ++num_calls_made_;
-  network_->post([this, ranks, peers, text, num_calls_made] {
-    open_refusal_ = OpenRefusal{refusalOf(globalRank(options_.group_rank), text), {++num_unnamed_, ranks}, num_calls_made, {}};
-    last_call_ = "a reshard that it refused: " + text;
-    for (const int32_t peer : peers) {
-      if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
-        tellOpenRefusal(peer);
-      }
-    }
-  });
-}
-
 std::unique_ptr<HostExecutor> ReshardService::makeExecutor(const CallKey& key, const CallRequest& request) {
   return std::make_unique<HostExecutor>(request.prepared->program, *network_, operationOf(key, request.prepared->fingerprint),
                                         request.prepared->program_peers, request.src, request.dst, staging_, [this, key] {
@@ -143,6 +100,7 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallR
   ActiveCall& call = calls_[key];
   call.handle = handle;
   call.request = std::move(request);
+  call.num_unnamed = num_unnamed_;
   call.num_rounds = call.request.is_agreed ? 0 : numRounds(call.request.prepared->participants.size());
   EarlyNews early;
   if (const auto found = early_.find(key); found != early_.end()) {
@@ -197,7 +155,7 @@ void ReshardService::sendHello(const CallKey& key, ActiveCall& call) {
   const PreparedPlan& prepared = *call.request.prepared;
   const int64_t distance = int64_t{1} << call.rounds_done;
   network_->sendControl(prepared.participantAt(distance),
-                        encode(Hello{key, static_cast<uint8_t>(call.rounds_done), prepared.fingerprint, prepared.fields}));
+                        encode(Hello{key, static_cast<uint8_t>(call.rounds_done), prepared.fingerprint, prepared.fields, call.num_unnamed}));
 }
 
 void ReshardService::takeHello(int32_t peer, Hello hello) {
@@ -221,6 +179,8 @@ void ReshardService::takeHello(int32_t peer, Hello hello) {
     fail(key, {FailureKind::kMistake, callText(key, call) + ": ranks disagree on " + what, {}}, true);
     return;
   }
+  call.num_unnamed = std::max(call.num_unnamed, hello.num_unnamed);
+  num_unnamed_ = std::max(num_unnamed_, hello.num_unnamed);
   call.hellos.emplace(hello.round, std::move(hello));
   advanceAgreement(key);
 }

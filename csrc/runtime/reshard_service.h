@@ -4,6 +4,7 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,7 +23,8 @@
 
 namespace xmesh::runtime {
 
-/// Runs the reshards of one rank of one group: agreement among the ranks, execution, failures, timeouts.  How calls fail is in reshard_failures.cpp.
+/// Runs the reshards of one rank of one group: agreement among the ranks, execution, failures, timeouts.  How calls fail is in
+/// reshard_failures.cpp, how they are refused in reshard_refusals.cpp.
 ///
 /// Threading: begin(), refuse() and close() come from the caller's thread; everything else happens on the network's thread, which alone
 /// touches the calls in flight. The network is made by `make_network` (it needs the service as its PeerEvents) and dies in close().
@@ -83,6 +85,7 @@ class ReshardService final : public transport::PeerEvents {
     int num_rounds = 0;
     int rounds_done = 0;
     std::map<uint8_t, Hello> hellos;  ///< that came before their round
+    uint64_t num_unnamed = 0;         ///< as this rank knew when it made the call, or has heard since
     bool is_moved = false;            ///< all messages sent and received
     uint64_t timer = 0;
     bool is_asking = false;
@@ -94,12 +97,13 @@ class ReshardService final : public transport::PeerEvents {
     std::string reason;
     std::vector<int64_t> blamed_ranks;  ///< itself, or those whose fault made it leave
   };
-  /// A call that this rank refused without knowing whose it was, until a peer's question names it or this rank makes another call.
+  /// A call that this rank refused without knowing whose it was. It is settled by the first peer that refused one too (then it was the same), or
+  /// whose question names it (then it was this rank's next call with those participants, and counts as that).
   struct OpenRefusal {
     Failure failure;
     UnnamedRefusal notice;
-    uint64_t num_calls_made = 0;  ///< by this rank before it
     std::set<int32_t> told;
+    std::shared_ptr<std::promise<void>> waiter;  ///< a caller whose next call's count hangs on it
   };
   /// What came for a call before this rank made it.
   struct EarlyNews {
@@ -125,10 +129,15 @@ class ReshardService final : public transport::PeerEvents {
   void takeQuestion(int32_t peer, const Question& question);
   void takeUnnamedRefusal(int32_t peer, UnnamedRefusal refusal);
   void tellOpenRefusal(int32_t peer);
+  void settleOpenRefusal();
+  /// Whether a refusal may be of a call of these participants.
+  static bool mayBeOf(const UnnamedRefusal& refusal, const std::vector<int64_t>& participants);
   /// Asks a peer that refused a call whether it was this one, as it may have been.
   void askAboutRefusal(const CallKey& key, const ActiveCall& call, int32_t peer);
   /// Takes the open refusal, if there is one, for that of this rank's next call, when `key` is that; says whether it is.
   bool nameOpenRefusal(const CallKey& key);
+  /// Before a call gets its count: waits until it is known whether an open refusal was of the same participants' call. Caller's thread.
+  void awaitOpenRefusal(const CallRequest& request);
   bool isPast(const CallKey& key) const;
   void remember(const CallKey& key, const Failure& failure);
   void end(ActiveCall& call, const std::optional<Failure>& failure);
@@ -145,7 +154,7 @@ class ReshardService final : public transport::PeerEvents {
   std::mutex mutex_;  ///< guards the four below: what callers' threads share
   bool is_closed_ = false;
   std::map<uint64_t, uint64_t> next_count_;
-  uint64_t num_calls_made_ = 0;  ///< started or refused, named or not
+  bool has_open_refusal_ = false;
   std::set<std::shared_ptr<ReshardCall>> detached_;
 
   // The network's thread only.
@@ -157,7 +166,7 @@ class ReshardService final : public transport::PeerEvents {
   std::map<int32_t, LostPeer> lost_;
   std::map<int32_t, Failure> peer_failures_;  ///< by peer: the last PeerError that it told of; the reason if it leaves
   std::optional<OpenRefusal> open_refusal_;
-  uint64_t num_unnamed_ = 0;                   ///< unnamed refusals that were this rank's, or of calls that it made
+  uint64_t num_unnamed_ = 0;                   ///< unnamed refusals that were this rank's, or came before calls that it made
   std::map<int32_t, UnnamedRefusal> unnamed_;  ///< the last of each peer
   std::string last_call_;                      ///< for answers: what this rank called last
 
