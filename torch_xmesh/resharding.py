@@ -243,7 +243,7 @@ def _prepare(reshards: GroupReshards, arguments: _Arguments) -> _Prepared:
 def _refuse(reshards: GroupReshards, xs: list[Any], dst_mesh: Any, text: str) -> None:
     """Tells the other participants, as far as they can be known, that this rank's call will not come."""
     ranks: set[int] = set()
-    is_named = True
+    is_named = len(xs) > 0
     for mesh in [dst_mesh, *(getattr(x, "device_mesh", getattr(x, "mesh", None)) for x in xs)]:
         try:
             ranks.update(mesh_grid(mesh).ranks)
