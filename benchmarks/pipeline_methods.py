@@ -1,0 +1,161 @@
+"""The engines under measurement, ours and torch.distributed.pipelining, behind one interface."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_models import Workload
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+
+import torch_xmesh as xm
+
+Grid = Any
+"""Ranks of one stage's mesh: a list, or a list of lists."""
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""gloo's groups by their ranks, for rivals."""
+
+OURS = {
+    "1f1b": ("1f1b", True),
+    "eager_1f1b": ("eager_1f1b", True),
+    "interleaved_1f1b": ("interleaved_1f1b", True),
+    "broadcast": ("1f1b", False),
+}
+"""Name to schedule and overlap; "broadcast" is the paper's name for 1F1B that communicates only while nothing is
+computed."""
+
+INTERLEAVED = frozenset({"interleaved_1f1b"})
+"""Methods with two stages on each mesh."""
+
+
+def flat(grid: Grid) -> list[int]:
+    """The ranks of a mesh, row-major."""
+    return [int(rank) for rank in torch.tensor(grid).flatten()]
+
+
+def ranks_of_groups(name: str, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
+    """The groups that a method needs; every rank of the cluster makes them in this order."""
+    if name in OURS:
+        return []
+    meshes = [tuple(flat(grid)) for grid in grids]
+    columns = list(zip(*meshes, strict=len({len(mesh) for mesh in meshes}) == 1))
+    return [*columns, *(mesh for mesh in meshes if len(mesh) > 1)]
+
+
+class Method:
+    """One engine with a model of its own. `schedule` and `is_overlapped` are what the simulator plays for it."""
+
+    schedule: xm.Schedule
+    is_overlapped: bool
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+
+    def step(self) -> None:
+        """One step; adds to the gradients. Called by the ranks of the meshes."""
+        raise NotImplementedError
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Of this rank's parameters, under the whole model's names."""
+        raise NotImplementedError
+
+    def zero_gradients(self) -> None:
+        for parameter in self.workload.model.parameters():
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Ends the engine on this rank."""
+
+
+class Ours(Method):
+    """torch_xmesh's engine on the traced model."""
+
+    def __init__(self, name: str, workload: Workload, grids: Sequence[Grid]) -> None:
+        super().__init__(workload)
+        schedule, self.is_overlapped = OURS[name]
+        self._engine = xm.PipelineEngine(
+            workload.model,
+            workload.example,
+            meshes=[xm.Mesh(grid) for grid in grids],
+            split=xm.split_at(*workload.split),
+            schedule=schedule,
+            num_microbatches=workload.num_microbatches,
+            loss_fn=workload.loss_fn,
+            overlap=self.is_overlapped,
+        )
+        self.schedule = self._engine.schedule
+
+    def step(self) -> None:
+        self._engine.step(*self.workload.args, target=self.workload.target, return_outputs=False)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in self._engine.named_parameters()}
+
+    def timeline(self, path: str) -> None:
+        """Draws the last step. Called by all ranks of the meshes."""
+        self._engine.timeline(path)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Torch(Method):
+    """torch.distributed.pipelining on gloo, one stage per rank, stages cut by hand."""
+
+    def __init__(self, name: str, workload: Workload, grids: Sequence[Grid], groups: Groups) -> None:
+        super().__init__(workload)
+        self._index = [list(grid) for grid in grids].index([dist.get_rank()])
+        self._is_last = self._index + 1 == len(grids)
+        self._module = workload.stages[self._index]
+        group = groups[tuple(flat(grid)[0] for grid in grids)]
+        stage = PipelineStage(self._module, self._index, len(grids), torch.device("cpu"), group=group)
+        make = {"torch_1f1b": Schedule1F1B, "torch_zb1p": ScheduleInterleavedZeroBubble}[name]
+        stages: Any = stage if name == "torch_1f1b" else [stage]
+        self._torch_schedule = make(stages, workload.num_microbatches, loss_fn=workload.loss_fn)
+        self.is_overlapped = name != "torch_1f1b"  # its 1F1B waits for each exchange before it computes on
+        if name == "torch_1f1b":
+            self.schedule = xm.Schedule.make("1f1b", len(grids), workload.num_microbatches)
+        else:
+            self.schedule = xm.Schedule.from_csv(_csv(self._torch_schedule.pipeline_order), name=name)
+
+    def step(self) -> None:
+        if self._index == 0:
+            self._torch_schedule.step(*self.workload.args, return_outputs=False)
+        elif self._is_last:
+            self._torch_schedule.step(target=self.workload.target, losses=[], return_outputs=False)
+        else:
+            self._torch_schedule.step(return_outputs=False)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return named_gradients(self.workload, self._module)
+
+
+def named_gradients(workload: Workload, module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Gradients of the parameters that `module` shares with the workload's model, under the model's names."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return {name: p.grad for name, p in workload.model.named_parameters() if id(p) in own}
+
+
+def _csv(order: dict[int, list[Any]]) -> str:
+    rows = (["" if action is None else str(action) for action in order[rank]] for rank in sorted(order))
+    return "\n".join(",".join(row) for row in rows)
+
+
+def make_method(name: str, workload: Callable[[bool], Workload], grids: Sequence[Grid], groups: Groups) -> Method:
+    """A method by name. `workload(is_interleaved)` makes a fresh model; `groups` has those of `ranks_of_groups`.
+    Called by every rank of the meshes.
+
+    Raises ValueError for an unknown name.
+    """
+    if name in OURS:
+        is_interleaved = name in INTERLEAVED
+        return Ours(name, workload(is_interleaved), [*grids, *grids] if is_interleaved else grids)
+    if name in ("torch_1f1b", "torch_zb1p"):
+        return Torch(name, workload(False), grids, groups)
+    if name == "by_hand":
+        from pipeline_by_hand import ByHand
+
+        by_hand: Method = ByHand(workload(False), grids, groups)
+        return by_hand
+    raise ValueError(f"unknown method {name!r}")

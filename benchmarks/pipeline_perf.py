@@ -1,0 +1,99 @@
+"""Measures training steps of pipelines, torch_xmesh's and torch.distributed.pipelining's, on the emulated cluster.
+
+    python benchmarks/pipeline_perf.py --suite paced --json out.json --plot out.png
+
+README.md says what suites and figures mean.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster_suite import MeasurementError, machine_notes
+from pipeline_suites import METHODS, Settings, measure
+from pipeline_table import plot, render, render_overhead, save
+
+_SUITES = ("paced", "real", "meshes", "overhead")
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=_SUITES, required=True)
+    parser.add_argument("--methods", help="comma-separated; default: all of the suite")
+    parser.add_argument("--runs", type=int, default=5, help="timed steps of each method (default 5)")
+    parser.add_argument("--stages", type=int, default=4, help="paced: number of stages (default 4)")
+    parser.add_argument("--microbatches", type=_numbers, default=None, help="comma-separated; paced: 16,8; others: 16")
+    parser.add_argument("--ratios", type=_numbers, default=[0.5, 1.0], help="transfer over forward (default 0.5,1)")
+    parser.add_argument("--models", default="unet,gpt", help="real: which models")
+    parser.add_argument("--forward-ms", type=float, default=25.0, help="paced, meshes: F of a stage; B is twice that")
+    parser.add_argument("--no-shaping", action="store_true", help="plain localhost")
+    parser.add_argument("--budget-seconds", type=float, default=420.0, help="beyond it every method gets fewer runs")
+    parser.add_argument("--timelines", type=Path, help="draw the last step of our methods into this folder")
+    parser.add_argument("--json", type=Path, help="write the records here")
+    parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
+    return parser.parse_args(arguments)
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    suite = options.suite
+    microbatches = options.microbatches or ([16, 8] if suite == "paced" else [16])
+    budget = options.budget_seconds
+    if suite == "real":
+        budget /= len(options.models.split(",")) * len(options.ratios)
+    return Settings(
+        suite=suite,
+        methods=METHODS[suite] if options.methods is None else options.methods.split(","),
+        runs=options.runs,
+        stages=options.stages,
+        microbatches=[int(number) for number in microbatches],
+        ratios=options.ratios,
+        models=options.models.split(","),
+        forward_s=options.forward_ms / 1e3,
+        is_shaped=not options.no_shaping,
+        budget_seconds=budget,
+        timelines=options.timelines,
+    )
+
+
+def run_overhead(options: argparse.Namespace) -> int:
+    notes = machine_notes()
+    records = importlib.import_module("pipeline_overhead").run()
+    print(render_overhead(records, ["torch_xmesh pipeline_perf, suite overhead", *notes]))
+    if options.json is not None:
+        save(options.json, records, {"suite": "overhead", "machine": notes})
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when all was measured and every gradient was right, 1 when one was not, 2 for a wrong argument or a failed
+    rank."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    if options.suite == "overhead":
+        return run_overhead(options)
+    try:
+        if options.timelines is not None:
+            options.timelines.mkdir(parents=True, exist_ok=True)
+        measurement = measure(settings_of(options))
+    except (ValueError, MeasurementError) as error:
+        print(f"pipeline_perf: {error}", file=sys.stderr)
+        return 2
+    print(render(measurement.records, [f"torch_xmesh pipeline_perf, suite {options.suite}", *measurement.notes]))
+    if options.json is not None:
+        records = [record.to_json() for record in measurement.records]
+        save(options.json, records, {"suite": options.suite, **measurement.about})
+    if options.plot is not None:
+        plot(options.plot, measurement.records, title=f"suite {options.suite}: {measurement.about['cluster']}")
+    wrong = sum(record.wrong for record in measurement.records)
+    if wrong:
+        print(f"{wrong} wrong elements of gradients", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The pipeline suites: their cases, and how each is run on the emulated cluster."""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cluster_suite import MeasurementError, machine_notes
+from pipeline_models import make
+from pipeline_table import Record
+from pipeline_worker import SIGNAL, stage_seconds
+
+from torch_xmesh.testing.cluster import Cluster
+
+_WORKER = Path(__file__).with_name("pipeline_worker.py")
+_START_SECONDS = 150.0
+_BURST = "32kb"
+_TCP_WMEM = (4096, 16384, 65536)
+"""What a NIC or a socket takes at once must be small beside a message, else sends look free."""
+
+_GOODPUT = 0.955
+"""Payload over nominal rate of one TCP stream, to choose a NIC rate before there is a NIC."""
+
+_UNET = {"samples": 1, "size": 64, "width": 16, "levels": 3}
+_GPT = {"samples": 4, "width": 256, "depth": 8}
+
+METHODS = {
+    "paced": ("torch_1f1b", "torch_zb1p", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+    "real": ("torch_1f1b", "broadcast", "1f1b", "eager_1f1b"),
+    "meshes": ("by_hand", "1f1b", "eager_1f1b"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure. `microbatches` and `ratios` replace a suite's own where given; `forward_s` is F of a paced
+    stage; `budget_seconds` limits the timed part."""
+
+    suite: str
+    methods: Sequence[str]
+    runs: int = 5
+    stages: int = 4
+    microbatches: Sequence[int] = (16, 8)
+    ratios: Sequence[float] = (0.5, 1.0)
+    models: Sequence[str] = ("unet", "gpt")
+    forward_s: float = 0.025
+    is_shaped: bool = True
+    budget_seconds: float = 420.0
+    timeout_seconds: float = 300.0
+    timelines: Path | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Records and what has to be said with them: `notes` head the table, `about` goes into the JSON."""
+
+    records: list[Record]
+    notes: list[str]
+    about: dict[str, Any]
+
+
+def measure(settings: Settings) -> Measurement:
+    """Runs a suite. Raises MeasurementError when a rank fails or does not end in time, ValueError for methods that the
+    suite does not have."""
+    if unknown := sorted(set(settings.methods) - set(METHODS[settings.suite])):
+        raise ValueError(f"suite {settings.suite} has no {unknown}; it has {list(METHODS[settings.suite])}")
+    return {"paced": _paced, "real": _real, "meshes": _meshes}[settings.suite](settings)
+
+
+def _paced(settings: Settings) -> Measurement:
+    def cases(nic_bytes_per_s: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": "paced",
+                "kind": "paced",
+                "meshes": [[rank] for rank in range(settings.stages)],
+                "methods": list(settings.methods),
+                "variants": {
+                    str(ratio): {
+                        "num_stages": settings.stages,
+                        "blocks_per_stage": 2,
+                        "microbatches": microbatches,
+                        "samples": 1,
+                        "width": max(1, int(ratio * settings.forward_s * nic_bytes_per_s / 4)),
+                        "forward_s": settings.forward_s,
+                    }
+                    for ratio in (SIGNAL, *settings.ratios)
+                },
+            }
+            for microbatches in settings.microbatches
+        ]
+
+    return _on_cluster(settings, cases, hosts=settings.stages, devices=1, rate="200mbit")
+
+
+def _meshes(settings: Settings) -> Measurement:
+    """Two stages that wait, on two hosts with two devices each."""
+    pairs = {
+        "2x1->1x2": [[[0], [1]], [[2, 3]]],
+        "2->1": [[0, 1], [2]],
+        "1->2": [[0], [2, 3]],
+    }
+
+    def cases(nic_bytes_per_s: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "kind": "paced",
+                "meshes": meshes,
+                "methods": list(settings.methods),
+                "variants": {
+                    str(ratio): {
+                        "num_stages": 2,
+                        "blocks_per_stage": 2,
+                        "microbatches": settings.microbatches[0],
+                        "samples": 2,
+                        "width": max(1, int(ratio * settings.forward_s * nic_bytes_per_s / 4 / 2)),
+                        "forward_s": settings.forward_s,
+                    }
+                    for ratio in (SIGNAL, *settings.ratios)
+                },
+            }
+            for name, meshes in pairs.items()
+        ]
+
+    return _on_cluster(settings, cases, hosts=2, devices=2, rate="200mbit")
+
+
+def _real(settings: Settings) -> Measurement:
+    """A cluster for each model and ratio, its NICs as fast as the ratio wants them for the forward measured here."""
+    parts = []
+    for kind in settings.models:
+        sizes: dict[str, Any] = {"microbatches": settings.microbatches[0], **(_UNET if kind == "unet" else _GPT)}
+        forward_s, num_bytes = _forward_and_bytes(kind, sizes)
+        for ratio in settings.ratios:
+            bits_per_s = int(num_bytes * 8 / (ratio * forward_s) / _GOODPUT)
+            case = {
+                "name": kind,
+                "kind": kind,
+                "meshes": [[0], [1]],
+                "methods": list(settings.methods),
+                "variants": {str(SIGNAL): {**sizes, "is_signal": True}, str(ratio): sizes},
+            }
+            parts.append(
+                _on_cluster(settings, partial(_only, case), hosts=2, devices=1, rate=f"{bits_per_s // 1000}kbit")
+            )
+    records = [record for part in parts for record in part.records]
+    notes = list(dict.fromkeys(note for part in parts for note in part.notes))
+    return Measurement(records, notes, {**parts[0].about, "clusters": [part.about["cluster"] for part in parts]})
+
+
+def _only(case: dict[str, Any], nic_bytes_per_s: float) -> list[dict[str, Any]]:
+    return [case]
+
+
+def _forward_and_bytes(kind: str, sizes: dict[str, Any]) -> tuple[float, int]:
+    """Seconds of the slower stage's forward on one core, and bytes of a microbatch between the two stages."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        workload = make(kind, sizes)
+        entering = workload.boundaries()
+        forwards = [
+            statistics.median(stage_seconds(workload, stage, inputs)[0] for _ in range(3))
+            for stage, inputs in enumerate(entering)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    return max(forwards), workload.boundary_bytes()[0]
+
+
+def _on_cluster(settings: Settings, cases: Any, *, hosts: int, devices: int, rate: str) -> Measurement:
+    """`cases(nic_bytes_per_s)` gives the descriptions that the workers run on one set of processes."""
+    wanted = rate if settings.is_shaped else None
+    with Cluster(hosts=hosts, devices=devices, rate=wanted, burst=_BURST, tcp_wmem=_TCP_WMEM) as cluster:
+        goodput = cluster.goodput()
+        nic_bytes_per_s = statistics.median(goodput.nic_bytes_per_s) if cluster.is_shaped else 24e6
+        with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
+            job = {
+                "suite": settings.suite,
+                "cases": cases(nic_bytes_per_s),
+                "runs": settings.runs,
+                "is_pinned": settings.suite == "real",
+                "nic_bytes_per_s": nic_bytes_per_s,
+                "budget_seconds": settings.budget_seconds,
+                "timeout_seconds": settings.timeout_seconds,
+                "timelines": None if settings.timelines is None else str(settings.timelines.resolve()),
+                "records": f"{folder}/records.jsonl",
+            }
+            path = Path(folder, "job.json")
+            path.write_text(json.dumps(job))
+            _run_workers(cluster, path, settings)
+            lines = Path(folder, "records.jsonl").read_text().splitlines()
+        notes = [*machine_notes(), f"{cluster.description}, burst {_BURST}, goodput {goodput}"]
+        about = {
+            "machine": machine_notes(),
+            "cluster": cluster.description,
+            "is_shaped": cluster.is_shaped,
+            "nic_bytes_per_s": nic_bytes_per_s,
+            "forward_seconds": settings.forward_s,
+            "runs": settings.runs,
+        }
+    return Measurement([Record(**json.loads(line)) for line in lines], notes, about)
+
+
+def _run_workers(cluster: Cluster, job_path: Path, settings: Settings) -> None:
+    job = cluster.start(str(_WORKER), str(job_path))
+    try:
+        job.wait(settings.budget_seconds + settings.timeout_seconds + _START_SECONDS)
+    except TimeoutError as error:
+        job.stop()
+        raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
+    failed = job.failed_rank
+    if failed is not None:
+        tail = "\n".join(failed.output.splitlines()[-30:])
+        raise MeasurementError(f"rank {failed.rank} ended with {failed.exit_code}; it wrote last:\n{tail}")

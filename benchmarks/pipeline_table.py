@@ -1,0 +1,172 @@
+"""Records of measured pipeline steps, their table and their bar chart."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_COLORS = {
+    "torch_1f1b": "#8d8d8d",
+    "torch_zb1p": "#4c4c4c",
+    "by_hand": "#8d8d8d",
+    "broadcast": "#c5b000",
+    "1f1b": "#3a7ebf",
+    "eager_1f1b": "#0b6e4f",
+    "interleaved_1f1b": "#e08e0b",
+    "zb_h1": "#7a5195",
+    "eager_split": "#b23a48",
+    "auto": "#d45087",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One pipeline under one method; the keys are explained in README.md."""
+
+    suite: str
+    case: str
+    stages: int
+    microbatches: int
+    ratio: float
+    method: str
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    signal_seconds: float | None
+    ideal_seconds: float
+    predicted_seconds: float
+    peak_in_flight: int
+    wrong: int
+    runs: int
+
+    @property
+    def point(self) -> str:
+        """What the methods are compared on."""
+        return f"{self.case} n{self.stages} m{self.microbatches} r{self.ratio:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_HEAD = (
+    ("case", ""),
+    ("method", ""),
+    ("time", "(ms)"),
+    ("min", "(ms)"),
+    ("max", "(ms)"),
+    ("signal", "(ms)"),
+    ("signal/time", ""),
+    ("rival/time", ""),
+    ("ideal", "(ms)"),
+    ("predicted", "(ms)"),
+    ("pred/time", ""),
+    ("peak", ""),
+    ("runs", ""),
+    ("#wrong", ""),
+)
+
+
+def _row(record: Record, rival: Record | None) -> list[str]:
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds * 1e3:.0f}"
+
+    return [
+        record.point,
+        record.method,
+        ms(record.seconds),
+        ms(record.seconds_min),
+        ms(record.seconds_max),
+        ms(record.signal_seconds),
+        "-" if record.signal_seconds is None else f"{record.signal_seconds / record.seconds:.3f}",
+        "-" if rival is None else f"{rival.seconds / record.seconds:.2f}",
+        ms(record.ideal_seconds),
+        ms(record.predicted_seconds),
+        f"{record.predicted_seconds / record.seconds:.3f}",
+        str(record.peak_in_flight),
+        str(record.runs),
+        str(record.wrong),
+    ]
+
+
+def rival_of(record: Record, records: Sequence[Record]) -> Record | None:
+    """What `rival/time` is against: torch's 1F1B, or the gathers by hand, on the same point."""
+    found = (r for r in records if r.point == record.point and r.method in ("torch_1f1b", "by_hand"))
+    return next(found, None)
+
+
+def render(records: Sequence[Record], notes: Iterable[str]) -> str:
+    """The table as text: notes as comment lines, a head with units, one row per record, the sum of wrong gradient
+    elements below."""
+    rows = [[name for name, _ in _HEAD], [unit for _, unit in _HEAD]]
+    rows += [_row(record, rival_of(record, records)) for record in records]
+    return "\n".join([*_lines(rows, notes), f"# #wrong over all rows: {sum(record.wrong for record in records)}"])
+
+
+def render_overhead(records: Sequence[Mapping[str, Any]], notes: Iterable[str]) -> str:
+    """The table of suite `overhead`, whose records are dicts with the same keys."""
+    keys = list(records[0]) if records else []
+    cells = [[_cell(record[key]) for key in keys] for record in records]
+    return "\n".join(_lines([keys, [""] * len(keys), *cells], notes))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _lines(rows: Sequence[Sequence[str]], notes: Iterable[str]) -> list[str]:
+    """Aligned rows, of which the first two are the head; a blank line where the first column changes."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"# {note}" for note in notes]
+    for index, row in enumerate(rows):
+        if index > 2 and rows[index - 1][0] != row[0]:
+            lines.append("")
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((("# " if index < 2 else "  ") + "  ".join(cells)).rstrip())
+    return lines
+
+
+def save(path: Path, records: Sequence[Mapping[str, Any]], about: dict[str, Any]) -> None:
+    """Writes `{"about": ..., "records": [...]}`."""
+    path.write_text(json.dumps({"about": about, "records": list(records)}, indent=1) + "\n")
+
+
+def plot(path: Path, records: Sequence[Record], *, title: str) -> None:
+    """Writes a PNG: a group of bars per case, one per method, with the step of one-element messages as a black line
+    across each bar.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+
+    points = list(dict.fromkeys(record.point for record in records))
+    methods = list(dict.fromkeys(record.method for record in records))
+    figure = Figure(figsize=(max(7.0, 1.5 + 0.3 * len(points) * (len(methods) + 1.5)), 4.2))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.84 / len(methods)
+    for record in records:
+        at = points.index(record.point) - 0.42 + (methods.index(record.method) + 0.5) * width
+        spread = [[record.seconds - record.seconds_min], [record.seconds_max - record.seconds]]
+        color = _COLORS.get(record.method, "#cccccc")
+        axes.bar(at, record.seconds, width * 0.92, color=color, yerr=spread, error_kw={"lw": 0.7, "capsize": 1.5})
+        axes.text(at, record.seconds_max, f" {record.seconds:.2f}", ha="center", va="bottom", fontsize=6, rotation=90)
+        if record.signal_seconds is not None:
+            axes.plot([at - width / 2, at + width / 2], [record.signal_seconds] * 2, color="black", lw=1.4)
+    axes.set_xticks(range(len(points)), points, fontsize=8)
+    axes.set_ylabel("seconds per step")
+    axes.set_title(title, fontsize=9)
+    handles: list[Any] = [Rectangle((0, 0), 1, 1, color=_COLORS.get(method, "#cccccc")) for method in methods]
+    signal = Line2D([0], [0], color="black", lw=1.4)
+    axes.legend([*handles, signal], [*methods, "messages of one element"], fontsize=7, ncols=min(4, len(methods) + 1))
+    axes.margins(y=0.22)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,249 @@
+"""One rank of a pipeline measurement: every method of a case, with its messages and with messages of one element,
+alternating step by step; every gradient of every step is compared with one process.
+
+Started by pipeline_suites on each device with one argument, the path of a job description; rank 0 writes one JSON line
+per record.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_methods import INTERLEAVED, Grid, Method, Ours, flat, make_method, ranks_of_groups
+from pipeline_models import Workload, as_tuple, make
+from pipeline_table import Record
+
+import torch_xmesh as xm
+from torch_xmesh.pipeline import Costs, EdgeCosts, StageCosts
+from torch_xmesh.testing import serial_step
+
+SIGNAL = 0.0
+"""The ratio of the variant whose messages have one element."""
+
+_NUM_RUNS_MIN = 2
+_NUM_PROBES = 3
+
+
+class Case:
+    """One pipeline: its meshes, the methods, and a variant for each ratio of transfer to forward. Every rank of the
+    cluster makes it; ranks on no mesh only count along."""
+
+    def __init__(self, job: dict[str, Any], case: dict[str, Any], group: dist.ProcessGroup) -> None:
+        self._job, self._case, self._group = job, case, group
+        self.grids: list[Grid] = case["meshes"]
+        self.rank = dist.get_rank()
+        self.is_member = any(self.rank in flat(grid) for grid in self.grids)
+        self.ratios = [float(ratio) for ratio in case["variants"]]
+        self.keys = [(ratio, name) for ratio in self.ratios for name in case["methods"]]
+        self.methods: dict[tuple[float, str], Method] = {}
+        self.expected: dict[float, dict[str, torch.Tensor]] = {}
+        self.costs: dict[tuple[float, bool], list[tuple[float, float]]] = {}
+        self.seconds: dict[tuple[float, str], list[float]] = {key: [] for key in self.keys}
+        self.wrong = dict.fromkeys(self.keys, 0)
+
+    def workload(self, ratio: float, is_interleaved: bool) -> Workload:
+        sizes = dict(self._case["variants"][str(ratio)])
+        if is_interleaved:
+            blocks = sizes["blocks_per_stage"]
+            sizes |= {"num_stages": 2 * sizes["num_stages"], "blocks_per_stage": blocks // 2}
+            sizes["forward_s"] /= 2
+        return make(self._case["kind"], sizes)
+
+    def prepare(self) -> None:
+        """Makes all engines, the gradients of one process, and measures each stage by itself."""
+        for ratio in self.ratios:
+            self.expected[ratio] = serial_gradients(self.workload(ratio, False))
+            for is_interleaved in sorted({name in INTERLEAVED for name in self._case["methods"]}):
+                self.costs[ratio, is_interleaved] = self._measured_costs(self.workload(ratio, is_interleaved))
+        groups: dict[tuple[int, ...], Any] = {}
+        for name in self._case["methods"]:
+            for ranks in ranks_of_groups(name, self.grids):
+                if ranks not in groups:
+                    groups[ranks] = dist.new_group(list(ranks), backend="gloo")
+        for ratio, name in self.keys:
+            if self.is_member:
+                self.methods[ratio, name] = make_method(name, partial(self.workload, ratio), self.grids, groups)
+
+    def _measured_costs(self, workload: Workload) -> list[tuple[float, float]]:
+        """F and B of each stage in seconds: medians on its first rank, all stages at the same time."""
+        entering = workload.boundaries()
+        mine = torch.zeros(len(workload.stages), 2, dtype=torch.float64)
+        dist.barrier(group=self._group)
+        for stage in range(len(workload.stages)):
+            if flat(self.grids[stage % len(self.grids)])[0] == self.rank:
+                mine[stage] = torch.tensor(stage_seconds(workload, stage, entering[stage]), dtype=torch.float64)
+        dist.all_reduce(mine, group=self._group)
+        return [(float(forward), float(backward)) for forward, backward in mine]
+
+    def run(self, key: tuple[float, str], *, is_timed: bool) -> None:
+        """One step of one method, from the first rank's start to the last one's end, and the check of its gradients."""
+        method = self.methods.get(key)
+        start, end, wrong = float("inf"), 0.0, 0
+        if method is not None:
+            method.zero_gradients()
+        dist.barrier(group=self._group)
+        if method is not None:
+            start = time.monotonic()
+            method.step()
+            end = time.monotonic()
+            wrong = count_wrong(method.gradients(), self.expected[key[0]])
+        mine = torch.tensor([start, end, wrong], dtype=torch.float64)
+        everyone = torch.empty(dist.get_world_size(), 3, dtype=torch.float64)
+        dist.all_gather(list(everyone.unbind(0)), mine, group=self._group)
+        self.wrong[key] += int(everyone[:, 2].sum())
+        if is_timed:
+            self.seconds[key].append(float(everyone[:, 1].max() - everyone[:, 0].min()))
+
+    def measure(self, deadline: float) -> None:
+        """One uncounted step of each, then rounds of all until there are enough or rank 0's clock says stop."""
+        for key in self.keys:
+            self.run(key, is_timed=False)
+        for done in range(self._job["runs"]):
+            begin = time.monotonic()
+            for key in self.keys:
+                self.run(key, is_timed=True)
+            now = time.monotonic()
+            goes_on = torch.tensor([int(done + 1 < _NUM_RUNS_MIN or now + (now - begin) < deadline)])
+            dist.broadcast(goes_on, 0, group=self._group)
+            if not int(goes_on):
+                break
+
+    def records(self) -> list[Record]:
+        """Of the methods with real messages; the others are their `signal_seconds`. Meaningful on rank 0."""
+        return [self._record(ratio, name) for ratio, name in self.keys if ratio != SIGNAL]
+
+    def _record(self, ratio: float, name: str) -> Record:
+        seconds = self.seconds[ratio, name]
+        signal = self.seconds.get((SIGNAL, name))
+        method = self.methods[ratio, name]
+        return Record(
+            suite=self._job["suite"],
+            case=self._case["name"],
+            stages=len(self.grids),
+            microbatches=method.workload.num_microbatches,
+            ratio=ratio,
+            method=name,
+            seconds=statistics.median(seconds),
+            seconds_min=min(seconds),
+            seconds_max=max(seconds),
+            signal_seconds=None if signal is None else statistics.median(signal),
+            ideal_seconds=self._simulated(ratio, name, 0.0),
+            predicted_seconds=self._simulated(ratio, name, 1.0),
+            peak_in_flight=max(method.schedule.peak_in_flight),
+            wrong=self.wrong[ratio, name] + self.wrong.get((SIGNAL, name), 0),
+            runs=len(seconds),
+        )
+
+    def _simulated(self, ratio: float, name: str, scale: float) -> float:
+        """The method's schedule with the measured stages, its messages' bytes times `scale` over the measured NICs."""
+        method = self.methods[ratio, name]
+        stages = [
+            StageCosts(
+                forward_seconds=forward,
+                backward_seconds=backward,
+                backward_input_seconds=backward / 2,
+                backward_weight_seconds=backward / 2,
+            )
+            for forward, backward in self.costs[ratio, name in INTERLEAVED]
+        ]
+        sizes = enumerate(method.workload.boundary_bytes())
+        edges = {(k, k + 1): EdgeCosts(forward_bytes=int(size * scale)) for k, size in sizes}
+        costs = Costs(
+            stages=stages,
+            edges=edges,
+            nic_bytes_per_s=self._job["nic_bytes_per_s"],
+            overlap=method.is_overlapped or scale == 0,
+        )
+        return xm.simulate(method.schedule, costs).makespan_seconds
+
+    def timelines(self, folder: str) -> None:
+        """Pictures of the last step of each of our methods."""
+        for (ratio, name), method in self.methods.items():
+            if isinstance(method, Ours):
+                method.timeline(
+                    f"{folder}/{self._case['name']}-m{method.workload.num_microbatches}-r{ratio}-{name}.png"
+                )
+
+    def close(self) -> None:
+        for method in self.methods.values():
+            method.close()
+
+
+def serial_gradients(workload: Workload) -> dict[str, torch.Tensor]:
+    """What one process gets for the same microbatches, without waits."""
+    workload.wait(False)
+    serial_step(
+        workload.model,
+        workload.args,
+        target=workload.target,
+        loss_fn=workload.loss_fn,
+        num_microbatches=workload.num_microbatches,
+    )
+    return {name: p.grad for name, p in workload.model.named_parameters() if p.grad is not None}
+
+
+def count_wrong(actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor]) -> int:
+    """Elements beyond float32's tolerance for sums in another order; all of a gradient that is missing."""
+    wrong = 0
+    for name, gradient in actual.items():
+        want = expected[name]
+        if gradient is None or gradient.shape != want.shape:
+            wrong += want.numel()
+        else:
+            tolerance = 1e-4 * want.abs() + 1e-5 * want.abs().max()
+            wrong += int((~((gradient - want).abs() <= tolerance)).sum())
+    return wrong
+
+
+def stage_seconds(workload: Workload, stage: int, inputs: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """F and B of one microbatch on one stage by itself, without an engine: medians."""
+    module, is_last = workload.stages[stage], stage + 1 == len(workload.stages)
+    target = workload.target[: len(workload.target) // workload.num_microbatches]
+    forwards, backwards = [], []
+    for probe in range(_NUM_PROBES + 1):
+        leaves = [value.detach().requires_grad_(stage > 0) for value in inputs]
+        begin = time.monotonic()
+        outputs = as_tuple(module(*leaves))
+        roots = (workload.loss_fn(outputs[0], target),) if is_last else outputs
+        middle = time.monotonic()
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        if probe > 0:
+            forwards.append(middle - begin)
+            backwards.append(time.monotonic() - middle)
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    if job["is_pinned"]:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group("xmesh", timeout=timedelta(seconds=job["timeout_seconds"]))
+    group: Any = dist.new_group(backend="gloo")
+    deadline = time.monotonic() + job["budget_seconds"]
+    for index, description in enumerate(job["cases"]):
+        case = Case(job, description, group)
+        case.prepare()
+        now = time.monotonic()
+        case.measure(now + (deadline - now) / (len(job["cases"]) - index))
+        if job["timelines"]:
+            case.timelines(job["timelines"])
+        if rank == 0:
+            with Path(job["records"]).open("a") as lines:
+                lines.writelines(json.dumps(record.to_json()) + "\n" for record in case.records())
+            print(f"{description['name']}: measured", flush=True)
+        case.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
