@@ -8,17 +8,48 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh.pipeline.boundary import Move, StageMesh, Transfers
+from torch_xmesh.pipeline.dtensors import placements_on, waited
 from torch_xmesh.spec import Mesh, mesh_grid
 
 _BUCKET_BYTES = 25 << 20
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, or the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The local tensor of a DTensor, or the tensor; its memory is there."""
+    return waited(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+Names = list[tuple[int, str]]
+
+
+def ties_of(modules: Mapping[int, nn.Module]) -> list[Names]:
+    """The names (stage, name) of each parameter that has several, within a stage or among a rank's stages."""
+    names: dict[int, Names] = {}
+    for stage, module in sorted(modules.items()):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append((stage, name))
+    return [found for found in names.values() if len(found) > 1]
+
+
+def check_ties(ties: Sequence[Names], modules: Mapping[int, nn.Module]) -> None:
+    """Raises ValueError where names that were one parameter are two now: each would train on half of the gradient."""
+    now = {
+        (stage, name): parameter
+        for stage, module in modules.items()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    for names in ties:
+        found = [(where, now[where]) for where in names if where in now]
+        for where, parameter in found[1:]:
+            if parameter is not found[0][1]:
+                (first, name), (stage, other) = found[0][0], where
+                raise ValueError(
+                    f"{name} of stage {first} and {other} of stage {stage} were one parameter before parallelize and "
+                    "are two after it: assign the one to the other there, or keep both as they are"
+                )
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:
@@ -60,6 +91,9 @@ class GradientSync:
     ) -> None:
         self._transfers = transfers
         self._tied = [one for one in tied if len(one.holders) > 1]
+        self._placements = {
+            (one.name, stage): self._placements_of(one, stage, m) for one in tied for stage, m in one.holders
+        }
         self._lines: dict[Mesh, list[nn.Parameter]] = {}
         lines: dict[int, tuple[int, Mesh]] = {}
         for stage, found in sorted(parameters.items()):
@@ -83,6 +117,22 @@ class GradientSync:
         self._buckets = [(line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)]
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
         self._is_synced = True
+
+    def _placements_of(self, one: Tied, stage: int, mesh: StageMesh) -> tuple[Placement, ...]:
+        """How a holder's copy lies on its mesh: the holder tells all."""
+        mine = None
+        if self._transfers.rank in mesh.ranks:
+            if one.parameter is None:
+                raise ValueError(f"tied parameter {one.name} is not among the parameters of stage {stage}'s module")
+            mine = placements_on(mesh, one.parameter, f"tied parameter {one.name} of stage {stage}")
+        told: tuple[Placement, ...] = self._transfers.broadcast(f"tied/{one.name}/{stage}/lies", mesh.ranks[0], mine)
+        return told
+
+    def _tied_move(self, one: Tied, start: int, end: int) -> Move:
+        """From the copy of holder number `start` to that of holder number `end`."""
+        (stage, src), (to, dst) = one.holders[start], one.holders[end]
+        there, here = self._placements[one.name, stage], self._placements[one.name, to]
+        return Move(one.shape, one.dtype, src.grid, there, dst.grid, here)
 
     @property
     def is_needed(self) -> bool:
@@ -149,11 +199,11 @@ class GradientSync:
             total = (
                 torch.zeros_like(local_of(parameter)) if parameter.grad is None else local_of(parameter.grad).detach()
             )
-        for stage, mesh in one.holders[1:]:
+        for number, (stage, mesh) in enumerate(one.holders[1:], 1):
             if is_owner or rank in mesh.ranks:
                 there = self._transfers.start(
                     f"tied/{one.name}/{stage}",
-                    [_tied_move(one, mesh, owner)],
+                    [self._tied_move(one, number, 0)],
                     [] if is_owner or total is None else [total],
                 )
                 if is_owner:
@@ -161,11 +211,11 @@ class GradientSync:
                     total = total + there.wait()[0].reshape(total.shape)
                 else:
                     there.wait()
-        for stage, mesh in one.holders[1:]:
+        for number, (stage, mesh) in enumerate(one.holders[1:], 1):
             if is_owner or rank in mesh.ranks:
                 back = self._transfers.start(
                     f"tied/{one.name}/{stage}/back",
-                    [_tied_move(one, owner, mesh)],
+                    [self._tied_move(one, 0, number)],
                     [total] if is_owner and total is not None else [],
                 )
                 received = back.wait()
@@ -174,13 +224,6 @@ class GradientSync:
         if parameter is not None:
             assert total is not None
             parameter.grad = _like(parameter, total.reshape(local_of(parameter).shape))
-
-
-def _tied_move(one: Tied, src: StageMesh, dst: StageMesh) -> Move:
-    def everywhere(mesh: StageMesh) -> tuple[Replicate, ...]:
-        return (Replicate(),) * len(mesh.grid.shape)
-
-    return Move(one.shape, one.dtype, src.grid, everywhere(src), dst.grid, everywhere(dst))
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:

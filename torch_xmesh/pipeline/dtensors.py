@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from torch_xmesh.pipeline.boundary import StageMesh
 from torch_xmesh.spec import Mesh, device_mesh, mesh_grid
@@ -45,6 +47,59 @@ def activation_mesh(mesh: StageMesh, module: nn.Module) -> tuple[DeviceMesh, tup
     return device_mesh(slice_of(mesh, axes)), axes
 
 
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor that a collective of DTensor's may still be filling."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+class _Waited(torch.autograd.Function):
+    """The identity, whose result is no tensor that is still being filled."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return waited(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class _GradientWaited(torch.autograd.Function):
+    """The identity, whose gradient is no tensor that is still being filled."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return waited(gradients[0])
+
+
+def with_waited_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, such that its gradient can be sent as soon as it is there."""
+    return _GradientWaited.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+
+def placements_on(mesh: StageMesh, parameter: nn.Parameter, what: str) -> tuple[Placement, ...]:
+    """How a parameter lies on the whole mesh of its stage.
+
+    Raises:
+        ValueError: it is a DTensor on another mesh.
+    """
+    placements: list[Placement] = [Replicate()] * len(mesh.grid.shape)
+    if isinstance(parameter, DTensor):
+        axes = spanned_axes(mesh, parameter.device_mesh)
+        if axes is None:
+            raise ValueError(
+                f"{what} is a DTensor on {mesh_grid(parameter.device_mesh)}, which is no slice of the stage's "
+                f"{mesh.grid}"
+            )
+        for axis, placement in zip(axes, parameter.placements, strict=True):
+            placements[axis] = placement
+    return tuple(placements)
+
+
 def to_local(tensor: torch.Tensor, mesh: StageMesh, placements: Sequence[Placement], what: str) -> torch.Tensor:
     """This rank's part of what a stage returns, with `placements` on the stage's mesh; a plain tensor is that part.
 
@@ -52,11 +107,15 @@ def to_local(tensor: torch.Tensor, mesh: StageMesh, placements: Sequence[Placeme
         ValueError: a DTensor on another mesh than the stage's or a slice of it.
     """
     if not isinstance(tensor, DTensor):
-        return tensor
+        return _settled(tensor)
     axes = spanned_axes(mesh, tensor.device_mesh)
     if axes is None:
         raise ValueError(
             f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)}, which is no slice of the stage's {mesh.grid}"
         )
     wanted = tuple(placements[axis] for axis in axes)
-    return tensor.redistribute(placements=wanted).to_local(grad_placements=wanted)
+    return _settled(tensor.redistribute(placements=wanted).to_local(grad_placements=wanted))
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    return _Waited.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]

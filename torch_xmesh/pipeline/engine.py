@@ -25,7 +25,7 @@ from torch_xmesh.pipeline.boundary import (
     places_of,
     stage_mesh,
 )
-from torch_xmesh.pipeline.data_parallel import GradientSync, Tied
+from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, ties_of
 from torch_xmesh.pipeline.engine_batch import local_microbatches, num_samples, specs_of
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork, StepState
@@ -202,6 +202,7 @@ class PipelineEngine:
     def _prepare_stages(self, parallelize: Any, seed: int) -> None:
         self._works: dict[int, StageWork] = {}
         self._named: dict[int, dict[str, nn.Parameter]] = {}
+        ties = ties_of({stage: self._partition.stages[stage].module for stage in self._stages})
         for stage in self._stages:
             program = self._partition.stages[stage]
             if parallelize is not None:
@@ -218,6 +219,7 @@ class PipelineEngine:
                     f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
                     "(module.to_empty(device='cpu'), then initialise or load_state_dict)"
                 )
+        check_ties(ties, {stage: self._partition.stages[stage].module for stage in self._stages})
 
     def _make_place(self, overlap: bool) -> "_C.PipelinePlace":
         stages = []
@@ -243,7 +245,9 @@ class PipelineEngine:
             for stage, name in group:
                 by_place.setdefault(places[stage], (stage, name))
             stage, name = group[0]
-            original = dict(self._partition.stages[stage].module.named_parameters())[name]
+            original = dict(self._partition.stages[stage].module.named_parameters(remove_duplicate=False)).get(name)
+            if original is None:
+                raise ValueError(f"parallelize renamed {name} of stage {stage}, which is tied to another stage's")
             mine = by_place.get(self._place)
             parameter = None if mine is None else self._named[mine[0]].get(mine[1])
             holders = tuple((k, self._meshes[k]) for k, _ in sorted(by_place.values()))

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.boundary import Boundaries, StageMesh
-from torch_xmesh.pipeline.dtensors import activation_mesh, to_local
+from torch_xmesh.pipeline.dtensors import activation_mesh, to_local, with_waited_gradient
 from torch_xmesh.pipeline.partition import Partition
 from torch_xmesh.pipeline.seeds import dropout_rng, dropout_seed
 
@@ -57,6 +57,7 @@ class StageWork:
         infos = partition.values
         self._inputs = [infos[name] for name in self.program.input_values]
         self._outputs = [infos[name] for name in self.program.output_values]
+        self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
 
     @property
     def stage(self) -> int:
@@ -84,6 +85,8 @@ class StageWork:
     def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
         wrapped = []
         for info, tensor in zip(self._inputs, inputs, strict=True):
+            if self._has_dtensors:
+                tensor = with_waited_gradient(tensor)
             if info.producer is not None and self._boundaries.is_stacked(info, self.stage):
                 tensor = tensor.squeeze(0)
             elif self._boundaries.is_dtensor(info):
