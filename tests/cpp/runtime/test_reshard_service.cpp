@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <numeric>
 
 #include "core/error.h"
@@ -103,6 +104,24 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     EXPECT_EQ(calls[3]->dst, whole);
   }
 
+  /// Rank 0 calls before rank 3 refuses, ranks 1 and 2 after it; then all make a good call.
+  void expectRefused(const std::function<void()>& refuse, const std::string& text) {
+    const core::ReshardingPlan plan = planOf(Placement::replicate());
+    std::vector<std::unique_ptr<Made>> calls;
+    calls.push_back(begin(0, plan));
+    network_.runUntilIdle();
+    refuse();
+    network_.runUntilIdle();
+    calls.push_back(begin(1, plan));
+    calls.push_back(begin(2, plan));
+    network_.runUntilIdle();
+    for (const auto& made : calls) {
+      ASSERT_TRUE(made->call->isCompleted());
+      EXPECT_EQ(made->call->failure()->text.find(text), 0U) << made->call->failure()->text;
+    }
+    expectWhole(beginAll(plan));
+  }
+
   transport::FakeHostNetwork network_;
   std::vector<std::unique_ptr<ReshardService>> services_;
 };
@@ -130,39 +149,12 @@ TEST_P(ReshardServiceTest, TellsEveryRankWhatDiffers) {
 }
 
 TEST_P(ReshardServiceTest, ARefusalReachesThoseWhoCallBeforeAndAfter) {
-  const core::ReshardingPlan plan = planOf(Placement::replicate());
-  std::vector<std::unique_ptr<Made>> calls;
-  calls.push_back(begin(0, plan));
-  network_.runUntilIdle();
-  services_[3]->refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype");
-  network_.runUntilIdle();
-  calls.push_back(begin(1, plan));
-  calls.push_back(begin(2, plan));
-  network_.runUntilIdle();
-  for (const auto& made : calls) {
-    ASSERT_TRUE(made->call->isCompleted());
-    EXPECT_EQ(made->call->failure()->text.find("rank 3 refused this call: wrong dtype"), 0U) << made->call->failure()->text;
-  }
-  expectWhole(beginAll(plan));
+  expectRefused([this] { services_[3]->refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype"); }, "rank 3 refused this call: wrong dtype");
 }
 
 TEST_P(ReshardServiceTest, ARefusalWithoutANameReachesThoseWhoCallBeforeAndAfter) {
-  const core::ReshardingPlan plan = planOf(Placement::replicate());
-  std::vector<std::unique_ptr<Made>> calls;
   for (int turn = 0; turn < 2; ++turn) {
-    calls.clear();
-    calls.push_back(begin(0, plan));
-    network_.runUntilIdle();
-    services_[3]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
-    network_.runUntilIdle();
-    calls.push_back(begin(1, plan));
-    calls.push_back(begin(2, plan));
-    network_.runUntilIdle();
-    for (const auto& made : calls) {
-      ASSERT_TRUE(made->call->isCompleted());
-      EXPECT_EQ(made->call->failure()->text.find("rank 3 refused this call: no spec"), 0U) << made->call->failure()->text;
-    }
-    expectWhole(beginAll(plan));
+    expectRefused([this] { services_[3]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec"); }, "rank 3 refused this call: no spec");
   }
 }
 
