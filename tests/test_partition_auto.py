@@ -1,0 +1,51 @@
+"""Splits chosen by measured time and memory."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import cases
+from partition_cases import assert_same, cut
+
+from torch_xmesh.pipeline.partition import SplitAt
+from torch_xmesh.pipeline.profile import UnitCost, balance, choose_split
+
+
+def test_balance_is_optimal_and_keeps_the_memory_limit() -> None:
+    seconds = [5.0, 1.0, 1.0, 1.0, 4.0, 2.0]
+    units = [UnitCost(str(index), value, 10, 1) for index, value in enumerate(seconds)]
+    assert balance(units, 3, None, 1) == [1, 4]
+    assert balance(units, 3, 90, 1) == [2, 4]
+    with pytest.raises(ValueError, match="no split into 3 stages keeps memory_limit_bytes=80"):
+        balance(units, 3, 80, 1)
+    with pytest.raises(ValueError, match="fewer than 7 stages"):
+        balance(units, 7, None, 1)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet", "export", "lstm", "moe"])
+def test_auto_gives_a_split_that_works(name: str) -> None:
+    case = next(case for case in cases() if case.name == name)
+    torch.manual_seed(0)
+    model = case.build()
+    args, kwargs, _ = case.batch(3)
+    split = choose_split(model, args, kwargs, 3, args_chunk_spec=case.specs.get("args_chunk_spec"))
+    assert pickle.loads(pickle.dumps(split)) == split
+    parts = cut(case, model, split.names)
+    assert parts.num_stages == 3
+    results = []
+    for run in (model, parts.run):
+        torch.manual_seed(1)
+        results.append(run(*args, **kwargs))
+    assert_same(*results)
+
+
+def test_auto_opens_modules_and_balances_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))), nn.Linear(32, 1))
+    assert choose_split(model, (torch.empty(4, 32, device="meta"),), None, 4) == SplitAt(("0.2", "0.4", "0.6"))
