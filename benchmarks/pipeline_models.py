@@ -75,7 +75,7 @@ class _Stage(nn.Module):
         return self._run(*values)
 
 
-class SignalOut(nn.Module):
+class ToSignal(nn.Module):
     """A stage whose results stay: one element, on which all of them depend, goes on."""
 
     def __init__(self, stage: nn.Module) -> None:
@@ -87,7 +87,7 @@ class SignalOut(nn.Module):
         return torch.stack([output.flatten()[0] for output in outputs]).sum().view(1, 1)
 
 
-class SignalIn(nn.Module):
+class FromSignal(nn.Module):
     """A stage that makes its inputs itself, shifted by the one element that it is sent: it computes as much as if they
     came."""
 
@@ -223,7 +223,7 @@ def signal_of(whole: Workload) -> Workload:
     """The same two stages with messages of one element."""
     front, back = whole.stages
     inputs = whole.boundaries()[1]
-    stages = [SignalOut(front), SignalIn(back, inputs)]
+    stages = [ToSignal(front), FromSignal(back, inputs)]
     return Workload(
         nn.Sequential(*stages), ["1"], list(stages), whole.args, whole.target, whole.loss_fn, whole.num_microbatches
     )

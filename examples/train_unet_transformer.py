@@ -245,13 +245,13 @@ def train(options: argparse.Namespace) -> None:
         losses.append(engine.last_loss() or 0.0)
         if rank == 0:
             progress(step, options.steps, losses[-1])
+    if options.timeline:
+        engine.timeline(options.timeline)
     images, target = draw_batch(options.batch, options.size, options.steps)
     logits = engine.evaluate(images)
     if logits is not None:
         right = (logits.argmax(1) == target).float().mean()
         print(f"pixels of new pictures told right: {right:.1%} (ground alone: {(target == 0).float().mean():.1%})")
-    if options.timeline:
-        engine.timeline(options.timeline)
     engine.close()
     if rank == 0:
         if options.losses:

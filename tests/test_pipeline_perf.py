@@ -18,6 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import pipeline_models  # noqa: E402
+import pipeline_readme  # noqa: E402
 from pipeline_methods import ranks_of_groups  # noqa: E402
 from pipeline_table import Record, render, rival_of  # noqa: E402
 from pipeline_worker import count_wrong, serial_gradients  # noqa: E402
@@ -113,6 +114,24 @@ def test_the_table_compares_with_torch() -> None:
         *("paced", "n4", "m8", "r0.5", "eager_1f1b", "800", "800", "900", "720", "0.900", "1.50"),
         *("700", "820", "1.025", "7", "5", "0"),
     ]
+
+
+def test_the_readme_gets_its_table(tmp_path: Path) -> None:
+    torchs = Record("paced", "paced", 4, 8, 0.5, "torch_1f1b", 1.2, 1.1, 1.3, 0.9, 0.8, 1.2, 4, 0, 5)
+    ours = Record("paced", "paced", 4, 8, 0.5, "eager_1f1b", 0.8, 0.8, 0.9, 0.72, 0.7, 0.82, 7, 0, 5)
+    out, readme = tmp_path / "out.json", tmp_path / "README.md"
+    out.write_text(json.dumps({"about": {}, "records": [torchs.to_json(), ours.to_json()]}))
+    top = (ROOT / "README.md").read_text()
+    readme.write_text(top)
+    for _ in range(2):
+        assert pipeline_readme.main([str(out), "--readme", str(readme)]) == 0
+    written = readme.read_text()
+    assert "| paced n4 m8 r0.5 | 1.200 s, 0.75 of signal | 0.800 s (1.50x), 0.90 of signal |" in written
+    assert written.count("|---|---|---|\n| paced n4") == 1
+    assert written.partition(pipeline_readme.BEGIN)[0] == top.partition(pipeline_readme.BEGIN)[0]
+    assert written.partition(pipeline_readme.END)[2] == top.partition(pipeline_readme.END)[2]
+    with pytest.raises(ValueError, match="end of pipeline table"):
+        pipeline_readme.replaced("nothing", "| a |")
 
 
 def run_suite(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
