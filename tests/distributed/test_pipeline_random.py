@@ -14,7 +14,7 @@ def train_many(rank: int, world_size: int, first: int, count: int, is_delayed: b
 
 
 def test_random_pipelines() -> None:
-    spawn(train_many, 4, 0, 24, False, timeout=240)
+    spawn(train_many, 4, 0, 16, False, timeout=240)
 
 
 @pytest.mark.soak

@@ -22,6 +22,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return waited(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name without what torch.compile and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 Names = list[tuple[int, str]]
 
 
@@ -30,14 +40,14 @@ def ties_of(modules: Mapping[int, nn.Module]) -> list[Names]:
     names: dict[int, Names] = {}
     for stage, module in sorted(modules.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append((stage, name))
+            names.setdefault(id(parameter), []).append((stage, plain_name(name)))
     return [found for found in names.values() if len(found) > 1]
 
 
 def check_ties(ties: Sequence[Names], modules: Mapping[int, nn.Module]) -> None:
     """Raises ValueError where names that were one parameter are two now: each would train on half of the gradient."""
     now = {
-        (stage, name): parameter
+        (stage, plain_name(name)): parameter
         for stage, module in modules.items()
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }

@@ -25,7 +25,7 @@ from torch_xmesh.pipeline.boundary import (
     places_of,
     stage_mesh,
 )
-from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, ties_of
+from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
 from torch_xmesh.pipeline.engine_batch import local_microbatches, num_samples, specs_of
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork, StepState
@@ -213,7 +213,7 @@ class PipelineEngine:
             self._works[stage] = StageWork(
                 self._partition, stage, self._meshes[stage], self._boundaries, self._loss_fn, seed, self._scale_grads
             )
-            self._named[stage] = dict(program.module.named_parameters())
+            self._named[stage] = {plain_name(name): one for name, one in program.module.named_parameters()}
             if empty := [name for name, parameter in self._named[stage].items() if parameter.is_meta]:
                 raise ValueError(
                     f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
@@ -245,7 +245,9 @@ class PipelineEngine:
             for stage, name in group:
                 by_place.setdefault(places[stage], (stage, name))
             stage, name = group[0]
-            original = dict(self._partition.stages[stage].module.named_parameters(remove_duplicate=False)).get(name)
+            module = self._partition.stages[stage].module
+            known = {plain_name(one): p for one, p in module.named_parameters(remove_duplicate=False)}
+            original = known.get(name)
             if original is None:
                 raise ValueError(f"parallelize renamed {name} of stage {stage}, which is tied to another stage's")
             mine = by_place.get(self._place)
@@ -312,7 +314,7 @@ class PipelineEngine:
         return self._run(args, kwargs, target, losses, True, is_train=False)
 
     def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
-        with self._guarded():
+        with self._guarded(), torch.inference_mode(False):
             try:
                 return self._run_guarded(args, kwargs, target, losses, return_outputs, is_train)
             finally:

@@ -100,6 +100,11 @@ class StageWork:
         return wrapped
 
     def _sent(self, info: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.dtype != info.dtype:
+            raise ValueError(
+                f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as when the "
+                "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
+            )
         local = self._local(info, output)
         return local.unsqueeze(0) if self._boundaries.is_stacked(info, self.stage) else local
 

@@ -59,6 +59,11 @@ def _to_whole(info: ValueInfo, last: StageMesh, num_samples: int) -> Move:
 
 def _part(info: ValueInfo, mine: Mapping[str, torch.Tensor], last: StageMesh, num_samples: int) -> torch.Tensor:
     if info.name in mine:
+        if mine[info.name].dtype != info.dtype:
+            raise ValueError(
+                f"output {info.name} has dtype {mine[info.name].dtype}, expected {info.dtype} as when the engine was "
+                "made: make it under the same torch.autocast in which it steps"
+            )
         return mine[info.name].unsqueeze(0) if info.varies else mine[info.name]
     shape = (1, *last.global_shape(info, num_samples)[1:]) if info.varies else info.shape_for(0)
     return torch.zeros(shape, dtype=info.dtype)

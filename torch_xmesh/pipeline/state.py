@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torch_xmesh.pipeline.boundary import StageMesh, Transfers, mesh_for_dtensor
-from torch_xmesh.pipeline.data_parallel import local_of, settle_gradient
+from torch_xmesh.pipeline.data_parallel import local_of, plain_name, settle_gradient
 from torch_xmesh.spec import mesh_grid, wrap_local
 
 
@@ -128,9 +128,10 @@ def model_state(modules: Iterable[tuple[str, nn.Module, StageMesh]], keeps: Call
     """Parameters and buffers of this rank's stages as DTensors on their meshes; (prefix, module, mesh) per stage."""
     state: dict[str, Any] = {}
     for prefix, module, mesh in modules:
-        for name, value in module.state_dict().items():
-            if keeps(prefix + name):
-                state.setdefault(prefix + name, on_mesh(value, mesh) if isinstance(value, torch.Tensor) else value)
+        for found, value in module.state_dict().items():
+            name = prefix + plain_name(found)
+            if keeps(name):
+                state.setdefault(name, on_mesh(value, mesh) if isinstance(value, torch.Tensor) else value)
     return state
 
 
@@ -144,18 +145,26 @@ def load_model_state(
     """
     for prefix, module, _ in modules:
         local: dict[str, Any] = {}
-        for name, value in module.state_dict().items():
-            if not keeps(prefix + name):
+        for own, value in module.state_dict().items():
+            name = prefix + plain_name(own)
+            if not keeps(name):
                 continue
-            if prefix + name not in given:
-                raise ValueError(f"the state dict has no {prefix + name!r}, which this rank's stage needs")
-            found = given[prefix + name]
+            if name not in given:
+                raise ValueError(f"the state dict has no {name!r}, which this rank's stage needs")
+            found = given[name]
             if isinstance(value, torch.Tensor) and tuple(found.shape) != tuple(value.shape):
                 raise ValueError(
-                    f"{prefix + name} has shape {tuple(found.shape)} in the state dict, expected {tuple(value.shape)}"
+                    f"{name} has shape {tuple(found.shape)} in the state dict, expected {tuple(value.shape)}"
                 )
-            local[name] = local_of(found) if isinstance(found, DTensor) and not isinstance(value, DTensor) else found
+            local[own] = _placed_as(value, found)
         module.load_state_dict(local, strict=False, assign=any(p.is_meta for p in module.parameters()))
+
+
+def _placed_as(value: Any, found: Any) -> Any:
+    """What was found, as a tensor of the kind that is to be replaced; a whole tensor becomes this rank's shard."""
+    if isinstance(value, DTensor) and isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
+        return distribute_tensor(found.detach(), value.device_mesh, value.placements, src_data_rank=None)
+    return local_of(found) if isinstance(found, DTensor) and not isinstance(value, DTensor) else found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter]) -> dict[str, Any]:

@@ -1,0 +1,236 @@
+"""Dtypes, autocast, frozen parameters, changing batches, wrapped stages, learning rates: each against one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipeline_cases import about, compare
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.testing import serial_step, spawn
+
+THREE = ([0], [1], [2])
+
+
+def plain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def make(model: nn.Module, meshes: Any = THREE, **options: Any) -> xm.PipelineEngine:
+    dtype = next(model.parameters()).dtype
+    settings: dict[str, Any] = {
+        "split": xm.split_at(*("2", "4")[: len(meshes) - 1]),
+        "num_microbatches": 4,
+        "loss_fn": F.mse_loss,
+        **options,
+    }
+    example = (torch.empty(2, 6, dtype=dtype),)
+    return xm.PipelineEngine(model, example, meshes=[xm.Mesh(mesh) for mesh in meshes], **settings)
+
+
+def batch(step: int, samples: int = 9, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(100 + step)
+    return torch.randn(samples, 6).to(dtype), torch.randn(samples, 3).to(dtype)
+
+
+def train(engine: xm.PipelineEngine, reference: nn.Module, sizes: tuple[int, ...] = (9, 9, 9), **options: Any) -> None:
+    """A step of SGD per size, each compared; `bitwise` where the order of operations is the same."""
+    is_bitwise = options.pop("bitwise", False)
+    make_optimizer: Callable[[Any], Any] = options.pop("optimizer", lambda p: torch.optim.SGD(p, 0.1))
+    make_schedule: Callable[[Any], Any] | None = options.pop("schedule", None)
+    mode = options.pop("mode", contextlib.nullcontext)
+    dtype = next(reference.parameters()).dtype
+    mine, theirs = make_optimizer(engine.parameters()), make_optimizer(reference.parameters())
+    rates = [make_schedule(one) for one in (mine, theirs)] if make_schedule is not None else []
+    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "num_microbatches": 4, **options}
+    for step, samples in enumerate(sizes):
+        x, y = batch(step, samples, dtype)
+        mine.zero_grad()
+        theirs.zero_grad()
+        losses: list[torch.Tensor] = []
+        with mode():
+            output = engine.step(x, target=y, losses=losses)
+            expected = serial_step(reference, (x,), target=y, **settings)
+        if is_bitwise:
+            _equal(engine, reference, step)
+        else:
+            compare(engine, reference, expected, output, losses, f"step {step}")
+        mine.step()
+        theirs.step()
+        for rate in rates:
+            rate.step()
+
+
+def _equal(engine: xm.PipelineEngine, reference: nn.Module, step: int) -> None:
+    expected = dict(reference.named_parameters())
+    for name, parameter in engine.named_parameters():
+        found, wanted = parameter.grad, expected[name].grad
+        assert (found is None) == (wanted is None), name
+        if found is not None and wanted is not None:
+            assert found.dtype == wanted.dtype
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=about(f"{name}, step {step}"))
+
+
+def dtypes(rank: int, world_size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model = plain(dtype)
+        reference = copy.deepcopy(model)
+        engine = make(model)
+        train(engine, reference, bitwise=True)
+        engine.close()
+
+
+def test_dtypes_are_bitwise_equal() -> None:
+    spawn(dtypes, 3, timeout=60)
+
+
+def autocast(rank: int, world_size: int) -> str:
+    def lower() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    model = plain()
+    reference = copy.deepcopy(model)
+    with lower():
+        engine = make(model)
+    train(engine, reference, bitwise=True, mode=lower)
+    engine.close()
+    engine = make(plain())
+    x, y = batch(0)
+    with lower(), pytest.raises(xm.StageError) as caught:
+        engine.step(x, target=y)
+    engine.close()
+    return str(caught.value)
+
+
+def test_autocast_around_a_step() -> None:
+    for text in spawn(autocast, 3, timeout=60):
+        assert "has dtype torch.bfloat16, expected torch.float32 as when the engine was made" in text
+
+
+def frozen(rank: int, world_size: int) -> str:
+    for layer in (0, 2, 4):
+        model = plain()
+        model[layer].requires_grad_(False)
+        reference = copy.deepcopy(model)
+        engine = make(model)
+        train(
+            engine, reference, bitwise=True, optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], 0.1)
+        )
+        engine.close()
+    model = plain()
+    model[0].requires_grad_(False)
+    engine = make(model)
+    model[0].requires_grad_(True)
+    x, y = batch(0)
+    with pytest.raises(xm.StageError) as caught:
+        engine.step(x, target=y)
+    engine.close()
+    return str(caught.value)
+
+
+def test_frozen_parameters() -> None:
+    for text in spawn(frozen, 3, timeout=60):
+        assert "requires grad, but it did not when the model was partitioned" in text
+
+
+def changing(rank: int, world_size: int) -> None:
+    """Every step has another number of samples, also fewer per microbatch than data shards; more microbatches than
+    stages and the other way round."""
+    model = plain()
+    reference = copy.deepcopy(model)
+    engine = make(model, ([0, 1], [2]))
+    train(engine, reference, (9, 4, 13, 9, 4))
+    counts = engine.buffer_counts
+    train(engine, reference, (13, 4, 9))
+    assert engine.buffer_counts == counts
+    engine.close()
+    for microbatches in (1, 2, 16):
+        model = plain()
+        reference = copy.deepcopy(model)
+        engine = make(model, num_microbatches=microbatches)
+        train(engine, reference, (19, 16), num_microbatches=microbatches)
+        engine.close()
+
+
+def test_batches_that_change() -> None:
+    spawn(changing, 3, timeout=60)
+
+
+def inference(rank: int, world_size: int) -> None:
+    model = plain()
+    reference = copy.deepcopy(model)
+    engine = make(model)
+    x, y = batch(0)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            output = engine.evaluate(x, target=y)
+        if output is not None:
+            torch.testing.assert_close(output, reference(x).detach())
+    train(engine, reference, bitwise=True)
+    engine.close()
+
+
+def test_evaluation_in_inference_mode_leaves_nothing_behind() -> None:
+    spawn(inference, 3, timeout=60)
+
+
+def wrapped(rank: int, world_size: int) -> None:
+    """Wrappers put words into names; the engine's are the model's."""
+
+    def checkpointed(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, checkpoint_wrapper(child))
+        return module
+
+    def compiled(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
+        return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+    for parallelize in (checkpointed, compiled):
+        model = plain()
+        reference = copy.deepcopy(model)
+        names = set(reference.state_dict())
+        engine = make(model, parallelize=parallelize)
+        assert {name for name, _ in engine.named_parameters()} == set(engine.state_dict()) <= names
+        assert list(engine.parameters())
+        train(engine, reference, bitwise=True)
+        torch.manual_seed(3)
+        other = nn.Sequential(*(copy.deepcopy(layer) for layer in reference))
+        for parameter in other.parameters():
+            nn.init.normal_(parameter)
+        engine.load_state_dict(other.state_dict())
+        train(engine, other, bitwise=True)
+        engine.close()
+
+
+def test_wrapped_stages_keep_the_models_names() -> None:
+    spawn(wrapped, 3, timeout=90)
+
+
+def rates(rank: int, world_size: int) -> None:
+    model = plain()
+    reference = copy.deepcopy(model)
+    engine = make(model, schedule="1f1b")
+    train(
+        engine,
+        reference,
+        (9,) * 4,
+        bitwise=True,
+        optimizer=lambda p: torch.optim.AdamW(p, 0.05),
+        schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+    )
+    engine.close()
+
+
+def test_learning_rate_schedules() -> None:
+    spawn(rates, 3, timeout=60)
