@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster_suite import MeasurementError, machine_notes
 from pipeline_suites import METHODS, Settings, measure
-from pipeline_table import plot, render, render_overhead, save
+from pipeline_table import plot, plot_overhead, render, render_overhead, save
 
 _SUITES = ("paced", "real", "meshes", "overhead")
 
@@ -67,6 +67,8 @@ def run_overhead(options: argparse.Namespace) -> int:
     print(render_overhead(records, ["torch_xmesh pipeline_perf, suite overhead", *notes]))
     if options.json is not None:
         save(options.json, records, {"suite": "overhead", "machine": notes})
+    if options.plot is not None:
+        plot_overhead(options.plot, records)
     return 0
 
 
@@ -74,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when all was measured and every gradient was right, 1 when one was not, 2 for a wrong argument or a failed
     rank."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    if options.suite == "overhead":
-        return run_overhead(options)
     try:
+        if options.suite == "overhead":
+            return run_overhead(options)
         if options.timelines is not None:
             options.timelines.mkdir(parents=True, exist_ok=True)
         measurement = measure(settings_of(options))

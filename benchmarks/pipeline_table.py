@@ -140,31 +140,64 @@ def plot(path: Path, records: Sequence[Record], *, title: str) -> None:
 
     Raises ImportError without matplotlib.
     """
+    bars = [
+        Bar(record.point, record.method, record.seconds, record.seconds_min, record.seconds_max, record.signal_seconds)
+        for record in records
+    ]
+    _draw(path, bars, title=title, unit="seconds per step", mark="messages of one element")
+
+
+def plot_overhead(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a PNG: the calling thread's CPU time per action, with that of all threads as a black line.
+
+    Raises ImportError without matplotlib.
+    """
+    bars = []
+    for record in records:
+        own, all_threads = record["cpu_us_per_action"], record["cpu_us_all_threads_per_action"]
+        bars.append(Bar(f"n{record['stages']} m{record['microbatches']}", record["method"], own, own, own, all_threads))
+    title = "CPU time of an action beyond the bare stage"
+    _draw(path, bars, title=title, unit="microseconds per action", mark="all threads")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a group, its whisker's ends and the line across it."""
+
+    group: str
+    method: str
+    value: float
+    least: float
+    most: float
+    mark: float | None
+
+
+def _draw(path: Path, bars: Sequence[Bar], *, title: str, unit: str, mark: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
 
-    points = list(dict.fromkeys(record.point for record in records))
-    methods = list(dict.fromkeys(record.method for record in records))
-    figure = Figure(figsize=(max(7.0, 1.5 + 0.3 * len(points) * (len(methods) + 1.5)), 4.2))
+    groups = list(dict.fromkeys(bar.group for bar in bars))
+    methods = list(dict.fromkeys(bar.method for bar in bars))
+    figure = Figure(figsize=(max(7.0, 1.5 + 0.3 * len(groups) * (len(methods) + 1.5)), 4.2))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     width = 0.84 / len(methods)
-    for record in records:
-        at = points.index(record.point) - 0.42 + (methods.index(record.method) + 0.5) * width
-        spread = [[record.seconds - record.seconds_min], [record.seconds_max - record.seconds]]
-        color = _COLORS.get(record.method, "#cccccc")
-        axes.bar(at, record.seconds, width * 0.92, color=color, yerr=spread, error_kw={"lw": 0.7, "capsize": 1.5})
-        axes.text(at, record.seconds_max, f" {record.seconds:.2f}", ha="center", va="bottom", fontsize=6, rotation=90)
-        if record.signal_seconds is not None:
-            axes.plot([at - width / 2, at + width / 2], [record.signal_seconds] * 2, color="black", lw=1.4)
-    axes.set_xticks(range(len(points)), points, fontsize=8)
-    axes.set_ylabel("seconds per step")
+    for bar in bars:
+        at = groups.index(bar.group) - 0.42 + (methods.index(bar.method) + 0.5) * width
+        spread = [[bar.value - bar.least], [bar.most - bar.value]]
+        color = _COLORS.get(bar.method, "#cccccc")
+        axes.bar(at, bar.value, width * 0.92, color=color, yerr=spread, error_kw={"lw": 0.7, "capsize": 1.5})
+        axes.text(at, bar.most, f" {bar.value:.3g}", ha="center", va="bottom", fontsize=6, rotation=90)
+        if bar.mark is not None:
+            axes.plot([at - width / 2, at + width / 2], [bar.mark] * 2, color="black", lw=1.4)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+    axes.set_ylabel(unit)
     axes.set_title(title, fontsize=9)
     handles: list[Any] = [Rectangle((0, 0), 1, 1, color=_COLORS.get(method, "#cccccc")) for method in methods]
-    signal = Line2D([0], [0], color="black", lw=1.4)
-    axes.legend([*handles, signal], [*methods, "messages of one element"], fontsize=7, ncols=min(4, len(methods) + 1))
+    line = Line2D([0], [0], color="black", lw=1.4)
+    axes.legend([*handles, line], [*methods, mark], fontsize=7, ncols=min(4, len(methods) + 1))
     axes.margins(y=0.22)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import pipeline_models  # noqa: E402
 import pipeline_readme  # noqa: E402
 from pipeline_methods import ranks_of_groups  # noqa: E402
-from pipeline_table import Record, render, rival_of  # noqa: E402
+from pipeline_table import Record, plot_overhead, render, render_overhead, rival_of  # noqa: E402
 from pipeline_worker import count_wrong, serial_gradients  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -132,6 +132,16 @@ def test_the_readme_gets_its_table(tmp_path: Path) -> None:
     assert written.partition(pipeline_readme.END)[2] == top.partition(pipeline_readme.END)[2]
     with pytest.raises(ValueError, match="end of pipeline table"):
         pipeline_readme.replaced("nothing", "| a |")
+
+
+def test_overhead_has_a_table_and_a_chart_of_its_own(tmp_path: Path) -> None:
+    common = {"stages": 2, "microbatches": 16, "bare_us": 20.0, "cpu_us_all_threads_per_action": 60.0}
+    records = [common | {"method": method, "cpu_us_per_action": 15.25} for method in ("1f1b", "torch_1f1b")]
+    lines = render_overhead(records, ["a note"]).splitlines()
+    assert lines[1].split() == ["#", *records[0]]
+    assert lines[-1].split() == ["2", "16", "20.0", "60.0", "torch_1f1b", "15.2"]
+    plot_overhead(tmp_path / "out.png", records)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def run_suite(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
