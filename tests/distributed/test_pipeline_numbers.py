@@ -12,9 +12,11 @@ import torch
 from pipeline_cases import about, compare
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.pipeline.microbatch import Replicate
 from torch_xmesh.testing import serial_step, spawn
 
 THREE = ([0], [1], [2])
@@ -164,6 +166,68 @@ def changing(rank: int, world_size: int) -> None:
 
 def test_batches_that_change() -> None:
     spawn(changing, 3, timeout=60)
+
+
+def summed(rank: int, world_size: int) -> None:
+    """A loss that is a sum over its samples."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target, reduction="sum")
+
+    model = plain()
+    reference = copy.deepcopy(model)
+    engine = make(model, ([0, 1], [2]), loss_fn=loss, scale_grads=False)
+    train(engine, reference, (9, 13), loss_fn=loss, scale_grads=False, optimizer=lambda p: torch.optim.SGD(p, 1e-3))
+    engine.close()
+
+
+def test_a_loss_that_is_a_sum() -> None:
+    spawn(summed, 3, timeout=60)
+
+
+class Tabled(nn.Module):
+    """Later stages read a table that is whole in every microbatch, a mask that is cut along dim 1, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, *, table: torch.Tensor, mask: torch.Tensor, power: int) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.second(x * table)) * mask.transpose(0, 1)
+        return self.third(x + table.square()) ** power  # type: ignore[no-any-return]
+
+
+def tabled(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Tabled()
+    reference = copy.deepcopy(model)
+    spec = {"table": Replicate, "mask": TensorChunkSpec(1), "power": None}  # type: ignore[no-untyped-call]
+    example = {"table": torch.empty(6), "mask": torch.empty(6, 2, dtype=torch.bool), "power": 2}
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 6),),
+        example,
+        meshes=[xm.Mesh([0, 1]), xm.Mesh([2]), xm.Mesh([3])],
+        split=xm.split_at("second", "third"),
+        num_microbatches=4,
+        loss_fn=F.mse_loss,
+        kwargs_chunk_spec=spec,
+    )
+    for step in range(2):
+        x, y = batch(step, 11)
+        kwargs: dict[str, Any] = {"table": torch.randn(6), "mask": torch.rand(6, 11) > 0.3, "power": 2}
+        losses: list[torch.Tensor] = []
+        output = engine.step(x, target=y, losses=losses, **kwargs)
+        expected = serial_step(
+            reference, (x,), kwargs, target=y, loss_fn=F.mse_loss, num_microbatches=4, kwargs_chunk_spec=spec
+        )
+        compare(engine, reference, expected, output, losses, f"step {step}")
+    engine.close()
+
+
+def test_arguments_of_later_stages() -> None:
+    spawn(tabled, 4, timeout=60)
 
 
 def inference(rank: int, world_size: int) -> None:

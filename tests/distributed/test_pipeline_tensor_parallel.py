@@ -7,10 +7,13 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pipeline_cases import about
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -268,3 +271,80 @@ def fsdp(rank: int, world_size: int, is_root: bool) -> None:
 @pytest.mark.parametrize("is_root", [False, True], ids=["layers", "layers and root"])
 def test_fully_sharded_stages(is_root: bool) -> None:
     spawn(fsdp, 4, is_root, timeout=60)
+
+
+def sharded_linear(grids: Any, tp: Any, split: str) -> tuple[xm.PipelineEngine, nn.Module]:
+    """Feed-forward blocks, sharded over `tp` where it is given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Wide(), Wide(), nn.Linear(6, 3))
+    reference = copy.deepcopy(model)
+
+    def parallelize(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
+        for child in module.children():
+            if isinstance(child, Wide) and tp is not None:
+                parallelize_module(child, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return module
+
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 4, 6),),
+        meshes=[xm.Mesh(grid) for grid in grids],
+        split=xm.split_at(split),
+        num_microbatches=3,
+        loss_fn=F.mse_loss,
+        parallelize=parallelize,
+    )
+    return engine, reference
+
+
+def scaled_and_saved(rank: int, world_size: int, folder: str) -> None:
+    """An overflow in one shard of one stage skips the step on all ranks; the state goes on in other stages."""
+    tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "tp"))["tp"]
+    engine, reference = sharded_linear(([0, 1], [2, 3]), tp, "1")
+    mine = torch.optim.Adam(engine.parameters(), 1e-2, eps=1e-3)
+    theirs = torch.optim.Adam(reference.parameters(), 1e-2, eps=1e-3)
+    scaler = engine.scaler(torch.amp.GradScaler("cpu", init_scale=256.0))
+    for step in range(3):
+        torch.manual_seed(step)
+        x, y = _tokens(7)
+        mine.zero_grad()
+        theirs.zero_grad()
+        engine.step(x, target=y)
+        serial_step(reference, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=3)
+        if step == 1 and rank == 3:
+            grad = dict(engine.named_parameters())["1.up.weight"].grad
+            assert isinstance(grad, DTensor)
+            grad.to_local()[0] = float("inf")
+        scaler.step(mine)
+        scaler.update()
+        if step != 1:
+            theirs.step()
+        assert scaler.get_scale() == (256.0 if step == 0 else 128.0)
+    expected = dict(reference.named_parameters())
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(_full(parameter), expected[name].detach(), rtol=1e-4, atol=2e-5, msg=about(name))
+    dcp.save(engine.state_dict(mine), checkpoint_id=folder)
+    engine.close()
+    dist.barrier()
+    torch.manual_seed(9)
+    engine, _ = sharded_linear(([0, 1, 2], [3]), None, "2")
+    for parameter in engine.parameters():
+        nn.init.normal_(parameter)
+    mine = torch.optim.Adam(engine.parameters(), 1e-2, eps=1e-3)
+    state = engine.state_dict(mine)
+    dcp.load(state, checkpoint_id=folder)
+    engine.load_state_dict(state, mine)
+    torch.manual_seed(5)
+    x, y = _tokens(7)
+    engine.step(x, target=y)
+    theirs.zero_grad()
+    serial_step(reference, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=3)
+    mine.step()
+    theirs.step()
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=2e-5, msg=about(f"loaded {name}"))
+    engine.close()
+
+
+def test_scaler_and_checkpoint_with_shards(tmp_path: Path) -> None:
+    spawn(scaled_and_saved, 4, str(tmp_path / "saved"), timeout=90)

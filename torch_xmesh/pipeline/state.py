@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -76,6 +77,13 @@ def clip_gradients(
     return torch.tensor(norm, dtype=torch.float32)
 
 
+@dataclasses.dataclass(eq=False)
+class _StandIn:
+    """What a GradScaler looks at in an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
 class PipelineScaler:
     """A ``torch.amp.GradScaler`` for a pipeline: the engine's steps scale their losses by it, and an overflow in one
     stage skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step."""
@@ -92,7 +100,7 @@ class PipelineScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale, and shares whether any rank found one that is not finite."""
-        self._scaler.unscale_(optimizer)
+        self._unscale_locals(optimizer)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         mine = torch.zeros(1, dtype=torch.float64)
         for one in found.values():
@@ -103,6 +111,21 @@ class PipelineScaler:
         for one in found.values():
             one.copy_((total[0] > 0).to(one.dtype))
         self._unscaled.add(id(optimizer))
+
+    def _unscale_locals(self, optimizer: torch.optim.Optimizer) -> None:
+        """``GradScaler.unscale_`` on local tensors: its kernel takes no mixture of tensors and DTensors."""
+        states = self._scaler._per_optimizer_states
+        if states[id(optimizer)]["stage"] is not OptState.READY:
+            self._scaler.unscale_(optimizer)  # says why not
+        stand_ins = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    stand_ins.append(local_of(parameter.detach()))
+                    stand_ins[-1].grad = local_of(parameter.grad)
+        stand_in = _StandIn([{"params": stand_ins}])
+        self._scaler.unscale_(stand_in)  # type: ignore[arg-type]
+        states[id(optimizer)] = states.pop(id(stand_in))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """The optimizer's step, unless some rank found an overflow."""
