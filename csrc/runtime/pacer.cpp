@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <map>
 
 namespace xmesh::runtime {
@@ -21,33 +22,55 @@ bool relaysBetweenHosts(const core::ReshardingPlan& plan) {
   });
 }
 
-/// Whether some NIC carries pairs of hosts whose bytes differ, so that TCP's equal shares are not what the plan wants.
-bool hasUnequalPairs(const core::ReshardingPlan& plan) {
-  std::map<std::pair<int64_t, int64_t>, int64_t> bytes_of;
+/// Bytes by (sending host, receiving host).
+std::map<std::pair<int64_t, int64_t>, int64_t> bytesOfHostPairs(const core::ReshardingPlan& plan) {
+  std::map<std::pair<int64_t, int64_t>, int64_t> out;
   for (const core::Message& message : plan.messages) {
     const std::pair<int64_t, int64_t> hosts(plan.topology.hostOf(message.src_rank), plan.topology.hostOf(message.dst_rank));
     if (hosts.first != hosts.second) {
-      bytes_of[hosts] += plan.numBytes(message);
+      out[hosts] += plan.numBytes(message);
     }
   }
-  std::map<int64_t, std::pair<int64_t, int64_t>> range_of_nic;  // least and most bytes of a pair; a NIC's two directions are told apart by sign
-  for (const auto& [hosts, num_bytes] : bytes_of) {
-    for (const int64_t nic : {hosts.first + 1, -hosts.second - 1}) {
-      auto& [least, most] = range_of_nic.try_emplace(nic, num_bytes, num_bytes).first->second;
-      least = std::min(least, num_bytes);
-      most = std::max(most, num_bytes);
+  return out;
+}
+
+/// One direction of one host's NIC.
+struct Lane {
+  int64_t most = 0;  ///< bytes of its heaviest pair
+  int64_t least = INT64_MAX;
+  int64_t total = 0;
+};
+
+/// How long the busiest NIC works if all pairs of hosts take equally long; 0 where pairs of one NIC hardly differ, so that TCP's equal shares are
+/// right.
+double pacedSeconds(const core::ReshardingPlan& plan) {
+  std::map<std::pair<int64_t, bool>, Lane> lanes;  // by host and whether it sends
+  for (const auto& [hosts, num_bytes] : bytesOfHostPairs(plan)) {
+    for (const auto& end : {std::pair(hosts.first, true), std::pair(hosts.second, false)}) {
+      Lane& lane = lanes[end];
+      lane.most = std::max(lane.most, num_bytes);
+      lane.least = std::min(lane.least, num_bytes);
+      lane.total += num_bytes;
     }
   }
-  return std::any_of(range_of_nic.begin(), range_of_nic.end(), [](const auto& entry) {
-    return static_cast<double>(entry.second.second) > kEqualWithin * static_cast<double>(entry.second.first);
-  });
+  double seconds = 0;
+  bool is_unequal = false;
+  for (const auto& [end, lane] : lanes) {
+    is_unequal = is_unequal || static_cast<double>(lane.most) > kEqualWithin * static_cast<double>(lane.least);
+    seconds = std::max(seconds, static_cast<double>(lane.total) / static_cast<double>(plan.topology.nicBytesPerS(end.first)));
+  }
+  return is_unequal ? seconds : 0;
+}
+
+bool movesAllAtOnce(const core::ReshardingPlan& plan) {
+  return (plan.strategy.starts_with("striped") || plan.strategy == "send_recv") && !relaysBetweenHosts(plan);
 }
 
 }  // namespace
 
 std::vector<std::pair<int64_t, int64_t>> pacingRates(const core::ReshardingPlan& plan, int64_t global_rank) {
-  if (!plan.topology.links().is_measured || plan.lower_bound_seconds <= 0 || !plan.strategy.starts_with("striped") || relaysBetweenHosts(plan) ||
-      !hasUnequalPairs(plan)) {
+  const double seconds = plan.topology.links().is_measured && movesAllAtOnce(plan) ? pacedSeconds(plan) : 0;
+  if (seconds <= 0) {
     return {};
   }
   const int64_t host = plan.topology.hostOf(global_rank);
@@ -59,7 +82,7 @@ std::vector<std::pair<int64_t, int64_t>> pacingRates(const core::ReshardingPlan&
   }
   std::vector<std::pair<int64_t, int64_t>> out;
   for (const auto& [peer, num_bytes] : bytes_to) {
-    const double rate = static_cast<double>(num_bytes) / plan.lower_bound_seconds;
+    const double rate = static_cast<double>(num_bytes) / seconds;
     if (rate >= kLeastShare * static_cast<double>(plan.topology.nicBytesPerS(host))) {
       out.emplace_back(peer, std::llround(rate));
     }

@@ -9,10 +9,10 @@
 
 namespace xmesh::runtime {
 
-/// (global rank, bytes per second): how fast a rank sends to each peer on another host if every NIC is to be busy until the bound and no longer:
-/// pair's bytes / lower bound seconds. TCP gives equal shares to unequal demands; paced, each pair gets the share it was planned.
-/// Only for striped plans, whose pairs all move at once, and only where link rates are measured and pairs of one NIC differ. Not for plans that relay
-/// between hosts: there a late chunk must be free to catch up. Pairs below 1/32 of the NIC's rate are left alone.
+/// (global rank, bytes per second): how fast a rank sends to each peer on another host if all pairs are to end when the busiest NIC does: pair's
+/// bytes / that NIC's seconds. TCP gives equal shares to unequal demands; paced, each pair gets the share it was planned. Only for plans whose pairs
+/// all move at once (striped, send_recv), and only where link rates are measured and pairs of one NIC differ. Not for plans that relay between hosts:
+/// there a late chunk must be free to catch up. Pairs below 1/32 of the NIC's rate are left alone.
 std::vector<std::pair<int64_t, int64_t>> pacingRates(const core::ReshardingPlan& plan, int64_t global_rank);
 
 /// Applies the rates of the one call in flight; with several in flight nobody is paced, since their plans do not know of each other.

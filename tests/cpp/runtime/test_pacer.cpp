@@ -38,6 +38,13 @@ TEST(Pacer, GivesEachPairItsShareOfTheBound) {
   EXPECT_TRUE(pacingRates(plan, 2).empty());
 }
 
+TEST(Pacer, SendsThatRepeatAreSharesOfTheBusiestNic) {
+  // Each of 3 receivers takes all: rank 0 sends its 8 rows three times, to each at a third of the rate; nothing is unequal there.
+  EXPECT_TRUE(pacingRates(planOf(true, "send_recv", {core::Placement::replicate()}), 0).empty());
+  const std::vector<std::pair<int64_t, int64_t>> expected = {{2, 750'000}, {3, 250'000}};
+  EXPECT_EQ(pacingRates(planOf(true, "send_recv", {core::Placement::shard(0)}), 0), expected);
+}
+
 TEST(Pacer, LeavesUnmeasuredLinksAndRelaysAlone) {
   EXPECT_TRUE(pacingRates(planOf(false, "striped", {core::Placement::shard(0)}), 0).empty());
   EXPECT_TRUE(pacingRates(planOf(true, "broadcast", {core::Placement::shard(0)}), 0).empty());
