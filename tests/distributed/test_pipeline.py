@@ -62,6 +62,7 @@ WIDE = [
     Run("mlp", (), ([[0, 1], [2, 3]],), samples=9),
     Run("mlp", ("layers.2",), ([[0, 1], [2, 3]], [[0, 2], [1, 3]]), "gpipe"),
     Run("mlp_dropout", ("layers.1",), ([0, 1], [2, 3])),
+    Run("gpt_checkpoint", ("blocks.1",), ([[0, 1]], [[2, 3]])),
     Run("mlp", ("layers.2",), ([0, 1, 2], [3]), samples=17),
 ]
 

@@ -109,6 +109,49 @@ def test_values_of_other_data_shards_are_refused() -> None:
         assert "2 of stage 0 cannot become 1 of stage 1" in text
 
 
+class Rows(nn.Module):
+    """What crosses has three rows per sample, or comes from a parameter alone."""
+
+    def __init__(self, has_rows: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.has_rows = has_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale * 2
+        if not self.has_rows:
+            return self.second(self.first(x)[:, :2]) * scale  # type: ignore[no-any-return]
+        return self.second(self.first(x).reshape(-1, 2)).reshape(-1, 3, 2)[:, 0]  # type: ignore[no-any-return]
+
+
+def few_samples(rank: int, world_size: int) -> list[str]:
+    """A batch that data shards could only hold otherwise than DTensor lays it out, or that leaves one empty."""
+    found = []
+    for has_rows, samples in ((True, 6), (False, 3)):
+        engine = xm.PipelineEngine(
+            Rows(has_rows),
+            (torch.empty(2, 6),),
+            meshes=[xm.Mesh([0, 1]), xm.Mesh([2, 3])],
+            split=xm.split_at("second"),
+            num_microbatches=2,
+            loss_fn=F.mse_loss,
+        )
+        engine.step(torch.ones(8, 6), target=torch.ones(8, 2))
+        with pytest.raises(ValueError) as caught:
+            engine.step(torch.ones(samples, 6), target=torch.ones(samples, 2))
+        engine.close()
+        found.append(str(caught.value))
+    return found
+
+
+def test_too_few_samples_for_data_shards() -> None:
+    for rows, empty in spawn(few_samples, 4, timeout=60):
+        assert "has 9 rows for 3 samples, which 2 data shards" in rows
+        assert "pass a multiple of 2 samples" in rows
+        assert "has no batch dim, and a microbatch of 1 samples leaves a data shard" in empty
+
+
 NORMED = Run("conv", ("act1",), ([0, 1], [2, 3]), microbatches=2)
 
 

@@ -56,9 +56,21 @@ class Leafy(Trap):
     __module__ = "torch.nn.trap"
 
 
-def make(meshes: Any, **options: Any) -> tuple[xm.PipelineEngine, nn.Sequential]:
+class Undecided(nn.Module):
+    """Looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x if x.sum() > 0 else -x)  # type: ignore[no-any-return]
+
+
+def make(meshes: Any, model: Any = None, **options: Any) -> tuple[xm.PipelineEngine, nn.Module]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy())
+    model = model or nn.Sequential(nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy(), nn.Linear(4, 4), Leafy())
     names = {1: (), 2: ("2",), 3: ("2", "4")}[len(meshes)]
     settings: dict[str, Any] = {"num_microbatches": 4, "loss_fn": F.mse_loss, "split": xm.split_at(*names)}
     engine = xm.PipelineEngine(
@@ -76,7 +88,7 @@ def stage_raises(rank: int, world_size: int, failing: int, phase: str) -> tuple[
     x, y = batch()
     engine.step(x, target=y)
     if rank == failing:
-        trap = model[2 * failing + 1]
+        trap = model.get_submodule(str(2 * failing + 1))
         assert isinstance(trap, Trap)
         trap.fails = phase
     started = time.monotonic()
@@ -98,6 +110,31 @@ def test_stage_raises(failing: int, phase: str) -> None:
         assert microbatch == 0
         assert f"stage {failing} failed on rank {failing} in microbatch 0" in text
         assert "FileNotFoundError: no such trap" in text
+
+
+def loss_raises(rank: int, world_size: int) -> tuple[int, str]:
+    """What the user gave as loss_fn belongs to the last stage."""
+    broken: list[bool] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if broken:
+            return (output - target).square()
+        return F.mse_loss(output, target)
+
+    engine, _ = make(THREE, loss_fn=loss)
+    x, y = batch()
+    engine.step(x, target=y)
+    broken.append(True)
+    with pytest.raises(xm.StageError) as caught:
+        engine.step(x, target=y)
+    engine.close()
+    return caught.value.stage, str(caught.value)
+
+
+def test_loss_raises() -> None:
+    for stage, text in spawn(loss_raises, 3, timeout=60):
+        assert stage == 2
+        assert "loss_fn must return a scalar tensor, got a tensor of shape (2, 4)" in text
 
 
 def train_for_ever(rank: int, world_size: int) -> str:
@@ -137,7 +174,9 @@ def test_rank_dies_or_stops(victim: int, number: int) -> None:
 def mistake(rank: int, world_size: int, which: str) -> str:
     x, y = batch()
     with pytest.raises(ValueError) as caught:  # noqa: PT012  # the caller looks at the text
-        if which == "microbatches":
+        if which == "untraceable":
+            make(TWO, model=Undecided(), split=xm.split_at("second"))
+        elif which == "microbatches":
             make(TWO, num_microbatches=4 + rank)
         elif which == "split":
             make(TWO, split=xm.split_at("9"))
@@ -171,6 +210,7 @@ def mistake(rank: int, world_size: int, which: str) -> str:
     ("which", "text"),
     [
         ("microbatches", "ranks disagree on number of microbatches: rank . has ., rank . has ."),
+        ("untraceable", r"Undecided.*test_pipeline_faults.py:\d+ in forward"),
         ("split", "split point '9' is no module"),
         ("meshes", "makes 3 stages, but there are 2 meshes"),
         ("overlap", "stages 0 and 1 share rank 1 but not all ranks"),

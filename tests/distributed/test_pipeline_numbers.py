@@ -230,6 +230,58 @@ def test_arguments_of_later_stages() -> None:
     spawn(tabled, 4, timeout=60)
 
 
+class Memory(nn.Module):
+    """Values that cross stages in odd memory: expanded, transposed, sliced, two views of one tensor, complex, a
+    parameter's."""
+
+    KINDS = ("expanded", "transposed", "sliced", "views", "complex", "parameter")
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.weight = nn.Parameter(torch.randn(6))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        wide = x.unsqueeze(1).expand(-1, 4, -1)
+        makers: dict[str, Callable[[], torch.Tensor]] = {
+            "expanded": lambda: wide,
+            "transposed": lambda: wide.transpose(1, 2),
+            "sliced": lambda: x[:, ::2],
+            "views": lambda: x.view(-1, 2, 3),
+            "complex": lambda: torch.fft.fft(x),
+            "parameter": lambda: self.weight * 2,
+        }
+        odd = makers[self.kind]()
+        y = self.third(torch.tanh(self.second(x)))
+        readers: dict[str, Callable[[], torch.Tensor]] = {
+            "expanded": lambda: odd.sum(1)[:, :3],
+            "transposed": lambda: odd.mean(2)[:, :3],
+            "sliced": lambda: odd,
+            "views": lambda: odd.sum(1) + x[:, :3],
+            "complex": lambda: torch.fft.ifft(odd).real[:, :3],
+            "parameter": lambda: odd[:3],
+        }
+        return y + readers[self.kind]()  # type: ignore[no-any-return]
+
+
+def memory(rank: int, world_size: int) -> None:
+    for kind in Memory.KINDS:
+        for meshes in (([0], [1], [2]), ([0, 1], [2], [3])):
+            if rank in {r for mesh in meshes for r in mesh}:
+                torch.manual_seed(0)
+                model = Memory(kind)
+                reference = copy.deepcopy(model)
+                engine = make(model, meshes, split=xm.split_at("second", "third"))
+                train(engine, reference, (8, 8))
+                engine.close()
+
+
+def test_values_in_odd_memory() -> None:
+    spawn(memory, 4, timeout=90)
+
+
 def inference(rank: int, world_size: int) -> None:
     model = plain()
     reference = copy.deepcopy(model)

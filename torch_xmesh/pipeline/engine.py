@@ -67,7 +67,8 @@ class PipelineEngine:
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
             to make a stage of a model on the meta device real.
         data_axis: the mesh axis over which a stage's batch is sharded: a name, an index or None; or a list, one per
-            stage. Default: axis 0; with `parallelize` None for meshes of one axis.
+            stage. Default: axis 0; with `parallelize` None for meshes of one axis. After a step all data shards have
+            the buffers (batch norm's statistics) of the first one.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
             (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
         memory_limit_bytes: per stage, for ``split="auto"``.
