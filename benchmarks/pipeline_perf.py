@@ -33,7 +33,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", default="unet,gpt", help="real: which models")
     parser.add_argument("--forward-ms", type=float, default=25.0, help="paced, meshes: F of a stage; B is twice that")
     parser.add_argument("--no-shaping", action="store_true", help="plain localhost")
-    parser.add_argument("--budget-seconds", type=float, default=420.0, help="beyond it every method gets fewer runs")
+    parser.add_argument("--budget-seconds", type=float, default=450.0, help="beyond it every method gets fewer runs")
     parser.add_argument("--timelines", type=Path, help="draw the last step of our methods into this folder")
     parser.add_argument("--json", type=Path, help="write the records here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
