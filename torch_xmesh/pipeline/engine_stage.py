@@ -1,10 +1,12 @@
 """What one stage does for one microbatch: dropout's seed, DTensors at the boundary, the module, the loss."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.boundary import Boundaries, StageMesh
@@ -90,7 +92,7 @@ class StageWork:
             if info.producer is not None and self._boundaries.is_stacked(info, self.stage):
                 tensor = tensor.squeeze(0)
             elif self._boundaries.is_dtensor(info):
-                mesh, axes = activation_mesh(self.mesh, self.program.module)
+                mesh, axes = self._activation_mesh
                 shape = torch.Size(info.shape_for(self.mesh.samples(samples)))
                 stride = torch.empty(shape, device="meta").stride()
                 whole = self._boundaries.placements(info, self.stage)
@@ -98,6 +100,10 @@ class StageWork:
                 tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
             wrapped.append(tensor)
         return wrapped
+
+    @functools.cached_property
+    def _activation_mesh(self) -> tuple[DeviceMesh, tuple[int, ...]]:
+        return activation_mesh(self.mesh, self.program.module)
 
     def _sent(self, info: Any, output: torch.Tensor) -> torch.Tensor:
         if output.dtype != info.dtype:
