@@ -97,6 +97,50 @@ def test_each_data_shard_has_its_own_values(meshes: Any, options: dict[str, Any]
     spawn(values_of_shards, max(xm.Mesh(mesh).ranks[-1] for mesh in meshes) + 1, meshes, options, timeout=60)
 
 
+class Weighed(nn.Module):
+    """A scalar of the whole microbatch, which goes to later layers and into the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(self.first(x))
+        penalty = x.square().mean() * x.mean()
+        return self.second(x * (1 + penalty)), penalty
+
+
+def one_value_for_all(rank: int, world_size: int) -> None:
+    """The stage that makes the scalar has no data shards, the one that reads it has two."""
+
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output[0], target) + output[1]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Weighed()
+    reference = copy.deepcopy(model)
+    merge = (TensorChunkSpec(0), sum_reducer)  # type: ignore[no-untyped-call]
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 4),),
+        meshes=[xm.Mesh([0]), xm.Mesh([1, 2])],
+        split=xm.split_at("second"),
+        num_microbatches=3,
+        loss_fn=loss,
+        output_merge_spec=merge,
+    )
+    x, y = torch.randn(13, 4), torch.randn(13, 4)
+    losses: list[torch.Tensor] = []
+    output = engine.step(x, target=y, losses=losses)
+    expected = serial_step(reference, (x,), target=y, loss_fn=loss, num_microbatches=3, output_merge_spec=merge)
+    compare(engine, reference, expected, output, losses, "one value")
+    engine.close()
+
+
+def test_one_value_for_all_data_shards() -> None:
+    spawn(one_value_for_all, 3, timeout=60)
+
+
 def other_shards(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError) as caught:
         penalised(([0, 1], [2]))
@@ -138,6 +182,7 @@ def few_samples(rank: int, world_size: int) -> list[str]:
             loss_fn=F.mse_loss,
         )
         engine.step(torch.ones(8, 6), target=torch.ones(8, 2))
+        dist.barrier()  # a failure ends what others are still at
         with pytest.raises(ValueError) as caught:
             engine.step(torch.ones(samples, 6), target=torch.ones(samples, 2))
         engine.close()

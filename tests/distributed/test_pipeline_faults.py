@@ -87,6 +87,7 @@ def stage_raises(rank: int, world_size: int, failing: int, phase: str) -> tuple[
     engine, model = make(THREE)
     x, y = batch()
     engine.step(x, target=y)
+    dist.barrier()  # a failure ends what others are still at
     if rank == failing:
         trap = model.get_submodule(str(2 * failing + 1))
         assert isinstance(trap, Trap)
@@ -124,6 +125,7 @@ def loss_raises(rank: int, world_size: int) -> tuple[int, str]:
     engine, _ = make(THREE, loss_fn=loss)
     x, y = batch()
     engine.step(x, target=y)
+    dist.barrier()
     broken.append(True)
     with pytest.raises(xm.StageError) as caught:
         engine.step(x, target=y)

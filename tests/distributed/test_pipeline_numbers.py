@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_cases import about, compare
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -108,6 +109,7 @@ def autocast(rank: int, world_size: int) -> str:
     engine.close()
     engine = make(plain())
     x, y = batch(0)
+    dist.barrier()  # a failure ends what others are still at
     with lower(), pytest.raises(xm.StageError) as caught:
         engine.step(x, target=y)
     engine.close()
@@ -134,6 +136,7 @@ def frozen(rank: int, world_size: int) -> str:
     engine = make(model)
     model[0].requires_grad_(True)
     x, y = batch(0)
+    dist.barrier()
     with pytest.raises(xm.StageError) as caught:
         engine.step(x, target=y)
     engine.close()

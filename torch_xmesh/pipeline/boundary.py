@@ -313,8 +313,10 @@ class Boundaries:
                 self._check_stack(edge, info)
 
     def _check_stack(self, edge: Edge, info: ValueInfo) -> None:
+        """One value for all data shards may be read by many; what each shard has of its own needs as many readers."""
         counts = [self.meshes[stage].num_shards for stage in (edge.from_stage, edge.to_stage)]
-        if info.varies and info.name not in self._given and counts[0] != counts[1]:
+        has_own = counts[0] > 1 or any(size.per_sample for size in info.tensor.sizes)
+        if info.varies and info.name not in self._given and has_own and counts[0] != counts[1]:
             raise ValueError(
                 f"value {info.name} (shape {list(info.shape)}) has no batch dim and depends on the samples, so each "
                 f"data shard has its own: {counts[0]} of stage {edge.from_stage} cannot become {counts[1]} of stage "
@@ -322,9 +324,11 @@ class Boundaries:
                 "boundary_placements"
             )
 
-    def is_stacked(self, info: ValueInfo, stage: int) -> bool:
-        """Whether the value crosses as one row of a stack, a row for each data shard."""
-        return info.name not in self._given and self.meshes[stage].is_stacked(info)
+    def is_stacked(self, info: ValueInfo) -> bool:
+        """Whether the value crosses as one row of a stack, a row for each data shard of its producer."""
+        return (
+            info.name not in self._given and info.producer is not None and self.meshes[info.producer].is_stacked(info)
+        )
 
     def placements(self, info: ValueInfo, stage: int) -> tuple[Placement, ...]:
         """Of a value on a stage's mesh.
@@ -334,6 +338,8 @@ class Boundaries:
         """
         mesh = self.meshes[stage]
         if info.name not in self._given:
+            if info.varies and not self.is_stacked(info):
+                return (Replicate(),) * len(mesh.grid.shape)
             return mesh.placements(info)
         placements = normal_placements(self._given[info.name][0], len(info.shape))
         if len(placements) != len(mesh.grid.shape):
@@ -359,8 +365,7 @@ class Boundaries:
         for info in edge.values:
             if is_gradient and not info.is_differentiable:
                 continue
-            stacks = self.is_stacked(info, edge.from_stage)
-            shape = src.global_shape(info, num_samples) if stacks else info.shape_for(num_samples)
+            shape = src.global_shape(info, num_samples) if self.is_stacked(info) else info.shape_for(num_samples)
             start, end = self.placements(info, edge.from_stage), self.placements(info, edge.to_stage)
             if is_gradient:
                 moves.append(Move(shape, info.dtype, dst.grid, dst.gradient_placements(info, end), src.grid, start))

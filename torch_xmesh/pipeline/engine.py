@@ -382,7 +382,7 @@ class PipelineEngine:
         output = None
         if state.keeps_outputs:
             output = whole_outputs(
-                self._transfers, self._partition, self._meshes[-1], sizes, state.outputs, self._merge_spec
+                self._transfers, self._partition, self._meshes, sizes, state.outputs, self._merge_spec
             )
         self._step += 1
         return output

@@ -89,7 +89,7 @@ class StageWork:
         for info, tensor in zip(self._inputs, inputs, strict=True):
             if self._has_dtensors:
                 tensor = with_waited_gradient(tensor)
-            if info.producer is not None and self._boundaries.is_stacked(info, self.stage):
+            if self._boundaries.is_stacked(info):
                 tensor = tensor.squeeze(0)
             elif self._boundaries.is_dtensor(info):
                 mesh, axes = self._activation_mesh
@@ -112,7 +112,7 @@ class StageWork:
                 "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
             )
         local = self._local(info, output)
-        return local.unsqueeze(0) if self._boundaries.is_stacked(info, self.stage) else local
+        return local.unsqueeze(0) if self._boundaries.is_stacked(info) else local
 
     def _local(self, info: Any, output: torch.Tensor) -> torch.Tensor:
         placements = self._boundaries.placements(info, self.stage)

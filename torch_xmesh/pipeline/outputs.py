@@ -1,5 +1,6 @@
 """What a step leaves on the data shards, made one: the model's output for the whole batch, and the buffers."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch_xmesh.spec import Mesh
 def whole_outputs(
     transfers: Transfers,
     partition: Partition,
-    last: StageMesh,
+    meshes: Sequence[StageMesh],
     sizes: Sequence[int],
     outputs: Mapping[int, Mapping[str, torch.Tensor]],
     merge_spec: Any,
@@ -29,7 +30,8 @@ def whole_outputs(
         outputs: this rank's output values by microbatch and name; a microbatch of which it has no sample is missing.
         merge_spec: as for `merge_outputs`, which merges data shards as it merges microbatches.
     """
-    infos = [partition.values[name] for name in partition.outputs.names]
+    last = meshes[-1]
+    infos = [_as_made(partition.values[name], meshes) for name in partition.outputs.names]
     moving = [info for info in infos if info.batch_dim is not None or info.varies] if last.num_shards > 1 else []
     pending: list[Pending | None] = []
     for microbatch, size in enumerate(sizes):
@@ -49,6 +51,12 @@ def whole_outputs(
         else:
             trees.append(partition.outputs.unflatten(values))
     return merge_outputs(trees, merge_spec)
+
+
+def _as_made(info: ValueInfo, meshes: Sequence[StageMesh]) -> ValueInfo:
+    """A value that a stage without data shards made is the same on all shards of the last stage."""
+    is_one = info.producer is None or meshes[info.producer].num_shards == 1
+    return dataclasses.replace(info, varies=False) if is_one else info
 
 
 def _to_whole(info: ValueInfo, last: StageMesh, num_samples: int) -> Move:
