@@ -95,12 +95,14 @@ def test_malformed_buffers_are_refused() -> None:
 def test_buffers_are_as_asked_for(shaped: Cluster) -> None:
     with Cluster(hosts=2, devices=1, rate="100mbit", burst="32kb", tcp_wmem=(4096, 16384, 65536)) as cluster:
         show = "import subprocess; print(open('/proc/sys/net/ipv4/tcp_wmem').read().split(), flush=True); "
+        show += "print('loopback', open('/sys/class/net/lo/mtu').read(), flush=True); "
         show += "print(subprocess.run(['tc', 'qdisc'], capture_output=True, text=True, check=True).stdout)"
         job = cluster.run("-c", show)
         assert job.exit_codes == [0, 0]
         for handle in job.ranks:
             assert "['4096', '16384', '65536']" in handle.output
             assert "burst 32Kb" in handle.output
+            assert "loopback 4096" in handle.output
 
 
 def test_ranks_see_torchruns_environment_and_their_own_host(shaped: Cluster) -> None:

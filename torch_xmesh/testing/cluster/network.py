@@ -19,6 +19,7 @@ _BRIDGE = "br0"
 _SUBNET = "10.77.0"
 DEFAULT_BURST = "128kb"  # 32kb costs a whole core in softirq
 _QUEUE_LATENCY = "50ms"
+_LEAST_MTU, _MOST_MTU = 1500, 65536
 _CONGESTION_CONTROL = "cubic"
 _NAME = re.compile(r"^xmesh-(?P<pid>\d+)-(?P<start>\d+)-\d+-(h\d+|sw)$")
 _RATE = re.compile(r"^(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg]?)bit$", re.IGNORECASE)
@@ -197,6 +198,9 @@ class Network:
         if self._tcp_wmem is not None:
             sizes = " ".join(map(str, self._tcp_wmem))
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo {sizes} > /proc/sys/net/ipv4/tcp_wmem")
+            # One segment of loopback's usual 64 KiB would fill such a buffer and wait for a delayed acknowledgement.
+            mtu = max(_LEAST_MTU, min(_MOST_MTU, self._tcp_wmem[2] // 16))
+            _run("ip", "-n", name, "link", "set", "lo", "mtu", str(mtu))
 
     def _shape(self, host: int, bits_per_s: int) -> None:
         for namespace, device in ((self._hosts[host], HOST_INTERFACE), (self._switch, f"p{host}")):
