@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from torch_xmesh.pipeline.boundary import Move, StageMesh, Transfers
+from torch_xmesh.pipeline.boundary import Move, Transfers
 from torch_xmesh.pipeline.dtensors import placements_on, waited
+from torch_xmesh.pipeline.stage_mesh import StageMesh
 from torch_xmesh.spec import Mesh, mesh_grid
 
 _BUCKET_BYTES = 25 << 20

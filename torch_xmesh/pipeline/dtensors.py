@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from torch_xmesh.pipeline.boundary import StageMesh
+from torch_xmesh.pipeline.stage_mesh import StageMesh
 from torch_xmesh.spec import Mesh, device_mesh, mesh_grid
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from torch_xmesh.pipeline.boundary import Move, Pending, StageMesh, Transfers
+from torch_xmesh.pipeline.boundary import Move, Pending, Transfers
 from torch_xmesh.pipeline.data_parallel import local_of
 from torch_xmesh.pipeline.microbatch import merge_outputs, shard_sizes
 from torch_xmesh.pipeline.partition import Partition, ValueInfo
+from torch_xmesh.pipeline.stage_mesh import StageMesh
 from torch_xmesh.spec import Mesh
 
 

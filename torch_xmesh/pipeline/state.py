@@ -11,8 +11,9 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from torch_xmesh.pipeline.boundary import StageMesh, Transfers, mesh_for_dtensor
+from torch_xmesh.pipeline.boundary import Transfers
 from torch_xmesh.pipeline.data_parallel import local_of, plain_name, settle_gradient
+from torch_xmesh.pipeline.stage_mesh import StageMesh, mesh_for_dtensor
 from torch_xmesh.spec import mesh_grid, wrap_local
 
 
