@@ -307,7 +307,7 @@ class Scheduler {
       if (sent.empty() || bytes + more <= shipments_.chunk_bytes) {
         sent.push_back(atom);
         bytes += more;
-        num_messages += static_cast<int64_t>(shipments_.atoms[static_cast<size_t>(atom)].pieces.size());
+        num_messages += shipments_.atoms[static_cast<size_t>(atom)].num_pieces;
       }
     }
     const Network::Cost cost = network_.nicCost(sender, receiver, bytes, num_messages);

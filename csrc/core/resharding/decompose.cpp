@@ -77,7 +77,24 @@ class Interner {
 
 using HoldersInterner = Interner<Holders, std::vector<std::vector<int64_t>>>;
 using NeedersInterner = Interner<std::vector<int64_t>, std::vector<int64_t>>;
-using TableIndexOfTile = std::unordered_map<int64_t, int64_t>;
+
+/// Rows of a table by tile.
+class TableIndexOfTile {
+ public:
+  explicit TableIndexOfTile(const Tiling& tiling, size_t num_dims) {
+    int64_t num_tiles = 1;
+    for (size_t dim = 0; dim < num_dims && num_tiles <= kLargestTable; ++dim) {
+      num_tiles *= tiling.numParts(static_cast<int64_t>(dim));
+    }
+    dense_.resize(num_tiles <= kLargestTable ? static_cast<size_t>(num_tiles) : 0, -1);
+  }
+  int64_t& operator[](int64_t tile) { return dense_.empty() ? sparse_[tile] : dense_[static_cast<size_t>(tile)]; }
+
+ private:
+  static constexpr int64_t kLargestTable = int64_t{1} << 17;
+  std::vector<int64_t> dense_;
+  std::unordered_map<int64_t, int64_t> sparse_;
+};
 
 TableIndexOfTile holdersOfTiles(const TensorSpec& spec, const Tiling& tiling, HoldersInterner& interner) {
   int64_t num_contributions = 1;
@@ -91,7 +108,7 @@ TableIndexOfTile holdersOfTiles(const TensorSpec& spec, const Tiling& tiling, Ho
     holders.contributions.resize(static_cast<size_t>(num_contributions));
     holders.contributions[static_cast<size_t>(contributionOf(spec, coord))].push_back(spec.mesh.ranks()[static_cast<size_t>(i)]);
   }
-  TableIndexOfTile out;
+  TableIndexOfTile out(tiling, spec.shape.size());
   for (auto& [tile, holders] : of_tile) {
     for (std::vector<int64_t>& ranks : holders.contributions) {
       std::sort(ranks.begin(), ranks.end());
@@ -106,7 +123,7 @@ TableIndexOfTile needersOfTiles(const TensorSpec& spec, const Tiling& tiling, Ne
   for (int64_t i = 0; i < spec.mesh.numRanks(); ++i) {
     of_tile[tileOfRank(spec, tiling, spec.mesh.coordOfIndex(i))].push_back(spec.mesh.ranks()[static_cast<size_t>(i)]);
   }
-  TableIndexOfTile out;
+  TableIndexOfTile out(tiling, spec.shape.size());
   for (auto& [tile, ranks] : of_tile) {
     std::sort(ranks.begin(), ranks.end());
     out[tile] = interner.indexOf(ranks, ranks);
@@ -140,8 +157,8 @@ void decompose(ReshardingPlan& plan) {
     }
     const Tiling src_tiling(src);
     const Tiling dst_tiling(dst);
-    const TableIndexOfTile holders_of = holdersOfTiles(src, src_tiling, holders);
-    const TableIndexOfTile needers_of = needersOfTiles(dst, dst_tiling, needers);
+    TableIndexOfTile holders_of = holdersOfTiles(src, src_tiling, holders);
+    TableIndexOfTile needers_of = needersOfTiles(dst, dst_tiling, needers);
     const size_t num_dims = src.shape.size();
     std::vector<std::vector<DimSlice>> slices(num_dims);
     std::vector<size_t> extents(num_dims);
@@ -149,6 +166,11 @@ void decompose(ReshardingPlan& plan) {
       slices[dim] = intersect(src_tiling.pieces(static_cast<int64_t>(dim)), dst_tiling.pieces(static_cast<int64_t>(dim)));
       extents[dim] = slices[dim].size();
     }
+    size_t num_slices = 1;
+    for (size_t extent : extents) {
+      num_slices *= extent;
+    }
+    plan.tasks.reserve(plan.tasks.size() + num_slices);
     std::vector<size_t> index(num_dims, 0);
     std::vector<int64_t> src_parts(num_dims);
     std::vector<int64_t> dst_parts(num_dims);
@@ -162,8 +184,8 @@ void decompose(ReshardingPlan& plan) {
         src_parts[dim] = slice.src_part;
         dst_parts[dim] = slice.dst_part;
       }
-      task.holders = holders_of.at(tileIndex(src_tiling, src_parts));
-      task.needers = needers_of.at(tileIndex(dst_tiling, dst_parts));
+      task.holders = holders_of[tileIndex(src_tiling, src_parts)];
+      task.needers = needers_of[tileIndex(dst_tiling, dst_parts)];
       plan.tasks.push_back(std::move(task));
     } while (advance(index, extents));
   }

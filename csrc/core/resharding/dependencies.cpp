@@ -70,6 +70,9 @@ Dependencies dependenciesOf(const ReshardingPlan& plan, const Network& network) 
   std::vector<std::pair<int32_t, int32_t>> edges;  // (message, waits for), grouped by message but not ascending over tasks
   std::vector<int32_t> found;
   for (size_t task = 0; task < plan.tasks.size(); ++task) {
+    if (first[task + 1] - first[task] < 2) {
+      continue;
+    }
     for (int64_t k = first[task]; k < first[task + 1]; ++k) {
       const int32_t index = by_task[static_cast<size_t>(k)];
       const Message& message = plan.messages[static_cast<size_t>(index)];

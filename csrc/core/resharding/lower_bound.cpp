@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "core/resharding/host_load.h"
+#include "core/resharding/host_sets.h"
 
 namespace xmesh::core {
 namespace {
@@ -29,41 +31,55 @@ std::vector<Hosts> sendingSets(std::vector<Hosts> contributions, const Hosts& ne
   return out;
 }
 
+/// Slices with the same holding and the same needing hosts.
+struct TaskClass {
+  int64_t holders = 0;  ///< a row of the plan's tables
+  int64_t needers = 0;
+  int64_t num_bytes = 0;
+};
+
 struct Demands {
   std::vector<int64_t> incoming;  ///< bytes by host
   std::vector<MassBlock> outgoing;
 };
 
 Demands demandsOf(const ReshardingPlan& plan, const Network& network) {
-  std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> mass_of;  // (holders, needers), bytes
-  mass_of.reserve(plan.tasks.size());
-  for (const UnitTask& task : plan.tasks) {
-    mass_of.push_back({{task.holders, task.needers}, numElements(task.box) * plan.itemBytes(task)});
-  }
-  std::sort(mass_of.begin(), mass_of.end());
-  size_t num_classes = 0;
-  for (const auto& [tables, mass] : mass_of) {
-    if (num_classes > 0 && mass_of[num_classes - 1].first == tables) {
-      mass_of[num_classes - 1].second += mass;
-    } else {
-      mass_of[num_classes++] = {tables, mass};
-    }
-  }
-  mass_of.resize(num_classes);
   const HostSets hosts(plan, network);
+  PairIndex class_of(hosts.num_holder_ids, hosts.num_needer_ids);
+  std::vector<TaskClass> classes;
+  for (const UnitTask& task : plan.tasks) {
+    const auto [index, is_new] =
+        class_of.idOf(hosts.holder_ids[static_cast<size_t>(task.holders)], hosts.needer_ids[static_cast<size_t>(task.needers)]);
+    if (is_new) {
+      classes.push_back({task.holders, task.needers, 0});
+    }
+    classes[static_cast<size_t>(index)].num_bytes += numElements(task.box) * plan.itemBytes(task);
+  }
   Demands out;
   out.incoming.resize(static_cast<size_t>(network.numHosts()));
+  std::vector<int64_t> mass_of_row(hosts.holders.size(), 0);  // of slices with one contribution
   std::map<Hosts, int64_t> mass_of_senders;
-  for (const auto& [tables, mass] : mass_of) {
-    const std::vector<Hosts>& contributions = hosts.holders[static_cast<size_t>(tables.first)];
-    const Hosts& needers = hosts.needers[static_cast<size_t>(tables.second)];
+  for (const auto& [holders, needers_row, mass] : classes) {
+    const std::vector<Hosts>& contributions = hosts.holders[static_cast<size_t>(holders)];
+    const Hosts& needers = hosts.needers[static_cast<size_t>(needers_row)];
+    bool is_sent = false;
     for (int32_t host : needers) {
-      const bool has_all = std::all_of(contributions.begin(), contributions.end(),
-                                       [&](const Hosts& holders) { return std::binary_search(holders.begin(), holders.end(), host); });
+      const bool has_all =
+          std::all_of(contributions.begin(), contributions.end(), [&](const Hosts& row) { return std::binary_search(row.begin(), row.end(), host); });
       out.incoming[static_cast<size_t>(host)] += has_all ? 0 : mass;
+      is_sent = is_sent || !has_all;
+    }
+    if (contributions.size() == 1) {
+      mass_of_row[static_cast<size_t>(holders)] += is_sent ? mass : 0;
+      continue;
     }
     for (const Hosts& senders : sendingSets(contributions, needers)) {
       mass_of_senders[senders] += mass;
+    }
+  }
+  for (size_t row = 0; row < mass_of_row.size(); ++row) {
+    if (mass_of_row[row] > 0) {
+      mass_of_senders[hosts.holders[row].front()] += mass_of_row[row];
     }
   }
   for (auto& [senders, mass] : mass_of_senders) {

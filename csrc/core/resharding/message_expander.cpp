@@ -1,25 +1,60 @@
 #include "core/resharding/message_expander.h"
 
 #include <algorithm>
+#include <span>
 #include <unordered_map>
-#include <utility>
+#include <vector>
+
+#include "core/resharding/host_sets.h"
+#include "core/resharding/ranks_by_host.h"
 
 namespace xmesh::core {
 namespace {
 
+using Ranks = std::vector<int64_t>;
+
+bool has(std::span<const int64_t> ranks, int64_t rank) { return std::binary_search(ranks.begin(), ranks.end(), rank); }
+
 class MessageExpander {
  public:
   MessageExpander(ReshardingPlan& plan, const Network& network, const Shipments& shipments)
-      : plan_(plan), network_(network), shipments_(shipments), hosts_(plan, network), timeline_(plan, network), parts_left_(shipments.atoms.size()) {
-    for (size_t i = 0; i < shipments.atoms.size(); ++i) {
-      parts_left_[i] = shipments.atoms[i].num_parts;
+      : plan_(plan),
+        network_(network),
+        shipments_(shipments),
+        hosts_(plan, network),
+        needers_(network),
+        holders_(network),
+        timeline_(plan, network),
+        parts_left_(shipments.atoms.size()),
+        first_slot_(shipments.atoms.size()) {
+    hops_.reserve(shipments.atoms.size());
+    for (const Ranks& ranks : plan.needers) {
+      needers_.addRow(ranks);
     }
+    int64_t num_rows = 0;
+    for (const Holders& of_slice : plan.holders) {
+      first_holder_row_.push_back(num_rows);
+      num_rows += static_cast<int64_t>(of_slice.contributions.size());
+      for (const Ranks& ranks : of_slice.contributions) {
+        holders_.addRow(ranks);
+      }
+    }
+    size_t num_slots = 0;
+    for (size_t i = 0; i < shipments.atoms.size(); ++i) {
+      const Atom& atom = shipments.atoms[i];
+      parts_left_[i] = atom.num_parts;
+      first_slot_[i] = num_slots;
+      hops_.push_back(onlyHop(atom));
+      num_slots += hops_.back().from < 0 ? 1 + atom.sources.size() + atom.receivers.size() : 0;
+    }
+    ready_.assign(num_slots, kUnknown);
   }
 
   void expand(const std::vector<AtomTransfer>& transfers) {
-    ready_.reserve(transfers.size());
-    at_.reserve(transfers.size());
-    for (const AtomTransfer& transfer : transfers) {
+    timeline_.reserve(transfers.size());
+    for (size_t i = 0; i < transfers.size(); ++i) {
+      const AtomTransfer& transfer = transfers[i];
+      fetchAhead(transfers, i);
       if (shipments_.atoms[static_cast<size_t>(transfer.atom)].value_atom < 0) {
         ship(transfer);
       } else {
@@ -27,6 +62,9 @@ class MessageExpander {
       }
     }
     for (size_t i = 0; i < shipments_.atoms.size(); ++i) {
+      if (hops_[i].from >= 0) {
+        continue;
+      }
       const Atom& atom = shipments_.atoms[i];
       for (int32_t host : atom.sources) {
         if (atom.value_atom < 0) {
@@ -41,64 +79,85 @@ class MessageExpander {
   }
 
  private:
-  const std::vector<std::vector<int64_t>>& contributionsOf(int32_t task) const {
-    return plan_.holders[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].holders)].contributions;
-  }
+  static constexpr int64_t kUnknown = -1;
 
-  /// A task at a host: the ranks there that matter.
-  struct TaskAtHost {
-    std::vector<int64_t> chain;  ///< see chainOf
-    int64_t holder = -1;         ///< a rank that holds the task's value from the start, or -1
+  /// All that becomes of an atom that is one piece and moves from one rank to one rank; else from == -1.
+  struct Hop {
+    int32_t from = -1;
+    int32_t to = -1;
   };
 
-  const TaskAtHost& at(int32_t task, int32_t host) {
-    const int64_t key = static_cast<int64_t>(task) * network_.numHosts() + host;
-    const auto [place_of, is_new] = at_.try_emplace(key);
-    if (is_new) {
-      place_of->second.chain = chainOf(task, host);
-      const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
-      const std::vector<int64_t> holders = contributions.size() == 1 ? ranksAt(contributions[0], host) : std::vector<int64_t>{};
-      place_of->second.holder = holders.empty() ? -1 : holders[static_cast<size_t>(task) % holders.size()];
+  Hop onlyHop(const Atom& atom) {
+    if (atom.num_pieces != 1 || atom.sources.size() != 1 || atom.receivers.size() != 1) {
+      return {};
     }
-    return place_of->second;
+    const Piece& piece = shipments_.piecesOf(atom)[0];
+    if (concerns(piece, atom.owner)) {
+      return {};
+    }
+    const Ranks& chain = chainAt(piece.task, atom.receivers[0]);
+    if (chain.size() != 1) {
+      return {};
+    }
+    const auto to = static_cast<int32_t>(chain.front());
+    return {static_cast<int32_t>(rankWith(piece.task, atom.owner)), to};
   }
 
-  /// The ranks of a table's row that are on a host, ascending.
-  std::vector<int64_t> ranksAt(const std::vector<int64_t>& row, int32_t host) {
-    std::vector<std::pair<int32_t, int64_t>>& by_host = by_host_[&row];
-    if (by_host.empty()) {
-      by_host.reserve(row.size());
-      for (int64_t rank : row) {
-        by_host.emplace_back(network_.hostOfGlobal(rank), rank);
-      }
-      std::sort(by_host.begin(), by_host.end());
+  /// Transfers refer to atoms far from each other: has the memory of the next ones brought near, each step when the one before has come.
+  void fetchAhead(const std::vector<AtomTransfer>& transfers, size_t i) const {
+    constexpr size_t kStep = 6;
+    if (i + 3 * kStep < transfers.size()) {
+      __builtin_prefetch(&shipments_.atoms[static_cast<size_t>(transfers[i + 3 * kStep].atom)]);
+      __builtin_prefetch(&shipments_.pieces[firstPiece(transfers[i + 2 * kStep])]);
+      const auto task = static_cast<size_t>(shipments_.pieces[firstPiece(transfers[i + kStep])].task);
+      __builtin_prefetch(&plan_.tasks[task]);
+      __builtin_prefetch(&hops_[static_cast<size_t>(transfers[i + kStep].atom)]);
     }
-    std::vector<int64_t> out;
-    for (auto it = std::lower_bound(by_host.begin(), by_host.end(), std::pair(host, int64_t{-1})); it != by_host.end() && it->first == host; ++it) {
-      out.push_back(it->second);
-    }
-    return out;
+  }
+  size_t firstPiece(const AtomTransfer& transfer) const {
+    return static_cast<size_t>(shipments_.atoms[static_cast<size_t>(transfer.atom)].first_piece);
   }
 
-  static bool has(const std::vector<int64_t>& ranks, int64_t rank) { return std::binary_search(ranks.begin(), ranks.end(), rank); }
+  const UnitTask& unit(int32_t task) const { return plan_.tasks[static_cast<size_t>(task)]; }
+  const std::vector<Ranks>& contributionsOf(int32_t task) const { return plan_.holders[static_cast<size_t>(unit(task).holders)].contributions; }
+
+  /// The ranks of a host that hold a contribution to a task.
+  std::span<const int64_t> holdersAt(int32_t task, size_t contribution, int32_t host) const {
+    return holders_.at(first_holder_row_[static_cast<size_t>(unit(task).holders)] + static_cast<int64_t>(contribution), host);
+  }
 
   /// The needers of a task at a host in the order in which they get it there. First the rank that takes it from outside, or the reducing one:
   /// one that holds a contribution if there is one. Tasks take turns.
-  std::vector<int64_t> chainOf(int32_t task, int32_t host) {
-    std::vector<int64_t> needers = ranksAt(plan_.needers[static_cast<size_t>(plan_.tasks[static_cast<size_t>(task)].needers)], host);
-    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
+  void findChain(int32_t task, int32_t host, Ranks& chain) const {
+    const std::span<const int64_t> needers = needers_.at(unit(task).needers, host);
+    chain.assign(needers.begin(), needers.end());
+    const std::vector<Ranks>& contributions = contributionsOf(task);
     if (contributions.size() == 1) {
-      std::erase_if(needers, [&](int64_t rank) { return has(contributions[0], rank); });
+      const std::span<const int64_t> holders = holdersAt(task, 0, host);
+      std::erase_if(chain, [&](int64_t rank) { return has(holders, rank); });
     }
-    if (needers.size() > 1) {
-      std::rotate(needers.begin(), needers.begin() + task % static_cast<int32_t>(needers.size()), needers.end());
+    if (chain.size() > 1) {
+      std::rotate(chain.begin(), chain.begin() + task % static_cast<int32_t>(chain.size()), chain.end());
     }
     if (contributions.size() > 1) {
-      std::stable_partition(needers.begin(), needers.end(), [&](int64_t rank) {
-        return std::any_of(contributions.begin(), contributions.end(), [&](const std::vector<int64_t>& ranks) { return has(ranks, rank); });
+      std::stable_partition(chain.begin(), chain.end(), [&](int64_t rank) {
+        return std::any_of(contributions.begin(), contributions.end(), [&](const Ranks& ranks) { return has(ranks, rank); });
       });
     }
-    return needers;
+  }
+
+  /// The chain of a task at a host. Valid until the next call: those of slices with one contribution are found anew, which costs no more than
+  /// their messages.
+  const Ranks& chainAt(int32_t task, int32_t host) {
+    if (contributionsOf(task).size() == 1) {
+      findChain(task, host, chain_);
+      return chain_;
+    }
+    const auto [place_of, is_new] = partial_chains_.try_emplace(static_cast<int64_t>(task) * network_.numHosts() + host);
+    if (is_new) {
+      findChain(task, host, place_of->second);
+    }
+    return place_of->second;
   }
 
   int64_t place(const Piece& piece, int64_t src, int64_t dst, int32_t contribution, int64_t ready) {
@@ -110,7 +169,7 @@ class MessageExpander {
     return timeline_.place(message, ready);
   }
 
-  void passOn(const Piece& piece, int64_t from, const std::vector<int64_t>& chain, size_t next, int64_t ready) {
+  void passOn(const Piece& piece, int64_t from, const Ranks& chain, size_t next, int64_t ready) {
     for (; next < chain.size(); ++next) {
       ready = place(piece, from, chain[next], -1, ready);
       from = chain[next];
@@ -119,49 +178,67 @@ class MessageExpander {
 
   /// The rank of a host that has the task once it is there.
   int64_t rankWith(int32_t task, int32_t host) {
-    const TaskAtHost& here = at(task, host);
-    return here.holder >= 0 ? here.holder : here.chain.front();
+    if (contributionsOf(task).size() == 1) {
+      const std::span<const int64_t> holders = holdersAt(task, 0, host);
+      if (!holders.empty()) {
+        return holders[static_cast<size_t>(task) % holders.size()];
+      }
+    }
+    return chainAt(task, host).front();
   }
 
-  int64_t readyKey(int32_t atom, int32_t host) const { return static_cast<int64_t>(atom) * network_.numHosts() + host; }
+  /// When a host has an atom, kUnknown while that is not settled.
+  int64_t& ready(int32_t index, int32_t host) {
+    const Atom& atom = shipments_.atoms[static_cast<size_t>(index)];
+    const size_t first = first_slot_[static_cast<size_t>(index)];
+    size_t slot = 1;
+    for (const std::span<const int32_t> hosts : {atom.sources, atom.receivers}) {
+      const auto found = std::lower_bound(hosts.begin(), hosts.end(), host);
+      if (found != hosts.end() && *found == host) {
+        return ready_[first + slot + static_cast<size_t>(found - hosts.begin())];
+      }
+      slot += hosts.size();
+    }
+    return ready_[first];  // of a reduced value: its owner
+  }
 
   /// Whether a host does anything with a piece but hold and send it: some rank there needs it, or contributions are reduced.
   bool concerns(const Piece& piece, int32_t host) const {
-    const std::vector<int32_t>& needing = hosts_.needers[static_cast<size_t>(plan_.tasks[static_cast<size_t>(piece.task)].needers)];
+    const std::vector<int32_t>& needing = hosts_.needers[static_cast<size_t>(unit(piece.task).needers)];
     return contributionsOf(piece.task).size() > 1 || std::binary_search(needing.begin(), needing.end(), host);
   }
 
   /// When a host has an atom. At a source it is made so on the first call: local contributions reduced, local needers served.
   int64_t readyAt(int32_t index, int32_t host) {
-    const std::vector<Piece>& pieces = shipments_.atoms[static_cast<size_t>(index)].pieces;
+    const std::span<const Piece> pieces = shipments_.piecesOf(shipments_.atoms[static_cast<size_t>(index)]);
     if (std::none_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return concerns(piece, host); })) {
       return 0;
     }
-    const auto [place_of, is_new] = ready_.try_emplace(readyKey(index, host), 0);
-    if (!is_new) {
-      return place_of->second;
+    int64_t& settled = ready(index, host);
+    if (settled != kUnknown) {
+      return settled;
     }
-    int64_t ready = 0;
-    for (const Piece& piece : shipments_.atoms[static_cast<size_t>(index)].pieces) {
-      const std::vector<int64_t>& chain = at(piece.task, host).chain;
+    settled = 0;
+    for (const Piece& piece : pieces) {
       if (contributionsOf(piece.task).size() == 1) {
-        passOn(piece, rankWith(piece.task, host), chain, 0, 0);
+        const int64_t from = rankWith(piece.task, host);
+        passOn(piece, from, chainAt(piece.task, host), 0, 0);
         continue;
       }
+      const Ranks& chain = chainAt(piece.task, host);
       const int64_t reduced = gatherLocally(piece, chain.front(), host);
       passOn(piece, chain.front(), chain, 1, reduced);
-      ready = std::max(ready, reduced);
+      settled = std::max(settled, reduced);
     }
-    place_of->second = ready;
-    return ready;
+    return settled;
   }
 
   /// Brings the contributions that the host's other ranks hold to its reducing rank.
   int64_t gatherLocally(const Piece& piece, int64_t reducer, int32_t host) {
     int64_t ready = 0;
-    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(piece.task);
+    const std::vector<Ranks>& contributions = contributionsOf(piece.task);
     for (size_t i = 0; i < contributions.size(); ++i) {
-      const std::vector<int64_t> holders = ranksAt(contributions[i], host);
+      const std::span<const int64_t> holders = holdersAt(piece.task, i, host);
       if (!holders.empty() && !has(contributions[i], reducer)) {
         const auto turn = static_cast<size_t>(piece.task) % holders.size();
         ready = std::max(ready, place(piece, holders[turn], reducer, static_cast<int32_t>(i), 0));
@@ -171,49 +248,60 @@ class MessageExpander {
   }
 
   void ship(const AtomTransfer& transfer) {
-    const int64_t ready = readyAt(transfer.atom, transfer.src_host);
+    const Atom& atom = shipments_.atoms[static_cast<size_t>(transfer.atom)];
+    const Hop& hop = hops_[static_cast<size_t>(transfer.atom)];
+    if (hop.from >= 0) {
+      place(shipments_.piecesOf(atom)[0], hop.from, hop.to, -1, 0);
+      return;
+    }
+    const int64_t since = readyAt(transfer.atom, transfer.src_host);
     int64_t there = 0;
-    for (const Piece& piece : shipments_.atoms[static_cast<size_t>(transfer.atom)].pieces) {
-      const std::vector<int64_t>& chain = at(piece.task, transfer.dst_host).chain;
-      const int64_t arrival = place(piece, rankWith(piece.task, transfer.src_host), chain.front(), -1, ready);
+    for (const Piece& piece : shipments_.piecesOf(atom)) {
+      const int64_t from = rankWith(piece.task, transfer.src_host);
+      const Ranks& chain = chainAt(piece.task, transfer.dst_host);
+      const int64_t arrival = place(piece, from, chain.front(), -1, since);
       passOn(piece, chain.front(), chain, 1, arrival);
       there = std::max(there, arrival);
     }
-    ready_[readyKey(transfer.atom, transfer.dst_host)] = there;
+    ready(transfer.atom, transfer.dst_host) = there;
   }
 
   void shipContribution(const AtomTransfer& transfer) {
     const Atom& part = shipments_.atoms[static_cast<size_t>(transfer.atom)];
     int64_t& there = parts_there_[part.value_atom];
-    for (const Piece& piece : part.pieces) {
-      const std::vector<int64_t> holders = ranksAt(contributionsOf(piece.task)[static_cast<size_t>(part.contribution)], transfer.src_host);
-      const int64_t reducer = at(piece.task, transfer.dst_host).chain.front();
+    for (const Piece& piece : shipments_.piecesOf(part)) {
+      const std::span<const int64_t> holders = holdersAt(piece.task, static_cast<size_t>(part.contribution), transfer.src_host);
+      const int64_t reducer = chainAt(piece.task, transfer.dst_host).front();
       there = std::max(there, place(piece, holders[static_cast<size_t>(piece.task) % holders.size()], reducer, part.contribution, 0));
     }
     if (--parts_left_[static_cast<size_t>(part.value_atom)] > 0) {
       return;
     }
-    for (const Piece& piece : part.pieces) {
-      const std::vector<int64_t>& chain = at(piece.task, transfer.dst_host).chain;
-      there = std::max(there, gatherLocally(piece, chain.front(), transfer.dst_host));
+    for (const Piece& piece : shipments_.piecesOf(part)) {
+      there = std::max(there, gatherLocally(piece, chainAt(piece.task, transfer.dst_host).front(), transfer.dst_host));
     }
-    for (const Piece& piece : part.pieces) {
-      const std::vector<int64_t>& chain = at(piece.task, transfer.dst_host).chain;
+    for (const Piece& piece : shipments_.piecesOf(part)) {
+      const Ranks& chain = chainAt(piece.task, transfer.dst_host);
       passOn(piece, chain.front(), chain, 1, there);
     }
-    ready_[readyKey(part.value_atom, transfer.dst_host)] = there;
+    ready(part.value_atom, transfer.dst_host) = there;
   }
 
   ReshardingPlan& plan_;
   const Network& network_;
   const Shipments& shipments_;
   HostSets hosts_;
+  RanksByHost needers_;                    ///< by row of the plan's table
+  RanksByHost holders_;                    ///< by contribution, those of one row of the plan's table together
+  std::vector<int64_t> first_holder_row_;  ///< by row of the plan's table
   Timeline timeline_;
   std::vector<int32_t> parts_left_;
   std::unordered_map<int32_t, int64_t> parts_there_;  ///< when the last contribution so far is there, by value atom
-  std::unordered_map<int64_t, int64_t> ready_;        ///< by atom and host
-  std::unordered_map<int64_t, TaskAtHost> at_;        ///< by task and host
-  std::unordered_map<const std::vector<int64_t>*, std::vector<std::pair<int32_t, int64_t>>> by_host_;  ///< (host, rank) by row of the plan's tables
+  std::vector<Hop> hops_;                             ///< by atom
+  std::vector<size_t> first_slot_;                    ///< by atom: where its times in ready_ begin: its owner's, its sources', its receivers'
+  std::vector<int64_t> ready_;
+  std::unordered_map<int64_t, Ranks> partial_chains_;  ///< by task and host
+  Ranks chain_;
 };
 
 }  // namespace

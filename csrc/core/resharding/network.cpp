@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 namespace xmesh::core {
 namespace {
@@ -10,15 +11,43 @@ namespace {
 /// The longest time that one port could be busy must fit the ticks with room for sums.
 constexpr double kMaxTicks = 1e18;
 
-std::vector<int32_t> hostsOf(const std::vector<int64_t>& global_ranks, const Network& network) {
-  std::vector<int32_t> out;
-  out.reserve(global_ranks.size());
-  for (int64_t rank : global_ranks) {
-    out.push_back(network.hostOfGlobal(rank));
+/// Indices in ascending order of their keys, which are not negative; equal keys keep their order.
+std::vector<uint32_t> orderOf(const std::vector<int64_t>& keys) {
+  constexpr size_t kFew = 2048;
+  constexpr int kDigitBits = 11;
+  constexpr uint64_t kDigits = uint64_t{1} << kDigitBits;
+  std::vector<uint32_t> order(keys.size());
+  std::iota(order.begin(), order.end(), uint32_t{0});
+  if (keys.size() < kFew) {
+    std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return keys[a] < keys[b]; });
+    return order;
   }
-  std::sort(out.begin(), out.end());
-  out.erase(std::unique(out.begin(), out.end()), out.end());
-  return out;
+  struct Entry {
+    uint64_t key;
+    uint32_t index;
+  };
+  std::vector<Entry> entries(keys.size());
+  std::vector<Entry> sorted(keys.size());
+  uint64_t bits = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    entries[i] = {static_cast<uint64_t>(keys[i]), static_cast<uint32_t>(i)};
+    bits |= entries[i].key;
+  }
+  for (int shift = 0; shift < 64 && bits >> shift != 0; shift += kDigitBits) {
+    std::vector<size_t> next(kDigits + 1, 0);
+    for (const Entry& entry : entries) {
+      ++next[(entry.key >> shift & (kDigits - 1)) + 1];
+    }
+    std::partial_sum(next.begin(), next.end(), next.begin());
+    for (const Entry& entry : entries) {
+      sorted[next[entry.key >> shift & (kDigits - 1)]++] = entry;
+    }
+    entries.swap(sorted);
+  }
+  for (size_t i = 0; i < keys.size(); ++i) {
+    order[i] = entries[i].index;
+  }
+  return order;
 }
 
 }  // namespace
@@ -87,20 +116,6 @@ Network::Cost Network::nicCost(int32_t src_host, int32_t dst_host, int64_t num_b
   return {src_host, dst_host, overhead + send, overhead + recv, latency_ticks_};
 }
 
-HostSets::HostSets(const ReshardingPlan& plan, const Network& network) {
-  holders.reserve(plan.holders.size());
-  for (const Holders& of_slice : plan.holders) {
-    std::vector<std::vector<int32_t>>& hosts = holders.emplace_back();
-    for (const std::vector<int64_t>& ranks : of_slice.contributions) {
-      hosts.push_back(hostsOf(ranks, network));
-    }
-  }
-  needers.reserve(plan.needers.size());
-  for (const std::vector<int64_t>& ranks : plan.needers) {
-    needers.push_back(hostsOf(ranks, network));
-  }
-}
-
 Timeline::Timeline(ReshardingPlan& plan, const Network& network)
     : plan_(plan), network_(network), send_free_(static_cast<size_t>(network.numPorts())), recv_free_(static_cast<size_t>(network.numPorts())) {}
 
@@ -116,12 +131,19 @@ int64_t Timeline::place(const Message& message, int64_t ready_ticks) {
   return start + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
 }
 
+void Timeline::reserve(size_t num_messages) {
+  starts_.reserve(num_messages);
+  messages_.reserve(num_messages);
+}
+
 void Timeline::finish() {
-  std::vector<size_t> order(messages_.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return starts_[a] < starts_[b]; });
+  if (plan_.messages.empty() && std::is_sorted(starts_.begin(), starts_.end())) {
+    plan_.messages = std::move(messages_);
+    return;
+  }
+  const std::vector<uint32_t> order = orderOf(starts_);
   plan_.messages.reserve(plan_.messages.size() + order.size());
-  for (size_t i : order) {
+  for (uint32_t i : order) {
     plan_.messages.push_back(messages_[i]);
   }
 }

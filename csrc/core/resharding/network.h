@@ -55,13 +55,6 @@ class Network {
   int64_t local_latency_ticks_ = 0;
 };
 
-/// Sets of dense host indices of a plan's tables.
-struct HostSets {
-  explicit HostSets(const ReshardingPlan& plan, const Network& network);
-  std::vector<std::vector<std::vector<int32_t>>> holders;  ///< [Holders index][contribution], ascending, each host once
-  std::vector<std::vector<int32_t>> needers;               ///< [needers index], ascending, each host once
-};
-
 /// Messages under construction: each is placed at the earliest time at which its data and both ports are free, ports being served in the order
 /// of the calls. finish() appends them to the plan ordered by start time, which respects every dependency.
 class Timeline {
@@ -70,6 +63,7 @@ class Timeline {
   /// Places a message whose data the sender has from `ready_ticks` on; returns when the receiver has it.
   int64_t place(const Message& message, int64_t ready_ticks);
   void finish();
+  void reserve(size_t num_messages);
 
  private:
   ReshardingPlan& plan_;

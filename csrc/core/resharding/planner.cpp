@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/error.h"
 #include "core/resharding/decompose.h"
@@ -46,9 +47,10 @@ void checkTensor(const TensorPair& pair, size_t index, const Topology& topology)
   checkRanks(pair.dst, topology, what);
 }
 
-/// Runs one strategy on a plan that is decomposed and bounded.
-ReshardingPlan runStrategy(ReshardingPlan plan, const Strategy& strategy, const Network& network) {
+/// Runs one strategy on a plan that is decomposed and bounded; what another strategy made of it is dropped.
+void runStrategy(ReshardingPlan& plan, const Strategy& strategy, const Network& network) {
   plan.strategy = strategy.str();
+  plan.messages.clear();
   plan.predicted_seconds = kNotPredicted;
   strategyInfo(strategy.name).plan(plan, strategy);
   if (plan.predicted_seconds == kNotPredicted) {
@@ -57,7 +59,34 @@ ReshardingPlan runStrategy(ReshardingPlan plan, const Strategy& strategy, const 
 #ifndef NDEBUG
   validatePlan(plan);
 #endif
-  return plan;
+}
+
+/// What a strategy adds to a plan.
+struct Candidate {
+  std::string strategy;
+  std::vector<Message> messages;
+  double predicted_seconds = 0;
+};
+
+/// Keeps the best of the candidates.
+void runCandidates(ReshardingPlan& plan, const Network& network) {
+  constexpr size_t kLargePlan = 20'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
+  std::optional<Candidate> best;
+  for (const StrategyInfo& info : strategies()) {
+    if (!info.is_candidate) {
+      continue;
+    }
+    runStrategy(plan, parseStrategy(info.name), network);
+    if (!best || plan.predicted_seconds < best->predicted_seconds) {
+      best = Candidate{std::move(plan.strategy), std::move(plan.messages), plan.predicted_seconds};
+    }
+    if (best->messages.size() > kLargePlan) {
+      break;
+    }
+  }
+  plan.strategy = std::move(best->strategy);
+  plan.messages = std::move(best->messages);
+  plan.predicted_seconds = best->predicted_seconds;
 }
 
 }  // namespace
@@ -78,24 +107,12 @@ ReshardingPlan planResharding(std::vector<TensorPair> tensors, Topology topology
   const LowerBound bound = lowerBound(plan, network);
   plan.lower_bound_bytes = bound.bytes;
   plan.lower_bound_seconds = bound.seconds;
-  if (strategy.name != "auto") {
-    return runStrategy(std::move(plan), strategy, network);
+  if (strategy.name == "auto") {
+    runCandidates(plan, network);
+  } else {
+    runStrategy(plan, strategy, network);
   }
-  constexpr size_t kLargePlan = 20'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
-  std::optional<ReshardingPlan> best;
-  for (const StrategyInfo& info : strategies()) {
-    if (!info.is_candidate) {
-      continue;
-    }
-    ReshardingPlan candidate = runStrategy(plan, parseStrategy(info.name), network);
-    if (!best || candidate.predicted_seconds < best->predicted_seconds) {
-      best = std::move(candidate);
-    }
-    if (best->messages.size() > kLargePlan) {
-      break;
-    }
-  }
-  return std::move(*best);
+  return plan;
 }
 
 }  // namespace xmesh::core

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
 
 namespace xmesh::core {

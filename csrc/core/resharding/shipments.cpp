@@ -5,8 +5,6 @@
 #include <cmath>
 #include <iterator>
 #include <map>
-#include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "core/resharding/chunking.h"
@@ -16,42 +14,48 @@ namespace xmesh::core {
 namespace {
 
 using Hosts = std::vector<int32_t>;
+using HostSpan = std::span<const int32_t>;
 
-bool has(const Hosts& hosts, int32_t host) { return std::binary_search(hosts.begin(), hosts.end(), host); }
+bool has(HostSpan hosts, int32_t host) { return std::binary_search(hosts.begin(), hosts.end(), host); }
 
-Hosts without(const Hosts& hosts, const Hosts& others) {
+Hosts without(HostSpan hosts, HostSpan others) {
   Hosts out;
   std::set_difference(hosts.begin(), hosts.end(), others.begin(), others.end(), std::back_inserter(out));
   return out;
 }
 
+bool areDisjoint(HostSpan a, HostSpan b) {
+  return std::none_of(a.begin(), a.end(), [&](int32_t host) { return has(b, host); });
+}
+
 /// Pieces that go from the same hosts to the same hosts.
 struct SliceClass {
-  Hosts sources;
-  Hosts receivers;
-  std::vector<Piece> pieces;
+  HostSpan sources{};
+  HostSpan receivers{};
+  size_t first_piece = 0;
+  size_t num_pieces = 0;
   int64_t num_bytes = 0;
 };
 
-/// Walks a list of pieces from its front.
+/// Walks a list of pieces from its front, and appends what it cuts off to another list.
 class PieceCutter {
  public:
-  PieceCutter(const ReshardingPlan& plan, const std::vector<Piece>& pieces) : plan_(plan), pieces_(pieces) {}
+  PieceCutter(const ReshardingPlan& plan, std::span<const Piece> pieces, std::vector<Piece>& out) : plan_(plan), pieces_(pieces), out_(out) {}
 
-  /// About `num_bytes` more, whole elements, at least one; empty at the end.
-  std::vector<Piece> take(double num_bytes, int64_t& taken_bytes) {
-    std::vector<Piece> out;
-    taken_bytes = 0;
+  /// About `num_bytes` more, whole elements, at least one; nothing at the end. Returns how many bytes these are.
+  int64_t take(double num_bytes) {
+    const size_t first = out_.size();
+    int64_t taken_bytes = 0;
     while (index_ < pieces_.size()) {
       const Piece& piece = pieces_[index_];
       const int64_t item_bytes = plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
       const int64_t wanted = std::llround((num_bytes - static_cast<double>(taken_bytes)) / static_cast<double>(item_bytes));
       const int64_t begin = piece.begin + offset_;
-      const int64_t end = std::min(piece.end, begin + std::max<int64_t>(wanted, out.empty() ? 1 : 0));
+      const int64_t end = std::min(piece.end, begin + std::max<int64_t>(wanted, out_.size() == first ? 1 : 0));
       if (end == begin) {
         break;
       }
-      out.push_back({piece.task, begin, end});
+      out_.push_back({piece.task, begin, end});
       taken_bytes += (end - begin) * item_bytes;
       offset_ = end - piece.begin;
       if (end == piece.end) {
@@ -59,12 +63,13 @@ class PieceCutter {
         offset_ = 0;
       }
     }
-    return out;
+    return taken_bytes;
   }
 
  private:
   const ReshardingPlan& plan_;
-  const std::vector<Piece>& pieces_;
+  std::span<const Piece> pieces_;
+  std::vector<Piece>& out_;
   size_t index_ = 0;
   int64_t offset_ = 0;
 };
@@ -82,7 +87,7 @@ class RelayTurns {
   }
 
   /// -1 where no receiver's turn has come.
-  int32_t next(const Hosts& receivers) {
+  int32_t next(HostSpan receivers) {
     if (hosts_.empty()) {
       return -1;
     }
@@ -105,7 +110,11 @@ class RelayTurns {
 class ShipmentBuilder {
  public:
   ShipmentBuilder(const ReshardingPlan& plan, const Network& network, bool has_few_owners)
-      : plan_(plan), hosts_(plan, network), has_few_owners_(has_few_owners) {
+      : plan_(plan),
+        hosts_(plan, network),
+        has_few_owners_(has_few_owners),
+        set_of_holders_(static_cast<size_t>(hosts_.num_holder_ids), -1),
+        set_of_needers_(static_cast<size_t>(hosts_.num_needer_ids), -1) {
     for (int32_t host = 0; host < network.numHosts(); ++host) {
       rates_.push_back(network.nicBytesPerS(host));
     }
@@ -115,8 +124,11 @@ class ShipmentBuilder {
     collect();
     fill();
     chooseChunk(num_chunks);
+    reserve();
     for (size_t i = 0; i < classes_.size(); ++i) {
-      cut(classes_[i], filled_.bytes[i], RelayTurns(spread_block_[i], blocks_, filled_));
+      const int32_t block = share_block_[i];
+      cut(classes_[i], block < 0 ? std::span<const double>() : filled_.bytes[static_cast<size_t>(block)],
+          RelayTurns(spread_block_[i], blocks_, filled_));
     }
     for (const Reduction& reduction : reductions_) {
       cut(reduction);
@@ -132,60 +144,86 @@ class ShipmentBuilder {
     int64_t holders = 0;
   };
 
-  int64_t bytesOf(const std::vector<Piece>& pieces) const {
-    int64_t out = 0;
-    for (const Piece& piece : pieces) {
-      out += (piece.end - piece.begin) * plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
-    }
-    return out;
-  }
-
+  /// Groups slices by the hosts between which they move, classes in order of their first slice.
   void collect() {
-    std::map<std::pair<Hosts, Hosts>, size_t> class_of;
-    std::unordered_map<int64_t, size_t> class_of_tables;      // by holders and needers of the plan's tables
-    std::map<std::pair<int64_t, Hosts>, SliceClass> partial;  // by holders and needing hosts
+    const auto num_sets = int64_t{hosts_.num_holder_ids} + hosts_.num_needer_ids;
+    PairIndex pairs(hosts_.num_holder_ids, hosts_.num_needer_ids);
+    PairIndex class_index(num_sets, num_sets);  // by sources and receivers
+    std::vector<int32_t> class_of_pair;         // -1: Partial that no needing host can reduce alone
+    std::vector<int32_t> class_of_task(plan_.tasks.size());
+    for (size_t task = 0; task < plan_.tasks.size(); ++task) {
+      const UnitTask& unit = plan_.tasks[task];
+      const auto [pair, is_new] =
+          pairs.idOf(hosts_.holder_ids[static_cast<size_t>(unit.holders)], hosts_.needer_ids[static_cast<size_t>(unit.needers)]);
+      if (is_new) {
+        class_of_pair.push_back(classOf(unit, class_index));
+      }
+      class_of_task[task] = class_of_pair[static_cast<size_t>(pair)];
+      if (class_of_task[task] >= 0) {
+        SliceClass& slices = classes_[static_cast<size_t>(class_of_task[task])];
+        ++slices.num_pieces;
+        slices.num_bytes += numElements(unit.box) * plan_.itemBytes(unit);
+      }
+    }
+    size_t num_pieces = 0;
+    for (SliceClass& slices : classes_) {
+      slices.first_piece = num_pieces;
+      num_pieces += std::exchange(slices.num_pieces, 0);
+    }
+    pieces_.resize(num_pieces);
+    std::map<std::pair<int64_t, Hosts>, std::vector<Piece>> partial;  // by holders and needing hosts
     for (size_t task = 0; task < plan_.tasks.size(); ++task) {
       const UnitTask& unit = plan_.tasks[task];
       const Piece piece{static_cast<int32_t>(task), 0, numElements(unit.box)};
-      const int64_t tables = unit.holders * static_cast<int64_t>(plan_.needers.size()) + unit.needers;
-      const auto [known, is_new_tables] = class_of_tables.try_emplace(tables, size_t{0});
-      if (!is_new_tables) {
-        classes_[known->second].pieces.push_back(piece);
-        classes_[known->second].num_bytes += bytesOf({piece});
-        continue;
-      }
-      const std::vector<Hosts>& holders = hosts_.holders[static_cast<size_t>(unit.holders)];
-      const Hosts& needers = hosts_.needers[static_cast<size_t>(unit.needers)];
-      Hosts sources = holders.front();
-      if (holders.size() > 1) {  // needing hosts where every contribution is at hand
-        sources = needers;
-        std::erase_if(sources,
-                      [&](int32_t host) { return !std::all_of(holders.begin(), holders.end(), [&](const Hosts& h) { return has(h, host); }); });
-      }
-      Hosts receivers = without(needers, sources);
-      SliceClass* slices = nullptr;
-      if (sources.empty()) {
-        class_of_tables.erase(known);
-        slices = &partial[{unit.holders, needers}];
+      if (class_of_task[task] < 0) {
+        partial[{unit.holders, hosts_.needers[static_cast<size_t>(unit.needers)]}].push_back(piece);
       } else {
-        const auto [place, is_new] = class_of.try_emplace({sources, receivers}, classes_.size());
-        if (is_new) {
-          classes_.push_back({std::move(sources), std::move(receivers), {}, 0});
-        }
-        known->second = place->second;
-        slices = &classes_[place->second];
+        SliceClass& slices = classes_[static_cast<size_t>(class_of_task[task])];
+        pieces_[slices.first_piece + slices.num_pieces++] = piece;
       }
-      slices->pieces.push_back(piece);
-      slices->num_bytes += bytesOf({piece});
     }
-    for (const auto& [key, slices] : partial) {
-      stripeOverReducers(key.first, key.second, slices);
+    for (const auto& [key, pieces] : partial) {
+      stripeOverReducers(key.first, key.second, pieces);
     }
+  }
+
+  /// The class of a slice whose hosts were not met before, made where there is none; -1 where no needing host can reduce it alone.
+  int32_t classOf(const UnitTask& unit, PairIndex& class_index) {
+    const std::vector<Hosts>& holders = hosts_.holders[static_cast<size_t>(unit.holders)];
+    const Hosts& needers = hosts_.needers[static_cast<size_t>(unit.needers)];
+    int32_t sources = -1;
+    int32_t receivers = -1;
+    if (holders.size() == 1) {
+      sources = setOf(holders.front(), set_of_holders_, hosts_.holder_ids[static_cast<size_t>(unit.holders)]);
+      receivers = areDisjoint(needers, holders.front()) ? setOf(needers, set_of_needers_, hosts_.needer_ids[static_cast<size_t>(unit.needers)])
+                                                        : out_.host_sets.idOf(without(needers, holders.front()));
+    } else {
+      Hosts complete = needers;  // needing hosts where every contribution is at hand
+      std::erase_if(complete,
+                    [&](int32_t host) { return !std::all_of(holders.begin(), holders.end(), [&](const Hosts& h) { return has(h, host); }); });
+      if (complete.empty()) {
+        return -1;
+      }
+      sources = out_.host_sets.idOf(complete);
+      receivers = out_.host_sets.idOf(without(needers, complete));
+    }
+    const auto [index, is_new] = class_index.idOf(sources, receivers);
+    if (is_new) {
+      classes_.push_back({.sources = out_.host_sets.at(sources), .receivers = out_.host_sets.at(receivers)});
+    }
+    return index;
+  }
+
+  /// The hosts' number in the table, remembered by `id`.
+  int32_t setOf(const Hosts& hosts, std::vector<int32_t>& known, int32_t id) {
+    int32_t& set = known[static_cast<size_t>(id)];
+    set = set < 0 ? out_.host_sets.idOf(hosts) : set;
+    return set;
   }
 
   /// A needing host that lacks l contributions and reduces the share x receives (l - 1) x more than the slice itself: equal for all at x ~ 1 / (l -
   /// 1). Hosts that lack one reduce at no cost and share all between them.
-  void stripeOverReducers(int64_t holders, const Hosts& needers, const SliceClass& slices) {
+  void stripeOverReducers(int64_t holders, const Hosts& needers, const std::vector<Piece>& pieces) {
     const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(holders)];
     std::vector<double> weights;
     bool any_free = false;
@@ -199,20 +237,28 @@ class ShipmentBuilder {
       weight = any_free ? (weight == 0 ? 1 : 0) : weight;
       total += weight;
     }
-    PieceCutter cutter(plan_, slices.pieces);
+    int64_t num_bytes = 0;
+    for (const Piece& piece : pieces) {
+      num_bytes += (piece.end - piece.begin) * plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
+    }
+    PieceCutter cutter(plan_, pieces, pieces_);
     int64_t given = 0;
     double passed = 0;
     for (size_t i = 0; i < needers.size(); ++i) {
       passed += weights[i];
-      const double target = std::round(static_cast<double>(slices.num_bytes) * (passed / total)) - static_cast<double>(given);
+      const double target = std::round(static_cast<double>(num_bytes) * (passed / total)) - static_cast<double>(given);
       if (weights[i] == 0 || target < 1) {
         continue;
       }
-      Reduction reduction{{{needers[i]}, without(needers, {needers[i]}), {}, 0}, holders};
-      reduction.slices.pieces = cutter.take(target, reduction.slices.num_bytes);
-      given += reduction.slices.num_bytes;
-      if (!reduction.slices.pieces.empty()) {
-        reductions_.push_back(std::move(reduction));
+      SliceClass slices;
+      slices.first_piece = pieces_.size();
+      slices.num_bytes = cutter.take(target);
+      slices.num_pieces = pieces_.size() - slices.first_piece;
+      given += slices.num_bytes;
+      if (slices.num_pieces > 0) {
+        slices.sources = out_.host_sets.at(out_.host_sets.idOf({needers[i]}));
+        slices.receivers = out_.host_sets.at(out_.host_sets.idOf(without(needers, slices.sources)));
+        reductions_.push_back({slices, holders});
       }
     }
   }
@@ -236,18 +282,32 @@ class ShipmentBuilder {
       }
       out_.largest_fan = std::max(out_.largest_fan, static_cast<int64_t>(slices.receivers.size()));
     };
+    std::vector<int64_t> alone(rates_.size(), 0);  // bytes that only this host can send first
     for (const SliceClass& slices : classes_) {
-      blocks.push_back({slices.sources, slices.receivers.empty() ? 0 : slices.num_bytes});
+      const bool has_choice = slices.sources.size() > 1 && !slices.receivers.empty();
+      share_block_.push_back(has_choice ? static_cast<int32_t>(blocks.size()) : -1);
+      if (has_choice) {
+        blocks.push_back({Hosts(slices.sources.begin(), slices.sources.end()), slices.num_bytes});
+      } else if (!slices.receivers.empty()) {
+        alone[static_cast<size_t>(slices.sources[0])] += slices.num_bytes;
+      }
       addSpread(slices);
     }
     for (const Reduction& reduction : reductions_) {
       addSpread(reduction.slices);
-      more.push_back({reduction.slices.sources, reduction.slices.receivers.empty() ? 0 : reduction.slices.num_bytes});
+      if (!reduction.slices.receivers.empty()) {
+        alone[static_cast<size_t>(reduction.slices.sources[0])] += reduction.slices.num_bytes;
+      }
       for (const Hosts& holders : hosts_.holders[static_cast<size_t>(reduction.holders)]) {
         if (!has(holders, reduction.slices.sources[0])) {
           more.push_back({holders, reduction.slices.num_bytes});
           incoming[static_cast<size_t>(reduction.slices.sources[0])] += reduction.slices.num_bytes;
         }
+      }
+    }
+    for (size_t host = 0; host < rates_.size(); ++host) {
+      if (alone[host] > 0) {
+        blocks.push_back({{static_cast<int32_t>(host)}, alone[host]});
       }
     }
     for (int32_t& block : spread_block_) {
@@ -301,11 +361,20 @@ class ShipmentBuilder {
     out_.chunk_bytes = bytes > 0 ? std::clamp<int64_t>(static_cast<int64_t>(bytes), 1, kMaxChunkBytes) : kMaxChunkBytes;
   }
 
+  void reserve() {
+    size_t num_atoms = 0;
+    for (const SliceClass& slices : classes_) {
+      num_atoms += (slices.sources.size() == 1 ? 1 : 2) + static_cast<size_t>(slices.num_bytes / out_.chunk_bytes);
+    }
+    out_.atoms.reserve(num_atoms);
+    out_.pieces.reserve(std::max(num_atoms, pieces_.size()));
+  }
+
   void countMessages() {
     std::vector<int64_t> sent(rates_.size(), 0);
     std::vector<int64_t> received(rates_.size(), 0);
     for (const Atom& atom : out_.atoms) {
-      const auto num_pieces = static_cast<int64_t>(atom.pieces.size());
+      const int64_t num_pieces = atom.num_pieces;
       sent[static_cast<size_t>(atom.owner)] += atom.receivers.empty() ? 0 : num_pieces;
       for (int32_t host : atom.receivers) {
         received[static_cast<size_t>(host)] += num_pieces;
@@ -324,47 +393,56 @@ class ShipmentBuilder {
     return std::ceil(num_bytes / num_atoms / kLongestItem) * kLongestItem;
   }
 
+  std::span<const Piece> piecesOf(const SliceClass& slices) const { return std::span(pieces_).subspan(slices.first_piece, slices.num_pieces); }
+
+  /// The next atom of a class; it has no owner yet.
+  Atom nextAtom(PieceCutter& cutter, double num_bytes, const SliceClass& slices) {
+    Atom atom{.first_piece = static_cast<int64_t>(out_.pieces.size())};
+    atom.num_bytes = cutter.take(num_bytes);
+    atom.num_pieces = static_cast<int32_t>(static_cast<int64_t>(out_.pieces.size()) - atom.first_piece);
+    atom.receivers = slices.receivers;
+    return atom;
+  }
+
   /// More holders than chunks, and nothing else to balance: the holders that owe a first copy are spread evenly.
-  void cutOncePerChunk(const SliceClass& slices, RelayTurns relays) {
-    PieceCutter cutter(plan_, slices.pieces);
+  void cutOncePerChunk(const SliceClass& slices, RelayTurns& relays) {
+    PieceCutter cutter(plan_, piecesOf(slices), out_.pieces);
     const auto num_bytes = static_cast<double>(slices.num_bytes);
     const double atom_bytes = equalAtomBytes(num_bytes, static_cast<double>(out_.chunk_bytes));
     const auto num_sources = static_cast<double>(slices.sources.size());
     for (int64_t given = 0; given < slices.num_bytes;) {
       const auto k = static_cast<size_t>(static_cast<double>(given) / num_bytes * num_sources);
-      int64_t taken = 0;
-      Atom atom{.pieces = cutter.take(atom_bytes, taken), .num_bytes = taken, .owner = slices.sources[std::min(k, slices.sources.size() - 1)]};
+      Atom atom = nextAtom(cutter, atom_bytes, slices);
+      atom.owner = slices.sources[std::min(k, slices.sources.size() - 1)];
       atom.sources = slices.sources;
-      atom.receivers = slices.receivers;
       atom.relay = relays.next(slices.receivers);
-      given += taken;
-      out_.atoms.push_back(std::move(atom));
+      given += atom.num_bytes;
+      out_.atoms.push_back(atom);
     }
   }
 
-  void cut(const SliceClass& slices, const std::vector<double>& shares, RelayTurns relays) {
-    PieceCutter cutter(plan_, slices.pieces);
+  /// `shares`: bytes that each source owes; empty: the last one owes all.
+  void cut(const SliceClass& slices, std::span<const double> shares, RelayTurns relays) {
     const auto chunk_bytes = static_cast<double>(slices.receivers.empty() ? kMaxChunkBytes : out_.chunk_bytes);
-    double owed = 0;
-    int64_t given = 0;
     if (classes_.size() == 1 && static_cast<double>(slices.sources.size()) * chunk_bytes > static_cast<double>(slices.num_bytes)) {
       cutOncePerChunk(slices, relays);
       return;
     }
-    for (size_t k = 0; k < slices.sources.size(); ++k) {
-      owed += shares[k];
+    PieceCutter cutter(plan_, piecesOf(slices), out_.pieces);
+    double owed = 0;
+    int64_t given = 0;
+    for (size_t k = shares.empty() ? slices.sources.size() - 1 : 0; k < slices.sources.size(); ++k) {
+      owed += shares.empty() ? 0 : shares[k];
       const double target = k + 1 == slices.sources.size() ? static_cast<double>(slices.num_bytes) : owed;
       const double stripe = target - static_cast<double>(given);
       const double atom_bytes = equalAtomBytes(stripe, chunk_bytes);
       while (target - static_cast<double>(given) >= 1 && given < slices.num_bytes) {
-        int64_t taken = 0;
-        Atom atom{
-            .pieces = cutter.take(std::min(atom_bytes, target - static_cast<double>(given)), taken), .num_bytes = taken, .owner = slices.sources[k]};
+        Atom atom = nextAtom(cutter, std::min(atom_bytes, target - static_cast<double>(given)), slices);
+        atom.owner = slices.sources[k];
         atom.sources = slices.sources;
-        atom.receivers = slices.receivers;
         atom.relay = relays.next(slices.receivers);
-        given += taken;
-        out_.atoms.push_back(std::move(atom));
+        given += atom.num_bytes;
+        out_.atoms.push_back(atom);
       }
     }
   }
@@ -372,13 +450,12 @@ class ShipmentBuilder {
   void cut(const Reduction& reduction) {
     const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
     const int32_t reducer = reduction.slices.sources[0];
-    PieceCutter cutter(plan_, reduction.slices.pieces);
+    PieceCutter cutter(plan_, piecesOf(reduction.slices), out_.pieces);
     const double atom_bytes = equalAtomBytes(static_cast<double>(reduction.slices.num_bytes), static_cast<double>(out_.chunk_bytes));
     for (int64_t given = 0; given < reduction.slices.num_bytes;) {
-      int64_t taken = 0;
-      Atom value{.pieces = cutter.take(atom_bytes, taken), .num_bytes = taken, .owner = reducer};
-      given += taken;
-      value.receivers = reduction.slices.receivers;
+      Atom value = nextAtom(cutter, atom_bytes, reduction.slices);
+      value.owner = reducer;
+      given += value.num_bytes;
       const auto value_index = static_cast<int32_t>(out_.atoms.size());
       out_.atoms.push_back(value);
       for (size_t i = 0; i < contributions.size(); ++i) {
@@ -388,12 +465,12 @@ class ShipmentBuilder {
         Atom part = value;
         part.owner = *std::min_element(contributions[i].begin(), contributions[i].end(),
                                        [&](int32_t a, int32_t b) { return std::pair(contributed_[a], a) < std::pair(contributed_[b], b); });
-        contributed_[part.owner] += static_cast<double>(taken) / static_cast<double>(rates_[static_cast<size_t>(part.owner)]);
-        part.sources = {part.owner};
-        part.receivers = {reducer};
+        contributed_[part.owner] += static_cast<double>(value.num_bytes) / static_cast<double>(rates_[static_cast<size_t>(part.owner)]);
+        part.sources = out_.host_sets.at(out_.host_sets.idOf({part.owner}));
+        part.receivers = reduction.slices.sources;
         part.contribution = static_cast<int32_t>(i);
         part.value_atom = value_index;
-        out_.atoms.push_back(std::move(part));
+        out_.atoms.push_back(part);
         ++out_.atoms[static_cast<size_t>(value_index)].num_parts;
       }
     }
@@ -403,8 +480,12 @@ class ShipmentBuilder {
   HostSets hosts_;
   bool has_few_owners_;
   std::vector<int64_t> rates_;
+  std::vector<int32_t> set_of_holders_;  ///< by id in hosts_: the set in out_.host_sets, or -1
+  std::vector<int32_t> set_of_needers_;
   std::vector<SliceClass> classes_;
+  std::vector<Piece> pieces_;  ///< of classes and reductions
   std::vector<Reduction> reductions_;
+  std::vector<int32_t> share_block_;   ///< by class: the block of its first copies, or -1 where no choice is
   std::vector<int32_t> spread_block_;  ///< by class: the block of its further copies, or -1
   std::vector<MassBlock> blocks_;
   FilledBlocks filled_;

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
+#include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
 
 namespace xmesh::core {
@@ -15,26 +17,34 @@ struct Piece {
 };
 
 /// The smallest thing the chunk scheduler moves between hosts: pieces of tasks with the same sources and destinations, at most one chunk long.
+/// What it refers to is kept by its Shipments.
 struct Atom {
-  std::vector<Piece> pieces{};
+  int64_t first_piece = 0;
+  int32_t num_pieces = 0;
+  int32_t owner = 0;  ///< host that owes the first copy
   int64_t num_bytes = 0;
-  int32_t owner = 0;                 ///< host that owes the first copy
-  std::vector<int32_t> sources{};    ///< hosts that have it from the start; of a reduced value none, its owner gets it from `num_parts` atoms
-  std::vector<int32_t> receivers{};  ///< hosts that need it over their NIC; none: it only moves inside its sources
-  int32_t relay = -1;                ///< receiver that should get the first copy, having ports to pass it on; -1: any
-  int32_t contribution = -1;         ///< of a Partial slice; -1 for a value
-  int32_t value_atom = -1;           ///< of a contribution: the atom of the value that it becomes part of
-  int32_t num_parts = 0;             ///< of a reduced value: contributions that its owner receives first
+  std::span<const int32_t> sources{};    ///< hosts that have it from the start; of a reduced value none, its owner gets it from `num_parts` atoms
+  std::span<const int32_t> receivers{};  ///< hosts that need it over their NIC; none: it only moves inside its sources
+  int32_t relay = -1;                    ///< receiver that should get the first copy, having ports to pass it on; -1: any
+  int32_t contribution = -1;             ///< of a Partial slice; -1 for a value
+  int32_t value_atom = -1;               ///< of a contribution: the atom of the value that it becomes part of
+  int32_t num_parts = 0;                 ///< of a reduced value: contributions that its owner receives first
 };
 
 /// What a reshard ships between hosts, cut into atoms.
 struct Shipments {
   std::vector<Atom> atoms;
+  std::vector<Piece> pieces;
+  HostSetTable host_sets;
   double bottleneck_s = 0;  ///< seconds that the busiest port must be busy, given the shares
   int64_t chunk_bytes = 0;
   double num_chunks = 0;      ///< chunks that the busiest port carries
   int64_t most_messages = 0;  ///< most messages that one host receives or owes
   int64_t largest_fan = 0;    ///< most hosts that need one atom
+
+  std::span<const Piece> piecesOf(const Atom& atom) const {
+    return std::span(pieces).subspan(static_cast<size_t>(atom.first_piece), static_cast<size_t>(atom.num_pieces));
+  }
 };
 
 /// Slices with the same holding and needing hosts form a class; first copies are spread over the holders by water-filling (with the further

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <numeric>
+#include <span>
 #include <tuple>
 
 namespace xmesh::core {
@@ -94,9 +96,15 @@ class ReceiveSchedule {
   int32_t limit_ = 0;
 };
 
-bool haveSameHosts(const std::vector<const Atom*>& atoms) {
-  return std::all_of(atoms.begin(), atoms.end(),
-                     [&](const Atom* atom) { return atom->sources == atoms[0]->sources && atom->receivers == atoms[0]->receivers; });
+/// Of two spans of one HostSetTable, which keeps equal sets once.
+bool isSame(std::span<const int32_t> a, std::span<const int32_t> b) { return a.data() == b.data() && a.size() == b.size(); }
+
+bool haveSameHosts(const std::vector<Atom>& atoms, const std::vector<int32_t>& indices) {
+  const Atom& first = atoms[static_cast<size_t>(indices[0])];
+  return std::all_of(indices.begin(), indices.end(), [&](int32_t index) {
+    const Atom& atom = atoms[static_cast<size_t>(index)];
+    return isSame(atom.sources, first.sources) && isSame(atom.receivers, first.receivers);
+  });
 }
 
 /// How many broadcasts take turns: with one a block that has just come must go on at once, and every round waits for the latency; with w a block
@@ -139,33 +147,62 @@ std::vector<AtomTransfer> groupBroadcasts(const std::vector<int32_t>& indices, c
   return out;
 }
 
-std::vector<AtomTransfer> rotation(const Shipments& shipments, const std::vector<int32_t>& indices) {
-  std::vector<int32_t> senders;
-  std::vector<int32_t> receivers;
-  for (int32_t index : indices) {
-    senders.push_back(shipments.atoms[static_cast<size_t>(index)].owner);
-    receivers.push_back(shipments.atoms[static_cast<size_t>(index)].receivers[0]);
+/// Positions of the hosts in use among these, by host; -1 elsewhere.
+std::vector<int32_t> placesOf(const std::vector<bool>& is_used, int32_t& count) {
+  std::vector<int32_t> places(is_used.size(), -1);
+  count = 0;
+  for (size_t host = 0; host < is_used.size(); ++host) {
+    if (is_used[host]) {
+      places[host] = count++;
+    }
   }
-  for (std::vector<int32_t>* hosts : {&senders, &receivers}) {
-    std::sort(hosts->begin(), hosts->end());
-    hosts->erase(std::unique(hosts->begin(), hosts->end()), hosts->end());
+  return places;
+}
+
+/// Stable counting sort of positions by their small numbers.
+std::vector<int32_t> sortedBy(const std::vector<int32_t>& positions, const std::vector<int32_t>& numbers, int32_t num_numbers) {
+  std::vector<size_t> next(static_cast<size_t>(num_numbers) + 1, 0);
+  for (int32_t position : positions) {
+    ++next[static_cast<size_t>(numbers[static_cast<size_t>(position)]) + 1];
   }
-  const auto placeOf = [](const std::vector<int32_t>& hosts, int32_t host) {
-    return static_cast<int64_t>(std::lower_bound(hosts.begin(), hosts.end(), host) - hosts.begin());
-  };
-  const auto num_steps = static_cast<int64_t>(std::max(senders.size(), receivers.size()));
-  std::vector<std::tuple<int64_t, int64_t, int32_t>> ordered;  // step, sender, atom
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<int32_t> out(positions.size());
+  for (int32_t position : positions) {
+    out[next[static_cast<size_t>(numbers[static_cast<size_t>(position)])]++] = position;
+  }
+  return out;
+}
+
+std::vector<AtomTransfer> rotation(const Shipments& shipments, const std::vector<int32_t>& indices, int32_t num_hosts) {
+  std::vector<AtomTransfer> transfers;
+  transfers.reserve(indices.size());
+  std::vector<bool> sends(static_cast<size_t>(num_hosts), false);
+  std::vector<bool> receives(sends);
   for (int32_t index : indices) {
     const Atom& atom = shipments.atoms[static_cast<size_t>(index)];
-    const int64_t sender = placeOf(senders, atom.owner);
-    ordered.emplace_back((placeOf(receivers, atom.receivers[0]) - sender + num_steps) % num_steps, sender, index);
+    transfers.push_back({index, atom.owner, atom.receivers[0]});
+    sends[static_cast<size_t>(atom.owner)] = true;
+    receives[static_cast<size_t>(atom.receivers[0])] = true;
   }
-  std::sort(ordered.begin(), ordered.end());
+  int32_t num_senders = 0;
+  int32_t num_receivers = 0;
+  const std::vector<int32_t> sender_place = placesOf(sends, num_senders);
+  const std::vector<int32_t> receiver_place = placesOf(receives, num_receivers);
+  const int32_t num_steps = std::max(num_senders, num_receivers);
+  std::vector<int32_t> sender_of;
+  std::vector<int32_t> step_of;
+  for (const AtomTransfer& transfer : transfers) {
+    const int32_t sender = sender_place[static_cast<size_t>(transfer.src_host)];
+    sender_of.push_back(sender);
+    step_of.push_back((receiver_place[static_cast<size_t>(transfer.dst_host)] - sender + num_steps) % num_steps);
+  }
+  std::vector<int32_t> positions(transfers.size());
+  std::iota(positions.begin(), positions.end(), 0);
+  positions = sortedBy(sortedBy(positions, sender_of, num_senders), step_of, num_steps);
   std::vector<AtomTransfer> out;
-  out.reserve(ordered.size());
-  for (const auto& [step, sender, index] : ordered) {
-    const Atom& atom = shipments.atoms[static_cast<size_t>(index)];
-    out.push_back({index, atom.owner, atom.receivers[0]});
+  out.reserve(transfers.size());
+  for (int32_t position : positions) {
+    out.push_back(transfers[static_cast<size_t>(position)]);
   }
   return out;
 }
@@ -197,8 +234,8 @@ std::vector<BlockTransfer> circulantBroadcast(int32_t num_processes, int32_t num
 }
 
 StaticTransfers staticTransfers(const Shipments& shipments, const Network& network, const LinkModel& links) {
-  std::vector<int32_t> indices;
-  std::vector<const Atom*> atoms;
+  std::vector<int32_t> indices;  // of the atoms that move between hosts
+  bool has_one_receiver = true;
   for (size_t i = 0; i < shipments.atoms.size(); ++i) {
     const Atom& atom = shipments.atoms[i];
     if (atom.contribution >= 0 || atom.num_parts > 0) {
@@ -206,7 +243,7 @@ StaticTransfers staticTransfers(const Shipments& shipments, const Network& netwo
     }
     if (!atom.receivers.empty()) {
       indices.push_back(static_cast<int32_t>(i));
-      atoms.push_back(&atom);
+      has_one_receiver = has_one_receiver && atom.receivers.size() == 1;
     }
   }
   for (int32_t host = 1; host < network.numHosts(); ++host) {
@@ -214,18 +251,19 @@ StaticTransfers staticTransfers(const Shipments& shipments, const Network& netwo
       return {};
     }
   }
-  if (atoms.empty()) {
+  if (indices.empty()) {
     return {};
   }
-  if (std::all_of(atoms.begin(), atoms.end(), [](const Atom* atom) { return atom->receivers.size() == 1; })) {
-    return {rotation(shipments, indices), false};
+  if (has_one_receiver) {
+    return {rotation(shipments, indices, network.numHosts()), false};
   }
-  if (!haveSameHosts(atoms)) {
+  if (!haveSameHosts(shipments.atoms, indices)) {
     return {};
   }
-  const size_t num_groups = std::min(atoms[0]->sources.size(), atoms[0]->receivers.size());
-  const size_t largest_group = (atoms[0]->receivers.size() + num_groups - 1) / num_groups + 1;
-  return {groupBroadcasts(indices, *atoms[0], numTurns(shipments, network, links, indices.size(), largest_group)), largest_group > 2};
+  const Atom& atom = shipments.atoms[static_cast<size_t>(indices[0])];
+  const size_t num_groups = std::min(atom.sources.size(), atom.receivers.size());
+  const size_t largest_group = (atom.receivers.size() + num_groups - 1) / num_groups + 1;
+  return {groupBroadcasts(indices, atom, numTurns(shipments, network, links, indices.size(), largest_group)), largest_group > 2};
 }
 
 }  // namespace xmesh::core

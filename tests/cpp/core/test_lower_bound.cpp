@@ -6,6 +6,7 @@
 
 #include "core/resharding/decompose.h"
 #include "core/resharding/host_load.h"
+#include "core/resharding/host_sets.h"
 #include "core/resharding/lower_bound.h"
 #include "published_cases.h"
 #include "random_layouts.h"

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
 #include "core/resharding/planner.h"
 #include "core/resharding/simulate.h"

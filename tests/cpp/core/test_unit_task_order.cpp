@@ -5,6 +5,7 @@
 #include <random>
 
 #include "core/resharding/decompose.h"
+#include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
 #include "core/resharding/sender_assignment.h"
 #include "core/resharding/unit_task_order.h"
