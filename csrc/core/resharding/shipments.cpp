@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "core/resharding/chunking.h"
+#include "core/resharding/piece_cutter.h"
+#include "core/resharding/slice_classes.h"
 #include "core/resharding/water_fill.h"
 
 namespace xmesh::core {
@@ -17,62 +19,6 @@ using Hosts = std::vector<int32_t>;
 using HostSpan = std::span<const int32_t>;
 
 bool has(HostSpan hosts, int32_t host) { return std::binary_search(hosts.begin(), hosts.end(), host); }
-
-Hosts without(HostSpan hosts, HostSpan others) {
-  Hosts out;
-  std::set_difference(hosts.begin(), hosts.end(), others.begin(), others.end(), std::back_inserter(out));
-  return out;
-}
-
-bool areDisjoint(HostSpan a, HostSpan b) {
-  return std::none_of(a.begin(), a.end(), [&](int32_t host) { return has(b, host); });
-}
-
-/// Pieces that go from the same hosts to the same hosts.
-struct SliceClass {
-  HostSpan sources{};
-  HostSpan receivers{};
-  size_t first_piece = 0;
-  size_t num_pieces = 0;
-  int64_t num_bytes = 0;
-};
-
-/// Walks a list of pieces from its front, and appends what it cuts off to another list.
-class PieceCutter {
- public:
-  PieceCutter(const ReshardingPlan& plan, std::span<const Piece> pieces, std::vector<Piece>& out) : plan_(plan), pieces_(pieces), out_(out) {}
-
-  /// About `num_bytes` more, whole elements, at least one; nothing at the end. Returns how many bytes these are.
-  int64_t take(double num_bytes) {
-    const size_t first = out_.size();
-    int64_t taken_bytes = 0;
-    while (index_ < pieces_.size()) {
-      const Piece& piece = pieces_[index_];
-      const int64_t item_bytes = plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
-      const int64_t wanted = std::llround((num_bytes - static_cast<double>(taken_bytes)) / static_cast<double>(item_bytes));
-      const int64_t begin = piece.begin + offset_;
-      const int64_t end = std::min(piece.end, begin + std::max<int64_t>(wanted, out_.size() == first ? 1 : 0));
-      if (end == begin) {
-        break;
-      }
-      out_.push_back({piece.task, begin, end});
-      taken_bytes += (end - begin) * item_bytes;
-      offset_ = end - piece.begin;
-      if (end == piece.end) {
-        ++index_;
-        offset_ = 0;
-      }
-    }
-    return taken_bytes;
-  }
-
- private:
-  const ReshardingPlan& plan_;
-  std::span<const Piece> pieces_;
-  std::vector<Piece>& out_;
-  size_t index_ = 0;
-  int64_t offset_ = 0;
-};
 
 /// Names the hosts that pass a class on, in turn, each as often as its share of the further copies says.
 class RelayTurns {
@@ -110,27 +56,24 @@ class RelayTurns {
 class ShipmentBuilder {
  public:
   ShipmentBuilder(const ReshardingPlan& plan, const Network& network, bool has_few_owners)
-      : plan_(plan),
-        hosts_(plan, network),
-        has_few_owners_(has_few_owners),
-        set_of_holders_(static_cast<size_t>(hosts_.num_holder_ids), -1),
-        set_of_needers_(static_cast<size_t>(hosts_.num_needer_ids), -1) {
+      : plan_(plan), hosts_(plan, network), has_few_owners_(has_few_owners) {
     for (int32_t host = 0; host < network.numHosts(); ++host) {
       rates_.push_back(network.nicBytesPerS(host));
     }
   }
 
   Shipments build(int64_t num_chunks) {
-    collect();
+    constexpr int64_t kEnoughStripes = 64;
+    slices_ = sliceClassesOf(plan_, hosts_, num_chunks > 0 ? num_chunks : kEnoughStripes, out_.host_sets);
     fill();
     chooseChunk(num_chunks);
     reserve();
-    for (size_t i = 0; i < classes_.size(); ++i) {
+    for (size_t i = 0; i < slices_.classes.size(); ++i) {
       const int32_t block = share_block_[i];
-      cut(classes_[i], block < 0 ? std::span<const double>() : filled_.bytes[static_cast<size_t>(block)],
+      cut(slices_.classes[i], block < 0 ? std::span<const double>() : filled_.bytes[static_cast<size_t>(block)],
           RelayTurns(spread_block_[i], blocks_, filled_));
     }
-    for (const Reduction& reduction : reductions_) {
+    for (const Reduction& reduction : slices_.reductions) {
       cut(reduction);
     }
     countMessages();
@@ -138,131 +81,6 @@ class ShipmentBuilder {
   }
 
  private:
-  /// A Partial class on its way to one reducing host.
-  struct Reduction {
-    SliceClass slices;  ///< sources: the reducing host; receivers: the others
-    int64_t holders = 0;
-  };
-
-  /// Groups slices by the hosts between which they move, classes in order of their first slice.
-  void collect() {
-    const auto num_sets = int64_t{hosts_.num_holder_ids} + hosts_.num_needer_ids;
-    PairIndex pairs(hosts_.num_holder_ids, hosts_.num_needer_ids);
-    PairIndex class_index(num_sets, num_sets);  // by sources and receivers
-    std::vector<int32_t> class_of_pair;         // -1: Partial that no needing host can reduce alone
-    std::vector<int32_t> class_of_task(plan_.tasks.size());
-    for (size_t task = 0; task < plan_.tasks.size(); ++task) {
-      const UnitTask& unit = plan_.tasks[task];
-      const auto [pair, is_new] =
-          pairs.idOf(hosts_.holder_ids[static_cast<size_t>(unit.holders)], hosts_.needer_ids[static_cast<size_t>(unit.needers)]);
-      if (is_new) {
-        class_of_pair.push_back(classOf(unit, class_index));
-      }
-      class_of_task[task] = class_of_pair[static_cast<size_t>(pair)];
-      if (class_of_task[task] >= 0) {
-        SliceClass& slices = classes_[static_cast<size_t>(class_of_task[task])];
-        ++slices.num_pieces;
-        slices.num_bytes += numElements(unit.box) * plan_.itemBytes(unit);
-      }
-    }
-    size_t num_pieces = 0;
-    for (SliceClass& slices : classes_) {
-      slices.first_piece = num_pieces;
-      num_pieces += std::exchange(slices.num_pieces, 0);
-    }
-    pieces_.resize(num_pieces);
-    std::map<std::pair<int64_t, Hosts>, std::vector<Piece>> partial;  // by holders and needing hosts
-    for (size_t task = 0; task < plan_.tasks.size(); ++task) {
-      const UnitTask& unit = plan_.tasks[task];
-      const Piece piece{static_cast<int32_t>(task), 0, numElements(unit.box)};
-      if (class_of_task[task] < 0) {
-        partial[{unit.holders, hosts_.needers[static_cast<size_t>(unit.needers)]}].push_back(piece);
-      } else {
-        SliceClass& slices = classes_[static_cast<size_t>(class_of_task[task])];
-        pieces_[slices.first_piece + slices.num_pieces++] = piece;
-      }
-    }
-    for (const auto& [key, pieces] : partial) {
-      stripeOverReducers(key.first, key.second, pieces);
-    }
-  }
-
-  /// The class of a slice whose hosts were not met before, made where there is none; -1 where no needing host can reduce it alone.
-  int32_t classOf(const UnitTask& unit, PairIndex& class_index) {
-    const std::vector<Hosts>& holders = hosts_.holders[static_cast<size_t>(unit.holders)];
-    const Hosts& needers = hosts_.needers[static_cast<size_t>(unit.needers)];
-    int32_t sources = -1;
-    int32_t receivers = -1;
-    if (holders.size() == 1) {
-      sources = setOf(holders.front(), set_of_holders_, hosts_.holder_ids[static_cast<size_t>(unit.holders)]);
-      receivers = areDisjoint(needers, holders.front()) ? setOf(needers, set_of_needers_, hosts_.needer_ids[static_cast<size_t>(unit.needers)])
-                                                        : out_.host_sets.idOf(without(needers, holders.front()));
-    } else {
-      Hosts complete = needers;  // needing hosts where every contribution is at hand
-      std::erase_if(complete,
-                    [&](int32_t host) { return !std::all_of(holders.begin(), holders.end(), [&](const Hosts& h) { return has(h, host); }); });
-      if (complete.empty()) {
-        return -1;
-      }
-      sources = out_.host_sets.idOf(complete);
-      receivers = out_.host_sets.idOf(without(needers, complete));
-    }
-    const auto [index, is_new] = class_index.idOf(sources, receivers);
-    if (is_new) {
-      classes_.push_back({.sources = out_.host_sets.at(sources), .receivers = out_.host_sets.at(receivers)});
-    }
-    return index;
-  }
-
-  /// The hosts' number in the table, remembered by `id`.
-  int32_t setOf(const Hosts& hosts, std::vector<int32_t>& known, int32_t id) {
-    int32_t& set = known[static_cast<size_t>(id)];
-    set = set < 0 ? out_.host_sets.idOf(hosts) : set;
-    return set;
-  }
-
-  /// A needing host that lacks l contributions and reduces the share x receives (l - 1) x more than the slice itself: equal for all at x ~ 1 / (l -
-  /// 1). Hosts that lack one reduce at no cost and share all between them.
-  void stripeOverReducers(int64_t holders, const Hosts& needers, const std::vector<Piece>& pieces) {
-    const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(holders)];
-    std::vector<double> weights;
-    bool any_free = false;
-    for (int32_t host : needers) {
-      const auto lacking = std::count_if(contributions.begin(), contributions.end(), [&](const Hosts& h) { return !has(h, host); });
-      any_free = any_free || lacking == 1;
-      weights.push_back(lacking > 1 ? 1.0 / static_cast<double>(lacking - 1) : 0);
-    }
-    double total = 0;
-    for (double& weight : weights) {
-      weight = any_free ? (weight == 0 ? 1 : 0) : weight;
-      total += weight;
-    }
-    int64_t num_bytes = 0;
-    for (const Piece& piece : pieces) {
-      num_bytes += (piece.end - piece.begin) * plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
-    }
-    PieceCutter cutter(plan_, pieces, pieces_);
-    int64_t given = 0;
-    double passed = 0;
-    for (size_t i = 0; i < needers.size(); ++i) {
-      passed += weights[i];
-      const double target = std::round(static_cast<double>(num_bytes) * (passed / total)) - static_cast<double>(given);
-      if (weights[i] == 0 || target < 1) {
-        continue;
-      }
-      SliceClass slices;
-      slices.first_piece = pieces_.size();
-      slices.num_bytes = cutter.take(target);
-      slices.num_pieces = pieces_.size() - slices.first_piece;
-      given += slices.num_bytes;
-      if (slices.num_pieces > 0) {
-        slices.sources = out_.host_sets.at(out_.host_sets.idOf({needers[i]}));
-        slices.receivers = out_.host_sets.at(out_.host_sets.idOf(without(needers, slices.sources)));
-        reductions_.push_back({slices, holders});
-      }
-    }
-  }
-
   /// First copies over the holders, further copies over holders and needers alike, contributions over their holders.
   void fill() {
     std::vector<MassBlock> blocks;
@@ -283,7 +101,7 @@ class ShipmentBuilder {
       out_.largest_fan = std::max(out_.largest_fan, static_cast<int64_t>(slices.receivers.size()));
     };
     std::vector<int64_t> alone(rates_.size(), 0);  // bytes that only this host can send first
-    for (const SliceClass& slices : classes_) {
+    for (const SliceClass& slices : slices_.classes) {
       const bool has_choice = slices.sources.size() > 1 && !slices.receivers.empty();
       share_block_.push_back(has_choice ? static_cast<int32_t>(blocks.size()) : -1);
       if (has_choice) {
@@ -293,7 +111,7 @@ class ShipmentBuilder {
       }
       addSpread(slices);
     }
-    for (const Reduction& reduction : reductions_) {
+    for (const Reduction& reduction : slices_.reductions) {
       addSpread(reduction.slices);
       if (!reduction.slices.receivers.empty()) {
         alone[static_cast<size_t>(reduction.slices.sources[0])] += reduction.slices.num_bytes;
@@ -363,11 +181,11 @@ class ShipmentBuilder {
 
   void reserve() {
     size_t num_atoms = 0;
-    for (const SliceClass& slices : classes_) {
+    for (const SliceClass& slices : slices_.classes) {
       num_atoms += (slices.sources.size() == 1 ? 1 : 2) + static_cast<size_t>(slices.num_bytes / out_.chunk_bytes);
     }
     out_.atoms.reserve(num_atoms);
-    out_.pieces.reserve(std::max(num_atoms, pieces_.size()));
+    out_.pieces.reserve(std::max(num_atoms, slices_.pieces.size()));
   }
 
   void countMessages() {
@@ -393,8 +211,6 @@ class ShipmentBuilder {
     return std::ceil(num_bytes / num_atoms / kLongestItem) * kLongestItem;
   }
 
-  std::span<const Piece> piecesOf(const SliceClass& slices) const { return std::span(pieces_).subspan(slices.first_piece, slices.num_pieces); }
-
   /// The next atom of a class; it has no owner yet.
   Atom nextAtom(PieceCutter& cutter, double num_bytes, const SliceClass& slices) {
     Atom atom{.first_piece = static_cast<int64_t>(out_.pieces.size())};
@@ -406,7 +222,7 @@ class ShipmentBuilder {
 
   /// More holders than chunks, and nothing else to balance: the holders that owe a first copy are spread evenly.
   void cutOncePerChunk(const SliceClass& slices, RelayTurns& relays) {
-    PieceCutter cutter(plan_, piecesOf(slices), out_.pieces);
+    PieceCutter cutter(plan_, slices_.piecesOf(slices), out_.pieces);
     const auto num_bytes = static_cast<double>(slices.num_bytes);
     const double atom_bytes = equalAtomBytes(num_bytes, static_cast<double>(out_.chunk_bytes));
     const auto num_sources = static_cast<double>(slices.sources.size());
@@ -424,11 +240,11 @@ class ShipmentBuilder {
   /// `shares`: bytes that each source owes; empty: the last one owes all.
   void cut(const SliceClass& slices, std::span<const double> shares, RelayTurns relays) {
     const auto chunk_bytes = static_cast<double>(slices.receivers.empty() ? kMaxChunkBytes : out_.chunk_bytes);
-    if (classes_.size() == 1 && static_cast<double>(slices.sources.size()) * chunk_bytes > static_cast<double>(slices.num_bytes)) {
+    if (slices_.classes.size() == 1 && static_cast<double>(slices.sources.size()) * chunk_bytes > static_cast<double>(slices.num_bytes)) {
       cutOncePerChunk(slices, relays);
       return;
     }
-    PieceCutter cutter(plan_, piecesOf(slices), out_.pieces);
+    PieceCutter cutter(plan_, slices_.piecesOf(slices), out_.pieces);
     double owed = 0;
     int64_t given = 0;
     for (size_t k = shares.empty() ? slices.sources.size() - 1 : 0; k < slices.sources.size(); ++k) {
@@ -450,7 +266,7 @@ class ShipmentBuilder {
   void cut(const Reduction& reduction) {
     const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
     const int32_t reducer = reduction.slices.sources[0];
-    PieceCutter cutter(plan_, piecesOf(reduction.slices), out_.pieces);
+    PieceCutter cutter(plan_, slices_.piecesOf(reduction.slices), out_.pieces);
     const double atom_bytes = equalAtomBytes(static_cast<double>(reduction.slices.num_bytes), static_cast<double>(out_.chunk_bytes));
     for (int64_t given = 0; given < reduction.slices.num_bytes;) {
       Atom value = nextAtom(cutter, atom_bytes, reduction.slices);
@@ -480,11 +296,7 @@ class ShipmentBuilder {
   HostSets hosts_;
   bool has_few_owners_;
   std::vector<int64_t> rates_;
-  std::vector<int32_t> set_of_holders_;  ///< by id in hosts_: the set in out_.host_sets, or -1
-  std::vector<int32_t> set_of_needers_;
-  std::vector<SliceClass> classes_;
-  std::vector<Piece> pieces_;  ///< of classes and reductions
-  std::vector<Reduction> reductions_;
+  SliceClasses slices_;
   std::vector<int32_t> share_block_;   ///< by class: the block of its first copies, or -1 where no choice is
   std::vector<int32_t> spread_block_;  ///< by class: the block of its further copies, or -1
   std::vector<MassBlock> blocks_;

@@ -6,15 +6,9 @@
 
 #include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
+#include "core/resharding/slice_classes.h"
 
 namespace xmesh::core {
-
-/// Elements [begin, end) of a task's box.
-struct Piece {
-  int32_t task = 0;
-  int64_t begin = 0;
-  int64_t end = 0;
-};
 
 /// The smallest thing the chunk scheduler moves between hosts: pieces of tasks with the same sources and destinations, at most one chunk long.
 /// What it refers to is kept by its Shipments.
@@ -49,7 +43,7 @@ struct Shipments {
 
 /// Slices with the same holding and needing hosts form a class; first copies are spread over the holders by water-filling (with the further
 /// copies spread over holders and needers), each class is cut into stripes by first sender and each stripe into atoms of at most one
-/// chunk. A Partial slice that no needing host can reduce alone is striped over the needing hosts: each reduces its stripe and owes the value.
+/// chunk. A Partial slice that no needing host can reduce alone is striped over needing hosts: each reduces its stripe and owes the value.
 /// `num_chunks`: chunks per busiest port; 0 chooses them from the latency model and the size. `has_few_owners`: instead of levelled shares any
 /// split within the same largest load that leaves most classes to one sender.
 Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks, bool has_few_owners = false);
