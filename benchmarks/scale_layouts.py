@@ -5,8 +5,9 @@ from cases import S0, S1, Case, R, Ranks, TensorLayout
 from random_layouts import random_layout
 
 DEVICES = 8
-_SHAPE = (32768, 32768)
-_ITEMS = 1 << 30
+_SHAPE = (32768, 32768)  # where slices are small: 4 GiB
+_REPLICATED_SHAPE = (8192, 8192)  # where messages are the largest there are, 4 MiB: 64 of them
+_RANDOM_ITEMS = 1 << 26
 _RANDOM_SEEDS = range(4)
 
 
@@ -23,8 +24,8 @@ def scale_cases(num_hosts: int) -> list[Case]:
     """
     n, half = num_hosts, num_hosts // 2
     cases = [
-        _case("one_to_all", n, _SHAPE, _grid(0, 1), (R, R), _grid(1, n - 1), (R, R)),
-        _case("replicated", n, _SHAPE, _grid(0, n), (R, R), _grid(n, n), (R, R)),
+        _case("one_to_all", n, _REPLICATED_SHAPE, _grid(0, 1), (R, R), _grid(1, n - 1), (R, R)),
+        _case("replicated", n, _REPLICATED_SHAPE, _grid(0, n), (R, R), _grid(n, n), (R, R)),
         _case("all_to_all", n, _SHAPE, _grid(0, n), (S0, S1), _grid(n, n), (S1, S0)),
     ]
     if num_hosts > 256:
@@ -32,7 +33,7 @@ def scale_cases(num_hosts: int) -> list[Case]:
     uneven = (_SHAPE[0] - 1, _SHAPE[1] - 81)
     cases += [
         _case("transposed", n, _SHAPE, _grid(0, n), (S0, S1), _grid(0, n).T.copy(), (S0, S1)),
-        _case("gather", n, _SHAPE, _grid(0, half), (S0, R), _grid(half, half), (R, R)),
+        _case("gather", n, _REPLICATED_SHAPE, _grid(0, half), (S0, R), _grid(half, half), (R, R)),
         _case(
             "groups",
             n,
@@ -45,7 +46,7 @@ def scale_cases(num_hosts: int) -> list[Case]:
         _case("uneven", n, uneven, _grid(0, n), (S0, S1), _grid(n, 2 * n // 3), (S1, S0)),
     ]
     for seed in _RANDOM_SEEDS:
-        layout = random_layout(seed, max_devices=DEVICES, max_hosts=n, total_hosts=n, num_items=_ITEMS)
+        layout = random_layout(seed, max_devices=DEVICES, max_hosts=n, total_hosts=n, num_items=_RANDOM_ITEMS)
         cases.append(_case(f"random{seed}", n, layout.shape, layout.src_mesh, layout.src, layout.dst_mesh, layout.dst))
     return cases
 

@@ -17,18 +17,31 @@ namespace {
 constexpr size_t kMostAtomsWeighed = 96;
 constexpr size_t kMostReceiversWeighed = 64;
 
-/// A set of atoms.
+/// A set of atoms, in words of 64; a summary tells which words are not empty.
 class AtomSet {
  public:
-  explicit AtomSet(size_t num_atoms = 0) : words_((num_atoms + 63) / 64, 0) {}
-  void insert(int32_t atom) { words_[static_cast<size_t>(atom) / 64] |= uint64_t{1} << (atom % 64); }
-  void erase(int32_t atom) { words_[static_cast<size_t>(atom) / 64] &= ~(uint64_t{1} << (atom % 64)); }
+  explicit AtomSet(size_t num_atoms = 0) : words_((num_atoms + 63) / 64, 0), summary_((words_.size() + 63) / 64, 0) {}
+  void insert(int32_t atom) {
+    const size_t i = static_cast<size_t>(atom) / 64;
+    words_[i] |= uint64_t{1} << (atom % 64);
+    summary_[i / 64] |= uint64_t{1} << (i % 64);
+  }
+  void erase(int32_t atom) {
+    const size_t i = static_cast<size_t>(atom) / 64;
+    words_[i] &= ~(uint64_t{1} << (atom % 64));
+    if (words_[i] == 0) {
+      summary_[i / 64] &= ~(uint64_t{1} << (i % 64));
+    }
+  }
   bool contains(int32_t atom) const { return (words_[static_cast<size_t>(atom) / 64] >> (atom % 64) & 1) != 0; }
-  size_t numWords() const { return words_.size(); }
   uint64_t word(size_t i) const { return words_[i]; }
+  /// Bit k of word i: whether word 64 i + k has any atom.
+  size_t numSummaryWords() const { return summary_.size(); }
+  uint64_t summaryWord(size_t i) const { return summary_[i]; }
 
  private:
   std::vector<uint64_t> words_;
+  std::vector<uint64_t> summary_;
 };
 
 enum class EventKind : uint8_t { kSendFree, kRecvFree, kArrival };
@@ -269,23 +282,36 @@ class Scheduler {
     const AtomSet& need = need_[static_cast<size_t>(receiver)];
     const AtomSet& owned = owned_[static_cast<size_t>(sender)];
     for (const bool own_round : {true, false}) {
-      for (size_t i = 0; i < have.numWords(); ++i) {
-        const uint64_t all = have.word(i) & need.word(i);
-        const uint64_t own = all & fresh_.word(i) & owned.word(i);
-        for (uint64_t bits = own_round ? own : all & ~own; bits != 0; bits &= bits - 1) {
-          const auto atom = static_cast<int32_t>(i * 64 + static_cast<size_t>(std::countr_zero(bits)));
-          if (taste_.uses_relays && fresh_.contains(atom) && !isRelay(atom, receiver)) {
-            continue;
-          }
-          if (!own_round && fresh_.contains(atom) && !maySendForOwner(atom, receiver)) {
-            continue;
-          }
-          if (!visit(atom, own_round)) {
+      for (size_t k = 0; k < have.numSummaryWords(); ++k) {
+        uint64_t words = have.summaryWord(k) & need.summaryWord(k);
+        for (words &= own_round ? owned.summaryWord(k) : words; words != 0; words &= words - 1) {
+          const size_t i = k * 64 + static_cast<size_t>(std::countr_zero(words));
+          const uint64_t all = have.word(i) & need.word(i);
+          const uint64_t own = all & fresh_.word(i) & owned.word(i);
+          if (!visitWord(i, own_round ? own : all & ~own, own_round, receiver, visit)) {
             return;
           }
         }
       }
     }
+  }
+
+  /// forEachCandidate's part for the atoms of one word; false when visit wants no more.
+  template <typename Visit>
+  bool visitWord(size_t word, uint64_t bits, bool is_own, int32_t receiver, Visit& visit) const {
+    for (; bits != 0; bits &= bits - 1) {
+      const auto atom = static_cast<int32_t>(word * 64 + static_cast<size_t>(std::countr_zero(bits)));
+      if (taste_.uses_relays && fresh_.contains(atom) && !isRelay(atom, receiver)) {
+        continue;
+      }
+      if (!is_own && fresh_.contains(atom) && !maySendForOwner(atom, receiver)) {
+        continue;
+      }
+      if (!visit(atom, is_own)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   void send(int32_t sender, int32_t receiver, int64_t now) {

@@ -4,8 +4,10 @@
 #include <numeric>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "core/resharding/planner.h"
+#include "core/resharding/simulate.h"
 #include "core/resharding/static_schedule.h"
 #include "core/resharding/validate.h"
 
@@ -72,6 +74,69 @@ TEST(StaticSchedule, ReachesTheBoundOnManyHosts) {
     EXPECT_NO_THROW(validatePlan(plan));
     EXPECT_LE(plan.predicted_seconds, shape.most * plan.lower_bound_seconds) << shape.num_src << " -> " << shape.num_dst;
   }
+}
+
+constexpr double kUnevenMost = 1.2;
+
+/// All to all between `num_src` and `num_dst` hosts of two devices: rows over the hosts become columns over the hosts, the devices share the other
+/// dim, so that every host has one slice for every host.
+ReshardingPlan allToAll(int64_t num_src, int64_t num_dst, int64_t first_dst, std::vector<int64_t> shape) {
+  constexpr int64_t kDevices = 2;
+  std::vector<int64_t> src_ranks(static_cast<size_t>(num_src * kDevices));
+  std::vector<int64_t> dst_ranks(static_cast<size_t>(num_dst * kDevices));
+  std::iota(src_ranks.begin(), src_ranks.end(), int64_t{0});
+  std::iota(dst_ranks.begin(), dst_ranks.end(), first_dst * kDevices);
+  const DType dtype = DType::parse("float32");
+  const LinkModel links{
+      .nic_bytes_per_s = 25'000'000, .local_bytes_per_s = 1'000'000'000'000, .latency_us = 0, .message_us = 0, .local_latency_us = 0};
+  const std::vector<Placement> src = {Placement::shard(0), Placement::shard(1)};
+  const std::vector<Placement> dst = {Placement::shard(1), Placement::shard(0)};
+  const TensorPair pair{{shape, dtype, Mesh({num_src, kDevices}, src_ranks), src}, {shape, dtype, Mesh({num_dst, kDevices}, dst_ranks), dst}};
+  return planResharding({pair}, Topology::uniform((first_dst + num_dst + num_src) * kDevices, kDevices, links), parseStrategy("striped"));
+}
+
+TEST(Rotation, AllToAllReachesTheBoundAtEverySize) {
+  for (int64_t num_hosts = 3; num_hosts <= 40; ++num_hosts) {
+    for (const bool is_same_mesh : {false, true}) {
+      const ReshardingPlan plan = allToAll(num_hosts, num_hosts, is_same_mesh ? 0 : num_hosts, {num_hosts * 8, num_hosts * 8});
+      EXPECT_NO_THROW(validatePlan(plan));
+      EXPECT_LE(plan.predicted_seconds, 1.011 * plan.lower_bound_seconds) << num_hosts << " hosts, the same: " << is_same_mesh;
+      EXPECT_EQ(plan.predicted_seconds, simulatePlan(plan).seconds);
+    }
+  }
+}
+
+/// Extents that nothing divides, and more or fewer receivers than senders: no slice is longer than the largest, so ports lose a few of these.
+TEST(Rotation, UnevenAllToAllStaysNearTheBound) {
+  for (int64_t num_hosts = 3; num_hosts <= 40; ++num_hosts) {
+    for (const int64_t num_dst : {num_hosts, num_hosts - 1, 2 * num_hosts / 3}) {
+      const ReshardingPlan plan = allToAll(num_hosts, num_dst, num_hosts, {num_hosts * 24 - 1, num_hosts * 24 - 5});
+      EXPECT_NO_THROW(validatePlan(plan));
+      EXPECT_LE(plan.predicted_seconds, kUnevenMost * plan.lower_bound_seconds) << num_hosts << " -> " << num_dst;
+    }
+  }
+}
+
+TEST(Scale, HundredsOfHostsAreBoundAndPlannedAsTheyAreSimulated) {
+  const ReshardingPlan plan = allToAll(300, 300, 300, {2400, 2400});
+  EXPECT_EQ(plan.tasks.size(), 90'000U);
+  EXPECT_EQ(plan.messages.size(), 90'000U);
+  EXPECT_NO_THROW(validatePlan(plan));
+  EXPECT_EQ(plan.lower_bound_bytes, 2400 * 8 * 4);
+  EXPECT_LE(plan.predicted_seconds, 1.011 * plan.lower_bound_seconds);
+  EXPECT_EQ(plan.predicted_seconds, simulatePlan(plan).seconds);
+}
+
+/// Four contributions on 64 hosts, needed in blocks: stripes stay near a chunk's size, instead of one for every slice and needing host.
+TEST(Scale, PartialOnManyHostsIsNotCutToPieces) {
+  std::vector<int64_t> ranks(64);
+  std::iota(ranks.begin(), ranks.end(), int64_t{0});
+  const DType dtype = DType::parse("float32");
+  const TensorPair pair{{{512, 512}, dtype, Mesh({16, 4}, ranks), {Placement::shard(0), Placement::partial(ReduceOp::kSum)}},
+                        {{512, 512}, dtype, Mesh({2, 32}, ranks), {Placement::shard(1), Placement::replicate()}}};
+  const ReshardingPlan plan = planResharding({pair}, Topology::uniform(64, 1), parseStrategy("striped"));
+  EXPECT_NO_THROW(validatePlan(plan));
+  EXPECT_LE(plan.messages.size(), 32U * 34U * 8U);  // 32 slices, each to one reducer and 31 others, of up to 8 stripes
 }
 
 }  // namespace
