@@ -46,13 +46,19 @@ def time_line(what: str, records: Sequence[PlanRecord], bar_ms: float) -> str:
     return _line(f"{what}: slowest {slowest_ms:.1f} ms ({slowest.case})", slowest_ms - bar_ms, f"{bar_ms:.0f} ms", "ms")
 
 
-def quality_lines(records: Sequence[PlanRecord], fans: Mapping[str, int]) -> list[str]:
-    """One line per bar on random layouts. `fans`: by case, most hosts that need one slice from outside."""
+def quality_lines(
+    records: Sequence[PlanRecord], fans: Mapping[str, int], bound_items: Mapping[str, float]
+) -> list[str]:
+    """One line per bar on random layouts. `fans`: by case, most hosts that need one slice from outside. `bound_items`:
+    by case, elements that the busiest NIC carries; where these are fewer than chunks, no plan can cut so finely, and
+    the case is named and left out."""
+    tiny = {case for case, items in bound_items.items() if 0 < items < max(_FINITE_CHUNKS.values())}
     ratios: dict[str, dict[str, float]] = {}
     for record in records:
-        if record.predicted_ratio is not None:
+        if record.predicted_ratio is not None and record.case not in tiny:
             ratios.setdefault(record.strategy, {})[record.case] = record.predicted_ratio
-    lines = []
+    names = ", ".join(f"{case} ({bound_items[case]:.0f})" for case in sorted(tiny)) or "none"
+    lines = [f"# left out, the busiest NIC carrying fewer elements than chunks: {names}"]
     for strategy, percent, bar in _RATIO_BARS:
         found = percentile(list(ratios[strategy].values()), percent)
         lines.append(_line(f"{strategy} p{percent} {found:.4f}", found - bar, f"{bar}"))

@@ -34,6 +34,7 @@ _NIC_BYTES_PER_S = 1_250_000_000
 _CASE_STRATEGIES = ("striped", "auto", "broadcast", "local_allgather", "global_allgather", "alpa", "send_recv")
 _RANDOM_STRATEGIES = ("striped:num_chunks=64", "striped:num_chunks=256", "striped", *BROADCASTS)
 _RANDOM_ITEMS = 1 << 26
+_ITEM_BYTES = 4
 _HARD = 1.02
 _BYTES_ONLY = {"local_bytes_per_s": 10**15, "latency_us": 0.0, "message_us": 0.0, "local_latency_us": 0.0}
 """The model of the quality bars: NICs, store and forward, and nothing else that costs time."""
@@ -102,7 +103,9 @@ def _num_chunks(plan: xm.ReshardingPlan, layout: Layout) -> int:
     """The bound's bytes over the largest message between hosts, 0 when there is none. For tensors of 4-byte items."""
     messages = json.loads(plan.to_json())["messages"]
     devices = layout.devices_per_host
-    sizes = [(end - begin) * 4 for _, begin, end, src, dst, *_ in messages if src // devices != dst // devices]
+    sizes = [
+        (end - begin) * _ITEM_BYTES for _, begin, end, src, dst, *_ in messages if src // devices != dst // devices
+    ]
     return math.ceil(layout.bound_bytes / max(sizes)) if sizes else 0
 
 
@@ -204,7 +207,9 @@ def measure_random(num_seeds: int, strategies: Sequence[str]) -> list[PlanRecord
         records = [plan_layout(layout, strategy, 1, links, suffix) for layout in layouts for strategy in strategies]
         print(f"# random layouts, {title}")
         print("\n".join(summarize(records)))
-        print("\n".join(quality_lines(records, {layout.case.name + suffix: layout.fan for layout in layouts})))
+        fans = {layout.case.name + suffix: layout.fan for layout in layouts}
+        items = {layout.case.name + suffix: layout.bound_bytes / _ITEM_BYTES for layout in layouts}
+        print("\n".join(quality_lines(records, fans, items)))
         every += records
     return every
 
@@ -223,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"# not in this build: {', '.join(dict.fromkeys(absent))}")
     records = measure_cases([name for name in _CASE_STRATEGIES if name not in absent], options.repeats)
     cached = cached_seconds(500)
-    print(f"# cached call, one rank: {cached * 1e6:.1f} us; bar {CACHED_BAR_MS * 1e3:.0f} us")
+    print(
+        f"# a whole cached call, one rank: {cached * 1e6:.1f} us; bar for the plan's part {CACHED_BAR_MS * 1e3:.0f} us"
+    )
     if options.hosts:
         records += measure_scale(options.hosts, min(3, options.repeats))
     if options.seeds:

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdlib>
+#include <functional>
 #include <queue>
 #include <set>
 #include <tuple>
@@ -314,27 +314,45 @@ class Scheduler {
     return true;
   }
 
+  /// Sorts candidates: repeats after own first copies, then by rarity, then by atom, either way.
+  uint64_t rankOf(int32_t atom, bool is_own) const {
+    constexpr int64_t kMiddle = int64_t{1} << 30;
+    const auto index = static_cast<size_t>(atom);
+    const int32_t rarity = is_own || !taste_.is_rarest_first ? -left_[index] : copies_[index];
+    const bool is_reversed = !is_own && taste_.is_newest_first;
+    const uint32_t low = is_reversed ? ~static_cast<uint32_t>(atom) : static_cast<uint32_t>(atom);
+    return uint64_t{!is_own} << 63 | static_cast<uint64_t>(kMiddle + rarity) << 32 | low;
+  }
+
+  int32_t atomOf(uint64_t rank) const {
+    const bool is_reversed = rank >> 63 != 0 && taste_.is_newest_first;
+    const auto low = static_cast<uint32_t>(rank);
+    return static_cast<int32_t>(is_reversed ? ~low : low);
+  }
+
   void send(int32_t sender, int32_t receiver, int64_t now) {
-    using Rank = std::tuple<bool, int32_t, int32_t>;  // repeats later; rarity; atom
-    std::vector<Rank> ranked;
+    std::vector<uint64_t>& ranked = ranked_;
+    ranked.clear();
+    int64_t smallest = shipments_.chunk_bytes;
     forEachCandidate(sender, receiver, [&](int32_t atom, bool is_own) {
-      const auto index = static_cast<size_t>(atom);
-      const int32_t rarity = is_own || !taste_.is_rarest_first ? -left_[index] : copies_[index];
-      ranked.emplace_back(!is_own, rarity, !is_own && taste_.is_newest_first ? -atom : atom);
+      ranked.push_back(rankOf(atom, is_own));
+      smallest = std::min(smallest, shipments_.atoms[static_cast<size_t>(atom)].num_bytes);
       return ranked.size() < kMostAtomsWeighed;
     });
-    std::sort(ranked.begin(), ranked.end());
+    std::make_heap(ranked.begin(), ranked.end(), std::greater<>());
     int64_t bytes = 0;
     int64_t num_messages = 0;
-    std::vector<int32_t> sent;
-    for (const auto& [is_repeat, rarity, signed_atom] : ranked) {
-      const int32_t atom = std::abs(signed_atom);
+    std::vector<int32_t>& sent = sent_;
+    sent.clear();
+    for (; !ranked.empty() && (sent.empty() || bytes + smallest <= shipments_.chunk_bytes); ranked.pop_back()) {
+      const int32_t atom = atomOf(ranked.front());
       const int64_t more = shipments_.atoms[static_cast<size_t>(atom)].num_bytes;
       if (sent.empty() || bytes + more <= shipments_.chunk_bytes) {
         sent.push_back(atom);
         bytes += more;
         num_messages += shipments_.atoms[static_cast<size_t>(atom)].num_pieces;
       }
+      std::pop_heap(ranked.begin(), ranked.end(), std::greater<>());
     }
     const Network::Cost cost = network_.nicCost(sender, receiver, bytes, num_messages);
     const int64_t there = now + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
@@ -382,6 +400,8 @@ class Scheduler {
   std::vector<int32_t> waits_for_;
   std::vector<int32_t> left_;
   std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> events_;
+  std::vector<uint64_t> ranked_;  ///< of one message
+  std::vector<int32_t> sent_;
   std::vector<AtomTransfer> out_;
 };
 
