@@ -32,7 +32,7 @@ std::vector<Hosts> sendingSets(std::vector<Hosts> contributions, const Hosts& ne
 }
 
 /// Slices with the same holding and the same needing hosts.
-struct TaskClass {
+struct LoadClass {
   int64_t holders = 0;  ///< a row of the plan's tables
   int64_t needers = 0;
   int64_t num_bytes = 0;
@@ -46,7 +46,7 @@ struct Demands {
 Demands demandsOf(const ReshardingPlan& plan, const Network& network) {
   const HostSets hosts(plan, network);
   PairIndex class_of(hosts.num_holder_ids, hosts.num_needer_ids);
-  std::vector<TaskClass> classes;
+  std::vector<LoadClass> classes;
   for (const UnitTask& task : plan.tasks) {
     const auto [index, is_new] =
         class_of.idOf(hosts.holder_ids[static_cast<size_t>(task.holders)], hosts.needer_ids[static_cast<size_t>(task.needers)]);
