@@ -84,7 +84,7 @@ void bindTraffic(py::module_& module) {
           "begin",
           [](PipelineTraffic& self, const std::string& lane, uint64_t count, const std::shared_ptr<PreparedPlan>& prepared,
              const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
-            return self.begin(lane, count, prepared, src, dst,
+            return self.begin(self.lane(lane), count, prepared, src, dst,
                               [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
           },
           py::arg("lane"), py::arg("count"), py::arg("prepared"), py::arg("src"), py::arg("dst"), Release())
@@ -124,7 +124,7 @@ void bindPipeline(py::module_& module) {
       .def_readwrite("is_local", &EdgeLayout::is_local)
       .def_readwrite("has_producer", &EdgeLayout::has_producer)
       .def_readwrite("has_consumer", &EdgeLayout::has_consumer);
-  py::class_<EdgePlans>(module, "EdgePlans")
+  py::class_<EdgePlans, std::shared_ptr<EdgePlans>>(module, "EdgePlans")
       .def(py::init([](std::string lane, std::string values, bool is_joint, const Plans& forward, const Plans& backward) {
              return EdgePlans{std::move(lane), std::move(values), is_joint, constPlans(forward), constPlans(backward)};
            }),
@@ -138,13 +138,13 @@ void bindPipeline(py::module_& module) {
            py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("forward"), py::arg("overlap"), py::arg("lookahead"))
       .def(
           "run",
-          [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, std::vector<EdgePlans> edges,
-             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, double loss_scale) {
-            run(self, schedule.actionsOf(place), {std::move(model_inputs), schedule.num_microbatches, has_backward, loss_scale},
-                {step, std::move(edges)});
+          [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, const std::vector<std::shared_ptr<EdgePlans>>& edges,
+             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, std::vector<double> loss_weights) {
+            run(self, schedule.actionsOf(place), {std::move(model_inputs), has_backward, std::move(loss_weights)},
+                {step, {edges.begin(), edges.end()}});
           },
           py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("edges"), py::arg("model_inputs"), py::arg("has_backward"),
-          py::arg("loss_scale"))
+          py::arg("loss_weights"))
       .def_property_readonly("failed_action",
                              [](const PipelinePlace& self) -> std::optional<std::pair<int32_t, int32_t>> {
                                const std::optional<core::Action> action = self.engine().failedAction();

@@ -15,8 +15,11 @@ struct PipelineBoundary::SharedSpans {
   std::vector<TransferSpan> spans;
 };
 
-void PipelineBoundary::beginStep(std::vector<EdgePlans> plans, uint64_t step) {
+void PipelineBoundary::beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step) {
   plans_ = std::move(plans);
+  for (size_t i = lanes_.size(); i < plans_.size(); ++i) {
+    lanes_.push_back({traffic_->lane(plans_[i]->lane), traffic_->lane(plans_[i]->lane + "/gradient")});
+  }
   step_ = step;
   spans_ = std::make_shared<SharedSpans>();
 }
@@ -27,15 +30,16 @@ void PipelineBoundary::endStep() {
 }
 
 const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transfer) const {
-  const EdgePlans& plans = plans_.at(static_cast<size_t>(transfer.edge));
+  const EdgePlans& plans = *plans_.at(static_cast<size_t>(transfer.edge));
   return (transfer.is_gradient ? plans.backward : plans.forward).at(static_cast<size_t>(transfer.microbatch));
 }
 
 std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
   const EdgeLayout& edge = runner_.edges()[static_cast<size_t>(transfer.edge)];
-  const std::vector<size_t> differentiable = edge.differentiable();
+  const std::vector<size_t>& differentiable = runner_.differentiable(transfer.edge);
   const runtime::Program& program = *planOf(transfer)->program;
   std::vector<at::Tensor> out;
+  out.reserve(static_cast<size_t>(program.numTensors()));
   for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
     const auto i = static_cast<size_t>(tensor);
     out.push_back(pool_.take(program.dstShape(tensor).value(), edge.dtypes.at(transfer.is_gradient ? differentiable.at(i) : i)));
@@ -45,14 +49,14 @@ std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
 
 PipelineTraffic::Call PipelineBoundary::begin(const Transfer& transfer, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
                                               bool is_send) {
-  const EdgePlans& plans = plans_[static_cast<size_t>(transfer.edge)];
-  const EdgeLayout& edge = runner_.edges()[static_cast<size_t>(transfer.edge)];
-  const PipelineTraffic::Prepared& prepared = planOf(transfer);
-  const uint64_t count = step_ * plans.forward.size() + static_cast<uint64_t>(transfer.microbatch);
+  const auto index = static_cast<size_t>(transfer.edge);
+  const std::shared_ptr<const EdgePlans>& plans = plans_[index];
+  const EdgeLayout& edge = runner_.edges()[index];
+  const uint64_t count = step_ * plans->forward.size() + static_cast<uint64_t>(transfer.microbatch);
   const int64_t begin_ns = runtime::steadyNanoseconds();
-  PipelineTraffic::Call call = traffic_->begin(plans.lane + (transfer.is_gradient ? "/gradient" : ""), count, prepared, src, dst,
-                                               [transfer, from = edge.from, to = edge.to, step = step_, values = plans.values] {
-                                                 return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") + values +
+  PipelineTraffic::Call call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer), src,
+                                               dst, [transfer, from = edge.from, to = edge.to, step = step_, plans] {
+                                                 return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") + plans->values +
                                                         "] from stage " + std::to_string(transfer.is_gradient ? to : from) + " to stage " +
                                                         std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
                                                         std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
@@ -65,7 +69,7 @@ PipelineTraffic::Call PipelineBoundary::begin(const Transfer& transfer, const st
 }
 
 void PipelineBoundary::postReceive(const Transfer& transfer) {
-  if (plans_.at(static_cast<size_t>(transfer.edge)).is_joint) {
+  if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
     return;  // begun where the value is made, which is on this rank
   }
   std::vector<at::Tensor> buffers = buffersFor(transfer);
@@ -82,14 +86,14 @@ void PipelineBoundary::waitReceive(const Transfer& transfer) {
   if (transfer.is_gradient) {
     runner_.putGradients(transfer.edge, transfer.microbatch, std::move(pending.buffers));
   } else {
-    runner_.putValues(transfer.edge, transfer.microbatch, pending.buffers);
+    runner_.putValues(transfer.edge, transfer.microbatch, std::move(pending.buffers));
   }
 }
 
 void PipelineBoundary::send(const Transfer& transfer) {
   const std::vector<at::Tensor> values =
       transfer.is_gradient ? runner_.takeGradients(transfer.edge, transfer.microbatch) : runner_.takeValues(transfer.edge, transfer.microbatch);
-  if (plans_.at(static_cast<size_t>(transfer.edge)).is_joint) {
+  if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
     std::vector<at::Tensor> buffers = buffersFor(transfer);
     PipelineTraffic::Call call = begin(transfer, values, buffers, true);
     receives_[transfer] = {std::move(call), std::move(buffers)};

@@ -37,7 +37,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, StageRunner& runner) : traffic_(std::move(traffic)), runner_(runner) {}
 
   /// The plans of the step that begins: one entry per edge of the runner (unused where the edge is local), and its number.
-  void beginStep(std::vector<EdgePlans> plans, uint64_t step);
+  void beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step);
   void endStep();
 
   void postReceive(const runtime::Transfer& transfer) override;
@@ -54,6 +54,10 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
     PipelineTraffic::Call call;
     std::vector<at::Tensor> buffers;
   };
+  struct EdgeLanes {
+    PipelineTraffic::Lane values;
+    PipelineTraffic::Lane gradients;
+  };
   struct SharedSpans;
 
   const PipelineTraffic::Prepared& planOf(const runtime::Transfer& transfer) const;
@@ -64,7 +68,8 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   std::shared_ptr<PipelineTraffic> traffic_;
   StageRunner& runner_;
   TensorPool pool_;
-  std::vector<EdgePlans> plans_;
+  std::vector<std::shared_ptr<const EdgePlans>> plans_;
+  std::vector<EdgeLanes> lanes_;  ///< by edge
   uint64_t step_ = 0;
   std::map<runtime::Transfer, Pending> receives_;
   std::deque<PipelineTraffic::Call> sends_;

@@ -43,14 +43,18 @@ void PipelineTraffic::meet(const runtime::CallFields& fields) {
   group_->start(group_->meeting(ranks_, fields, name_), {}, {}, std::move(request))->wait();
 }
 
-PipelineTraffic::Call PipelineTraffic::begin(const std::string& lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
-                                             const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
-  auto known = lanes_.find(lane);
+PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
+  auto known = lanes_.find(name);
   if (known == lanes_.end()) {
-    known = lanes_.emplace(lane, runtime::hashBytes(name_ + "/" + lane) | 1U).first;
+    known = lanes_.emplace(name, Lane{runtime::hashBytes(name_ + "/" + name) | 1U}).first;
   }
+  return known->second;
+}
+
+PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
+                                             const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
   runtime::CallRequest request;
-  request.key = runtime::CallKey{participants_, known->second, count};
+  request.key = runtime::CallKey{participants_, lane.key, count};
   request.is_agreed = true;
   request.watch = watch_->key();
   request.describe = std::move(what);
@@ -58,8 +62,10 @@ PipelineTraffic::Call PipelineTraffic::begin(const std::string& lane, uint64_t c
 }
 
 void PipelineTraffic::wait(const Call& call) {
-  const std::chrono::milliseconds timeout = group_->timeout();
-  if (timeout.count() > 0 && !call->isCompleted() && !call->wait(timeout)) {
+  if (const std::chrono::milliseconds timeout = group_->timeout(); timeout.count() > 0) {
+    if (call->wait(timeout)) {
+      return;
+    }
     group_->service().suspect(watch_->key());
   }
   call->wait();

@@ -17,6 +17,10 @@ class PipelineTraffic {
  public:
   using Call = std::shared_ptr<runtime::ReshardCall>;
   using Prepared = std::shared_ptr<const runtime::PreparedPlan>;
+  /// Transfers that are numbered together.
+  struct Lane {
+    uint64_t key = 0;
+  };
 
   /// `ranks`: ascending global ranks of the pipeline. `name` is equal on all of them and never used twice in a group.
   PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name);
@@ -28,9 +32,11 @@ class PipelineTraffic {
   void describeBy(std::function<std::string()> describe);
   /// Waits until every rank is here with equal fields; a difference is a ValueError on all, which names the field.
   void meet(const runtime::CallFields& fields);
+  /// The lane of that name: equal on all ranks, another for every name.
+  Lane lane(const std::string& name);
   /// Starts transfer number `count` of a lane; `what` tells for error texts what it carries.
-  Call begin(const std::string& lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
-             const std::vector<at::Tensor>& dst, std::function<std::string()> what);
+  Call begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
+             std::function<std::string()> what);
   /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with.
   void wait(const Call& call);
   /// Throws what the pipeline has failed with, if it has.
@@ -49,7 +55,7 @@ class PipelineTraffic {
   const std::vector<int64_t> ranks_;
   const std::string name_;
   const uint64_t participants_;
-  std::map<std::string, uint64_t> lanes_;
+  std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
   Call watch_;
   bool is_closed_ = false;

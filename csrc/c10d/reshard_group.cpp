@@ -246,12 +246,16 @@ std::shared_ptr<runtime::ReshardCall> ReshardGroup::start(const std::shared_ptr<
   findMembers(prepared->participants);
   request.prepared = prepared;
   if (prepared->program != nullptr) {
-    // Aliases without a Python wrapper: the network's thread drops them without the GIL.
-    auto alive = std::make_shared<std::vector<at::Tensor>>();
+    // The memory without the tensors: the network's thread drops it without the GIL.
+    auto alive = std::make_shared<std::vector<c10::Storage>>();
+    const auto lent = [&alive](const at::Tensor& tensor) {
+      alive->push_back(tensor.storage());
+      return localOf(tensor);
+    };
     const runtime::Program& program = *prepared->program;
     for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
-      request.src.push_back(program.srcShape(tensor).has_value() ? localOf(alive->emplace_back(src.at(tensor).detach())) : runtime::LocalTensor{});
-      request.dst.push_back(program.dstShape(tensor).has_value() ? localOf(alive->emplace_back(dst.at(tensor).detach())) : runtime::LocalTensor{});
+      request.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor)) : runtime::LocalTensor{});
+      request.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor)) : runtime::LocalTensor{});
     }
     program.checkLocalTensors(request.src, request.dst);
     request.keep_alive = std::move(alive);

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
+#include <utility>
 
 #include "core/error.h"
 
@@ -28,8 +28,26 @@ std::vector<size_t> EdgeLayout::differentiable() const {
 StageRunner::StageRunner(std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, Forward forward)
     : edges_(std::move(edges)), forward_(std::move(forward)) {
   for (StageLayout& layout : stages) {
+    StageCrossings& crossings = crossings_[layout.stage];
+    crossings.inputs.resize(layout.inputs.size());
+    crossings.outputs.resize(layout.outputs.size());
+    for (const EdgeLayout& edge : edges_) {
+      for (size_t i = 0; i < edge.is_differentiable.size(); ++i) {
+        const bool is_differentiable = edge.is_differentiable[i] != 0;
+        if (edge.from == layout.stage) {
+          Crossing& output = crossings.outputs.at(static_cast<size_t>(edge.from_positions.at(i)));
+          output = {true, output.is_differentiable || is_differentiable};
+        }
+        if (edge.to == layout.stage) {
+          crossings.inputs.at(static_cast<size_t>(edge.to_positions.at(i))) = {true, is_differentiable};
+        }
+      }
+    }
     const int32_t stage = layout.stage;
     stages_.emplace(stage, std::move(layout));
+  }
+  for (const EdgeLayout& edge : edges_) {
+    differentiable_.push_back(edge.differentiable());
   }
 }
 
@@ -43,28 +61,6 @@ void StageRunner::endStep() {
   step_ = {};
 }
 
-bool StageRunner::isDifferentiableOutput(int32_t stage, int64_t position) const {
-  for (const EdgeLayout& edge : edges_) {
-    for (size_t i = 0; edge.from == stage && i < edge.from_positions.size(); ++i) {
-      if (edge.from_positions[i] == position && edge.is_differentiable[i] != 0) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
-
-bool StageRunner::isDifferentiableInput(int32_t stage, int64_t position) const {
-  for (const EdgeLayout& edge : edges_) {
-    for (size_t i = 0; edge.to == stage && i < edge.to_positions.size(); ++i) {
-      if (edge.to_positions[i] == position) {
-        return edge.is_differentiable[i] != 0;
-      }
-    }
-  }
-  return false;
-}
-
 void StageRunner::forward(int32_t stage, int32_t microbatch) {
   const StageLayout& layout = layoutOf(stage);
   Flight& flight = this->flight(stage, microbatch);
@@ -75,41 +71,51 @@ void StageRunner::forward(int32_t stage, int32_t microbatch) {
       flight.inputs[static_cast<size_t>(layout.model_positions[i])] = given.at(i);
     }
   }
-  keepRoots(layout, flight, forward_(stage, microbatch, flight.inputs));
+  keepRoots(layout, flight, forward_(stage, microbatch, flight.inputs), microbatch);
   if (!step_.has_backward) {
     flight.inputs.clear();
   }
   handOver(stage, microbatch, false);
 }
 
-void StageRunner::keepRoots(const StageLayout& layout, Flight& flight, ForwardResult result) const {
-  core::require(result.outputs.size() == layout.outputs.size(), "stage " + std::to_string(layout.stage) + " returned " +
-                                                                    std::to_string(result.outputs.size()) + " tensors, expected " +
-                                                                    std::to_string(layout.outputs.size()));
+void StageRunner::keepRoots(const StageLayout& layout, Flight& flight, const ForwardResult& result, int32_t microbatch) {
+  if (result.outputs.size() != layout.outputs.size()) {
+    throw core::InvalidArgument("stage " + std::to_string(layout.stage) + " returned " + std::to_string(result.outputs.size()) +
+                                " tensors, expected " + std::to_string(layout.outputs.size()));
+  }
+  const std::vector<Crossing>& crossings = crossings_.at(layout.stage).outputs;
   flight.outputs.resize(result.outputs.size());
   flight.roots.resize(result.outputs.size());
   for (size_t i = 0; i < result.outputs.size(); ++i) {
-    const at::Tensor& output = result.outputs[i];
-    const auto position = static_cast<int64_t>(i);
-    const bool is_sent = std::any_of(edges_.begin(), edges_.end(), [&](const EdgeLayout& edge) {
-      return edge.from == layout.stage && std::find(edge.from_positions.begin(), edge.from_positions.end(), position) != edge.from_positions.end();
-    });
-    if (!is_sent) {
+    if (!crossings[i].crosses) {
       continue;
     }
+    const at::Tensor& output = result.outputs[i];
     flight.outputs[i] = output.detach();
     if (!step_.has_backward || !output.requires_grad()) {
       continue;
     }
-    core::require(isDifferentiableOutput(layout.stage, position),
-                  "value " + layout.outputs[i] + " of stage " + std::to_string(layout.stage) +
-                      " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen or unfrozen");
+    if (!crossings[i].is_differentiable) {
+      throw core::InvalidArgument("value " + layout.outputs[i] + " of stage " + std::to_string(layout.stage) +
+                                  " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen "
+                                  "or unfrozen");
+    }
     flight.roots[i] = torch::autograd::impl::gradient_edge(output);
   }
   if (step_.has_backward && result.loss.has_value() && result.loss->requires_grad()) {
     flight.loss = torch::autograd::impl::gradient_edge(*result.loss);
-    flight.loss_gradient = at::full_like(*result.loss, step_.loss_scale);
+    flight.loss_gradient = lossGradient(*result.loss, microbatch);
   }
+}
+
+at::Tensor StageRunner::lossGradient(const at::Tensor& loss, int32_t microbatch) {
+  const double weight = step_.loss_weights.at(static_cast<size_t>(microbatch));
+  if (!loss_gradient_.defined() || loss_gradient_weight_ != weight || loss_gradient_.scalar_type() != loss.scalar_type() ||
+      loss_gradient_.device() != loss.device()) {
+    loss_gradient_ = at::full_like(loss, weight);
+    loss_gradient_weight_ = weight;
+  }
+  return loss_gradient_;
 }
 
 /// The sum over the consumers, in the order of their stages.
@@ -118,7 +124,7 @@ std::vector<at::Tensor> StageRunner::sumGradients(int32_t stage, const Flight& f
   for (const auto& [index, gradients] : flight.gradients) {
     const EdgeLayout& edge = edges_[static_cast<size_t>(index)];
     core::require(edge.from == stage, "a gradient came to a stage that did not make its value");
-    const std::vector<size_t> chosen = edge.differentiable();
+    const std::vector<size_t>& chosen = differentiable(index);
     for (size_t i = 0; i < chosen.size(); ++i) {
       if (edge.drops_gradient[chosen[i]] != 0) {
         continue;
@@ -152,11 +158,12 @@ void StageRunner::backward(int32_t stage, int32_t microbatch) {
     torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true,
                                                           {});
   }
+  const std::vector<Crossing>& crossings = crossings_.at(stage).inputs;
   flight.input_gradients.resize(flight.inputs.size());
   for (size_t i = 0; i < flight.inputs.size(); ++i) {
-    if (const at::Tensor& leaf = flight.inputs[i]; isDifferentiableInput(stage, static_cast<int64_t>(i))) {
-      flight.input_gradients[i] = leaf.grad().defined() ? leaf.grad().detach() : at::zeros_like(leaf);
-      leaf.mutable_grad().reset();
+    if (crossings[i].is_differentiable) {
+      const at::Tensor gradient = std::exchange(flight.inputs[i].mutable_grad(), {});
+      flight.input_gradients[i] = gradient.defined() ? gradient.detach() : at::zeros_like(flight.inputs[i]);
     }
   }
   handOver(stage, microbatch, true);
@@ -170,7 +177,11 @@ void StageRunner::handOver(int32_t stage, int32_t microbatch, bool is_gradient) 
       continue;
     }
     if (!is_gradient && edges_[i].from == stage) {
-      putValues(index, microbatch, takeValues(index, microbatch));
+      std::vector<at::Tensor> values = takeValues(index, microbatch);
+      for (at::Tensor& value : values) {
+        value = value.detach();
+      }
+      putValues(index, microbatch, std::move(values));
     } else if (is_gradient && edges_[i].to == stage) {
       putGradients(index, microbatch, takeGradients(index, microbatch));
     }
@@ -185,16 +196,15 @@ void StageRunner::release(const core::Action& action) {
   }
 }
 
-void StageRunner::putValues(int32_t edge, int32_t microbatch, const std::vector<at::Tensor>& values) {
+void StageRunner::putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor> values) {
   const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
   Flight& flight = this->flight(layout.to, microbatch);
   flight.inputs.resize(layoutOf(layout.to).inputs.size());
   for (size_t i = 0; i < values.size(); ++i) {
-    at::Tensor leaf = values[i].detach();
     if (step_.has_backward && layout.is_differentiable[i] != 0) {
-      leaf.requires_grad_();
+      values[i].requires_grad_();
     }
-    flight.inputs[static_cast<size_t>(layout.to_positions[i])] = std::move(leaf);
+    flight.inputs[static_cast<size_t>(layout.to_positions[i])] = std::move(values[i]);
   }
 }
 
@@ -216,7 +226,7 @@ std::vector<at::Tensor> StageRunner::takeGradients(int32_t edge, int32_t microba
   const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
   Flight& flight = this->flight(layout.to, microbatch);
   std::vector<at::Tensor> out;
-  for (const size_t i : layout.differentiable()) {
+  for (const size_t i : differentiable(edge)) {
     out.push_back(flight.input_gradients.at(static_cast<size_t>(layout.to_positions[i])));
   }
   return out;

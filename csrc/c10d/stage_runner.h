@@ -42,7 +42,7 @@ struct StageLayout {
   std::vector<int64_t> model_positions;  ///< those inputs that the user passes
 };
 
-/// What a stage's forward returns: its outputs, and on the last stage the weighted loss.
+/// What a stage's forward returns: its outputs, and on the last stage the microbatch's loss.
 struct ForwardResult {
   std::vector<at::Tensor> outputs;
   std::optional<at::Tensor> loss;
@@ -52,9 +52,8 @@ struct ForwardResult {
 struct StepInputs {
   /// By stage of this rank and microbatch: the model's inputs, in the order of StageLayout::model_positions.
   std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
-  int32_t num_microbatches = 0;
   bool has_backward = true;
-  double loss_scale = 1;  ///< the gradient that enters each loss
+  std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
 };
 
 /// Runs the stages of one rank on torch: forward calls into Python, backward runs the autograd engine. Holds, per stage and microbatch in flight, the
@@ -68,6 +67,8 @@ class StageRunner final : public runtime::StageRunner {
   StageRunner(std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, Forward forward);
 
   const std::vector<EdgeLayout>& edges() const { return edges_; }
+  /// EdgeLayout::differentiable() of an edge.
+  const std::vector<size_t>& differentiable(int32_t edge) const { return differentiable_.at(static_cast<size_t>(edge)); }
   void beginStep(StepInputs inputs);
   /// Forgets everything in flight: at the end of a step, and after one that failed.
   void endStep();
@@ -76,8 +77,8 @@ class StageRunner final : public runtime::StageRunner {
   void backward(int32_t stage, int32_t microbatch) override;
   void release(const core::Action& action) override;
 
-  /// The values of an edge for its consumer, detached, on buffers that the microbatch holds until its backward has ended.
-  void putValues(int32_t edge, int32_t microbatch, const std::vector<at::Tensor>& values);
+  /// The values of an edge for its consumer, which nobody else refers to and the microbatch holds until its backward has ended.
+  void putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor> values);
   std::vector<at::Tensor> takeValues(int32_t edge, int32_t microbatch);
   /// Gradients of the differentiable values of an edge.
   void putGradients(int32_t edge, int32_t microbatch, std::vector<at::Tensor> gradients);
@@ -97,16 +98,29 @@ class StageRunner final : public runtime::StageRunner {
 
   const StageLayout& layoutOf(int32_t stage) const { return stages_.at(stage); }
   Flight& flight(int32_t stage, int32_t microbatch) { return flights_[{stage, microbatch}]; }
-  void keepRoots(const StageLayout& layout, Flight& flight, ForwardResult result) const;
+  void keepRoots(const StageLayout& layout, Flight& flight, const ForwardResult& result, int32_t microbatch);
+  at::Tensor lossGradient(const at::Tensor& loss, int32_t microbatch);
   std::vector<at::Tensor> sumGradients(int32_t stage, const Flight& flight) const;
   void handOver(int32_t stage, int32_t microbatch, bool is_gradient);
-  bool isDifferentiableOutput(int32_t stage, int64_t position) const;
-  bool isDifferentiableInput(int32_t stage, int64_t position) const;
+
+  /// What becomes of one output, or was of one input.
+  struct Crossing {
+    bool crosses = false;  ///< some edge has it
+    bool is_differentiable = false;
+  };
+  struct StageCrossings {
+    std::vector<Crossing> inputs;
+    std::vector<Crossing> outputs;
+  };
 
   std::map<int32_t, StageLayout> stages_;
   const std::vector<EdgeLayout> edges_;
   const Forward forward_;
+  std::vector<std::vector<size_t>> differentiable_;  ///< by edge
+  std::map<int32_t, StageCrossings> crossings_;      ///< by stage
   StepInputs step_;
+  at::Tensor loss_gradient_;  ///< the last one made; equal weights share it
+  double loss_gradient_weight_ = 0;
   std::map<std::pair<int32_t, int32_t>, Flight> flights_;
 };
 

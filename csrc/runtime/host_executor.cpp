@@ -30,8 +30,10 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
       on_done_(std::move(on_done)) {
   const Program& todo = *program_;
   todo.checkLocalTensors(src, dst);
-  core::require(group_rank_of_peer_.size() == todo.peer_ranks.size(), "expected the group ranks of " + std::to_string(todo.peer_ranks.size()) +
-                                                                          " peers, got " + std::to_string(group_rank_of_peer_.size()));
+  if (group_rank_of_peer_.size() != todo.peer_ranks.size()) {
+    throw core::InvalidArgument("expected the group ranks of " + std::to_string(todo.peer_ranks.size()) + " peers, got " +
+                                std::to_string(group_rank_of_peer_.size()));
+  }
   boxes_.reserve(todo.places.size());
   for (const Place& place : todo.places) {
     const LocalTensor& tensor = (place.is_src ? src : dst)[static_cast<size_t>(place.tensor)];

@@ -285,8 +285,10 @@ void checkLocalTensor(const std::string& what, const LocalTensor& tensor, const 
 
 void Program::checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const {
   const auto count = static_cast<size_t>(numTensors());
-  core::require(src.size() == count && dst.size() == count, "expected " + std::to_string(count) + " source and destination tensors, got " +
-                                                                std::to_string(src.size()) + " and " + std::to_string(dst.size()));
+  if (src.size() != count || dst.size() != count) {
+    throw core::InvalidArgument("expected " + std::to_string(count) + " source and destination tensors, got " + std::to_string(src.size()) + " and " +
+                                std::to_string(dst.size()));
+  }
   for (size_t i = 0; i < count; ++i) {
     const bool src_fits =
         !src_shapes[i].has_value() || (src[i].shape == *src_shapes[i] && src[i].strides.size() == src[i].shape.size() && src[i].data);

@@ -1,0 +1,259 @@
+"""What a pipeline engine itself costs the CPU, per action: 1-element tensors on loopback, ours and torch's alternated.
+
+An action is what PyTorch's own count takes for one: a compute action (forward or backward of one microbatch on one
+stage), or one boundary send or receive of one microbatch. A rank with one neighbour has two of these for each
+microbatch, a rank with two neighbours four, besides two compute actions.
+
+The bare stage is the same module run by hand on the calling thread over the same microbatches: forward, loss on the
+last stage, ``torch.autograd.backward``; nothing is sent. What an engine's step takes beyond that is its overhead.
+
+CPU times are ``CLOCK_THREAD_CPUTIME_ID`` of the calling thread, and of the process for all threads. Each rank takes
+medians over its steps; a record sums the ranks' medians and divides by their actions.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster_suite import MeasurementError
+from torch import nn
+
+from torch_xmesh.testing.cluster import Cluster
+
+OURS = ("1f1b", "eager_1f1b")
+RIVAL = "torch_1f1b"
+METHODS = (*OURS, RIVAL)
+_BARE = "bare"
+_TIMEOUT_SECONDS = 300.0
+
+Step = Callable[[], object]
+
+
+def run(
+    *,
+    stages: Sequence[int] = (2, 4),
+    microbatches: Sequence[int] = (16,),
+    rounds: int = 6,
+    steps_per_round: int = 25,
+    methods: Sequence[str] = METHODS,
+) -> list[dict[str, Any]]:
+    """Measures every number of stages with every number of microbatches, one process per stage.
+
+    Returns:
+        one record per point and method: method, stages, microbatches, bare_us (the bare stage, per compute action),
+        and beyond it: cpu_us_per_action and cpu_us_per_compute_action (calling thread), cpu_us_all_threads_per_action.
+
+    Raises:
+        MeasurementError: a rank failed or did not end.
+    """
+    records: list[dict[str, Any]] = []
+    for num_stages in stages:
+        for num_microbatches in microbatches:
+            job = {
+                "microbatches": num_microbatches,
+                "rounds": rounds,
+                "steps": steps_per_round,
+                "methods": list(methods),
+            }
+            records += _measure(num_stages, job)
+    return records
+
+
+def _measure(num_stages: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+    with (
+        Cluster(hosts=1, devices=num_stages, rate=None) as cluster,
+        tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
+    ):
+        path = Path(folder, "records.json")
+        ranks = cluster.start(__file__, "--worker", json.dumps({**job, "records": str(path)}))
+        try:
+            ranks.wait(_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            ranks.stop()
+            raise MeasurementError(f"{error}; rank 0 wrote:\n{ranks.ranks[0].output}") from error
+        if ranks.failed_rank is not None:
+            raise MeasurementError(f"rank {ranks.failed_rank.rank} failed; it wrote:\n{ranks.failed_rank.output}")
+        records: list[dict[str, Any]] = json.loads(path.read_text())
+        return records
+
+
+def num_actions(stage: int, num_stages: int, num_microbatches: int) -> tuple[int, int]:
+    """Compute actions, and boundary sends and receives, of one stage in one step."""
+    neighbours = int(stage > 0) + int(stage < num_stages - 1)
+    return 2 * num_microbatches, 2 * neighbours * num_microbatches
+
+
+class _Rank:
+    """One rank's stage and batch, with a step of each engine and of none."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.stage, self.num_stages = dist.get_rank(), dist.get_world_size()
+        self.num_microbatches = num_microbatches
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
+        self.batch = torch.ones(num_microbatches, 1)
+        self.args = (self.batch,) if self.is_first else ()
+        self.target = torch.zeros(num_microbatches, 1) if self.is_last else None
+        self.loss = nn.MSELoss()
+
+    def module(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def bare(self) -> Step:
+        module = self.module()
+        inputs, targets, gradient = self.batch.split(1), torch.zeros(self.num_microbatches, 1).split(1), torch.ones(1, 1)
+
+        def step() -> None:
+            for one, target in zip(inputs, targets, strict=True):
+                output = module(one if self.is_first else one.detach().requires_grad_())
+                if self.is_last:
+                    torch.autograd.backward(self.loss(output, target))
+                else:
+                    torch.autograd.backward(output, gradient)
+
+        return step
+
+    @contextmanager
+    def ours(self, schedule: str) -> Iterator[Step]:
+        import torch_xmesh as xm
+
+        engine = xm.PipelineEngine(
+            [self.module() for _ in range(self.num_stages)],
+            (self.batch[:1],),
+            meshes=[xm.Mesh([rank]) for rank in range(self.num_stages)],
+            schedule=schedule,
+            num_microbatches=self.num_microbatches,
+            loss_fn=self.loss,
+        )
+        yield lambda: engine.step(*self.args, target=self.target, return_outputs=False)
+        engine.close()
+
+    def torchs(self, group: dist.ProcessGroup) -> Step:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        example = torch.ones(1, 1, requires_grad=not self.is_first)
+        stage = PipelineStage(
+            self.module(),
+            self.stage,
+            self.num_stages,
+            torch.device("cpu"),
+            input_args=(example,),
+            output_args=(torch.ones(1, 1, requires_grad=True),),
+            group=group,
+        )
+        schedule = Schedule1F1B(stage, self.num_microbatches, loss_fn=self.loss)
+
+        return lambda: schedule.step(*self.args, target=self.target, return_outputs=False)
+
+
+def _time(step: Step, steps: int) -> list[tuple[int, int]]:
+    """Nanoseconds of the calling thread and of all threads, per step."""
+    out = []
+    for _ in range(steps):
+        thread, process = time.thread_time_ns(), time.process_time_ns()
+        step()
+        out.append((time.thread_time_ns() - thread, time.process_time_ns() - process))
+    return out
+
+
+def _medians(steps: dict[str, Step], rounds: int, steps_per_round: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Microseconds per step of this rank: a row per entry of `steps`, columns calling thread and all threads."""
+    samples: dict[str, list[tuple[int, int]]] = {name: [] for name in steps}
+    for round_index in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier(group=group)
+            found = _time(step, steps_per_round)
+            samples[name] += found if round_index > 0 else []
+    return torch.tensor(
+        [[statistics.median(column) / 1e3 for column in zip(*found, strict=True)] for found in samples.values()],
+        dtype=torch.float64,
+    )
+
+
+def _worker(job: dict[str, Any]) -> None:
+    import torch_xmesh  # noqa: F401
+
+    torch.set_num_threads(1)
+    dist.init_process_group("xmesh")
+    group = dist.new_group(backend="gloo")
+    rank = _Rank(job["microbatches"])
+    ours = {name: rank.ours(name) for name in job["methods"] if name in OURS}
+    steps: dict[str, Step] = {_BARE: rank.bare(), **{name: engine.__enter__() for name, engine in ours.items()}}
+    if RIVAL in job["methods"]:
+        steps[RIVAL] = rank.torchs(group)
+    mine = _medians(steps, job["rounds"], job["steps"], group)
+    everyone = [torch.empty_like(mine) for _ in range(rank.num_stages)]
+    dist.all_gather(everyone, mine, group=group)
+    for engine in ours.values():
+        engine.__exit__(None, None, None)
+    dist.barrier(group=group)
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        Path(job["records"]).write_text(json.dumps(_records(list(steps), everyone, job["microbatches"])))
+
+
+def _records(names: Sequence[str], everyone: Sequence[torch.Tensor], num_microbatches: int) -> list[dict[str, Any]]:
+    num_stages = len(everyone)
+    total = torch.stack(list(everyone)).sum(0)
+    counts = [num_actions(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    compute = sum(one for one, _ in counts)
+    actions = compute + sum(one for _, one in counts)
+    bare = total[names.index(_BARE)]
+    records = []
+    for name, row in zip(names, total, strict=True):
+        if name == _BARE:
+            continue
+        thread, process = (row - bare).tolist()
+        records.append(
+            {
+                "suite": "overhead",
+                "method": name,
+                "stages": num_stages,
+                "microbatches": num_microbatches,
+                "cpu_us_per_action": thread / actions,
+                "cpu_us_per_compute_action": thread / compute,
+                "cpu_us_all_threads_per_action": process / actions,
+                "bare_us": float(bare[0]) / compute,
+            }
+        )
+    return records
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="CPU per action of pipeline engines, beyond the bare stage.")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[16])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints a table of what `run` finds."""
+    options = _parse(arguments)
+    found = run(
+        stages=options.stages, microbatches=options.microbatches, rounds=options.rounds, methods=options.methods
+    )
+    print(f"{'method':12} stages  m  us/action  us/compute action  us/action, all threads  bare us/compute action")
+    for one in found:
+        print(
+            f"{one['method']:12} {one['stages']:6} {one['microbatches']:2} {one['cpu_us_per_action']:10.1f} "
+            f"{one['cpu_us_per_compute_action']:18.1f} {one['cpu_us_all_threads_per_action']:23.1f} "
+            f"{one['bare_us']:23.1f}"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        _worker(json.loads(sys.argv[2]))
+    else:
+        main(sys.argv[1:])
