@@ -110,7 +110,11 @@ class _Rank:
 
     def bare(self) -> Step:
         module = self.module()
-        inputs, targets, gradient = self.batch.split(1), torch.zeros(self.num_microbatches, 1).split(1), torch.ones(1, 1)
+        inputs, targets, gradient = (
+            self.batch.split(1),
+            torch.zeros(self.num_microbatches, 1).split(1),
+            torch.ones(1, 1),
+        )
 
         def step() -> None:
             for one, target in zip(inputs, targets, strict=True):

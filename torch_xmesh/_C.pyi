@@ -339,9 +339,10 @@ class PipelinePlace:
         edges: Sequence[EdgePlans],
         model_inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]],
         has_backward: bool,
-        loss_scale: float,
+        loss_weights: Sequence[float],
     ) -> None:
-        """Runs the place's actions once. ``model_inputs``: by stage, then microbatch."""
+        """Runs the place's actions once. ``model_inputs``: by stage, then microbatch; ``loss_weights``: by microbatch,
+        the gradient that enters the last stage's loss."""
     @property
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""

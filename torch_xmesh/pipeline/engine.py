@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
@@ -17,7 +16,6 @@ from torch_xmesh.group import reshards_of
 from torch_xmesh.pipeline.boundary import (
     DEFAULT_AXIS,
     Boundaries,
-    Move,
     Placed,
     Transfers,
     edges_of,
@@ -26,9 +24,16 @@ from torch_xmesh.pipeline.boundary import (
     stage_mesh,
 )
 from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
-from torch_xmesh.pipeline.engine_batch import local_microbatches, num_samples, specs_of
+from torch_xmesh.pipeline.engine_batch import (
+    local_microbatches,
+    microbatch_columns,
+    model_inputs,
+    num_samples,
+    specs_of,
+)
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork, StepState
+from torch_xmesh.pipeline.engine_told import told_by, told_by_shards
 from torch_xmesh.pipeline.microbatch import microbatch_sizes
 from torch_xmesh.pipeline.outputs import BufferSync, whole_outputs
 from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
@@ -45,7 +50,7 @@ from torch_xmesh.pipeline.state import (
     optimizer_state,
 )
 from torch_xmesh.pipeline.trace_events import Event, chrome_trace, draw, events_of, table
-from torch_xmesh.spec import AnyMesh, Mesh
+from torch_xmesh.spec import AnyMesh
 
 _LOOKAHEAD = 4
 
@@ -156,6 +161,9 @@ class PipelineEngine:
             modules = {stage: work.program.module for stage, work in self._works.items()}
             self._buffers = BufferSync(self._transfers, modules, self._meshes)
             self._meet(overlap, seed)
+            self._leader = self._find_leader()
+            self._facts = told_by(self._transfers, "step", self._leader, 3)
+            self._shared_losses = told_by_shards(self._transfers, "losses", self._meshes[-1], num_microbatches + 1)
         except BaseException as error:
             self._abandon(error)
             raise
@@ -372,9 +380,12 @@ class PipelineEngine:
         schedule = self._schedule.core if is_train else self._schedule.core.forwards()
         if is_train and self._sync.is_needed:
             self._sync.begin_step()
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        weights = []
+        if is_last and is_train:
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            weights = [scale * weight for weight in self._works[len(self._meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            self._core.run(schedule, self._place, self._step, self._plans_for(sizes), inputs, is_train, scale)
+            self._core.run(schedule, self._place, self._step, self._plans_for(sizes), inputs, is_train, weights)
         if is_train and self._sync.is_needed:
             self._sync.end_step(self._is_sync)
         self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
@@ -389,7 +400,7 @@ class PipelineEngine:
 
     def _agree_on_sizes(self, samples: int | None, target_samples: int | None, is_train: bool) -> list[int]:
         """Samples per microbatch, told by the leader to all: ranks in the middle see no batch."""
-        leader = self._leader()
+        leader = self._leader
         if samples is not None and target_samples is not None and samples != target_samples:
             raise ValueError(f"the target has {target_samples} samples, the arguments have {samples}")
         mine = target_samples if samples is None else samples
@@ -399,9 +410,7 @@ class PipelineEngine:
                 "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
             )
         facts = [mine or 0, int(is_train), int(self._is_sync)]
-        everywhere = (Replicate(),)
-        move = Move((3,), torch.int64, Mesh([leader]), everywhere, self._transfers.everyone, everywhere)
-        told = self._transfers.start("step", [move], [torch.tensor(facts)]).wait()[0].tolist()
+        told = self._facts.exchange(torch.tensor(facts) if rank == leader else None).tolist()
         names = (
             "the batch has {} samples",
             "step() (1) or evaluate() (0): {}",
@@ -415,7 +424,8 @@ class PipelineEngine:
         self._boundaries.check_samples(sizes[-1])
         return sizes
 
-    def _leader(self) -> int:
+    def _find_leader(self) -> int:
+        """The rank that sees the batch, or the target if no batch is cut."""
         for stage, program in enumerate(self._partition.stages):
             if any(self._partition.values[name].batch_dim is not None for name in program.model_inputs):
                 return self._meshes[stage].ranks[0]
@@ -425,11 +435,9 @@ class PipelineEngine:
         """By stage and microbatch, the model's inputs that the stage takes."""
         bound = {}
         for stage in self._stages:
-            names = self._partition.stages[stage].model_inputs
-            if names:
-                parts = local_microbatches(tree, specs, sizes, self._meshes[stage], "the batch")
-                values = [self._partition.bind(args, kwargs, stage) for args, kwargs in parts]
-                bound[stage] = [[one[name] for name in names] for one in values]
+            if self._partition.stages[stage].model_inputs:
+                columns, structure = microbatch_columns(tree, specs, sizes, self._meshes[stage], "the batch")
+                bound[stage] = model_inputs(self._partition, stage, columns, structure, sizes)
         return bound
 
     def _plans_for(self, sizes: list[int]) -> list["_C.EdgePlans"]:
@@ -456,23 +464,12 @@ class PipelineEngine:
     def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
         """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""
         self._loss = None
-        last = self._meshes[-1]
-        placements = tuple(
-            Partial("sum") if axis == last.data_axis else Replicate() for axis in range(len(last.grid.shape))
-        )
-        move = Move(
-            (self._num_microbatches + 1,),
-            torch.float64,
-            last.grid,
-            placements,
-            self._transfers.everyone,
-            (Replicate(),),
-        )
-        mine = torch.zeros(self._num_microbatches + 1, dtype=torch.float64)
-        for microbatch, loss in state.losses.items():
-            mine[microbatch] = loss.double()
-        mine[-1] = float(has_losses)
-        told = self._transfers.start("losses", [move], [mine] if is_last else []).wait()[0]
+        mine = None
+        if is_last:
+            found = [state.losses.get(microbatch) for microbatch in range(self._num_microbatches)]
+            shares = [0.0 if loss is None else loss.item() for loss in found]
+            mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
+        told = self._shared_losses.exchange(mine)
         if told[-1] == 0:
             return
         total = sum(state.sizes)
@@ -481,7 +478,7 @@ class PipelineEngine:
         if losses is not None and is_last:
             for microbatch in range(self._num_microbatches):
                 own = state.losses.get(microbatch)
-                alone = last.num_shards == 1 and own is not None
+                alone = self._meshes[-1].num_shards == 1 and own is not None
                 losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))
 
     def last_loss(self) -> float | None:

@@ -9,6 +9,8 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.boundary import StageMesh
 from torch_xmesh.pipeline.microbatch import TensorChunkSpec, batch_size, leaf_specs, shard_sizes
+from torch_xmesh.pipeline.partition import Partition
+from torch_xmesh.pipeline.partition_values import ValueName
 from torch_xmesh.spec import mesh_grid
 
 
@@ -30,8 +32,16 @@ def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], me
     Raises:
         ValueError: a DTensor that lies otherwise than the stage's batch.
     """
+    columns, structure = microbatch_columns(tree, specs, sizes, mesh, what)
+    return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+
+
+def microbatch_columns(
+    tree: Any, specs: Sequence[Any], sizes: Sequence[int], mesh: StageMesh, what: str
+) -> tuple[list[Sequence[Any]], pytree.TreeSpec]:
+    """What `local_microbatches` cuts, by leaf: its part of every microbatch; and the structure of the leaves."""
     leaves, structure = pytree.tree_flatten(tree)
-    columns = []
+    columns: list[Sequence[Any]] = []
     for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         where = f"{what}, tensor {position}"
         if not isinstance(spec, TensorChunkSpec):
@@ -41,20 +51,33 @@ def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], me
             columns.append(_shards_of_dtensor(leaf, spec.split_dim, sizes, mesh, where))
         else:
             columns.append(_shards_of_whole(leaf, spec.split_dim, sizes, mesh, where))
-    return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+    return columns, structure
+
+
+def model_inputs(
+    partition: Partition, stage: int, columns: Sequence[Sequence[Any]], structure: pytree.TreeSpec, sizes: Sequence[int]
+) -> list[list[torch.Tensor]]:
+    """By microbatch, the model's inputs that a stage takes, in its order; checked once for each size of microbatch.
+
+    Raises:
+        ValueError: arguments that are not like the example's.
+    """
+    for size in dict.fromkeys(sizes):
+        first = sizes.index(size)
+        partition.bind(*pytree.tree_unflatten([column[first] for column in columns], structure), stage)
+    names = [leaf.name if isinstance(leaf, ValueName) else None for leaf in partition.argument_leaves]
+    chosen = [columns[names.index(name)] for name in partition.stages[stage].model_inputs]
+    return [list(parts) for parts in zip(*chosen, strict=True)]
 
 
 def _shards_of_whole(
     tensor: torch.Tensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     if tensor.size(dim) != sum(sizes):
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(sizes)}")
-    pieces, start = [], 0
-    for size in sizes:
-        shards = shard_sizes(size, mesh.num_shards)
-        pieces.append(tensor.detach().narrow(dim, start + sum(shards[: mesh.shard]), shards[mesh.shard]))
-        start += size
-    return pieces
+    num_shards, shard = mesh.num_shards, mesh.shard
+    parts = list(sizes) if num_shards == 1 else [part for size in sizes for part in shard_sizes(size, num_shards)]
+    return torch.split(tensor.detach(), parts, dim)[shard::num_shards]
 
 
 def _shards_of_dtensor(

@@ -1,6 +1,5 @@
 """What one stage does for one microbatch: dropout's seed, DTensors at the boundary, the module, the loss."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,7 +58,13 @@ class StageWork:
         infos = partition.values
         self._inputs = [infos[name] for name in self.program.input_values]
         self._outputs = [infos[name] for name in self.program.output_values]
+        self._placements = [boundaries.placements(info, stage) for info in self._outputs]
+        self._is_stacked = [boundaries.is_stacked(info) for info in self._outputs]
+        self._samples: dict[int, int] = {}  # of this rank, by samples of the microbatch
         self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
+        self._takes_as_sent = not self._has_dtensors and not any(
+            boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
+        )
 
     @property
     def stage(self) -> int:
@@ -68,23 +73,36 @@ class StageWork:
     def run(
         self, step: StepState, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Outputs as local tensors, and the weighted loss on the last stage in training."""
-        samples = self.mesh.samples(step.sizes[microbatch])
+        """Outputs as local tensors, on the last stage as the module made them; and the loss where there is a target."""
+        samples = self.samples(step.sizes[microbatch])
         if samples == 0:
             return [torch.empty(info.shape_for(0), dtype=info.dtype) for info in self._outputs], None
-        with torch.set_grad_enabled(step.is_train), self._rng(step, microbatch):
-            outputs = self.program(*self._wrapped(inputs, step.sizes[microbatch]))
-            if not self.is_last:
-                return [self._sent(info, out) for info, out in zip(self._outputs, outputs, strict=True)], None
-            loss = self._finish(step, microbatch, samples, outputs)
-        return list(self._detached(outputs)), loss
-
-    def _rng(self, step: StepState, microbatch: int) -> Any:
+        if torch.is_grad_enabled() is not step.is_train:  # the step has set it; a stage may have left it otherwise
+            torch.set_grad_enabled(step.is_train)
         if not (self.program.uses_rng and self.program.module.training):
-            return contextlib.nullcontext()
-        return dropout_rng(dropout_seed(self._seed, step.number, self.stage, microbatch, self.mesh.shard))
+            return self._run(step, microbatch, samples, inputs)
+        with dropout_rng(dropout_seed(self._seed, step.number, self.stage, microbatch, self.mesh.shard)):
+            return self._run(step, microbatch, samples, inputs)
+
+    def samples(self, size: int) -> int:
+        """How many samples this rank has of a microbatch of `size` samples."""
+        if size not in self._samples:
+            self._samples[size] = self.mesh.samples(size)
+        return self._samples[size]
+
+    def _run(
+        self, step: StepState, microbatch: int, samples: int, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        outputs = self.program(*self._wrapped(inputs, step.sizes[microbatch]))
+        if self.is_last:
+            return list(outputs), self._finish(step, microbatch, samples, outputs)
+        if len(outputs) != len(self._outputs):
+            raise ValueError(f"stage {self.stage} returned {len(outputs)} tensors, expected {len(self._outputs)}")
+        return [self._sent(index, output) for index, output in enumerate(outputs)], None
 
     def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
+        if self._takes_as_sent:
+            return inputs
         wrapped = []
         for info, tensor in zip(self._inputs, inputs, strict=True):
             if self._has_dtensors:
@@ -105,39 +123,47 @@ class StageWork:
     def _activation_mesh(self) -> tuple[DeviceMesh, tuple[int, ...]]:
         return activation_mesh(self.mesh, self.program.module)
 
-    def _sent(self, info: Any, output: torch.Tensor) -> torch.Tensor:
+    def _sent(self, index: int, output: torch.Tensor) -> torch.Tensor:
+        info = self._outputs[index]
         if output.dtype != info.dtype:
             raise ValueError(
                 f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as when the "
                 "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
             )
-        local = self._local(info, output)
-        return local.unsqueeze(0) if self._boundaries.is_stacked(info) else local
+        local = self._local(index, output)
+        return local.unsqueeze(0) if self._is_stacked[index] else local
 
-    def _local(self, info: Any, output: torch.Tensor) -> torch.Tensor:
-        placements = self._boundaries.placements(info, self.stage)
-        return to_local(output, self.mesh, placements, f"value {info.name} of stage {self.stage}")
+    def _local(self, index: int, output: torch.Tensor) -> torch.Tensor:
+        if type(output) is torch.Tensor:
+            return output
+        what = f"value {self._outputs[index].name} of stage {self.stage}"
+        return to_local(output, self.mesh, self._placements[index], what)
 
     def _finish(
         self, step: StepState, microbatch: int, samples: int, outputs: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        named = dict(zip(self.program.output_values, outputs, strict=True))
+        names = self.program.output_values
         if step.keeps_outputs:
-            step.outputs[microbatch] = dict(zip(named, self._detached(outputs), strict=True))
+            local = (self._local(index, output).detach() for index, output in enumerate(outputs))
+            step.outputs[microbatch] = dict(zip(names, local, strict=True))
         if self._loss_fn is None or not step.targets:
             return None
-        loss = self._loss_fn(self._partition.outputs.unflatten(named), step.targets[microbatch])
+        whole = self._partition.outputs
+        output = outputs[0] if whole.is_single else whole.unflatten(dict(zip(names, outputs, strict=True)))
+        loss = self._loss_fn(output, step.targets[microbatch])
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {shown}")
         share = samples / step.sizes[microbatch] if self._scale_grads else 1.0
-        step.losses[microbatch] = loss.detach() * share
-        return loss * (samples / sum(step.sizes)) if self._scale_grads else loss
+        step.losses[microbatch] = loss.detach() if share == 1.0 else loss.detach() * share
+        return loss
 
-    def _detached(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._local(info, out).detach() for info, out in zip(self._outputs, outputs, strict=True)]
+    def loss_weights(self, sizes: Sequence[int]) -> list[float]:
+        """By microbatch, the weight of this rank's loss in the step's."""
+        total = sum(sizes)
+        return [self.samples(size) / total if self._scale_grads else 1.0 for size in sizes]
 
 
 class StageForward:

@@ -1,6 +1,7 @@
 """What a partition consists of: stages, the tensors between them, the model's inputs and outputs."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,11 @@ class OutputStructure:
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(leaf.name for leaf in self.leaves if isinstance(leaf, ValueName)))
 
+    @functools.cached_property
+    def is_single(self) -> bool:
+        """Whether the output is one value and nothing around it."""
+        return self.structure.is_leaf() and isinstance(self.leaves[0], ValueName)
+
     def unflatten(self, values: Mapping[str, torch.Tensor]) -> Any:
         """The model's output, of the output values by name."""
         flat = [values[leaf.name] if isinstance(leaf, ValueName) else leaf for leaf in self.leaves]
@@ -166,11 +172,23 @@ class ReadyAdapter:
     tensor_positions: tuple[int, ...]
     changed: frozenset[int] = frozenset()
 
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether the inputs, as they come, are the module's positional arguments."""
+        in_order = self.leaves == tuple(range(len(self.leaves))) and not self.changed
+        return in_order and self.structure == pytree.tree_structure((self.leaves, {}))
+
     def run(self, stage: int, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        given = [tensor.clone() if position in self.changed else tensor for position, tensor in enumerate(inputs)]
-        flat = [given[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(flat, self.structure)
-        leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
+        if self._is_plain:
+            result = module(*inputs)
+            if isinstance(result, torch.Tensor) and self.tensor_positions == (0,) and self.result.is_leaf():
+                return (result,)
+        else:
+            given = [tensor.clone() if position in self.changed else tensor for position, tensor in enumerate(inputs)]
+            flat = [given[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
+            args, kwargs = pytree.tree_unflatten(flat, self.structure)
+            result = module(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(result)
         if structure != self.result:
             raise ValueError(
                 f"stage {stage} ({type(module).__name__}) returned the structure {structure}, its example run "
