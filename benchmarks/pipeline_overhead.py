@@ -110,11 +110,8 @@ class _Rank:
 
     def bare(self) -> Step:
         module = self.module()
-        inputs, targets, gradient = (
-            self.batch.split(1),
-            torch.zeros(self.num_microbatches, 1).split(1),
-            torch.ones(1, 1),
-        )
+        inputs, gradient = [self.batch[i : i + 1] for i in range(self.num_microbatches)], torch.ones(1, 1)
+        targets = [torch.zeros(1, 1) for _ in inputs]
 
         def step() -> None:
             for one, target in zip(inputs, targets, strict=True):
