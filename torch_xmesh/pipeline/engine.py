@@ -8,36 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from torch_xmesh import _C
 from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.group import reshards_of
 from torch_xmesh.pipeline.boundary import (
     DEFAULT_AXIS,
-    Boundaries,
     Placed,
     Transfers,
-    edges_of,
-    mesh_for_dtensor,
     places_of,
     stage_mesh,
 )
-from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
-from torch_xmesh.pipeline.engine_batch import (
-    local_microbatches,
-    microbatch_columns,
-    model_inputs,
-    num_samples,
-    specs_of,
-)
-from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, next_name, schedule_of
-from torch_xmesh.pipeline.engine_stage import StageForward, StageWork, StepState
-from torch_xmesh.pipeline.engine_told import told_by, told_by_shards
-from torch_xmesh.pipeline.microbatch import microbatch_sizes
-from torch_xmesh.pipeline.outputs import BufferSync, whole_outputs
-from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
-from torch_xmesh.pipeline.profile import choose_split
+from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
+from torch_xmesh.pipeline.engine_setup import next_name
+from torch_xmesh.pipeline.engine_step import EngineSteps
+from torch_xmesh.pipeline.partition import Partition, SplitAt
 from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.pipeline.state import (
     OwnParameter,
@@ -51,8 +35,6 @@ from torch_xmesh.pipeline.state import (
 )
 from torch_xmesh.pipeline.trace_events import Event, chrome_trace, draw, events_of, table
 from torch_xmesh.spec import AnyMesh
-
-_LOOKAHEAD = 4
 
 
 class PipelineEngine:
@@ -118,175 +100,37 @@ class PipelineEngine:
         axes = list(data_axis) if isinstance(data_axis, list | tuple) else [data_axis] * len(meshes)
         if len(axes) != len(meshes):
             raise ValueError(f"data_axis has {len(axes)} entries for {len(meshes)} meshes")
-        self._meshes = [
+        stage_meshes = [
             stage_mesh(mesh, axis, parallelize is not None, stage, rank)
             for stage, (mesh, axis) in enumerate(zip(meshes, axes, strict=True))
         ]
-        places = places_of(self._meshes)
-        ranks = sorted({r for mesh in self._meshes for r in mesh.ranks})
+        places = places_of(stage_meshes)
+        ranks = sorted({r for mesh in stage_meshes for r in mesh.ranks})
         if strangers := [r for r in ranks if r not in self._reshards.ranks]:
             raise ValueError(
                 f"rank {strangers[0]} of a mesh is not in the group, which has {len(self._reshards.ranks)} ranks"
             )
         if rank not in ranks:
             raise ValueError(f"rank {rank} is on no stage's mesh: only ranks {ranks} make this pipeline")
-        self._num_microbatches = num_microbatches
-        self._loss_fn = loss_fn
-        self._scale_grads = scale_grads
-        self._specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
-        self._merge_spec = output_merge_spec
-        self._transfers = Transfers(self._reshards, ranks, next_name(self._reshards, ranks))
         self._is_closed = False
-        self._is_sync = True
-        self._step = 0
-        self._loss: float | None = None
-        self._scaler: PipelineScaler | None = None
         self._model_names: set[str] | None = set(model.state_dict()) if isinstance(model, nn.Module) else None
-        self._plans: dict[tuple[int, ...], list[_C.EdgePlans]] = {}
-        try:
-            self._partition = self._cut(model, example_args, example_kwargs, split, memory_limit_bytes)
-            self._schedule = schedule_of(schedule, places, num_microbatches)
-            self._boundaries = Boundaries(
-                edges_of(self._partition.values), self._meshes, self._checked(boundary_placements)
-            )
-            edges = [(edge.from_stage, edge.to_stage) for edge in self._boundaries.edges]
-            self._schedule.validate(edges)
-            self._place = places[next(k for k, mesh in enumerate(self._meshes) if rank in mesh.ranks)]
-            self._stages = [k for k, place in enumerate(places) if place == self._place]
-            self._prepare_stages(parallelize, seed)
-            self._core = self._make_place(overlap)
-            self._tied = self._tied_parameters(places)
-            own = {stage: list(parameters.values()) for stage, parameters in self._named.items()}
-            self._sync = GradientSync(self._transfers, own, self._meshes, self._tied)
-            modules = {stage: work.program.module for stage, work in self._works.items()}
-            self._buffers = BufferSync(self._transfers, modules, self._meshes)
-            self._meet(overlap, seed)
-            self._leader = self._find_leader()
-            self._facts = told_by(self._transfers, "step", self._leader, 3)
-            self._shared_losses = told_by_shards(self._transfers, "losses", self._meshes[-1], num_microbatches + 1)
-        except BaseException as error:
-            self._abandon(error)
-            raise
-
-    # What is made once.
-
-    def _cut(self, model: Any, args: Any, kwargs: Any, split: Any, memory_limit_bytes: int | None) -> Partition:
-        num_stages = len(self._meshes)
-        specs = {"args_chunk_spec": self._specs["args"], "kwargs_chunk_spec": self._specs["kwargs"]}
-        if isinstance(model, nn.Module) and split == "auto":
-            leader = self._transfers.ranks[0]
-            chosen: Any = None
-            if self._transfers.rank == leader:
-                chosen = choose_split(model, args, kwargs, num_stages, memory_limit_bytes=memory_limit_bytes, **specs)
-            split = self._transfers.broadcast("split", leader, chosen)
-
-        def exchange(stage: int, signature: Any) -> Any:
-            root = self._meshes[stage].ranks[0]
-            if self._transfers.rank == root and signature is None:
-                raise ValueError(f"stage {stage} is None on rank {root}, which is on its mesh: pass its module there")
-            return self._transfers.broadcast(f"signature/{stage}", root, signature)
-
-        self._names_stages = not isinstance(model, nn.Module)
-        return partition(
-            model,
-            args,
-            kwargs,
+        self._transfers = Transfers(self._reshards, ranks, next_name(self._reshards, ranks))
+        specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
+        options = PlaceOptions(
             split,
-            num_stages=num_stages,
-            exchange=None if isinstance(model, nn.Module) or None not in model else exchange,
-            **specs,
+            schedule,
+            num_microbatches,
+            loss_fn,
+            parallelize,
+            boundary_placements,
+            scale_grads,
+            memory_limit_bytes,
+            specs,
+            seed,
+            overlap,
         )
-
-    def _checked(self, given: Mapping[str, Placed] | None) -> Mapping[str, Placed]:
-        crossing = [
-            name for name, info in self._partition.values.items() if info.producer is not None and info.consumers
-        ]
-        for name in given or {}:
-            if name not in crossing:
-                raise ValueError(
-                    f"boundary_placements names value {name!r}; the values that cross stages are {crossing}"
-                )
-        return given or {}
-
-    def _prepare_stages(self, parallelize: Any, seed: int) -> None:
-        self._works: dict[int, StageWork] = {}
-        self._named: dict[int, dict[str, nn.Parameter]] = {}
-        ties = ties_of({stage: self._partition.stages[stage].module for stage in self._stages})
-        for stage in self._stages:
-            program = self._partition.stages[stage]
-            if parallelize is not None:
-                made = parallelize(stage, program.module, mesh_for_dtensor(self._meshes[stage].mesh))
-                if not isinstance(made, nn.Module):
-                    raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
-                program.module = made
-            self._works[stage] = StageWork(
-                self._partition, stage, self._meshes[stage], self._boundaries, self._loss_fn, seed, self._scale_grads
-            )
-            self._named[stage] = {plain_name(name): one for name, one in program.module.named_parameters()}
-            if empty := [name for name, parameter in self._named[stage].items() if parameter.is_meta]:
-                raise ValueError(
-                    f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
-                    "(module.to_empty(device='cpu'), then initialise or load_state_dict)"
-                )
-        check_ties(ties, {stage: self._partition.stages[stage].module for stage in self._stages})
-
-    def _make_place(self, overlap: bool) -> "_C.PipelinePlace":
-        stages = []
-        for stage in self._stages:
-            program = self._partition.stages[stage]
-            positions = [program.input_values.index(name) for name in program.model_inputs]
-            stages.append(_C.StageLayout(stage, list(program.input_values), list(program.output_values), positions))
-        self._edges = [
-            edge for edge in self._boundaries.edges if edge.from_stage in self._stages or edge.to_stage in self._stages
-        ]
-        programs = self._partition.stages
-        layouts = [
-            self._boundaries.layout(edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values)
-            for edge in self._edges
-        ]
-        self._forward = StageForward(self._works)
-        return _C.PipelinePlace(self._transfers.traffic, stages, layouts, self._forward, overlap, _LOOKAHEAD)
-
-    def _tied_parameters(self, places: list[int]) -> list[Tied]:
-        tied = []
-        for group in self._partition.tied_parameters:
-            by_place: dict[int, tuple[int, str]] = {}
-            for stage, name in group:
-                by_place.setdefault(places[stage], (stage, name))
-            stage, name = group[0]
-            module = self._partition.stages[stage].module
-            known = {plain_name(one): p for one, p in module.named_parameters(remove_duplicate=False)}
-            original = known.get(name)
-            if original is None:
-                raise ValueError(f"parallelize renamed {name} of stage {stage}, which is tied to another stage's")
-            mine = by_place.get(self._place)
-            parameter = None if mine is None else self._named[mine[0]].get(mine[1])
-            holders = tuple((k, self._meshes[k]) for k, _ in sorted(by_place.values()))
-            if len(holders) > 1 and original.requires_grad:
-                tied.append(Tied(name, holders, parameter, tuple(original.shape), original.dtype))
-        return tied
-
-    def _meet(self, overlap: bool, seed: int) -> None:
-        """Compares what ranks must agree on; a difference is a ValueError on all of them."""
-        self._transfers.traffic.meet(
-            [
-                ("meshes", "; ".join(f"{mesh.grid} data axis {mesh.data_axis}" for mesh in self._meshes)),
-                ("number of microbatches", str(self._num_microbatches)),
-                ("schedule", f"{self._schedule.name} {digest(self._schedule.to_csv())}"),
-                ("partition of the model", digest(describe_values(self._partition))),
-                ("boundaries", digest("; ".join(describe_moves(self._boundaries, self._partition)))),
-                ("scale_grads, overlap, seed", f"{self._scale_grads}, {overlap}, {seed}"),
-                ("loss_fn", "given" if self._loss_fn is not None else "missing"),
-            ]
-        )
-
-    def _abandon(self, error: BaseException) -> None:
-        if isinstance(error, ValueError) and not self._transfers.traffic.has_failed:
-            self._transfers.traffic.fail(f"rank {self._transfers.rank} could not make the pipeline: {error}")
-        elif not isinstance(error, PeerError | StageError):
-            self._transfers.traffic.fail_stage(
-                f"rank {self._transfers.rank} could not make the pipeline: {type(error).__name__}: {error}", -1, -1
-            )
+        self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stage_meshes, places, options)
+        self._steps = EngineSteps(self._place, output_merge_spec)
 
     # A step.
 
@@ -314,7 +158,7 @@ class PipelineEngine:
             ValueError: arguments that do not fit, on every rank. StageError: a stage raised. PeerError: a rank is lost.
             The engine cannot be used after any of them; close it.
         """
-        if self._loss_fn is None:
+        if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
         return self._run(args, kwargs, target, losses, return_outputs, is_train=True)
 
@@ -325,206 +169,76 @@ class PipelineEngine:
     def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
         with self._guarded(), torch.inference_mode(False):
             try:
-                return self._run_guarded(args, kwargs, target, losses, return_outputs, is_train)
+                return self._steps.run(args, kwargs, target, losses, return_outputs, is_train)
             finally:
-                self._forward.step = None
+                self._place.forward.step = None
 
     def _failure(self, error: BaseException) -> BaseException:
         """Tells the other ranks of a failure that began here, and what this rank raises."""
         traffic, rank = self._transfers.traffic, self._transfers.rank
         if isinstance(error, PeerError | StageError):
             return error
-        action = self._core.failed_action
+        action = self._place.core.failed_action
         if action is not None:
             stage, microbatch = action
-            where = f"stage {stage} failed on rank {rank} in microbatch {microbatch} of step {self._step}"
+            where = f"stage {stage} failed on rank {rank} in microbatch {microbatch} of step {self._steps.number}"
             text = f"{where}: {type(error).__name__}: {error}"
             traffic.fail_stage(text, stage, microbatch)
             return StageError(text, stage, microbatch) if isinstance(error, Exception) else error
         if not traffic.has_failed:
-            text = f"rank {rank}, step {self._step}: {error}"
+            text = f"rank {rank}, step {self._steps.number}: {error}"
             if isinstance(error, ValueError):
                 traffic.fail(text)
             else:
                 traffic.fail_stage(f"{text} ({type(error).__name__})", -1, -1)
         return error
 
-    def _run_guarded(
-        self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool
-    ) -> Any:
-        takes_inputs = any(self._partition.stages[k].model_inputs for k in self._stages)
-        is_last = len(self._meshes) - 1 in self._stages
-        args, kwargs = (tuple(args), dict(sorted(kwargs.items()))) if takes_inputs else ((), {})
-        if is_last and is_train and target is None:
-            raise ValueError(
-                f"target is missing on rank {self._transfers.rank}, which has the last stage ({len(self._meshes) - 1})"
-            )
-        target = target if is_last else None
-        tree = (args, kwargs)
-        specs = []
-        if takes_inputs:
-            specs = specs_of(args, self._specs["args"], "args") + specs_of(kwargs, self._specs["kwargs"], "kwargs")
-        target_specs = specs_of(target, None if target is None else self._specs["target"], "target")
-        if takes_inputs and not pytree.tree_leaves(tree):
-            stage = next(k for k in self._stages if self._partition.stages[k].model_inputs)
-            raise ValueError(
-                f"the batch is missing on rank {self._transfers.rank}: its stage {stage} takes "
-                f"{list(self._partition.stages[stage].model_inputs)}"
-            )
-        sizes = self._agree_on_sizes(num_samples(tree, specs), num_samples(target, target_specs), is_train)
-        state = self._forward.step = StepState(self._step, sizes, is_train)
-        state.keeps_outputs = return_outputs and is_last
-        inputs = self._bind(tree, specs, sizes)
-        if is_last and target is not None:
-            state.targets = local_microbatches(target, target_specs, sizes, self._meshes[-1], "target")
-        schedule = self._schedule.core if is_train else self._schedule.core.forwards()
-        if is_train and self._sync.is_needed:
-            self._sync.begin_step()
-        weights = []
-        if is_last and is_train:
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            weights = [scale * weight for weight in self._works[len(self._meshes) - 1].loss_weights(sizes)]
-        with torch.set_grad_enabled(is_train):
-            self._core.run(schedule, self._place, self._step, self._plans_for(sizes), inputs, is_train, weights)
-        if is_train and self._sync.is_needed:
-            self._sync.end_step(self._is_sync)
-        self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
-        self._buffers.run()
-        output = None
-        if state.keeps_outputs:
-            output = whole_outputs(
-                self._transfers, self._partition, self._meshes, sizes, state.outputs, self._merge_spec
-            )
-        self._step += 1
-        return output
-
-    def _agree_on_sizes(self, samples: int | None, target_samples: int | None, is_train: bool) -> list[int]:
-        """Samples per microbatch, told by the leader to all: ranks in the middle see no batch."""
-        leader = self._leader
-        if samples is not None and target_samples is not None and samples != target_samples:
-            raise ValueError(f"the target has {target_samples} samples, the arguments have {samples}")
-        mine = target_samples if samples is None else samples
-        rank = self._transfers.rank
-        if rank == leader and mine is None:
-            raise ValueError(
-                "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
-            )
-        facts = [mine or 0, int(is_train), int(self._is_sync)]
-        told = self._facts.exchange(torch.tensor(facts) if rank == leader else None).tolist()
-        names = (
-            "the batch has {} samples",
-            "step() (1) or evaluate() (0): {}",
-            "gradients are summed in this step (0 in no_sync): {}",
-        )
-        for name, one, other in zip(names, told, facts, strict=True):
-            if one != other and not (name is names[0] and mine is None):
-                raise ValueError(f"ranks disagree: {name.format(one)} on rank {leader}, {other} on rank {rank}")
-        sizes = microbatch_sizes(told[0], self._num_microbatches)
-        self._boundaries.check_samples(sizes[0])
-        self._boundaries.check_samples(sizes[-1])
-        return sizes
-
-    def _find_leader(self) -> int:
-        """The rank that sees the batch, or the target if no batch is cut."""
-        for stage, program in enumerate(self._partition.stages):
-            if any(self._partition.values[name].batch_dim is not None for name in program.model_inputs):
-                return self._meshes[stage].ranks[0]
-        return self._meshes[-1].ranks[0]
-
-    def _bind(self, tree: Any, specs: list[Any], sizes: list[int]) -> dict[int, list[list[torch.Tensor]]]:
-        """By stage and microbatch, the model's inputs that the stage takes."""
-        bound = {}
-        for stage in self._stages:
-            if self._partition.stages[stage].model_inputs:
-                columns, structure = microbatch_columns(tree, specs, sizes, self._meshes[stage], "the batch")
-                bound[stage] = model_inputs(self._partition, stage, columns, structure, sizes)
-        return bound
-
-    def _plans_for(self, sizes: list[int]) -> list["_C.EdgePlans"]:
-        key = tuple(sizes)
-        if key not in self._plans:
-            plans = []
-            for edge in self._edges:
-                start, end = self._meshes[edge.from_stage], self._meshes[edge.to_stage]
-                lane = f"{edge.from_stage}-{edge.to_stage}"
-                if self._boundaries.is_local(edge):
-                    plans.append(_C.EdgePlans(lane, edge.text, False, [], []))
-                    continue
-                forward = [self._transfers.prepare(self._boundaries.moves(edge, n, False)) for n in sizes]
-                backward = []
-                if edge.has_gradient:
-                    backward = [self._transfers.prepare(self._boundaries.moves(edge, n, True)) for n in sizes]
-                is_joint = set(start.ranks) == set(end.ranks)
-                plans.append(_C.EdgePlans(lane, edge.text, is_joint, forward, backward))
-            self._plans[key] = plans
-        return self._plans[key]
-
-    # After a step.
-
-    def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
-        """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""
-        self._loss = None
-        mine = None
-        if is_last:
-            found = [state.losses.get(microbatch) for microbatch in range(self._num_microbatches)]
-            shares = [0.0 if loss is None else loss.item() for loss in found]
-            mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
-        told = self._shared_losses.exchange(mine)
-        if told[-1] == 0:
-            return
-        total = sum(state.sizes)
-        weights = [n / total if self._scale_grads else 1.0 for n in state.sizes]
-        self._loss = sum(weight * loss for weight, loss in zip(weights, told[:-1].tolist(), strict=True))
-        if losses is not None and is_last:
-            for microbatch in range(self._num_microbatches):
-                own = state.losses.get(microbatch)
-                alone = self._meshes[-1].num_shards == 1 and own is not None
-                losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))
-
     def last_loss(self) -> float | None:
         """The last step's loss over the whole batch, on every rank; None before it, and where there was no target."""
-        return self._loss
+        return self._steps.loss
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps inside leave the sum over the data axis (and tied parameters) to the next step outside."""
-        before, self._is_sync = self._is_sync, False
+        before, self._steps.is_sync = self._steps.is_sync, False
         try:
             yield
         finally:
-            self._is_sync = before
+            self._steps.is_sync = before
 
     # The stages of this rank.
 
     @property
     def schedule(self) -> Schedule:
         """What runs where in which order; prints as a grid."""
-        return self._schedule
+        return self._place.schedule
 
     @property
     def partition(self) -> Partition:
         """The model as stages; prints as a table."""
-        return self._partition
+        return self._place.partition
 
     @property
     def stages(self) -> list[int]:
         """The stages on this rank."""
-        return list(self._stages)
+        return list(self._place.stages)
 
     def stage_module(self, stage: int) -> nn.Module:
         """The module of a stage of this rank. Raises ValueError for another's."""
-        if stage not in self._works:
-            raise ValueError(f"stage {stage} is not on rank {self._transfers.rank}, which has stages {self._stages}")
-        return self._works[stage].program.module
+        if stage not in self._place.works:
+            raise ValueError(
+                f"stage {stage} is not on rank {self._transfers.rank}, which has stages {self._place.stages}"
+            )
+        return self._place.works[stage].program.module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names ("0.weight" for stage 0 of a list of modules)."""
         seen: set[int] = set()
-        for stage in self._stages:
-            for name, parameter in self._named[stage].items():
+        for stage in self._place.stages:
+            for name, parameter in self._place.named[stage].items():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield (f"{stage}.{name}" if self._names_stages else name), parameter
+                    yield (f"{stage}.{name}" if self._place.names_stages else name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters: what an optimizer is given."""
@@ -533,7 +247,7 @@ class PipelineEngine:
 
     def train(self, mode: bool = True) -> "PipelineEngine":
         """Training mode for this rank's stages."""
-        for work in self._works.values():
+        for work in self._place.works.values():
             work.program.module.train(mode)
         return self
 
@@ -552,8 +266,8 @@ class PipelineEngine:
 
     def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
         """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
-        self._scaler = PipelineScaler(self._transfers, scaler)
-        return self._scaler
+        self._steps.scaler = PipelineScaler(self._transfers, scaler)
+        return self._steps.scaler
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """This rank's stages as DTensors under the model's own names; torch.distributed.checkpoint saves and loads
@@ -598,9 +312,9 @@ class PipelineEngine:
         return self._transfers.rank == self._transfers.ranks[0]
 
     def _events(self) -> list[Event]:
-        edges = [(edge.from_stage, edge.to_stage) for edge in self._edges]
+        edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
         with self._guarded():
-            mine = events_of(self._transfers.rank, self._core, edges)
+            mine = events_of(self._transfers.rank, self._place.core, edges)
             return [event for events in self._transfers.gather("events", mine) for event in events]
 
     @contextlib.contextmanager
@@ -617,23 +331,23 @@ class PipelineEngine:
 
     def _modules(self) -> list[tuple[str, nn.Module, Any]]:
         return [
-            (f"{stage}." if self._names_stages else "", self.stage_module(stage), self._meshes[stage])
-            for stage in self._stages
+            (f"{stage}." if self._place.names_stages else "", self.stage_module(stage), self._place.meshes[stage])
+            for stage in self._place.stages
         ]
 
     def _keeps(self, name: str) -> bool:
         return self._model_names is None or name in self._model_names
 
     def _own_parameters(self) -> list[OwnParameter]:
-        lent = {id(one.parameter) for one in self._tied if one.holders[0][0] not in self._stages}
+        lent = {id(one.parameter) for one in self._place.tied if one.holders[0][0] not in self._place.stages}
         found, seen = [], set()
-        for stage in self._stages:
-            for name, parameter in self._named[stage].items():
+        for stage in self._place.stages:
+            for name, parameter in self._place.named[stage].items():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    full = f"{stage}.{name}" if self._names_stages else name
-                    counted = id(parameter) not in lent and is_counted(parameter, self._meshes[stage])
-                    found.append(OwnParameter(full, parameter, self._meshes[stage], counted))
+                    full = f"{stage}.{name}" if self._place.names_stages else name
+                    counted = id(parameter) not in lent and is_counted(parameter, self._place.meshes[stage])
+                    found.append(OwnParameter(full, parameter, self._place.meshes[stage], counted))
         return found
 
     def close(self) -> None:
@@ -645,4 +359,4 @@ class PipelineEngine:
     @property
     def buffer_counts(self) -> tuple[int, int]:
         """Receive buffers allocated so far on this rank: how many, and their bytes. Constant after the second step."""
-        return self._core.num_buffers, self._core.buffer_bytes
+        return self._place.core.num_buffers, self._place.core.buffer_bytes

@@ -64,7 +64,8 @@ def model_inputs(
     """
     for size in dict.fromkeys(sizes):
         first = sizes.index(size)
-        partition.bind(*pytree.tree_unflatten([column[first] for column in columns], structure), stage)
+        args, kwargs = pytree.tree_unflatten([column[first] for column in columns], structure)
+        partition.bind(args, kwargs, stage)
     names = [leaf.name if isinstance(leaf, ValueName) else None for leaf in partition.argument_leaves]
     chosen = [columns[names.index(name)] for name in partition.stages[stage].model_inputs]
     return [list(parts) for parts in zip(*chosen, strict=True)]

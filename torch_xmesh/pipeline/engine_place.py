@@ -1,0 +1,224 @@
+"""One rank's place in a pipeline: all that an engine works out once of the model, the meshes and the schedule."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_xmesh import _C
+from torch_xmesh.errors import PeerError, StageError
+from torch_xmesh.pipeline.boundary import (
+    Boundaries,
+    Placed,
+    StageMesh,
+    Transfers,
+    edges_of,
+    mesh_for_dtensor,
+)
+from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
+from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, schedule_of
+from torch_xmesh.pipeline.engine_stage import StageForward, StageWork
+from torch_xmesh.pipeline.outputs import BufferSync
+from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
+from torch_xmesh.pipeline.profile import choose_split
+from torch_xmesh.pipeline.schedule import Schedule
+
+_LOOKAHEAD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceOptions:
+    """What a user says of a pipeline besides its model and meshes; see PipelineEngine."""
+
+    split: SplitAt | str | None
+    schedule: str | Schedule
+    num_microbatches: int
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    parallelize: Callable[[int, nn.Module, Any], nn.Module] | None
+    boundary_placements: Mapping[str, Placed] | None
+    scale_grads: bool
+    memory_limit_bytes: int | None
+    chunk_specs: Mapping[str, Any]
+    seed: int
+    overlap: bool
+
+
+class EnginePlace:
+    """The stages of one rank, what crosses their boundaries, and the C++ engine that runs them.
+
+    Every rank of the meshes makes it alike; ranks that disagree get a ValueError, all of them.
+
+    Attributes:
+        transfers: all that moves between the ranks.
+        meshes: of every stage.
+        partition, schedule, boundaries: of the whole model.
+        index: this rank's place in the schedule; `stages` are the place's.
+        works, named: by stage of this rank, its work, and its parameters by name.
+        edges: those that begin or end here, as `core` counts them.
+        names_stages: parameters are named after their stage, since the model came as a list.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module | None],
+        example_args: Sequence[Any],
+        example_kwargs: Mapping[str, Any] | None,
+        transfers: Transfers,
+        meshes: Sequence[StageMesh],
+        places: list[int],
+        options: PlaceOptions,
+    ) -> None:
+        self.transfers = transfers
+        self.meshes = list(meshes)
+        self.num_microbatches = options.num_microbatches
+        self.loss_fn = options.loss_fn
+        self.scale_grads = options.scale_grads
+        self.chunk_specs = options.chunk_specs
+        self.names_stages = not isinstance(model, nn.Module)
+        rank = transfers.rank
+        try:
+            self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
+            self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
+            self.boundaries = Boundaries(
+                edges_of(self.partition.values), self.meshes, self._checked(options.boundary_placements)
+            )
+            self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
+            self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
+            self.stages = [k for k, place in enumerate(places) if place == self.index]
+            self._prepare_stages(options.parallelize, options.seed)
+            self.core = self._make_core(options.overlap)
+            self.tied = self._tied_parameters(places)
+            own = {stage: list(parameters.values()) for stage, parameters in self.named.items()}
+            self.sync = GradientSync(transfers, own, self.meshes, self.tied)
+            modules = {stage: work.program.module for stage, work in self.works.items()}
+            self.buffers = BufferSync(transfers, modules, self.meshes)
+            self._meet(options.overlap, options.seed)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is here."""
+        return len(self.meshes) - 1 in self.stages
+
+    def _cut(
+        self, model: Any, args: Any, kwargs: Any, split: SplitAt | str | None, memory_limit_bytes: int | None
+    ) -> Partition:
+        num_stages = len(self.meshes)
+        specs = {"args_chunk_spec": self.chunk_specs["args"], "kwargs_chunk_spec": self.chunk_specs["kwargs"]}
+        if isinstance(model, nn.Module) and split == "auto":
+            leader = self.transfers.ranks[0]
+            chosen: Any = None
+            if self.transfers.rank == leader:
+                chosen = choose_split(model, args, kwargs, num_stages, memory_limit_bytes=memory_limit_bytes, **specs)
+            split = self.transfers.broadcast("split", leader, chosen)
+
+        def exchange(stage: int, signature: Any) -> Any:
+            root = self.meshes[stage].ranks[0]
+            if self.transfers.rank == root and signature is None:
+                raise ValueError(f"stage {stage} is None on rank {root}, which is on its mesh: pass its module there")
+            return self.transfers.broadcast(f"signature/{stage}", root, signature)
+
+        return partition(
+            model,
+            args,
+            kwargs,
+            split,
+            num_stages=num_stages,
+            exchange=None if isinstance(model, nn.Module) or None not in model else exchange,
+            **specs,
+        )
+
+    def _checked(self, given: Mapping[str, Placed] | None) -> Mapping[str, Placed]:
+        crossing = [
+            name for name, info in self.partition.values.items() if info.producer is not None and info.consumers
+        ]
+        for name in given or {}:
+            if name not in crossing:
+                raise ValueError(
+                    f"boundary_placements names value {name!r}; the values that cross stages are {crossing}"
+                )
+        return given or {}
+
+    def _prepare_stages(self, parallelize: Any, seed: int) -> None:
+        self.works: dict[int, StageWork] = {}
+        self.named: dict[int, dict[str, nn.Parameter]] = {}
+        ties = ties_of({stage: self.partition.stages[stage].module for stage in self.stages})
+        for stage in self.stages:
+            program = self.partition.stages[stage]
+            if parallelize is not None:
+                made = parallelize(stage, program.module, mesh_for_dtensor(self.meshes[stage].mesh))
+                if not isinstance(made, nn.Module):
+                    raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
+                program.module = made
+            self.works[stage] = StageWork(
+                self.partition, stage, self.meshes[stage], self.boundaries, self.loss_fn, seed, self.scale_grads
+            )
+            self.named[stage] = {plain_name(name): one for name, one in program.module.named_parameters()}
+            if empty := [name for name, parameter in self.named[stage].items() if parameter.is_meta]:
+                raise ValueError(
+                    f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
+                    "(module.to_empty(device='cpu'), then initialise or load_state_dict)"
+                )
+        check_ties(ties, {stage: self.partition.stages[stage].module for stage in self.stages})
+
+    def _make_core(self, overlap: bool) -> "_C.PipelinePlace":
+        stages = []
+        for stage in self.stages:
+            program = self.partition.stages[stage]
+            positions = [program.input_values.index(name) for name in program.model_inputs]
+            stages.append(_C.StageLayout(stage, list(program.input_values), list(program.output_values), positions))
+        self.edges = [
+            edge for edge in self.boundaries.edges if edge.from_stage in self.stages or edge.to_stage in self.stages
+        ]
+        programs = self.partition.stages
+        layouts = [
+            self.boundaries.layout(edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values)
+            for edge in self.edges
+        ]
+        self.forward = StageForward(self.works)
+        return _C.PipelinePlace(self.transfers.traffic, stages, layouts, self.forward, overlap, _LOOKAHEAD)
+
+    def _tied_parameters(self, places: list[int]) -> list[Tied]:
+        tied = []
+        for group in self.partition.tied_parameters:
+            by_place: dict[int, tuple[int, str]] = {}
+            for stage, name in group:
+                by_place.setdefault(places[stage], (stage, name))
+            stage, name = group[0]
+            module = self.partition.stages[stage].module
+            known = {plain_name(one): p for one, p in module.named_parameters(remove_duplicate=False)}
+            original = known.get(name)
+            if original is None:
+                raise ValueError(f"parallelize renamed {name} of stage {stage}, which is tied to another stage's")
+            mine = by_place.get(self.index)
+            parameter = None if mine is None else self.named[mine[0]].get(mine[1])
+            holders = tuple((k, self.meshes[k]) for k, _ in sorted(by_place.values()))
+            if len(holders) > 1 and original.requires_grad:
+                tied.append(Tied(name, holders, parameter, tuple(original.shape), original.dtype))
+        return tied
+
+    def _meet(self, overlap: bool, seed: int) -> None:
+        """Compares what ranks must agree on; a difference is a ValueError on all of them."""
+        self.transfers.traffic.meet(
+            [
+                ("meshes", "; ".join(f"{mesh.grid} data axis {mesh.data_axis}" for mesh in self.meshes)),
+                ("number of microbatches", str(self.num_microbatches)),
+                ("schedule", f"{self.schedule.name} {digest(self.schedule.to_csv())}"),
+                ("partition of the model", digest(describe_values(self.partition))),
+                ("boundaries", digest("; ".join(describe_moves(self.boundaries, self.partition)))),
+                ("scale_grads, overlap, seed", f"{self.scale_grads}, {overlap}, {seed}"),
+                ("loss_fn", "given" if self.loss_fn is not None else "missing"),
+            ]
+        )
+
+    def _abandon(self, error: BaseException) -> None:
+        if isinstance(error, ValueError) and not self.transfers.traffic.has_failed:
+            self.transfers.traffic.fail(f"rank {self.transfers.rank} could not make the pipeline: {error}")
+        elif not isinstance(error, PeerError | StageError):
+            self.transfers.traffic.fail_stage(
+                f"rank {self.transfers.rank} could not make the pipeline: {type(error).__name__}: {error}", -1, -1
+            )
