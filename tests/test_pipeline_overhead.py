@@ -1,0 +1,33 @@
+"""The overhead benchmark counts actions as torch does, and takes the bare stage away."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import pipeline_overhead  # noqa: E402
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, (32, 32)), (1, (32, 64)), (3, (32, 32))])
+def test_actions_of_a_stage(stage: int, expected: tuple[int, int]) -> None:
+    assert pipeline_overhead.num_actions(stage, 4, 16) == expected
+
+
+def test_one_stage_sends_nothing() -> None:
+    assert pipeline_overhead.num_actions(0, 1, 4) == (8, 0)
+
+
+def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
+    everyone = [
+        torch.tensor([[100.0, 120.0], [260.0, 360.0]], dtype=torch.float64),
+        torch.tensor([[60.0, 80.0], [220.0, 320.0]], dtype=torch.float64),
+    ]
+    (record,) = pipeline_overhead._records(["bare", "1f1b"], everyone, 2)
+    assert record["cpu_us_per_action"] == pytest.approx(320 / 16)
+    assert record["cpu_us_per_compute_action"] == pytest.approx(320 / 8)
+    assert record["cpu_us_all_threads_per_action"] == pytest.approx(480 / 16)
+    assert record["bare_us"] == pytest.approx(160 / 8)
+    assert (record["method"], record["stages"], record["microbatches"]) == ("1f1b", 2, 2)
