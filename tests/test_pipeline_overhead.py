@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import pipeline_overhead  # noqa: E402
+import pipeline_overhead
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, (32, 32)), (1, (32, 64)), (3, (32, 32))])
