@@ -76,9 +76,9 @@ def _shards_of_whole(
 ) -> Sequence[torch.Tensor]:
     if tensor.size(dim) != sum(sizes):
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(sizes)}")
-    num_shards, shard = mesh.num_shards, mesh.shard
+    num_shards = mesh.num_shards
     parts = list(sizes) if num_shards == 1 else [part for size in sizes for part in shard_sizes(size, num_shards)]
-    return torch.split(tensor.detach(), parts, dim)[shard::num_shards]
+    return torch.split(tensor.detach(), parts, dim)[0 if num_shards == 1 else mesh.shard :: num_shards]
 
 
 def _shards_of_dtensor(

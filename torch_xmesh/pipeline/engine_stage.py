@@ -60,6 +60,7 @@ class StageWork:
         self._outputs = [infos[name] for name in self.program.output_values]
         self._placements = [boundaries.placements(info, stage) for info in self._outputs]
         self._is_stacked = [boundaries.is_stacked(info) for info in self._outputs]
+        self._shard = mesh.shard
         self._samples: dict[int, int] = {}  # of this rank, by samples of the microbatch
         self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
         self._takes_as_sent = not self._has_dtensors and not any(
@@ -81,7 +82,7 @@ class StageWork:
             torch.set_grad_enabled(step.is_train)
         if not (self.program.uses_rng and self.program.module.training):
             return self._run(step, microbatch, samples, inputs)
-        with dropout_rng(dropout_seed(self._seed, step.number, self.stage, microbatch, self.mesh.shard)):
+        with dropout_rng(dropout_seed(self._seed, step.number, self.stage, microbatch, self._shard)):
             return self._run(step, microbatch, samples, inputs)
 
     def samples(self, size: int) -> int:

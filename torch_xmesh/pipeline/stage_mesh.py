@@ -1,6 +1,7 @@
 """Where a stage of a pipeline lies: its mesh as one rank sees it, its data axis, and what stages share ranks."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,7 @@ class StageMesh:
         """Parts of the batch."""
         return 1 if self.data_axis is None else self.grid.shape[self.data_axis]
 
-    @property
+    @functools.cached_property
     def coordinate(self) -> tuple[int, ...]:
         """This rank's, one index per axis."""
         index = torch.tensor(self.ranks.index(self.rank))
