@@ -68,8 +68,8 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     # Who takes part cannot be known from these alone.
     (
         "expected a DTensor or an xm.Spec, got Tensor",
-        lambda: xm.reshard(torch.empty(8, 6), LAYOUT.dst_mesh, LAYOUT.dst),
-    ),  # type: ignore[arg-type]
+        lambda: xm.reshard(torch.empty(8, 6), LAYOUT.dst_mesh, LAYOUT.dst),  # type: ignore[arg-type]
+    ),
     ("different keys", lambda: xm.reshard_many({"a": spec()}, LAYOUT.dst_mesh, {"b": LAYOUT.dst})),
     ("the list is empty", lambda: xm.reshard_many([], LAYOUT.dst_mesh, LAYOUT.dst)),
     ("a mesh is a DeviceMesh or an xm.Mesh, got list", lambda: xm.reshard(spec(), [2, 3], LAYOUT.dst)),  # type: ignore[arg-type]
