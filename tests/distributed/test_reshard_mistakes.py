@@ -13,6 +13,7 @@ from layouts import Layout, assert_same_bytes, dtensor_of, expected_of, source_o
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.group import reshards_of
 from torch_xmesh.testing import spawn
 
 LAYOUT = Layout((8, 6), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Shard(1),))
@@ -134,20 +135,15 @@ def two_threads(rank: int, world_size: int) -> None:
         dist.barrier()
         good_call()
         return
-    failures: list[BaseException] = []
+    reshards = reshards_of(None)
     first = threading.Thread(target=good_call)
     first.start()
-    while not failures and first.is_alive():
-        try:
-            with torch.no_grad():
-                xm.reshard(torch.zeros(1), LAYOUT.dst_mesh, LAYOUT.dst)  # type: ignore[arg-type]
-        except ValueError:
-            continue  # the first thread has not come to its call yet
-        except RuntimeError as error:
-            failures.append(error)
+    while not reshards._caller.locked():
+        assert first.is_alive()
+    with pytest.raises(RuntimeError, match="two threads"):
+        good_call()
     dist.barrier()
     first.join()
-    assert "two threads" in str(failures[0])
 
 
 def closed_group(rank: int, world_size: int) -> None:
