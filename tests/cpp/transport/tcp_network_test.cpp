@@ -294,6 +294,9 @@ TEST(TcpNetwork, LeavesNoDescriptorAndNoThread) {
 }
 
 TEST(TcpNetwork, ALackOfDescriptorsIsNamedAsSuch) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "UBSan looks at an object's type through a pipe, for which it needs descriptors";
+#endif
   Alone alone;
   const Fd port = rawBind();
   ASSERT_EQ(::listen(port.get(), 1), 0);
