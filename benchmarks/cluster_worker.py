@@ -27,7 +27,6 @@ from rivals import is_rival, make_rival
 from table import Record
 
 _SLOW = 1.5  # a method this many times slower than the fastest may get fewer runs when time is short
-_NUM_SLOW_RUNS_MIN = 2
 
 
 @dataclass
@@ -37,6 +36,11 @@ class Samples:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     wrong: int = 0
+
+    def forget_times(self) -> None:
+        """After the run that is not counted; its wrong elements are."""
+        self.seconds.clear()
+        self.cpu_seconds.clear()
 
 
 class Worker:
@@ -74,12 +78,15 @@ class Worker:
         data = RankData.make(case, self._rank)
         methods = {name: method for name in self._job["strategies"] if (method := self._make(name, data)) is not None}
         samples = {name: Samples() for name in methods}
-        first = {name: self._run_once(data, method, samples[name], is_timed=False) for name, method in methods.items()}
+        first = {name: self._run_once(data, method, samples[name]) for name, method in methods.items()}
         runs = self._runs_of(first, (self._deadline - self._now()) * left_share)
+        for name, count in runs.items():
+            if count > 0:
+                samples[name].forget_times()
         for run in range(self._job["runs"]):
             for name, method in methods.items():
                 if run < runs[name]:
-                    self._run_once(data, method, samples[name], is_timed=True)
+                    self._run_once(data, method, samples[name])
         return [self._record(case, name, methods[name], samples[name]) for name in methods]
 
     def _make(self, name: str, data: RankData) -> Method | None:
@@ -100,18 +107,17 @@ class Worker:
         return float(now)
 
     def _runs_of(self, first: dict[str, float], seconds: float) -> dict[str, int]:
-        """Timed runs per method: all that were asked for, fewer for slow methods where `seconds` do not suffice for
-        all."""
+        """Further runs per method: all that were asked for, fewer for slow methods where `seconds` do not suffice for
+        all, none where they do not suffice for one."""
         wanted = int(self._job["runs"])
         fastest = min(first.values())
         slow = sum(time for time in first.values() if time > _SLOW * fastest)
         left = seconds - wanted * sum(time for time in first.values() if time <= _SLOW * fastest)
-        slow_runs = wanted if slow == 0 else max(min(_NUM_SLOW_RUNS_MIN, wanted), min(wanted, int(left / slow)))
+        slow_runs = wanted if slow == 0 else max(0, min(wanted, int(left / slow)))
         return {name: slow_runs if time > _SLOW * fastest else wanted for name, time in first.items()}
 
-    def _run_once(self, data: RankData, method: Method, samples: Samples, *, is_timed: bool) -> float:
-        """One reshard between barriers; returns its time and adds it to `samples` when timed. Elements are checked in
-        any case."""
+    def _run_once(self, data: RankData, method: Method, samples: Samples) -> float:
+        """One reshard between barriers, its elements checked; returns its time and adds it to `samples`."""
         data.poison()
         dist.barrier(group=self._gloo)
         cpu = _cpu_seconds()
@@ -127,9 +133,8 @@ class Worker:
         dist.all_gather(list(everyone.unbind(0)), mine, group=self._gloo)
         seconds = float(everyone[:, 1].max() - everyone[:, 0].min())
         samples.wrong += int(everyone[:, 3].sum())
-        if is_timed:
-            samples.seconds.append(seconds)
-            samples.cpu_seconds.append(float(everyone[:, 2].sum()))
+        samples.seconds.append(seconds)
+        samples.cpu_seconds.append(float(everyone[:, 2].sum()))
         return seconds
 
     def _record(self, case: Case, name: str, method: Method, samples: Samples) -> Record:

@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cases", help="comma-separated names: only these cases of the suite")
     parser.add_argument("--hosts", type=int, default=5)
     parser.add_argument("--devices", type=int, default=4, help="per host")
-    parser.add_argument("--rate", default="200mbit", help="NIC rate each way, or 'none' for plain localhost")
+    parser.add_argument("--rate", default="400mbit", help="NIC rate each way, or 'none' for plain localhost")
     parser.add_argument("--rate-of", action="append", default=[], metavar="HOST=RATE", help="another rate for one host")
     parser.add_argument(
         "--no-pacing", action="store_true", help="do not tell the product that the NIC rates are measured"
