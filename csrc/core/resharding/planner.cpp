@@ -68,18 +68,19 @@ struct Candidate {
   double predicted_seconds = 0;
 };
 
-/// Keeps the best of the candidates. One that is hardly better than an earlier one does not replace it: they come in the order of how well they
-/// keep their promise on real links, where pairs that all send at once get unequal shares.
+/// Keeps the best of the candidates, the earlier of equal ones. Direct sends must be clearly better on paper: they all leave at once, and on real links
+/// they do not get the equal shares that the prediction gives them.
 void runCandidates(ReshardingPlan& plan, const Network& network) {
   constexpr size_t kLargePlan = 20'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
-  constexpr double kHardlyBetter = 0.99;
+  constexpr double kClearlyBetter = 0.99;
   std::optional<Candidate> best;
   for (const StrategyInfo& info : strategies()) {
     if (!info.is_candidate) {
       continue;
     }
     runStrategy(plan, parseStrategy(info.name), network);
-    if (!best || plan.predicted_seconds < kHardlyBetter * best->predicted_seconds) {
+    const double share = info.name == "send_recv" ? kClearlyBetter : 1;
+    if (!best || plan.predicted_seconds < share * best->predicted_seconds) {
       best = Candidate{std::move(plan.strategy), std::move(plan.messages), plan.predicted_seconds};
     }
     if (best->messages.size() > kLargePlan) {
