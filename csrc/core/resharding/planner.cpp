@@ -68,8 +68,8 @@ struct Candidate {
   double predicted_seconds = 0;
 };
 
-/// Keeps the best of the candidates, the earlier of equal ones. Direct sends must be clearly better on paper: they all leave at once, and on real links
-/// they do not get the equal shares that the prediction gives them.
+/// Keeps the best of the candidates, the earlier of equal ones. Direct sends must be clearly better on paper: they all leave at once, and on real
+/// links they do not get the equal shares that the prediction gives them.
 void runCandidates(ReshardingPlan& plan, const Network& network) {
   constexpr size_t kLargePlan = 20'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
   constexpr double kClearlyBetter = 0.99;
