@@ -75,7 +75,9 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             }
             job_path = Path(folder, "job.json")
             job_path.write_text(json.dumps(job))
-            skipped = _run_workers(cluster, job_path, settings)
+            seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
+            written = run_workers(cluster, _WORKER, job_path, seconds)
+            skipped = [line for line in written.splitlines() if line.startswith("skipped: ")]
             lines = Path(folder, "records.jsonl").read_text().splitlines()
         records = [Record(**json.loads(line)) for line in lines]
         notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}", *skipped]
@@ -90,11 +92,14 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
     return Measurement(records, notes, about)
 
 
-def _run_workers(cluster: Cluster, job_path: Path, settings: Settings) -> list[str]:
-    """Returns the lines about skipped methods."""
-    job = cluster.start(str(_WORKER), str(job_path))
+def run_workers(cluster: Cluster, script: Path, job_path: Path, seconds: float) -> str:
+    """Runs a script on every device, and returns what rank 0 wrote.
+
+    Raises MeasurementError when a rank fails or the processes do not end in time.
+    """
+    job = cluster.start(str(script), str(job_path))
     try:
-        job.wait(settings.budget_seconds + settings.timeout_seconds + _START_SECONDS)
+        job.wait(seconds)
     except TimeoutError as error:
         job.stop()
         raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
@@ -102,7 +107,7 @@ def _run_workers(cluster: Cluster, job_path: Path, settings: Settings) -> list[s
     if failed is not None:
         tail = "\n".join(failed.output.splitlines()[-30:])
         raise MeasurementError(f"rank {failed.rank} ended with {failed.exit_code}; it wrote last:\n{tail}")
-    return [line for line in job.ranks[0].output.splitlines() if line.startswith("skipped: ")]
+    return job.ranks[0].output
 
 
 def _goodput_note(cluster: Cluster, goodput: Goodput) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_suite import MeasurementError, machine_notes
+from cluster_suite import machine_notes, run_workers
 from pipeline_models import make
 from pipeline_table import Record
 from pipeline_worker import SIGNAL, stage_seconds
@@ -195,7 +195,8 @@ def _on_cluster(settings: Settings, cases: Any, *, hosts: int, devices: int, rat
             }
             path = Path(folder, "job.json")
             path.write_text(json.dumps(job))
-            _run_workers(cluster, path, settings)
+            seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
+            run_workers(cluster, _WORKER, path, seconds)
             lines = Path(folder, "records.jsonl").read_text().splitlines()
         notes = [*machine_notes(), f"{cluster.description}, burst {_BURST}, goodput {goodput}"]
         about = {
@@ -207,16 +208,3 @@ def _on_cluster(settings: Settings, cases: Any, *, hosts: int, devices: int, rat
             "runs": settings.runs,
         }
     return Measurement([Record(**json.loads(line)) for line in lines], notes, about)
-
-
-def _run_workers(cluster: Cluster, job_path: Path, settings: Settings) -> None:
-    job = cluster.start(str(_WORKER), str(job_path))
-    try:
-        job.wait(settings.budget_seconds + settings.timeout_seconds + _START_SECONDS)
-    except TimeoutError as error:
-        job.stop()
-        raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
-    failed = job.failed_rank
-    if failed is not None:
-        tail = "\n".join(failed.output.splitlines()[-30:])
-        raise MeasurementError(f"rank {failed.rank} ended with {failed.exit_code}; it wrote last:\n{tail}")

@@ -8,13 +8,13 @@ shards. The task, telling discs from boxes pixel by pixel on a noisy ground, is 
 
 import argparse
 import copy
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from training import assert_as_serial, draw_losses, progress
 
 import torch_xmesh as xm
 from torch_xmesh.testing import serial_step
@@ -179,34 +179,7 @@ def check_against_serial(
         num_microbatches=microbatches,
         num_data_shards=data_shards,
     )
-    loss = engine.last_loss()
-    assert loss is not None
-    assert abs(loss - float(serial.loss)) < 1e-4 * abs(loss), f"loss {loss}, in one process {float(serial.loss)}"
-    expected = dict(reference.named_parameters())
-    for name, parameter in engine.named_parameters():
-        assert parameter.grad is not None, name
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5)
-
-
-def progress(step: int, steps: int, loss: float) -> None:
-    done = 30 * (step + 1) // steps
-    end = "\n" if step + 1 == steps else ""
-    sys.stdout.write(f"\r[{'#' * done}{'.' * (30 - done)}] step {step + 1}/{steps}, loss {loss:.3f}{end}")
-    sys.stdout.flush()
-
-
-def draw_losses(losses: list[float], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(losses)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    figure.tight_layout()
-    figure.savefig(path)
+    assert_as_serial(engine, reference, serial)
 
 
 def make_engine(model: nn.Module, options: argparse.Namespace, world: int) -> xm.PipelineEngine:

@@ -31,4 +31,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
         return
     for item in items:
         if "soak" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="a long test: --soak"))
+            item.add_marker(pytest.mark.skip(reason="a long test: runs on any machine with --soak"))

@@ -38,8 +38,11 @@ void ReshardService::refuseUnnamed(const std::vector<int64_t>& ranks, const std:
   if (is_closed_) {
     return;
   }
-  has_open_refusal_ = true;
+  ++num_open_refusals_;
   network_->post([this, ranks, peers, text] {
+    if (open_refusal_.has_value()) {
+      settleOpenRefusal();  // nobody asked about it
+    }
     last_call_ = "a reshard that it refused: " + text;
     open_refusal_ = OpenRefusal{refusalOf(globalRank(options_.group_rank), text), {++num_unnamed_, ranks}, {}, nullptr};
     for (const int32_t peer : peers) {
@@ -63,7 +66,7 @@ void ReshardService::settleOpenRefusal() {
   open_refusal_.reset();
   {
     const std::lock_guard lock(mutex_);
-    has_open_refusal_ = false;
+    --num_open_refusals_;
   }
   if (waiter != nullptr) {
     waiter->set_value();
@@ -126,7 +129,7 @@ void ReshardService::awaitOpenRefusal(const CallRequest& request) {
   std::future<void> settled;
   {
     const std::lock_guard lock(mutex_);
-    if (!has_open_refusal_ || is_closed_) {
+    if (num_open_refusals_ == 0 || is_closed_) {
       return;
     }
     auto waiter = std::make_shared<std::promise<void>>();

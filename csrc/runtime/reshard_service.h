@@ -154,7 +154,7 @@ class ReshardService final : public transport::PeerEvents {
   std::mutex mutex_;  ///< guards the four below: what callers' threads share
   bool is_closed_ = false;
   std::map<uint64_t, uint64_t> next_count_;
-  bool has_open_refusal_ = false;
+  int64_t num_open_refusals_ = 0;  ///< unnamed ones not yet settled or replaced by a later one
   std::set<std::shared_ptr<ReshardCall>> detached_;
 
   // The network's thread only.

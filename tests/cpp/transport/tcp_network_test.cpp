@@ -296,7 +296,7 @@ TEST(TcpNetwork, LeavesNoDescriptorAndNoThread) {
 
 TEST(TcpNetwork, ALackOfDescriptorsIsNamedAsSuch) {
 #if defined(__SANITIZE_ADDRESS__)
-  GTEST_SKIP() << "UBSan looks at an object's type through a pipe, for which it needs descriptors";
+  GTEST_SKIP() << "runs in builds without sanitizers: UBSan looks at an object's type through a pipe, for which it needs descriptors";
 #endif
   Alone alone;
   const Fd port = rawBind();

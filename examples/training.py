@@ -1,0 +1,42 @@
+"""What the training examples share: the comparison with one process, a progress bar, the picture of the losses."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torch_xmesh as xm
+from torch_xmesh.testing import SerialResult
+
+
+def assert_as_serial(engine: xm.PipelineEngine, reference: nn.Module, serial: SerialResult) -> None:
+    """Compares loss and every gradient of the step just made with those that one process made on ``reference``."""
+    loss = engine.last_loss()
+    assert loss is not None
+    assert abs(loss - float(serial.loss)) < 1e-4 * abs(loss), f"loss {loss}, in one process {float(serial.loss)}"
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in engine.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5)
+
+
+def progress(step: int, steps: int, loss: float) -> None:
+    done = 30 * (step + 1) // steps
+    end = "\n" if step + 1 == steps else ""
+    sys.stdout.write(f"\r[{'#' * done}{'.' * (30 - done)}] step {step + 1}/{steps}, loss {loss:.3f}{end}")
+    sys.stdout.flush()
+
+
+def draw_losses(losses: list[float], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(losses)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    figure.tight_layout()
+    figure.savefig(path)
