@@ -111,6 +111,37 @@ void checkMessage(const ReshardingPlan& plan, const Message& message) {
                 "rank " + std::to_string(message.src_rank) + " sends a message of " + taskStr(plan, message.task) + " to itself");
 }
 
+/// Whether no message waits for another and some are cut.
+bool isCutAndDirect(const ReshardingPlan& plan, int64_t max_message_bytes) {
+  bool is_cut = false;
+  for (const Message& message : plan.messages) {
+    const core::Holders& holders = plan.holders[static_cast<size_t>(plan.tasks[static_cast<size_t>(message.task)].holders)];
+    if (message.payload != Payload::kValue || holders.contributions.size() != 1 || contributionOf(holders, message.src_rank) < 0) {
+      return false;
+    }
+    is_cut = is_cut || plan.numBytes(message) > max_message_bytes;
+  }
+  return is_cut;
+}
+
+/// Sorts by the part of its pair's bytes that comes before the message, so that all pairs come along together.
+void sortByFraction(const ReshardingPlan& plan, std::vector<Message>& messages) {
+  std::map<std::pair<int32_t, int32_t>, int64_t> bytes_of;
+  std::vector<int64_t> before;
+  for (const Message& message : messages) {
+    int64_t& bytes = bytes_of[{message.src_rank, message.dst_rank}];
+    before.push_back(bytes);
+    bytes += plan.numBytes(message);
+  }
+  std::vector<std::pair<double, Message>> keyed;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const int64_t all = bytes_of.at({messages[i].src_rank, messages[i].dst_rank});
+    keyed.emplace_back(static_cast<double>(before[i]) / static_cast<double>(all), messages[i]);
+  }
+  std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::transform(keyed.begin(), keyed.end(), messages.begin(), [](const auto& entry) { return entry.second; });
+}
+
 }  // namespace
 
 std::vector<Message> orderedMessages(const ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes) {
@@ -154,6 +185,9 @@ std::vector<Message> orderedMessages(const ReshardingPlan& plan, int64_t global_
         out.back().end = std::min(message.end, begin + max_elements);
       }
     }
+  }
+  if (isCutAndDirect(plan, max_message_bytes)) {
+    sortByFraction(plan, out);
   }
   return out;
 }

@@ -8,8 +8,10 @@
 namespace xmesh::runtime {
 
 /// The messages that `global_rank` sends or receives, in the order of execution: the plan's, cut to `max_message_bytes`, with all contributions of
-/// one (task, receiver) moved up to the first of them and laid out range by range, in contribution order inside a range. All ranks derive the same
-/// order for the messages they share. Throws InvalidArgument naming task and receiver when the contributions of a range are incomplete or come twice.
+/// one (task, receiver) moved up to the first of them and laid out range by range, in contribution order inside a range. Where no
+/// message waits for another but some are cut, all pairs of ranks come along together, so that a receiver with little memory hears all its senders.
+/// All ranks derive the same order for the messages they share. Throws InvalidArgument naming task and receiver when the contributions of a range
+/// are incomplete or come twice.
 std::vector<core::Message> orderedMessages(const core::ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes);
 
 /// The contribution of a slice that `global_rank` holds, or -1.

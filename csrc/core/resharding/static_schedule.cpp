@@ -7,6 +7,8 @@
 #include <span>
 #include <tuple>
 
+#include "core/resharding/ring_gather.h"
+
 namespace xmesh::core {
 namespace {
 
@@ -258,7 +260,7 @@ StaticTransfers staticTransfers(const Shipments& shipments, const Network& netwo
     return {rotation(shipments, indices, network.numHosts()), false};
   }
   if (!haveSameHosts(shipments.atoms, indices)) {
-    return {};
+    return {ringGathers(shipments.atoms, indices, network.numHosts()), false};
   }
   const Atom& atom = shipments.atoms[static_cast<size_t>(indices[0])];
   const size_t num_groups = std::min(atom.sources.size(), atom.receivers.size());

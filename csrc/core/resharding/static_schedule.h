@@ -24,13 +24,13 @@ std::vector<BlockTransfer> circulantBroadcast(int32_t num_processes, int32_t num
 
 struct StaticTransfers {
   std::vector<AtomTransfer> list;
-  bool passes_on = false;  ///< some host sends what it received
+  bool passes_on = false;  ///< some host must send at once what it has just received
 };
 
 /// Transfers in closed form, without a search, where the shipments have a shape that allows it: all atoms from the same hosts to the same hosts
 /// (the receivers are dealt out to the senders, each group is a circulant broadcast; where the links' latency would stall every round, several
-/// broadcasts of a part of the atoms each take turns), or one receiver for every atom (sender i turns to receiver i + k in its k-th step, without
-/// barriers). Otherwise empty.
+/// broadcasts of a part of the atoms each take turns), one receiver for every atom (sender i turns to receiver i + k in its k-th step, without
+/// barriers), or the same hosts needing all atoms but those they have (`ringGathers`). Otherwise empty.
 StaticTransfers staticTransfers(const Shipments& shipments, const Network& network, const LinkModel& links);
 
 }  // namespace xmesh::core

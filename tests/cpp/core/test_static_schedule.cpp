@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -125,6 +126,37 @@ TEST(Scale, HundredsOfHostsAreBoundAndPlannedAsTheyAreSimulated) {
   EXPECT_EQ(plan.lower_bound_bytes, 2400 * 8 * 4);
   EXPECT_LE(plan.predicted_seconds, 1.011 * plan.lower_bound_seconds);
   EXPECT_EQ(plan.predicted_seconds, simulatePlan(plan).seconds);
+}
+
+/// Hosts gather among themselves: uneven parts, two rings side by side, replicas. With a latency of many chunks, since own parts cover it.
+TEST(Ring, GathersReachTheBoundWhateverTheLatency) {
+  struct Shape {
+    std::vector<int64_t> mesh;
+    std::vector<Placement> src;
+    std::vector<Placement> dst;
+    int64_t rows;
+  };
+  const Placement all = Placement::replicate();
+  const std::vector<Shape> shapes = {
+      {{5}, {Placement::shard(0)}, {all}, 1920},                                               // every host its own part
+      {{5}, {Placement::shard(0)}, {all}, 1917},                                               // of uneven parts
+      {{7}, {Placement::shard(1)}, {all}, 256},                                                // runs of a row
+      {{2, 4}, {all, Placement::shard(0)}, {all, all}, 1920},                                  // each part on two hosts
+      {{3, 4}, {Placement::shard(0), Placement::shard(1)}, {Placement::shard(0), all}, 1919},  // three rings
+  };
+  const DType dtype = DType::parse("float32");
+  const LinkModel links{
+      .nic_bytes_per_s = 25'000'000, .local_bytes_per_s = 1'000'000'000, .latency_us = 20'000, .message_us = 0, .local_latency_us = 0};
+  for (const Shape& shape : shapes) {
+    const int64_t num_hosts = std::accumulate(shape.mesh.begin(), shape.mesh.end(), int64_t{1}, std::multiplies<>());
+    std::vector<int64_t> ranks(static_cast<size_t>(num_hosts));
+    std::iota(ranks.begin(), ranks.end(), int64_t{0});
+    const TensorPair pair{{{shape.rows, 1920}, dtype, Mesh(shape.mesh, ranks), shape.src},
+                          {{shape.rows, 1920}, dtype, Mesh(shape.mesh, ranks), shape.dst}};
+    const ReshardingPlan plan = planResharding({pair}, Topology::uniform(num_hosts, 1, links), parseStrategy("striped:num_chunks=256"));
+    EXPECT_NO_THROW(validatePlan(plan));
+    EXPECT_LE(plan.predicted_seconds, 1.005 * plan.lower_bound_seconds + 2 * 0.02) << num_hosts << " hosts, " << shape.rows << " rows";
+  }
 }
 
 /// Four contributions on 64 hosts, needed in blocks: stripes stay near a chunk's size, instead of one for every slice and needing host.

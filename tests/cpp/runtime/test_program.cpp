@@ -78,6 +78,15 @@ TEST(Program, CutsLongMessages) {
   }
 }
 
+TEST(Program, CutMessagesOfAllPairsComeAlongTogether) {
+  constexpr int64_t kSenders = 4;
+  const auto program = compileProgram(transposePlan(32, 32, kSenders, 2), kSenders, {64});
+  ASSERT_EQ(program->numReceives(), 32);
+  for (int64_t i = 0; i < 32; ++i) {
+    EXPECT_EQ(program->peers()[static_cast<size_t>(program->receives[static_cast<size_t>(i)].peer)], i % kSenders);
+  }
+}
+
 /// Partial over ranks 0, 1, 2, wanted by rank 3.
 core::ReshardingPlan partialPlan(std::vector<int64_t> needers) {
   return emptyPlan({{lineSpec({8}, "bfloat16", {0, 1, 2}, Placement::partial(ReduceOp::kSum)),
