@@ -142,8 +142,8 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Plays a schedule: places run their actions in order, values cross full-duplex NICs, one per place, one after the
-    other each way.
+    """Plays a schedule: places run their actions in order, values cross full-duplex NICs, one per place. Between two
+    places they follow one another; flows of different pairs share the NICs max-min fairly, as TCP's do.
 
     Args:
         schedule: valid for the edges of ``costs``; one without any backward is played as an evaluation.

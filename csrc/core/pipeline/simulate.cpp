@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <queue>
 
 #include "core/error.h"
+#include "core/pipeline/nic_sharing.h"
 #include "core/pipeline/validate.h"
 
 namespace xmesh::core {
@@ -59,7 +61,7 @@ double secondsOf(const StageSeconds& stage, ActionKind kind) {
 
 struct Event {
   double time_s;
-  enum class Kind : uint8_t { kComputed, kSent, kArrived } kind;
+  enum class Kind : uint8_t { kComputed, kArrived } kind;
   int32_t index;  ///< node, or transfer
 
   auto operator<=>(const Event&) const = default;
@@ -69,7 +71,7 @@ struct Event {
 struct Transfer {
   int32_t producer;
   int32_t user;
-  double seconds;
+  NicFlow flow;
   TransferSpan span;
 };
 
@@ -77,15 +79,14 @@ struct Transfer {
 struct PlaceState {
   int32_t next_node = 0;
   bool is_computing = false;
-  bool is_sending = false;        ///< its outgoing NIC is taken
-  bool is_receiving = false;      ///< its incoming NIC is taken
+  int32_t num_incoming = 0;       ///< transfers on their way to it
   int32_t num_unsent_values = 0;  ///< of the last action: ready, not yet sent
 };
 
 class Simulation {
  public:
   Simulation(const ActionTable& table, const ScheduleCosts& costs)
-      : table_(table), costs_(costs), waits_for_(static_cast<size_t>(table.numNodes()), 0) {
+      : table_(table), costs_(costs), waits_for_(static_cast<size_t>(table.numNodes()), 0), flows_(table.schedule().numPlaces()) {
     local_dependents_.resize(waits_for_.size());
     transfers_of_.resize(waits_for_.size());
     for (int32_t node = 0; node < table_.numNodes(); ++node) {
@@ -101,8 +102,11 @@ class Simulation {
 
   SimulatedSchedule run() {
     startAll(0);
-    while (!events_.empty()) {
-      const double now = events_.top().time_s;
+    while (!events_.empty() || !flows_.isEmpty()) {
+      const double now = std::min(flows_.nextEnd(), events_.empty() ? std::numeric_limits<double>::infinity() : events_.top().time_s);
+      for (int32_t transfer : flows_.endedBy(now)) {
+        finishSending(transfer, now);
+      }
       while (!events_.empty() && events_.top().time_s == now) {
         const Event event = events_.top();
         events_.pop();
@@ -133,7 +137,8 @@ class Simulation {
     const TransferCost& cost = user.kind == ActionKind::kForward ? edge.forward : edge.backward;
     const double seconds = cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
     transfers_of_[static_cast<size_t>(dependency.node)].push_back(static_cast<int32_t>(transfers_.size()));
-    transfers_.push_back({dependency.node, node, seconds, {table_.action(dependency.node).stage, user.stage, user.microbatch, 0, 0, 0}});
+    const NicFlow flow{table_.placeOf(dependency.node), table_.placeOf(node), seconds};
+    transfers_.push_back({dependency.node, node, flow, {table_.action(dependency.node).stage, user.stage, user.microbatch, 0, 0, 0}});
   }
 
   void finish(const Event& event) {
@@ -150,14 +155,15 @@ class Simulation {
       }
       return;
     }
-    const Transfer& transfer = transfers_[static_cast<size_t>(event.index)];
-    if (event.kind == Event::Kind::kSent) {
-      place(transfer.producer).is_sending = false;
-      --place(transfer.producer).num_unsent_values;
-      place(transfer.user).is_receiving = false;
-    } else {
-      --waits_for_[static_cast<size_t>(transfer.user)];
-    }
+    --waits_for_[static_cast<size_t>(transfers_[static_cast<size_t>(event.index)].user)];
+  }
+
+  void finishSending(int32_t index, double now) {
+    Transfer& transfer = transfers_[static_cast<size_t>(index)];
+    --place(transfer.producer).num_unsent_values;
+    --place(transfer.user).num_incoming;
+    transfer.span.end_s = now + costs_.latency_s;
+    events_.push({transfer.span.end_s, Event::Kind::kArrived, index});
   }
 
   void startAll(double now) {
@@ -165,11 +171,12 @@ class Simulation {
       startAction(index, now);
     }
     std::erase_if(pending_, [&](int32_t index) { return startTransfer(index, now); });
+    flows_.share(now);
   }
 
   void startAction(int32_t index, double now) {
     PlaceState& state = places_[static_cast<size_t>(index)];
-    const bool is_blocked = !costs_.overlap && (state.num_unsent_values > 0 || state.is_receiving);
+    const bool is_blocked = !costs_.overlap && (state.num_unsent_values > 0 || state.num_incoming > 0);
     const int32_t node = state.next_node;
     if (state.is_computing || is_blocked || node == table_.firstNode(index + 1) || waits_for_[static_cast<size_t>(node)] > 0) {
       return;
@@ -186,17 +193,13 @@ class Simulation {
   /// False where it must wait.
   bool startTransfer(int32_t index, double now) {
     Transfer& transfer = transfers_[static_cast<size_t>(index)];
-    PlaceState& sender = place(transfer.producer);
     PlaceState& receiver = place(transfer.user);
-    if (sender.is_sending || receiver.is_receiving || (!costs_.overlap && receiver.is_computing)) {
+    if (flows_.isBusy(transfer.flow) || (!costs_.overlap && (receiver.is_computing || receiver.num_incoming > 0))) {
       return false;
     }
-    sender.is_sending = true;
-    receiver.is_receiving = true;
+    ++receiver.num_incoming;
     transfer.span.start_s = now;
-    transfer.span.end_s = now + transfer.seconds + costs_.latency_s;
-    events_.push({now + transfer.seconds, Event::Kind::kSent, index});
-    events_.push({transfer.span.end_s, Event::Kind::kArrived, index});
+    flows_.start(index, transfer.flow, now);
     return true;
   }
 
@@ -207,6 +210,7 @@ class Simulation {
   std::vector<std::vector<int32_t>> transfers_of_;      ///< by producing node
   std::vector<Transfer> transfers_;
   std::vector<PlaceState> places_;
+  NicSharing flows_;
   std::vector<int32_t> pending_;  ///< transfers whose value exists, oldest first
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   SimulatedSchedule out_;

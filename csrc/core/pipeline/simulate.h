@@ -15,7 +15,7 @@ struct StageSeconds {
   double backward_weight_s = 0;  ///< W
 };
 
-/// One microbatch's way between two stages in one direction: how long it holds the NICs.
+/// One microbatch's way between two stages in one direction: how long it takes with both NICs to itself.
 struct TransferCost {
   double seconds = 0;     ///< known time, e.g. a reshard plan's predicted_seconds
   int64_t num_bytes = 0;  ///< adds num_bytes / nic_bytes_per_s
@@ -53,7 +53,7 @@ struct TransferSpan {
   int32_t to_stage = 0;
   int32_t microbatch = 0;
   double ready_s = 0;  ///< the value exists
-  double start_s = 0;  ///< it holds both NICs from here on
+  double start_s = 0;  ///< it moves from here on, at its share of the NICs
   double end_s = 0;    ///< it can be used
 };
 
@@ -68,8 +68,8 @@ struct SimulatedSchedule {
 };
 
 /// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
-/// duplex: its outgoing transfers follow one another, and so do its incoming ones; among transfers whose two NICs are free the one whose value
-/// existed first goes. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
+/// duplex: transfers from one place to another follow one another, those of different pairs share the NICs as TCP's flows do (`NicSharing`); without
+/// overlap a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
 /// validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
 

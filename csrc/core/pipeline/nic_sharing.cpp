@@ -1,0 +1,82 @@
+#include "core/pipeline/nic_sharing.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace xmesh::core {
+
+bool NicSharing::isBusy(const NicFlow& flow) const {
+  return std::any_of(active_.begin(), active_.end(), [&](const Active& other) { return other.flow.from == flow.from && other.flow.to == flow.to; });
+}
+
+void NicSharing::start(int32_t id, const NicFlow& flow, double now) { active_.push_back({id, flow, now, 0, now}); }
+
+void NicSharing::share(double now) {
+  const std::vector<double> rates = fairRates();
+  for (size_t i = 0; i < active_.size(); ++i) {
+    Active& active = active_[i];
+    if (rates[i] != active.rate) {
+      active.flow.seconds = std::max(0.0, active.flow.seconds - active.rate * (now - active.since_s));
+      active.since_s = now;
+      active.rate = rates[i];
+      active.end_s = now + active.flow.seconds / active.rate;
+    }
+  }
+}
+
+double NicSharing::nextEnd() const {
+  double next = std::numeric_limits<double>::infinity();
+  for (const Active& active : active_) {
+    next = std::min(next, active.end_s);
+  }
+  return next;
+}
+
+std::vector<int32_t> NicSharing::endedBy(double now) {
+  std::vector<int32_t> ended;
+  for (const Active& active : active_) {
+    if (active.end_s <= now) {
+      ended.push_back(active.id);
+    }
+  }
+  std::erase_if(active_, [&](const Active& active) { return active.end_s <= now; });
+  return ended;
+}
+
+/// Progressive filling: the direction of a NIC that leaves its flows least fixes their rates, again and again.
+std::vector<double> NicSharing::fairRates() const {
+  struct Port {
+    double left = 1;
+    int32_t num_flows = 0;
+  };
+  std::vector<Port> ports(2 * static_cast<size_t>(num_places_));  // outgoing, then incoming
+  const auto outgoing = [&](size_t flow) { return static_cast<size_t>(active_[flow].flow.from); };
+  const auto incoming = [&](size_t flow) { return static_cast<size_t>(num_places_ + active_[flow].flow.to); };
+  for (size_t i = 0; i < active_.size(); ++i) {
+    ++ports[outgoing(i)].num_flows;
+    ++ports[incoming(i)].num_flows;
+  }
+  std::vector<double> rates(active_.size(), 0);
+  for (size_t num_fixed = 0; num_fixed < active_.size();) {
+    size_t narrowest = ports.size();
+    double least = std::numeric_limits<double>::infinity();
+    for (size_t port = 0; port < ports.size(); ++port) {
+      const double part = ports[port].num_flows > 0 ? ports[port].left / ports[port].num_flows : least;
+      narrowest = part < least ? port : narrowest;
+      least = std::min(least, part);
+    }
+    for (size_t i = 0; i < active_.size(); ++i) {
+      if (rates[i] == 0 && (outgoing(i) == narrowest || incoming(i) == narrowest)) {
+        rates[i] = least;
+        ++num_fixed;
+        for (const size_t port : {outgoing(i), incoming(i)}) {
+          ports[port].left -= least;
+          --ports[port].num_flows;
+        }
+      }
+    }
+  }
+  return rates;
+}
+
+}  // namespace xmesh::core
