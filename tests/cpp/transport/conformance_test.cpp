@@ -90,6 +90,7 @@ TEST_P(Conformance, RecvPostedBeforeSenderOpens) {
   cluster_->open(0, 7);
   cluster_->send(0, 7, 1, data, 11);
   ASSERT_TRUE(waitReceived(1, 7, 1));
+  ASSERT_TRUE(waitSent(0, 7, 1));
   EXPECT_EQ(got, data);
 }
 
@@ -186,6 +187,8 @@ TEST_P(Conformance, LargeBothWays) {
   cluster_->recv(1, 1, 0, got1, 4);
   ASSERT_TRUE(waitReceived(0, 1, 1));
   ASSERT_TRUE(waitReceived(1, 1, 1));
+  ASSERT_TRUE(waitSent(0, 1, 1));
+  ASSERT_TRUE(waitSent(1, 1, 1));
   EXPECT_TRUE(got0 == data1);
   EXPECT_TRUE(got1 == data0);
 }
@@ -216,6 +219,7 @@ TEST_P(Conformance, ControlsKeepTheirOrderBesideData) {
   ASSERT_TRUE(cluster_->waitFor([&] { return cluster_->told(1).controls.size() == expected.size(); }));
   EXPECT_TRUE(cluster_->told(1).controls == expected);
   ASSERT_TRUE(waitReceived(1, 1, 1));
+  ASSERT_TRUE(waitSent(0, 1, 1));
   EXPECT_TRUE(got == data);
 }
 
