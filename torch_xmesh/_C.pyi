@@ -285,8 +285,10 @@ class PipelineTraffic:
     def has_failed(self) -> bool: ...
     def fail_stage(self, text: str, stage: int, microbatch: int) -> None:
         """Tells all ranks that a stage raised: StageError there."""
-    def fail(self, text: str) -> None:
-        """Tells all ranks of a mistake: ValueError there."""
+    def begin_turn(self, turn: int) -> None:
+        """The transfers from now on are of this turn: 1, 2, ..."""
+    def refuse(self, text: str) -> None:
+        """Tells all ranks of a mistake: ValueError there, once they come to this rank's turn."""
     def close(self) -> None: ...
 
 class StageLayout:

@@ -84,8 +84,10 @@ void bindTraffic(py::module_& module) {
           "begin",
           [](PipelineTraffic& self, const std::string& lane, uint64_t count, const std::shared_ptr<PreparedPlan>& prepared,
              const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
-            return self.begin(self.lane(lane), count, prepared, src, dst,
-                              [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
+            PipelineTraffic::Call call = self.begin(self.lane(lane), count, prepared, src, dst,
+                                                    [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
+            self.flush();
+            return call;
           },
           py::arg("lane"), py::arg("count"), py::arg("prepared"), py::arg("src"), py::arg("dst"), Release())
       .def("wait", &PipelineTraffic::wait, py::arg("call"), Release())
@@ -97,9 +99,8 @@ void bindTraffic(py::module_& module) {
             self.fail({runtime::FailureKind::kStage, text, {}, stage, microbatch});
           },
           py::arg("text"), py::arg("stage"), py::arg("microbatch"), Release())
-      .def(
-          "fail", [](PipelineTraffic& self, const std::string& text) { self.fail({runtime::FailureKind::kMistake, text, {}}); }, py::arg("text"),
-          Release())
+      .def("begin_turn", &PipelineTraffic::beginTurn, py::arg("turn"), Release())
+      .def("refuse", &PipelineTraffic::refuse, py::arg("text"), Release())
       .def("close", &PipelineTraffic::close, Release());
 }
 

@@ -1,6 +1,6 @@
 #include "c10d/pipeline_boundary.h"
 
-#include <mutex>
+#include <chrono>
 #include <utility>
 
 #include "core/error.h"
@@ -9,22 +9,17 @@ namespace xmesh::c10d_backend {
 
 using runtime::Transfer;
 
-/// Ends are noted on the network's thread.
-struct PipelineBoundary::SharedSpans {
-  std::mutex mutex;
-  std::vector<TransferSpan> spans;
-};
-
 void PipelineBoundary::beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step) {
   plans_ = std::move(plans);
   for (size_t i = lanes_.size(); i < plans_.size(); ++i) {
     lanes_.push_back({traffic_->lane(plans_[i]->lane), traffic_->lane(plans_[i]->lane + "/gradient")});
   }
   step_ = step;
-  spans_ = std::make_shared<SharedSpans>();
+  spans_.clear();
 }
 
 void PipelineBoundary::endStep() {
+  traffic_->flush();
   receives_.clear();
   sends_.clear();
 }
@@ -47,8 +42,8 @@ std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
   return out;
 }
 
-PipelineTraffic::Call PipelineBoundary::begin(const Transfer& transfer, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
-                                              bool is_send) {
+PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, const std::vector<at::Tensor>& src, std::vector<at::Tensor> dst,
+                                                  bool is_send) {
   const auto index = static_cast<size_t>(transfer.edge);
   const std::shared_ptr<const EdgePlans>& plans = plans_[index];
   const EdgeLayout& edge = runner_.edges()[index];
@@ -61,26 +56,26 @@ PipelineTraffic::Call PipelineBoundary::begin(const Transfer& transfer, const st
                                                         std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
                                                         std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
                                                });
-  call->onCompletion([spans = spans_, transfer, is_send, begin_ns] {
-    const std::lock_guard lock(spans->mutex);
-    spans->spans.push_back({transfer, is_send, begin_ns, runtime::steadyNanoseconds()});
-  });
-  return call;
+  return {std::move(call), {transfer, is_send, begin_ns, 0}, std::move(dst)};
+}
+
+void PipelineBoundary::wait(Pending& pending) {
+  traffic_->wait(pending.call);
+  pending.span.end_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(pending.call->endedAt().time_since_epoch()).count();
+  spans_.push_back(pending.span);
 }
 
 void PipelineBoundary::postReceive(const Transfer& transfer) {
   if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
     return;  // begun where the value is made, which is on this rank
   }
-  std::vector<at::Tensor> buffers = buffersFor(transfer);
-  PipelineTraffic::Call call = begin(transfer, {}, buffers, false);
-  receives_[transfer] = {std::move(call), std::move(buffers)};
+  receives_.insert_or_assign(transfer, begin(transfer, {}, buffersFor(transfer), false));
 }
 
 void PipelineBoundary::waitReceive(const Transfer& transfer) {
   auto found = receives_.find(transfer);
   core::require(found != receives_.end(), "a value is needed before it is made: the schedule is not valid");
-  traffic_->wait(found->second.call);
+  wait(found->second);
   Pending pending = std::move(found->second);
   receives_.erase(found);
   if (transfer.is_gradient) {
@@ -94,13 +89,11 @@ void PipelineBoundary::send(const Transfer& transfer) {
   const std::vector<at::Tensor> values =
       transfer.is_gradient ? runner_.takeGradients(transfer.edge, transfer.microbatch) : runner_.takeValues(transfer.edge, transfer.microbatch);
   if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
-    std::vector<at::Tensor> buffers = buffersFor(transfer);
-    PipelineTraffic::Call call = begin(transfer, values, buffers, true);
-    receives_[transfer] = {std::move(call), std::move(buffers)};
+    receives_.insert_or_assign(transfer, begin(transfer, values, buffersFor(transfer), true));
     return;
   }
-  while (!sends_.empty() && sends_.front()->isCompleted()) {
-    traffic_->wait(sends_.front());
+  while (!sends_.empty() && sends_.front().call->isCompleted()) {
+    wait(sends_.front());
     sends_.pop_front();
   }
   sends_.push_back(begin(transfer, values, {}, true));
@@ -108,16 +101,8 @@ void PipelineBoundary::send(const Transfer& transfer) {
 
 void PipelineBoundary::drain() {
   for (; !sends_.empty(); sends_.pop_front()) {
-    traffic_->wait(sends_.front());
+    wait(sends_.front());
   }
-}
-
-std::vector<TransferSpan> PipelineBoundary::spans() const {
-  if (spans_ == nullptr) {
-    return {};
-  }
-  const std::lock_guard lock(spans_->mutex);
-  return spans_->spans;
 }
 
 }  // namespace xmesh::c10d_backend

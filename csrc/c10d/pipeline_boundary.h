@@ -43,27 +43,28 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   void postReceive(const runtime::Transfer& transfer) override;
   void waitReceive(const runtime::Transfer& transfer) override;
   void send(const runtime::Transfer& transfer) override;
+  void flush() override { traffic_->flush(); }
   void drain() override;
 
   const TensorPool& pool() const { return pool_; }
-  /// Of the last step.
-  std::vector<TransferSpan> spans() const;
+  /// Of the last step's transfers that have ended.
+  const std::vector<TransferSpan>& spans() const { return spans_; }
 
  private:
+  /// A transfer that has been begun.
   struct Pending {
     PipelineTraffic::Call call;
-    std::vector<at::Tensor> buffers;
+    TransferSpan span;
+    std::vector<at::Tensor> buffers;  ///< that receive
   };
   struct EdgeLanes {
     PipelineTraffic::Lane values;
     PipelineTraffic::Lane gradients;
   };
-  struct SharedSpans;
-
   const PipelineTraffic::Prepared& planOf(const runtime::Transfer& transfer) const;
   std::vector<at::Tensor> buffersFor(const runtime::Transfer& transfer);
-  PipelineTraffic::Call begin(const runtime::Transfer& transfer, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
-                              bool is_send);
+  Pending begin(const runtime::Transfer& transfer, const std::vector<at::Tensor>& src, std::vector<at::Tensor> dst, bool is_send);
+  void wait(Pending& pending);
 
   std::shared_ptr<PipelineTraffic> traffic_;
   StageRunner& runner_;
@@ -72,8 +73,8 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   std::vector<EdgeLanes> lanes_;  ///< by edge
   uint64_t step_ = 0;
   std::map<runtime::Transfer, Pending> receives_;
-  std::deque<PipelineTraffic::Call> sends_;
-  std::shared_ptr<SharedSpans> spans_;
+  std::deque<Pending> sends_;
+  std::vector<TransferSpan> spans_;
 };
 
 }  // namespace xmesh::c10d_backend

@@ -56,7 +56,9 @@ PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Pr
   runtime::CallRequest request;
   request.key = runtime::CallKey{participants_, lane.key, count};
   request.is_agreed = true;
+  request.is_held = true;
   request.watch = watch_->key();
+  request.turn = turn_;
   request.describe = std::move(what);
   return group_->start(prepared, src, dst, std::move(request));
 }

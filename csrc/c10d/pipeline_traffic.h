@@ -34,9 +34,13 @@ class PipelineTraffic {
   void meet(const runtime::CallFields& fields);
   /// The lane of that name: equal on all ranks, another for every name.
   Lane lane(const std::string& name);
-  /// Starts transfer number `count` of a lane; `what` tells for error texts what it carries.
+  /// The transfers from now on are of this turn (1, 2, ...: the same on all ranks).
+  void beginTurn(uint64_t turn) { turn_ = turn; }
+  /// Transfer number `count` of a lane, which starts with the next flush(); `what` tells for error texts what it carries.
   Call begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
              std::function<std::string()> what);
+  /// Starts the transfers begun since the last time; together they wake the network's thread once.
+  void flush() { group_->service().flush(); }
   /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with.
   void wait(const Call& call);
   /// Throws what the pipeline has failed with, if it has.
@@ -44,6 +48,8 @@ class PipelineTraffic {
   bool hasFailed() const { return watch_->failure().has_value(); }
   /// Ends the pipeline on every rank.
   void fail(runtime::Failure failure);
+  /// Ends it with a ValueError: on the others once they come to this rank's turn.
+  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, turn_}); }
   const std::shared_ptr<ReshardGroup>& group() const { return group_; }
   /// Ends the watch. Idempotent.
   void close();
@@ -58,6 +64,7 @@ class PipelineTraffic {
   std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
   Call watch_;
+  uint64_t turn_ = 0;
   bool is_closed_ = false;
 };
 

@@ -1,5 +1,6 @@
 #include "c10d/reshard_group.h"
 
+#include <c10/util/SmallVector.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -243,11 +244,13 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::meeting(std::vector<i
 std::shared_ptr<runtime::ReshardCall> ReshardGroup::start(const std::shared_ptr<const runtime::PreparedPlan>& prepared,
                                                           const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
                                                           runtime::CallRequest request) {
-  findMembers(prepared->participants);
+  if (!request.is_agreed) {
+    findMembers(prepared->participants);
+  }
   request.prepared = prepared;
   if (prepared->program != nullptr) {
     // The memory without the tensors: the network's thread drops it without the GIL.
-    auto alive = std::make_shared<std::vector<c10::Storage>>();
+    auto alive = std::make_shared<c10::SmallVector<c10::Storage, 2>>();
     const auto lent = [&alive](const at::Tensor& tensor) {
       alive->push_back(tensor.storage());
       return localOf(tensor);

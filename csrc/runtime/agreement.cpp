@@ -108,7 +108,7 @@ std::string encode(const FailNotice& notice) {
   WireWriter writer = begin(ControlKind::kFail, notice.key);
   writer.put(notice.failure.kind).put(std::string_view(notice.failure.text));
   putRanks(writer, notice.failure.blamed_ranks);
-  return writer.put(notice.failure.stage).put(notice.failure.microbatch).take();
+  return writer.put(notice.failure.stage).put(notice.failure.microbatch).put(notice.failure.turn).take();
 }
 
 std::string encode(const UnnamedRefusal& refusal) {
@@ -144,6 +144,7 @@ FailNotice decodeFail(std::string_view message) {
   out.failure.blamed_ranks = getRanks(reader);
   out.failure.stage = reader.get<int32_t>();
   out.failure.microbatch = reader.get<int32_t>();
+  out.failure.turn = reader.get<uint64_t>();
   return out;
 }
 

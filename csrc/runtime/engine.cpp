@@ -40,25 +40,22 @@ int64_t steadyNanoseconds() {
 
 void Engine::run(const std::vector<PlaceStep>& steps, StageRunner& runner, BoundaryTraffic& traffic) {
   spans_.clear();
+  spans_.reserve(2 * steps.size());
   failed_action_.reset();
-  size_t next_post = 0;   // the first step whose receives are not posted
-  int32_t num_ahead = 0;  // steps with posted receives that have not run
-  const int32_t most_ahead = options_.lookahead + 1;
+  Posted posted;
+  postReceives(steps, 0, posted, traffic);
+  traffic.flush();
   for (size_t i = 0; i < steps.size(); ++i) {
     const PlaceStep& step = steps[i];
-    for (; next_post < steps.size() && (next_post <= i || !options_.overlap || num_ahead < most_ahead); ++next_post) {
-      for (const Transfer& transfer : steps[next_post].receives) {
-        traffic.postReceive(transfer);
-      }
-      num_ahead += steps[next_post].receives.empty() ? 0 : 1;
-    }
     waitReceives(step, traffic);
-    num_ahead -= step.receives.empty() ? 0 : 1;
+    posted.ahead -= step.receives.empty() ? 0 : 1;
     compute(step.action, runner);
     for (const Transfer& transfer : step.sends) {
       traffic.send(transfer);
     }
     runner.release(step.action);
+    postReceives(steps, i + 1, posted, traffic);
+    traffic.flush();
     if (!options_.overlap && !step.sends.empty()) {
       enter(State::kDraining);
       traffic.drain();
@@ -67,6 +64,15 @@ void Engine::run(const std::vector<PlaceStep>& steps, StageRunner& runner, Bound
   enter(State::kDraining);
   traffic.drain();
   enter(State::kIdle);
+}
+
+void Engine::postReceives(const std::vector<PlaceStep>& steps, size_t current, Posted& posted, BoundaryTraffic& traffic) const {
+  for (; posted.next < steps.size() && (posted.next <= current || !options_.overlap || posted.ahead <= options_.lookahead); ++posted.next) {
+    for (const Transfer& transfer : steps[posted.next].receives) {
+      traffic.postReceive(transfer);
+    }
+    posted.ahead += steps[posted.next].receives.empty() ? 0 : 1;
+  }
 }
 
 void Engine::waitReceives(const PlaceStep& step, BoundaryTraffic& traffic) {

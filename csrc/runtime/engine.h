@@ -35,12 +35,14 @@ class StageRunner {
 class BoundaryTraffic {
  public:
   virtual ~BoundaryTraffic() = default;
-  /// Makes room for a transfer that will come. Does not block.
+  /// Makes room for a transfer that will come, with the next flush(). Does not block.
   virtual void postReceive(const Transfer& transfer) = 0;
   /// Waits for a posted transfer and gives it to its stage.
   virtual void waitReceive(const Transfer& transfer) = 0;
-  /// Starts to send what the stage has made. Does not block.
+  /// Sends what the stage has made, with the next flush(). Does not block.
   virtual void send(const Transfer& transfer) = 0;
+  /// Starts what was posted and sent since the last time, all at once. Does not block.
+  virtual void flush() = 0;
   /// Waits until all that was sent has left.
   virtual void drain() = 0;
 };
@@ -101,6 +103,13 @@ class Engine {
 
  private:
   enum class State : uint8_t { kIdle, kComputing, kWaiting, kDraining };
+  /// The receives of a run that are posted.
+  struct Posted {
+    size_t next = 0;    ///< the first step whose receives are not
+    int32_t ahead = 0;  ///< steps with posted receives that have not run
+  };
+  /// Posts what step `current`, which comes next, and those after it receive, as far ahead as the options say.
+  void postReceives(const std::vector<PlaceStep>& steps, size_t current, Posted& posted, BoundaryTraffic& traffic) const;
   void enter(State state, const core::Action& action = {});
   void compute(const core::Action& action, StageRunner& runner);
   void waitReceives(const PlaceStep& step, BoundaryTraffic& traffic);

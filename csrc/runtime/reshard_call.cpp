@@ -4,25 +4,17 @@
 
 namespace xmesh::runtime {
 
-bool ReshardCall::isCompleted() const {
-  const std::lock_guard lock(mutex_);
-  return is_completed_;
-}
-
-std::optional<Failure> ReshardCall::failure() const {
-  const std::lock_guard lock(mutex_);
-  return failure_;
-}
-
 bool ReshardCall::wait(std::chrono::milliseconds timeout) {
-  std::unique_lock lock(mutex_);
-  const auto has_ended = [this] { return is_completed_; };
-  if (timeout.count() > 0) {
-    if (!ended_.wait_for(lock, timeout, has_ended)) {
-      return false;
+  if (!isCompleted()) {
+    std::unique_lock lock(mutex_);
+    const auto has_ended = [this] { return isCompleted(); };
+    if (timeout.count() > 0) {
+      if (!ended_.wait_for(lock, timeout, has_ended)) {
+        return false;
+      }
+    } else {
+      ended_.wait(lock, has_ended);
     }
-  } else {
-    ended_.wait(lock, has_ended);
   }
   if (failure_.has_value()) {
     throwFailure(*failure_);
@@ -33,7 +25,7 @@ bool ReshardCall::wait(std::chrono::milliseconds timeout) {
 void ReshardCall::onCompletion(std::function<void()> callback) {
   {
     const std::lock_guard lock(mutex_);
-    if (!is_completed_) {
+    if (!isCompleted()) {
       callbacks_.push_back(std::move(callback));
       return;
     }
@@ -45,11 +37,12 @@ void ReshardCall::complete(std::optional<Failure> failure) {
   std::vector<std::function<void()>> callbacks;
   {
     const std::lock_guard lock(mutex_);
-    is_completed_ = true;
     failure_ = std::move(failure);
+    ended_at_ = std::chrono::steady_clock::now();
+    is_completed_.store(true, std::memory_order_release);
     callbacks.swap(callbacks_);
-    ended_.notify_all();
   }
+  ended_.notify_all();  // after the unlock: who wakes would only wait for the mutex
   for (const std::function<void()>& callback : callbacks) {
     callback();
   }

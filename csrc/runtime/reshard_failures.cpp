@@ -47,8 +47,14 @@ bool ReshardService::joinWatch(const CallKey& key, ActiveCall& call) {
   }
   const CallKey watch = *call.request.watch;
   if (const auto found = calls_.find(watch); found != calls_.end()) {
-    found->second.watched.insert(key);
-    return true;
+    ActiveCall& joined = found->second;
+    joined.watched.insert(key);
+    joined.turn = std::max(joined.turn, call.request.turn);
+    if (!joined.coming_failure.has_value() || joined.coming_failure->turn > joined.turn) {
+      return true;
+    }
+    fail(watch, Failure(*joined.coming_failure), true);
+    return false;
   }
   const auto failed = failed_.find(watch);
   fail(key, failed != failed_.end() ? failed->second : Failure{FailureKind::kGroup, callText(key, call) + ": what it belongs to is closed", {}},
@@ -73,7 +79,14 @@ void ReshardService::takeFailNotice(int32_t peer, FailNotice notice) {
   if (notice.failure.kind == FailureKind::kPeer) {
     peer_failures_[peer] = notice.failure;
   }
-  if (calls_.contains(notice.key)) {
+  if (const auto found = calls_.find(notice.key); found != calls_.end()) {
+    if (notice.failure.turn > found->second.turn) {
+      if (!found->second.coming_failure.has_value()) {
+        found->second.coming_failure = std::move(notice.failure);
+      }
+      found->second.told_by.insert(peer);
+      return;
+    }
     fail(notice.key, notice.failure, true);  // passed on, so that nobody hears this rank's goodbye before the reason
   } else if (notice.failure.kind == FailureKind::kMistake && nameOpenRefusal(notice.key)) {
     return;  // both refused the same call
@@ -101,14 +114,20 @@ void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is
   // Watches last: what fails first names the tensor.
   std::stable_partition(hit.begin(), hit.end(), [this](const CallKey& key) { return !calls_.at(key).request.is_watch; });
   for (const CallKey& key : hit) {
-    if (const auto found = calls_.find(key); found != calls_.end()) {
-      fail(key,
-           {FailureKind::kPeer,
-            callText(key, found->second) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + lost.reason + "); " +
-                progressOf(found->second),
-            lost.blamed_ranks},
-           true);
+    const auto found = calls_.find(key);
+    if (found == calls_.end()) {
+      continue;
     }
+    const ActiveCall& call = found->second;
+    if (call.told_by.contains(peer)) {
+      fail(key, Failure(*call.coming_failure), true);
+      continue;
+    }
+    fail(key,
+         {FailureKind::kPeer,
+          callText(key, call) + ": rank " + std::to_string(globalRank(peer)) + " is lost (" + lost.reason + "); " + progressOf(call),
+          lost.blamed_ranks},
+         true);
   }
 }
 

@@ -32,18 +32,44 @@ std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
   const uint64_t participants = request.prepared->participants_hash;
   const CallKey key =
       request.key.has_value() ? *request.key : CallKey{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
-  auto handle = std::make_shared<ReshardCall>(key, request.is_detached);
-  if (request.is_detached) {
+  const bool is_held = request.is_held;
+  auto handle = std::make_shared<ReshardCall>(key, std::move(request));
+  if (handle->isDetached()) {
     detached_.insert(handle);
   }
-  network_->post([this, handle, request = std::move(request)]() mutable {
+  begun_.push_back(handle);
+  ++num_held_;
+  if (!is_held) {
+    postHeld();
+  }
+  return handle;
+}
+
+void ReshardService::flush() {
+  const std::lock_guard lock(mutex_);
+  if (num_held_ > 0 && !is_closed_) {
+    postHeld();
+  }
+}
+
+void ReshardService::postHeld() {
+  network_->post([this, num_calls = std::exchange(num_held_, 0)] { startBegun(num_calls); });
+}
+
+void ReshardService::startBegun(size_t num_calls) {
+  for (; num_calls > 0; --num_calls) {
+    std::shared_ptr<ReshardCall> handle;
+    {
+      const std::lock_guard lock(mutex_);
+      handle = std::move(begun_.front());
+      begun_.pop_front();
+    }
     try {
-      startCall(handle, std::move(request));
+      startCall(handle);
     } catch (const std::exception& error) {
       fail(handle->key(), {FailureKind::kGroup, std::string("a reshard could not start: ") + error.what(), {}}, true);
     }
-  });
-  return handle;
+  }
 }
 
 void ReshardService::failCall(const CallKey& key, Failure failure) {
@@ -75,9 +101,9 @@ void ReshardService::release(const CallKey& watch) {
   });
 }
 
-std::unique_ptr<HostExecutor> ReshardService::makeExecutor(const CallKey& key, const CallRequest& request) {
+std::unique_ptr<HostExecutor> ReshardService::makeExecutor(const CallKey& key, CallRequest& request) {
   return std::make_unique<HostExecutor>(request.prepared->program, *network_, operationOf(key, request.prepared->fingerprint),
-                                        request.prepared->program_peers, request.src, request.dst, staging_, [this, key] {
+                                        request.prepared->program_peers, std::move(request.src), std::move(request.dst), staging_, [this, key] {
                                           // Later, not now: the executor must not be destroyed inside its own callback.
                                           network_->post([this, key] {
                                             if (const auto call = calls_.find(key); call != calls_.end()) {
@@ -88,8 +114,9 @@ std::unique_ptr<HostExecutor> ReshardService::makeExecutor(const CallKey& key, c
                                         });
 }
 
-void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle, CallRequest request) {
+void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
   const CallKey key = handle->key();
+  CallRequest request = handle->takeRequest();
   if (key.lane == 0) {
     started_[key.participants] = key.count + 1;
   }
@@ -297,6 +324,10 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
     call.handle->complete(Failure{FailureKind::kGroup, callText(key, call) + ": the process group was closed while it was in flight", {}});
   }
   calls_.clear();
+  for (const std::shared_ptr<ReshardCall>& call : begun_) {
+    call->complete(Failure{FailureKind::kGroup, "the process group was closed before the call could start", {}});
+  }
+  begun_.clear();
 }
 
 }  // namespace xmesh::runtime

@@ -26,7 +26,7 @@ namespace xmesh::runtime {
 /// Runs the reshards of one rank of one group: agreement among the ranks, execution, failures, timeouts.  How calls fail is in
 /// reshard_failures.cpp, how they are refused in reshard_refusals.cpp.
 ///
-/// Threading: begin(), refuse() and close() come from the caller's thread; everything else happens on the network's thread, which alone
+/// Threading: begin(), flush(), refuse() and close() come from the caller's thread; everything else happens on the network's thread, which alone
 /// touches the calls in flight. The network is made by `make_network` (it needs the service as its PeerEvents) and dies in close().
 ///
 /// A call ends when its own messages are done and every participant has been found to make the same call. It fails on every participant when one
@@ -34,7 +34,8 @@ namespace xmesh::runtime {
 ///
 /// A watch ties many calls together: it stands for all ranks that work on something, e.g. a pipeline. It fails on every one of its participants when
 /// one of them dies, when one calls failCall() on it, or when a call that names it fails; with it fail all calls that name it, so that no rank waits
-/// for a call that will not be made.
+/// for a call that will not be made. A rank that refuses its part in one turn has done its part in those before: the failure waits for the others to
+/// come to that turn (Failure::turn).
 class ReshardService final : public transport::PeerEvents {
  public:
   struct Options {
@@ -55,6 +56,8 @@ class ReshardService final : public transport::PeerEvents {
 
   /// Starts a call. The addresses of all participants must be known to the network. Throws GroupError when closed.
   std::shared_ptr<ReshardCall> begin(CallRequest request);
+  /// Starts the calls that were held: all of them wake the network's thread once.
+  void flush();
   /// Fails a call of this rank's, and tells its participants. No-op once it has ended. Any thread.
   void failCall(const CallKey& key, Failure failure);
   /// Asks the participants of a call what they do about it; it fails with what they say as it does at its timeout. Any thread.
@@ -90,7 +93,11 @@ class ReshardService final : public transport::PeerEvents {
     uint64_t timer = 0;
     bool is_asking = false;
     std::map<int32_t, Answer> answers;
-    std::set<CallKey> watched;  ///< of a watch: the calls that name it
+    // Of a watch.
+    std::set<CallKey> watched;              ///< the calls that name it
+    uint64_t turn = 0;                      ///< the latest of theirs
+    std::optional<Failure> coming_failure;  ///< of a later turn
+    std::set<int32_t> told_by;              ///< who told of that
   };
   /// Why a peer cannot be reckoned with any more.
   struct LostPeer {
@@ -111,7 +118,10 @@ class ReshardService final : public transport::PeerEvents {
     std::optional<Failure> failure;
   };
 
-  void startCall(const std::shared_ptr<ReshardCall>& handle, CallRequest request);
+  /// Posts the start of the held calls; with mutex_.
+  void postHeld();
+  void startBegun(size_t num_calls);
+  void startCall(const std::shared_ptr<ReshardCall>& handle);
   void sendHello(const CallKey& key, ActiveCall& call);
   void takeHello(int32_t peer, Hello hello);
   void advanceAgreement(const CallKey& key);
@@ -146,16 +156,18 @@ class ReshardService final : public transport::PeerEvents {
   static std::string progressOf(const ActiveCall& call);
   int64_t globalRank(int32_t peer) const { return options_.global_ranks.at(static_cast<size_t>(peer)); }
   std::string callText(const CallKey& key, const ActiveCall& call) const;
-  std::unique_ptr<HostExecutor> makeExecutor(const CallKey& key, const CallRequest& request);
+  std::unique_ptr<HostExecutor> makeExecutor(const CallKey& key, CallRequest& request);
 
   const Options options_;
   StagingPool staging_;
 
-  std::mutex mutex_;  ///< guards the four below: what callers' threads share
+  std::mutex mutex_;  ///< guards the six below: what callers' threads share
   bool is_closed_ = false;
   std::map<uint64_t, uint64_t> next_count_;
   int64_t num_open_refusals_ = 0;  ///< unnamed ones not yet settled or replaced by a later one
   std::set<std::shared_ptr<ReshardCall>> detached_;
+  std::deque<std::shared_ptr<ReshardCall>> begun_;  ///< not yet started on the network's thread
+  size_t num_held_ = 0;                             ///< the last of them, whose start is not posted
 
   // The network's thread only.
   std::map<CallKey, ActiveCall> calls_;

@@ -139,6 +139,36 @@ def test_loss_raises() -> None:
         assert "loss_fn must return a scalar tensor, got a tensor of shape (2, 4)" in text
 
 
+class HeldLosses(list[torch.Tensor]):
+    """Holds its rank inside the step until every rank is at a barrier."""
+
+    def append(self, loss: torch.Tensor) -> None:
+        if not self:
+            dist.barrier()
+        super().append(loss)
+
+
+def refuses_the_next_step(rank: int, world_size: int) -> int:
+    engine, _ = make(([0], [1, 2]))
+    x, y = batch()
+    losses = HeldLosses()
+    output = engine.step(x, target=y, losses=losses)  # the last stage's ranks exchange their parts after the losses
+    if rank == 0:
+        with pytest.raises(ValueError, match="the batch is missing on rank 0"):
+            engine.step(target=y)
+        dist.barrier()
+    else:
+        assert output.shape == (8, 4)
+        with pytest.raises(ValueError, match="the batch is missing on rank 0"):
+            engine.step(x, target=y)
+    engine.close()
+    return len(losses)
+
+
+def test_a_refused_step_leaves_the_step_before_it() -> None:
+    assert spawn(refuses_the_next_step, 3, timeout=60) == [0, 4, 4]
+
+
 def train_for_ever(rank: int, world_size: int) -> str:
     engine, _ = make(THREE)
     x, y = batch()

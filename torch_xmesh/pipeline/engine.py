@@ -188,7 +188,7 @@ class PipelineEngine:
         if not traffic.has_failed:
             text = f"rank {rank}, step {self._steps.number}: {error}"
             if isinstance(error, ValueError):
-                traffic.fail(text)
+                traffic.refuse(text)
             else:
                 traffic.fail_stage(f"{text} ({type(error).__name__})", -1, -1)
         return error

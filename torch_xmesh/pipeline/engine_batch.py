@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.boundary import StageMesh
-from torch_xmesh.pipeline.microbatch import TensorChunkSpec, batch_size, leaf_specs, shard_sizes
+from torch_xmesh.pipeline.microbatch import TensorChunkSpec, common_size, leaf_specs, shard_sizes
 from torch_xmesh.pipeline.partition import Partition
 from torch_xmesh.pipeline.partition_values import ValueName
 from torch_xmesh.spec import mesh_grid
@@ -20,8 +20,7 @@ def num_samples(tree: Any, specs: Sequence[Any]) -> int | None:
     Raises:
         ValueError: its tensors disagree.
     """
-    leaves = pytree.tree_leaves(tree)
-    return batch_size(tuple(leaves), None, tuple(specs)) if leaves else None
+    return common_size((tuple(pytree.tree_leaves(tree)), {}), specs, "argument") if specs else None
 
 
 def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], mesh: StageMesh, what: str) -> list[Any]:
@@ -64,8 +63,7 @@ def model_inputs(
     """
     for size in dict.fromkeys(sizes):
         first = sizes.index(size)
-        args, kwargs = pytree.tree_unflatten([column[first] for column in columns], structure)
-        partition.bind(args, kwargs, stage)
+        partition.bind_leaves([column[first] for column in columns], structure, stage)
     names = [leaf.name if isinstance(leaf, ValueName) else None for leaf in partition.argument_leaves]
     chosen = [columns[names.index(name)] for name in partition.stages[stage].model_inputs]
     return [list(parts) for parts in zip(*chosen, strict=True)]

@@ -217,7 +217,7 @@ class EnginePlace:
 
     def _abandon(self, error: BaseException) -> None:
         if isinstance(error, ValueError) and not self.transfers.traffic.has_failed:
-            self.transfers.traffic.fail(f"rank {self.transfers.rank} could not make the pipeline: {error}")
+            self.transfers.traffic.refuse(f"rank {self.transfers.rank} could not make the pipeline: {error}")
         elif not isinstance(error, PeerError | StageError):
             self.transfers.traffic.fail_stage(
                 f"rank {self.transfers.rank} could not make the pipeline: {type(error).__name__}: {error}", -1, -1

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.pipeline.engine_batch import (
@@ -16,9 +15,15 @@ from torch_xmesh.pipeline.engine_batch import (
 from torch_xmesh.pipeline.engine_place import EnginePlace
 from torch_xmesh.pipeline.engine_stage import StepState
 from torch_xmesh.pipeline.engine_told import told_by, told_by_shards
-from torch_xmesh.pipeline.microbatch import microbatch_sizes
+from torch_xmesh.pipeline.microbatch import loss_weights, microbatch_sizes
 from torch_xmesh.pipeline.outputs import whole_outputs
 from torch_xmesh.pipeline.state import PipelineScaler
+
+_FACTS = (
+    "the batch has {} samples",
+    "step() (1) or evaluate() (0): {}",
+    "gradients are summed in this step (0 in no_sync): {}",
+)
 
 
 class EngineSteps:
@@ -38,6 +43,7 @@ class EngineSteps:
         self.scaler: PipelineScaler | None = None
         self._place = place
         self._merge_spec = merge_spec
+        self._sizes: dict[int, list[int]] = {}  # of microbatches, by samples of the batch
         self._plans: dict[tuple[int, ...], list[_C.EdgePlans]] = {}
         self._leader = self._find_leader()
         self._facts = told_by(place.transfers, "step", self._leader, 3)
@@ -46,6 +52,7 @@ class EngineSteps:
     def run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
         """One step; everything as in PipelineEngine.step and evaluate."""
         place = self._place
+        place.transfers.traffic.begin_turn(self.number + 1)
         takes_inputs = any(place.partition.stages[k].model_inputs for k in place.stages)
         is_last = place.has_last
         args, kwargs = (tuple(args), dict(sorted(kwargs.items()))) if takes_inputs else ((), {})
@@ -59,8 +66,8 @@ class EngineSteps:
         if takes_inputs:
             specs = specs_of(args, place.chunk_specs["args"], "args")
             specs += specs_of(kwargs, place.chunk_specs["kwargs"], "kwargs")
-        target_specs = specs_of(target, None if target is None else place.chunk_specs["target"], "target")
-        if takes_inputs and not pytree.tree_leaves(tree):
+        target_specs = [] if target is None else specs_of(target, place.chunk_specs["target"], "target")
+        if takes_inputs and not specs:
             stage = next(k for k in place.stages if place.partition.stages[k].model_inputs)
             raise ValueError(
                 f"the batch is missing on rank {place.transfers.rank}: its stage {stage} takes "
@@ -111,18 +118,15 @@ class EngineSteps:
             )
         facts = [mine or 0, int(is_train), int(self.is_sync)]
         told = self._facts.exchange(torch.tensor(facts) if rank == leader else None).tolist()
-        names = (
-            "the batch has {} samples",
-            "step() (1) or evaluate() (0): {}",
-            "gradients are summed in this step (0 in no_sync): {}",
-        )
-        for name, one, other in zip(names, told, facts, strict=True):
-            if one != other and not (name is names[0] and mine is None):
+        for name, one, other in zip(_FACTS, told, facts, strict=True):
+            if one != other and not (name is _FACTS[0] and mine is None):
                 raise ValueError(f"ranks disagree: {name.format(one)} on rank {leader}, {other} on rank {rank}")
-        sizes = microbatch_sizes(told[0], self._place.num_microbatches)
-        self._place.boundaries.check_samples(sizes[0])
-        self._place.boundaries.check_samples(sizes[-1])
-        return sizes
+        if told[0] not in self._sizes:
+            sizes = microbatch_sizes(told[0], self._place.num_microbatches)
+            self._place.boundaries.check_samples(sizes[0])
+            self._place.boundaries.check_samples(sizes[-1])
+            self._sizes[told[0]] = sizes
+        return self._sizes[told[0]]
 
     def _find_leader(self) -> int:
         """The rank that sees the batch, or the target if no batch is cut."""
@@ -168,11 +172,11 @@ class EngineSteps:
             shares = [0.0 if loss is None else loss.item() for loss in found]
             mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
         told = self._shared_losses.exchange(mine)
-        if told[-1] == 0:
+        *means, is_there = told.tolist()
+        if not is_there:
             return
-        total = sum(state.sizes)
-        weights = [n / total if self._place.scale_grads else 1.0 for n in state.sizes]
-        self.loss = sum(weight * loss for weight, loss in zip(weights, told[:-1].tolist(), strict=True))
+        weights = loss_weights(state.sizes, self._place.scale_grads)
+        self.loss = sum(weight * loss for weight, loss in zip(weights, means, strict=True))
         if losses is not None and is_last:
             for microbatch in range(self._place.num_microbatches):
                 own = state.losses.get(microbatch)

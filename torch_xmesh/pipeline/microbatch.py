@@ -118,7 +118,7 @@ def batch_size(
         ValueError: two tensors disagree.
     """
     tree, specs = _arguments(tuple(args), dict(kwargs or {}), args_chunk_spec, kwargs_chunk_spec)
-    return _common_size(tree, specs, "argument")
+    return common_size(tree, specs, "argument")
 
 
 def split_tree(tree: Any, specs: list[Any], sizes: Sequence[int], what: str) -> list[Any]:
@@ -160,8 +160,8 @@ def split_microbatches(
     args, kwargs = tuple(args), dict(kwargs or {})
     tree, specs = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
     target_specs = leaf_specs(target, target_chunk_spec, "target")
-    samples = _common_size(tree, specs, "argument")
-    target_samples = _common_size(target, target_specs, "target")
+    samples = common_size(tree, specs, "argument")
+    target_samples = common_size(target, target_specs, "target")
     if samples is not None and target_samples is not None and samples != target_samples:
         raise ValueError(f"the target has {target_samples} samples, the arguments have {samples}")
     samples = target_samples if samples is None else samples
@@ -219,7 +219,26 @@ def _arguments(
     return (args, kwargs), specs
 
 
-def _common_size(tree: Any, specs: list[Any], what: str) -> int | None:
+def common_size(tree: Any, specs: Sequence[Any], what: str) -> int | None:
+    """What all leaves of `tree` to cut have along their chunk dims, leaf i by ``specs[i]``; None if none is to cut.
+
+    Raises:
+        ValueError: two leaves disagree.
+    """
+    cut = [
+        (leaf, spec.split_dim)
+        for leaf, spec in zip(pytree.tree_leaves(tree), specs, strict=True)
+        if isinstance(spec, TensorChunkSpec)
+    ]
+    if all(-leaf.dim() <= dim < leaf.dim() for leaf, dim in cut):
+        sizes = {leaf.size(dim) for leaf, dim in cut}
+        if len(sizes) <= 1:
+            return next(iter(sizes), None)
+    return _named_common_size(tree, specs, what)
+
+
+def _named_common_size(tree: Any, specs: Sequence[Any], what: str) -> int | None:
+    """As `common_size`, with the names of the leaves: for the messages."""
     found: dict[int, str] = {}
     for (path, leaf), spec in zip(pytree.tree_flatten_with_path(tree)[0], specs, strict=True):
         if isinstance(spec, TensorChunkSpec):

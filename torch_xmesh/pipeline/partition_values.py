@@ -237,7 +237,12 @@ class Partition:
             ValueError: another structure, dtype or size (the batch dim apart) than the example's, or another
                 constant.
         """
-        leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
+        return self.bind_leaves(*pytree.tree_flatten(sorted_arguments(args, kwargs)), stage)
+
+    def bind_leaves(
+        self, leaves: Sequence[Any], structure: pytree.TreeSpec, stage: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The same of :func:`sorted_arguments` as leaves and their structure."""
         if structure != self.argument_structure:
             raise ValueError(
                 f"the arguments have the structure {structure}, the example arguments had {self.argument_structure}"

@@ -36,6 +36,7 @@ class Recorder final : public StageRunner, public BoundaryTraffic {
     EXPECT_EQ(posted.erase(transfer), 1U) << text(transfer) << " was not posted";
   }
   void send(const Transfer& transfer) override { log.push_back("send " + text(transfer)); }
+  void flush() override { log.emplace_back("flush"); }
   void drain() override { log.emplace_back("drain"); }
 
   std::vector<std::string> log;
@@ -81,8 +82,8 @@ TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
   Engine engine({true, 0});
   engine.run(placeProgram({{ActionKind::kForward, 1, 0}, {ActionKind::kBackward, 1, 0}}, {{0, 1, true, false, true}, {1, 2, true, true, false}}),
              recorder, recorder);
-  const std::vector<std::string> expected = {"post v0.0", "wait v0.0", "1F0",       "send v1.0",   "release 1F0", "post g1.0",
-                                             "wait g1.0", "1B0",       "send g0.0", "release 1B0", "drain"};
+  const std::vector<std::string> expected = {"post v0.0", "flush",     "wait v0.0", "1F0",       "send v1.0",   "release 1F0", "post g1.0",
+                                             "flush",     "wait g1.0", "1B0",       "send g0.0", "release 1B0", "flush",       "drain"};
   EXPECT_EQ(recorder.log, expected);
   ASSERT_EQ(engine.spans().size(), 4U);
   EXPECT_EQ(engine.spans()[0].kind, EngineSpan::Kind::kWait);
@@ -119,9 +120,26 @@ TEST(Engine, WithoutOverlapEverySendIsWaitedForWithAllReceivesPosted) {
   EXPECT_EQ(recorder.peak_posted, 8U);
   for (size_t i = 0; i < recorder.log.size(); ++i) {
     if (recorder.log[i].starts_with("send ")) {
-      ASSERT_LT(i + 2, recorder.log.size());
+      ASSERT_LT(i + 3, recorder.log.size());
       EXPECT_TRUE(recorder.log[i + 1].starts_with("release "));
-      EXPECT_EQ(recorder.log[i + 2], "drain");
+      EXPECT_EQ(recorder.log[i + 2], "flush");
+      EXPECT_EQ(recorder.log[i + 3], "drain");
+    }
+  }
+}
+
+TEST(Engine, StartsWhatItPostedAndSentBeforeItWaitsOrComputes) {
+  Recorder recorder;
+  Engine engine({});
+  engine.run(middleOfThree(4), recorder, recorder);
+  bool is_started = true;
+  for (const std::string& line : recorder.log) {
+    if (line.starts_with("post ") || line.starts_with("send ")) {
+      is_started = false;
+    } else if (line == "flush") {
+      is_started = true;
+    } else if (!line.starts_with("release ")) {
+      EXPECT_TRUE(is_started) << line;
     }
   }
 }

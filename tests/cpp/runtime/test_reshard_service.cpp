@@ -64,11 +64,12 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     std::shared_ptr<ReshardCall> call;
   };
 
-  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
+  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0), bool is_held = false) {
     auto made = std::make_unique<Made>();
     CallRequest request;
     request.prepared = prepare(plan, rank);
     request.timeout = timeout;
+    request.is_held = is_held;
     request.src = {local(request.prepared->program->srcShape(0), made->src)};
     request.dst = {local(request.prepared->program->dstShape(0), made->dst)};
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
@@ -103,6 +104,33 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     EXPECT_EQ(calls[2]->dst, whole);
     EXPECT_EQ(calls[3]->dst, whole);
   }
+
+  /// A watch over all ranks, or a call under it, which moves nothing and waits for nobody.
+  std::shared_ptr<ReshardCall> beginWatch(int32_t rank) {
+    return beginMeeting(rank, kWatch, [](CallRequest& request) { request.is_watch = true; });
+  }
+  std::shared_ptr<ReshardCall> beginWatched(int32_t rank, uint64_t count, uint64_t turn) {
+    return beginMeeting(rank, {kWatch.participants, kWatch.lane + 1, count}, [turn](CallRequest& request) {
+      request.watch = kWatch;
+      request.turn = turn;
+    });
+  }
+
+  std::shared_ptr<ReshardCall> beginMeeting(int32_t rank, const CallKey& key, const std::function<void(CallRequest&)>& fill) {
+    auto prepared = std::make_shared<PreparedPlan>();
+    prepared->participants = {0, 1, 2, 3};
+    prepared->participant_peers = {0, 1, 2, 3};
+    prepared->participants_hash = hashRanks(prepared->participants);
+    prepared->my_index = rank;
+    prepared->fingerprint = "meeting";
+    CallRequest request;
+    request.prepared = prepared;
+    request.key = key;
+    request.is_agreed = true;
+    fill(request);
+    return services_[static_cast<size_t>(rank)]->begin(std::move(request));
+  }
+  static constexpr CallKey kWatch{77, 5, 0};
 
   /// Rank 0 calls before rank 3 refuses, ranks 1 and 2 after it; then all make a good call.
   void expectRefused(const std::function<void()>& refuse, const std::string& text) {
@@ -265,6 +293,83 @@ TEST_P(ReshardServiceTest, WhoLeavesAfterAFailureIsNotBlamedForIt) {
     EXPECT_NE(call->failure()->text.find("rank 3 is lost (it has left the group after this: no answer from rank [0])"), std::string::npos)
         << call->failure()->text;
   }
+}
+
+TEST_P(ReshardServiceTest, HeldCallsStartTogetherInTheirOrder) {
+  const core::ReshardingPlan plan = planOf(Placement::replicate());
+  const auto others = [&] {
+    std::vector<std::unique_ptr<Made>> calls;
+    for (const int32_t rank : {1, 2, 3}) {
+      calls.push_back(begin(rank, plan));
+    }
+    return calls;
+  };
+  auto first = others();
+  auto second = others();
+  auto third = others();
+  first.insert(first.begin(), begin(0, plan, milliseconds(0), true));
+  second.insert(second.begin(), begin(0, plan, milliseconds(0), true));
+  network_.runUntilIdle();
+  EXPECT_FALSE(first[0]->call->isCompleted());
+  services_[0]->flush();
+  expectWhole(first);
+  expectWhole(second);
+  third.insert(third.begin(), begin(0, plan, milliseconds(0), true));
+  auto fourth = beginAll(plan);  // rank 0's takes the held one along
+  expectWhole(third);
+  expectWhole(fourth);
+}
+
+TEST_P(ReshardServiceTest, AHeldCallFailsWhenTheServiceCloses) {
+  const auto made = begin(0, planOf(Placement::replicate()), milliseconds(0), true);
+  services_[0]->close(milliseconds(0));
+  ASSERT_TRUE(made->call->isCompleted());
+  EXPECT_THROW(made->call->wait(), GroupError);
+}
+
+/// Rank 3 refuses turn 2 while the others are still in turn 1.
+TEST_P(ReshardServiceTest, AFailureOfALaterTurnWaitsForIt) {
+  std::vector<std::shared_ptr<ReshardCall>> watches;
+  std::vector<std::shared_ptr<ReshardCall>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    watches.push_back(beginWatch(rank));
+    calls.push_back(beginWatched(rank, 0, 1));
+  }
+  network_.runUntilIdle();
+  services_[3]->failCall(kWatch, {FailureKind::kMistake, "no target", {}, -1, -1, 2});
+  network_.runUntilIdle();
+  EXPECT_TRUE(watches[3]->failure().has_value());
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    EXPECT_FALSE(watches[static_cast<size_t>(rank)]->isCompleted());
+    EXPECT_FALSE(calls[static_cast<size_t>(rank)]->failure().has_value());
+  }
+  const auto late = beginWatched(0, 1, 1);
+  const auto next = beginWatched(1, 2, 2);
+  network_.runUntilIdle();
+  EXPECT_FALSE(watches[0]->isCompleted()) << "rank 1 passed on what is for turn 2";
+  EXPECT_TRUE(late->isCompleted());
+  EXPECT_FALSE(late->failure().has_value());
+  EXPECT_EQ(next->failure().value().text, "no target");
+  EXPECT_EQ(watches[1]->failure().value().text, "no target");
+  network_.kill(3);
+  network_.runUntilIdle();
+  EXPECT_EQ(watches[0]->failure().value().text, "no target") << "rank 3 died of what it had told";
+}
+
+TEST_P(ReshardServiceTest, AFailureOfTheTurnOfTheOthersComesAtOnce) {
+  std::vector<std::shared_ptr<ReshardCall>> watches;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    watches.push_back(beginWatch(rank));
+  }
+  beginWatched(0, 0, 2);
+  network_.runUntilIdle();
+  services_[3]->failCall(kWatch, {FailureKind::kMistake, "no target", {}, -1, -1, 2});
+  network_.runUntilIdle();
+  EXPECT_EQ(watches[0]->failure().value().text, "no target");
+  EXPECT_FALSE(watches[1]->isCompleted());
+  services_[2]->failCall(kWatch, {FailureKind::kStage, "raised", {}, 1, 0});  // of no turn: for all
+  network_.runUntilIdle();
+  EXPECT_EQ(watches[1]->failure().value().text, "raised");
 }
 
 TEST_P(ReshardServiceTest, ClosingFailsWhatIsInFlight) {
