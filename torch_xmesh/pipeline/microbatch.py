@@ -14,6 +14,7 @@ __all__ = [
     "Replicate",
     "TensorChunkSpec",
     "batch_size",
+    "common_size",
     "leaf_specs",
     "loss_weights",
     "merge_outputs",
