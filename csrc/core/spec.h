@@ -17,6 +17,8 @@ struct DType {
   int64_t item_bytes = 0;
   /// Throws InvalidArgument for a name torch does not have.
   static DType parse(std::string_view name);
+  /// Bytes of one element of what contributions are added up in: float32's for float16 and bfloat16, else its own.
+  int64_t accumulatorItemBytes() const { return name == "float16" || name == "bfloat16" ? 4 : item_bytes; }
   bool operator==(const DType&) const = default;
 };
 

@@ -43,7 +43,8 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
   for (size_t i = 0; i < todo.sends.size(); ++i) {
     const SendStep& step = todo.sends[i];
     num_deps_.push_back(step.num_deps);
-    if (contiguousRun(boxOf(step.place), step.begin, step.end, todo.places[static_cast<size_t>(step.place)].item_bytes) == nullptr) {
+    if (step.reduction < 0 &&
+        contiguousRun(boxOf(step.place), step.begin, step.end, todo.places[static_cast<size_t>(step.place)].item_bytes) == nullptr) {
       staged_sends_.push_back(static_cast<int32_t>(i));
     }
   }
@@ -116,13 +117,7 @@ void HostExecutor::process(Event event) {
     case EventKind::kStart:
       return begin();
     case EventKind::kSent:
-      --num_open_;
-      ++num_sent_[static_cast<size_t>(program_->sends[static_cast<size_t>(event.index)].peer)];
-      if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(event.index)]) {
-        release(StagingKind::kSend, send_buffers_[static_cast<size_t>(event.index)]);
-        postStagedSends();
-      }
-      return;
+      return takeSent(event.index);
     case EventKind::kReceived:
       return takeReceived(event.index);
     case EventKind::kStagingFree:
@@ -130,6 +125,19 @@ void HostExecutor::process(Event event) {
       return postStagedSends();
     case EventKind::kCopy:
       return copySlice();
+  }
+}
+
+void HostExecutor::takeSent(int32_t index) {
+  const SendStep& step = program_->sends[static_cast<size_t>(index)];
+  --num_open_;
+  ++num_sent_[static_cast<size_t>(step.peer)];
+  if (step.reduction >= 0) {
+    release(StagingKind::kAccumulate, reduce_states_[static_cast<size_t>(step.reduction)].staged);
+    postReceives();
+  } else if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(index)]) {
+    release(StagingKind::kSend, send_buffers_[static_cast<size_t>(index)]);
+    postStagedSends();
   }
 }
 
@@ -178,7 +186,7 @@ bool HostExecutor::postReceive(int32_t index) {
   if (step.reduction >= 0 && !prepareReduction(step.reduction)) {
     return false;
   }
-  const int64_t num_bytes = (step.end - step.begin) * program_->places[static_cast<size_t>(step.place)].item_bytes;
+  const int64_t num_bytes = program_->numBytes(step);
   std::byte* target = receiveTarget(index);
   if (target == nullptr) {
     if (receive_buffers_.empty()) {
@@ -195,7 +203,7 @@ bool HostExecutor::postReceive(int32_t index) {
   return true;
 }
 
-/// Where a message may go without staging: a value into its place, a reduction's first contribution into the accumulator of its own type.
+/// Where a message may go without staging: a value into its place, what comes first into a reduction into the accumulator if it has its type.
 std::byte* HostExecutor::receiveTarget(int32_t index) {
   const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
   if (step.reduction < 0) {
@@ -203,10 +211,11 @@ std::byte* HostExecutor::receiveTarget(int32_t index) {
   }
   const ReduceStep& reduce = program_->reductions[static_cast<size_t>(step.reduction)];
   const bool is_first = index == reduce.first_receive && reduce.own_turn != 0;
-  return is_first && reduce.reduction.accumulatesInPlace() ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator : nullptr;
+  return is_first && (step.is_sum || reduce.reduction.accumulatesInPlace()) ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
+                                                                            : nullptr;
 }
 
-/// Makes sure that the reduction has an accumulator.
+/// Makes sure that the reduction has an accumulator; that of a partial sum is staged until it has been sent.
 bool HostExecutor::prepareReduction(int32_t index) {
   const ReduceStep& step = program_->reductions[static_cast<size_t>(index)];
   ReduceState& state = reduce_states_[static_cast<size_t>(index)];
@@ -214,7 +223,8 @@ bool HostExecutor::prepareReduction(int32_t index) {
     return true;
   }
   const int64_t item_bytes = step.reduction.itemBytes();
-  std::byte* in_place = step.reduction.accumulatesInPlace() ? contiguousRun(boxOf(step.place), step.begin, step.end, item_bytes) : nullptr;
+  const bool may_be_in_place = step.place >= 0 && step.reduction.accumulatesInPlace();
+  std::byte* in_place = may_be_in_place ? contiguousRun(boxOf(step.place), step.begin, step.end, item_bytes) : nullptr;
   if (in_place != nullptr && isAligned(in_place, item_bytes)) {
     state.accumulator = in_place;
   } else {
@@ -252,10 +262,8 @@ void HostExecutor::postStagedSends() {
 /// Sends that must be packed go strictly in plan order (StagingPool says why), the others only in their peer's order.
 bool HostExecutor::postSend(int32_t index) {
   const SendStep& step = program_->sends[static_cast<size_t>(index)];
-  const int64_t item_bytes = program_->places[static_cast<size_t>(step.place)].item_bytes;
-  const int64_t num_bytes = (step.end - step.begin) * item_bytes;
-  const StridedBox& box = boxOf(step.place);
-  const std::byte* data = contiguousRun(box, step.begin, step.end, item_bytes);
+  const int64_t num_bytes = program_->numBytes(step);
+  const std::byte* data = sendSource(step);
   if (data == nullptr) {
     if (staged_sends_[next_staged_send_] != index) {
       return false;
@@ -266,11 +274,17 @@ bool HostExecutor::postSend(int32_t index) {
       return false;
     }
     ++next_staged_send_;
-    packRange(box, step.begin, step.end, item_bytes, buffer.data);
+    packRange(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes, buffer.data);
     data = buffer.data;
   }
   transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, num_bytes, index);
   return true;
+}
+
+/// Where a message's bytes lie in one run, or null.
+const std::byte* HostExecutor::sendSource(const SendStep& step) const {
+  return step.reduction >= 0 ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
+                             : contiguousRun(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
 }
 
 void HostExecutor::takeReceived(int32_t index) {
@@ -307,7 +321,8 @@ void HostExecutor::advanceReduction(int32_t index) {
     if (!receive_buffers_.empty() && receive_buffers_[next]) {
       StagingBuffer& buffer = receive_buffers_[next];
       const bool is_first = state.num_received == 0 && !state.is_own_done;
-      (is_first ? initAccumulator : accumulate)(step.reduction, state.accumulator, buffer.data, step.end - step.begin);
+      const Reduction reduction = program_->receives[next].is_sum ? step.reduction.ofSums() : step.reduction;
+      (is_first ? initAccumulator : accumulate)(reduction, state.accumulator, buffer.data, step.end - step.begin);
       release(StagingKind::kReceive, buffer);
     }
     ++state.num_received;
@@ -337,6 +352,9 @@ void HostExecutor::accumulateOwn(const ReduceStep& step, const ReduceState& stat
 }
 
 void HostExecutor::finishReduction(const ReduceStep& step, ReduceState& state) {
+  if (step.place < 0) {
+    return onArrival(step.arrival);
+  }
   finishAccumulator(step.reduction, state.accumulator, step.end - step.begin);
   if (state.staged) {
     unpackRange(state.accumulator, boxOf(step.place), step.begin, step.end, step.reduction.itemBytes());

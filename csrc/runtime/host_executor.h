@@ -19,7 +19,7 @@ struct ExecutorOptions {
 };
 
 /// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
-/// run in memory), forwards what arrives, reduces contributions in order, copies what the rank keeps.
+/// run in memory), forwards what arrives, reduces contributions in order, sends partial sums from their accumulators, copies what the rank keeps.
 /// Threading: everything on the transport's thread, constructor excepted; never blocks, never spins.
 /// Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or cancel(). The destructor cancels;
 /// after isDone() or cancel() it may run on any thread that is ordered after it.
@@ -60,8 +60,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   };
   struct ReduceState {
     std::byte* accumulator = nullptr;  ///< in the destination, or staged
-    StagingBuffer staged;
-    int32_t num_received = 0;  ///< received contributions taken in so far
+    StagingBuffer staged;              ///< of a partial sum until it is sent
+    int32_t num_received = 0;          ///< received contributions taken in so far
     bool is_own_done = false;
   };
 
@@ -78,6 +78,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void postSendsTo(int32_t peer);
   void postStagedSends();
   bool postSend(int32_t index);
+  const std::byte* sendSource(const SendStep& step) const;
+  void takeSent(int32_t index);
   void takeReceived(int32_t index);
   void advanceReduction(int32_t index);
   void accumulateOwn(const ReduceStep& step, const ReduceState& state) const;

@@ -69,7 +69,7 @@ class Compiler {
       } else if (message.payload == Payload::kValue) {
         addValue(message, static_cast<int64_t>(position));
       } else {
-        addContribution(message, static_cast<int64_t>(position));
+        addInput(messages, position);
       }
     }
     addCopies();
@@ -134,7 +134,12 @@ class Compiler {
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
-    if (message.payload == Payload::kContribution) {
+    if (message.payload == Payload::kPartialSum) {
+      const ReduceStep& sum = program_->reductions.back();  // its receives were the steps before
+      step.reduction = static_cast<int32_t>(program_->reductions.size()) - 1;
+      step.num_deps = 1;
+      dependencies_.emplace_back(sum.arrival, static_cast<int32_t>(program_->sends.size()));
+    } else if (message.payload == Payload::kContribution) {
       core::require(ownContribution(task) == message.contribution,
                     messageStr(message) + ": its sender does not hold contribution " + std::to_string(message.contribution));
       step.place = placeOf(message.task, true);
@@ -180,7 +185,7 @@ class Compiler {
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
-    step.place = placeOf(message.task, false);
+    step.is_sum = message.payload == Payload::kPartialSum;
     ++program_->receives_of_peer[static_cast<size_t>(step.peer)];
     program_->receives.push_back(step);
     return program_->receives.back();
@@ -188,30 +193,59 @@ class Compiler {
 
   void addValue(const Message& message, int64_t position) {
     const int32_t arrival = addArrival(message);
-    addReceive(message, position).arrival = arrival;
+    ReceiveStep& step = addReceive(message, position);
+    step.arrival = arrival;
+    step.place = placeOf(message.task, false);
   }
 
-  void addContribution(const Message& message, int64_t position) {
+  static bool isOfSameRange(const Message& a, const Message& b) { return a.task == b.task && a.begin == b.begin && a.end == b.end; }
+
+  /// Whether what the reduction that begins at a position makes is sent on as partial sum.
+  bool isPassedOn(const std::vector<Message>& messages, size_t position) const {
+    const Message& first = messages[position];
+    while (position < messages.size() && messages[position].dst_rank == rank_ && messages[position].payload != Payload::kValue &&
+           isOfSameRange(messages[position], first)) {
+      ++position;
+    }
+    return position < messages.size() && messages[position].payload == Payload::kPartialSum && isOfSameRange(messages[position], first);
+  }
+
+  void addReduction(const Message& message, bool is_passed_on) {
     const UnitTask& task = taskOf(message);
+    ReduceStep step;
+    if (is_passed_on) {
+      core::require(needs(task) || ownContribution(task) >= 0, messageStr(message) + ": its receiver neither needs nor holds them");
+      step.arrival = num_arrivals_++;
+    } else {
+      step.arrival = addArrival(message);
+      step.place = placeOf(message.task, false);
+    }
+    step.begin = message.begin;
+    step.end = message.end;
+    step.first_receive = static_cast<int32_t>(program_->receives.size());
+    step.reduction = reductionOf(plan_.tensors[static_cast<size_t>(task.tensor)].src);
+    if (ownContribution(task) >= 0) {
+      step.own_place = placeOf(message.task, true);
+      step.own_turn = 0;
+    }
+    program_->reductions.push_back(step);
+    last_reduced_task_ = message.task;
+  }
+
+  /// A contribution or partial sum that this rank receives.
+  void addInput(const std::vector<Message>& messages, size_t position) {
+    const Message& message = messages[position];
     std::vector<ReduceStep>& reductions = program_->reductions;
     const bool continues = !reductions.empty() && last_reduced_task_ == message.task && reductions.back().begin == message.begin;
     if (!continues) {
-      ReduceStep step;
-      step.arrival = addArrival(message);
-      step.place = placeOf(message.task, false);
-      step.begin = message.begin;
-      step.end = message.end;
-      step.first_receive = static_cast<int32_t>(program_->receives.size());
-      step.reduction = reductionOf(plan_.tensors[static_cast<size_t>(task.tensor)].src);
-      if (ownContribution(task) >= 0) {
-        step.own_place = placeOf(message.task, true);
-        step.own_turn = static_cast<int32_t>(ownContribution(task));  // as many received ones come before it
-      }
-      reductions.push_back(step);
-      last_reduced_task_ = message.task;
+      addReduction(message, isPassedOn(messages, position));
     }
-    ++reductions.back().num_receives;
-    addReceive(message, position).reduction = static_cast<int32_t>(reductions.size()) - 1;
+    ReduceStep& step = reductions.back();
+    ++step.num_receives;
+    if (message.contribution < ownContribution(taskOf(message))) {
+      step.own_turn = step.num_receives;
+    }
+    addReceive(message, static_cast<int64_t>(position)).reduction = static_cast<int32_t>(reductions.size()) - 1;
   }
 
   void addCopies() {
@@ -282,6 +316,15 @@ void checkLocalTensor(const std::string& what, const LocalTensor& tensor, const 
 }
 
 }  // namespace
+
+int64_t Program::numBytes(const ReceiveStep& step) const {
+  const int64_t num_elements = step.end - step.begin;
+  if (step.reduction < 0) {
+    return num_elements * places[static_cast<size_t>(step.place)].item_bytes;
+  }
+  const Reduction& reduction = reductions[static_cast<size_t>(step.reduction)].reduction;
+  return num_elements * (step.is_sum ? reduction.accumulatorItemBytes() : reduction.itemBytes());
+}
 
 void Program::checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const {
   const auto count = static_cast<size_t>(numTensors());

@@ -30,7 +30,8 @@ struct Place {
 /// One message out: elements [begin, end) of a place's box.
 struct SendStep {
   int32_t peer = 0;           ///< index in Program::peers()
-  int32_t place = 0;          ///< index in places
+  int32_t place = -1;         ///< index in places; -1 for a partial sum
+  int32_t reduction = -1;     ///< whose accumulator is sent as partial sum, an index in reductions; else -1
   int32_t num_deps = 0;       ///< arrivals that must come first
   int32_t next_of_peer = -1;  ///< the next send to the same peer
   int64_t position = 0;       ///< in the plan's order over sends and receives
@@ -38,10 +39,11 @@ struct SendStep {
   int64_t end = 0;
 };
 
-/// One message in. A value goes to its place; a contribution goes to its reduction.
+/// One message in. A value goes to its place; a contribution or a partial sum goes to its reduction.
 struct ReceiveStep {
   int32_t peer = 0;
-  int32_t place = 0;
+  int32_t place = -1;
+  bool is_sum = false;
   int32_t reduction = -1;  ///< index in reductions, or -1 for a value
   int32_t arrival = -1;    ///< told when a value has arrived
   int64_t position = 0;
@@ -49,10 +51,11 @@ struct ReceiveStep {
   int64_t end = 0;
 };
 
-/// Elements [begin, end) of a destination place, reduced here from all contributions in order. Receives first_receive, first_receive + 1, ...
-/// bring the others' contributions in that order; the own one comes after `own_turn` of them.
+/// Elements [begin, end) of a task, reduced here. Receives first_receive, first_receive + 1, ... bring contributions and partial sums in the order
+/// in which they are added; the own contribution comes after `own_turn` of them. The result is the value of a destination place, or without one
+/// a partial sum that the next step in plan order sends.
 struct ReduceStep {
-  int32_t place = 0;
+  int32_t place = -1;
   int32_t own_place = -1;  ///< in the source's local tensor, or -1 when this rank holds no contribution
   int32_t own_turn = -1;
   int32_t first_receive = 0;
@@ -74,7 +77,9 @@ struct CopyStep {
 ///
 /// Order: the plan's, except that all contributions of one (task, receiver) move up to the first of them, are cut at the union of their cuts, and
 /// come range by range in contribution order; this keeps at most one range's accumulator waiting. A contribution depends on nothing, so
-/// moving it up is always allowed. Every rank derives the same order from the same plan and options.
+/// moving it up is always allowed. Of a task with partial sums each range's whole tree moves up to its first message: sums depend on contributions
+/// only. So what a rank receives for a sum and then the sum itself are neighbours in its order, and between any two ranks' messages of a tree there
+/// are only messages of the same tree. Every rank derives the same order from the same plan and options.
 class Program {
  public:
   int64_t globalRank() const { return global_rank; }
@@ -88,6 +93,12 @@ class Program {
   const std::optional<std::vector<int64_t>>& dstShape(int64_t tensor) const { return dst_shapes.at(static_cast<size_t>(tensor)); }
   /// Throws InvalidArgument naming tensor and rank when a local tensor is missing, or its shape or strides do not fit.
   void checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const;
+
+  int64_t numBytes(const SendStep& step) const {
+    return (step.end - step.begin) * (step.reduction < 0 ? places[static_cast<size_t>(step.place)].item_bytes
+                                                         : reductions[static_cast<size_t>(step.reduction)].reduction.accumulatorItemBytes());
+  }
+  int64_t numBytes(const ReceiveStep& step) const;
 
   int64_t global_rank = 0;
   std::vector<int64_t> peer_ranks;

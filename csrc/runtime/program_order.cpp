@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "runtime/reduce.h"
+#include "runtime/reduction_trees.h"
 
 namespace xmesh::runtime {
 namespace {
@@ -70,8 +70,7 @@ void appendGroup(const ReshardingPlan& plan, Group& group, int64_t global_rank, 
   const size_t num_contributions = holders.contributions.size();
   const std::vector<size_t> begins = sortByContribution(plan, group, num_contributions);
   std::vector<size_t> cursors(begins.begin(), begins.end() - 1);
-  const Reduction reduction = reductionOf(plan.tensors[static_cast<size_t>(task.tensor)].src);
-  const int64_t max_elements = std::max<int64_t>(1, max_message_bytes / reduction.accumulatorItemBytes());
+  const int64_t max_elements = std::max<int64_t>(1, max_message_bytes / plan.accumulatorItemBytes(task));
   const std::vector<int64_t> cuts = cutsOf(group);
   std::vector<Message> range;
   for (size_t cut = 0; cut + 1 < cuts.size(); ++cut) {
@@ -100,15 +99,19 @@ void appendGroup(const ReshardingPlan& plan, Group& group, int64_t global_rank, 
   }
 }
 
-void checkMessage(const ReshardingPlan& plan, const Message& message) {
-  core::require(message.task >= 0 && std::cmp_less(message.task, plan.tasks.size()),
-                "a message names task " + std::to_string(message.task) + " of " + std::to_string(plan.tasks.size()));
-  const int64_t num_elements = core::numElements(plan.tasks[static_cast<size_t>(message.task)].box);
-  core::require(0 <= message.begin && message.begin <= message.end && message.end <= num_elements,
-                "a message of " + taskStr(plan, message.task) + " carries elements [" + std::to_string(message.begin) + ", " +
-                    std::to_string(message.end) + ") of " + std::to_string(num_elements));
-  core::require(message.src_rank != message.dst_rank,
-                "rank " + std::to_string(message.src_rank) + " sends a message of " + taskStr(plan, message.task) + " to itself");
+/// Appends a tree's messages that involve the rank, the whole tree once for each part of at most `max_message_bytes`.
+void appendTree(const ReshardingPlan& plan, const ReductionTree& tree, int64_t global_rank, int64_t max_message_bytes, std::vector<Message>& out) {
+  const core::UnitTask& task = plan.tasks[static_cast<size_t>(tree.messages.front().task)];
+  const int64_t max_elements = std::max<int64_t>(1, max_message_bytes / plan.accumulatorItemBytes(task));
+  for (int64_t begin = tree.begin; begin < tree.end; begin += max_elements) {
+    for (Message message : tree.messages) {
+      message.begin = begin;
+      message.end = std::min(tree.end, begin + max_elements);
+      if (involves(message, global_rank)) {
+        out.push_back(message);
+      }
+    }
+  }
 }
 
 /// Whether no message waits for another and some are cut.
@@ -142,41 +145,64 @@ void sortByFraction(const ReshardingPlan& plan, std::vector<Message>& messages) 
   std::transform(keyed.begin(), keyed.end(), messages.begin(), [](const auto& entry) { return entry.second; });
 }
 
+/// All contributions by (task, receiver) that involve the rank, but those to tasks with partial sums.
+class Groups {
+ public:
+  Groups(const ReshardingPlan& plan, const std::vector<bool>& has_sums, int64_t global_rank) : has_sums_(has_sums) {
+    for (const Message& message : plan.messages) {
+      if (isGrouped(message) && involves(message, global_rank)) {
+        const auto [place, is_new] = index_.try_emplace({message.task, message.dst_rank}, groups_.size());
+        if (is_new) {
+          groups_.push_back({message.task, message.dst_rank, false, {}});
+        }
+      }
+    }
+    for (size_t i = 0; i < plan.messages.size() && !groups_.empty(); ++i) {
+      Group* group = find(plan.messages[i]);
+      if (group != nullptr) {
+        checkMessage(plan, plan.messages[i]);
+        group->messages.push_back(plan.messages[i]);
+      }
+    }
+  }
+
+  bool isGrouped(const Message& message) const {
+    return message.payload == Payload::kContribution && message.begin < message.end &&
+           (has_sums_.empty() || !has_sums_.at(static_cast<size_t>(message.task)));
+  }
+  /// The group of a message, or null.
+  Group* find(const Message& message) {
+    const auto found = isGrouped(message) ? index_.find({message.task, message.dst_rank}) : index_.end();
+    return found == index_.end() ? nullptr : &groups_[found->second];
+  }
+
+ private:
+  const std::vector<bool>& has_sums_;
+  GroupIndex index_;
+  std::vector<Group> groups_;
+};
+
 }  // namespace
 
 std::vector<Message> orderedMessages(const ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes) {
-  GroupIndex index;
-  std::vector<Group> groups;
-  for (const Message& message : plan.messages) {
-    if (message.payload == Payload::kContribution && message.begin < message.end && involves(message, global_rank)) {
-      const auto [place, is_new] = index.try_emplace({message.task, message.dst_rank}, groups.size());
-      if (is_new) {
-        groups.push_back({message.task, message.dst_rank, false, {}});
-      }
-    }
-  }
-  if (!groups.empty()) {
-    for (const Message& message : plan.messages) {
-      const bool is_contribution = message.payload == Payload::kContribution && message.begin < message.end;
-      const auto found = is_contribution ? index.find({message.task, message.dst_rank}) : index.end();
-      if (found != index.end()) {
-        checkMessage(plan, message);
-        groups[found->second].messages.push_back(message);
-      }
-    }
-  }
+  const std::vector<bool> has_sums = tasksWithSums(plan);
+  const std::vector<ReductionTree> trees = reductionTrees(plan, has_sums, global_rank);
+  auto tree = trees.begin();
+  Groups groups(plan, has_sums, global_rank);
   std::vector<Message> out;
-  for (const Message& message : plan.messages) {
+  for (size_t i = 0; i < plan.messages.size(); ++i) {
+    const Message& message = plan.messages[i];
+    for (; tree != trees.end() && tree->first == i; ++tree) {
+      appendTree(plan, *tree, global_rank, max_message_bytes, out);
+    }
     if (message.begin == message.end) {
       continue;
     }
-    if (message.payload == Payload::kContribution) {
-      const auto found = index.find({message.task, message.dst_rank});
-      if (found != index.end() && !groups[found->second].is_placed) {
-        groups[found->second].is_placed = true;
-        appendGroup(plan, groups[found->second], global_rank, max_message_bytes, out);
-      }
-    } else if (involves(message, global_rank)) {
+    Group* group = groups.find(message);
+    if (group != nullptr && !group->is_placed) {
+      group->is_placed = true;
+      appendGroup(plan, *group, global_rank, max_message_bytes, out);
+    } else if (message.payload == Payload::kValue && involves(message, global_rank)) {
       checkMessage(plan, message);
       const int64_t max_elements = std::max<int64_t>(1, max_message_bytes / plan.itemBytes(plan.tasks[static_cast<size_t>(message.task)]));
       for (int64_t begin = message.begin; begin < message.end; begin += max_elements) {
@@ -190,6 +216,17 @@ std::vector<Message> orderedMessages(const ReshardingPlan& plan, int64_t global_
     sortByFraction(plan, out);
   }
   return out;
+}
+
+void checkMessage(const ReshardingPlan& plan, const Message& message) {
+  core::require(message.task >= 0 && std::cmp_less(message.task, plan.tasks.size()),
+                "a message names task " + std::to_string(message.task) + " of " + std::to_string(plan.tasks.size()));
+  const int64_t num_elements = core::numElements(plan.tasks[static_cast<size_t>(message.task)].box);
+  core::require(0 <= message.begin && message.begin <= message.end && message.end <= num_elements,
+                "a message of " + taskStr(plan, message.task) + " carries elements [" + std::to_string(message.begin) + ", " +
+                    std::to_string(message.end) + ") of " + std::to_string(num_elements));
+  core::require(message.src_rank != message.dst_rank,
+                "rank " + std::to_string(message.src_rank) + " sends a message of " + taskStr(plan, message.task) + " to itself");
 }
 
 int64_t contributionOf(const core::Holders& holders, int64_t global_rank) {

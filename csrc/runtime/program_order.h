@@ -8,11 +8,15 @@
 namespace xmesh::runtime {
 
 /// The messages that `global_rank` sends or receives, in the order of execution: the plan's, cut to `max_message_bytes`, with all contributions of
-/// one (task, receiver) moved up to the first of them and laid out range by range, in contribution order inside a range. Where no
+/// one (task, receiver) moved up to the first of them and laid out range by range, in contribution order inside a range. Where partial sums are sent
+/// on, the whole tree of each range comes together instead, moved up to its first message (see ReductionTree). Where no
 /// message waits for another but some are cut, all pairs of ranks come along together, so that a receiver with little memory hears all its senders.
 /// All ranks derive the same order for the messages they share. Throws InvalidArgument naming task and receiver when the contributions of a range
 /// are incomplete or come twice.
 std::vector<core::Message> orderedMessages(const core::ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes);
+
+/// Throws InvalidArgument unless the message names a task, a part of its elements and two ranks.
+void checkMessage(const core::ReshardingPlan& plan, const core::Message& message);
 
 /// The contribution of a slice that `global_rank` holds, or -1.
 int64_t contributionOf(const core::Holders& holders, int64_t global_rank);

@@ -6,6 +6,7 @@
 #include <complex>
 #include <cstddef>
 #include <cstring>
+#include <string>
 #include <string_view>
 #include <type_traits>
 
@@ -226,9 +227,13 @@ int64_t Reduction::itemBytes() const {
 }
 
 int64_t Reduction::accumulatorItemBytes() const {
-  int64_t bytes = 0;
-  withType(type, [&bytes](auto value) { bytes = static_cast<int64_t>(sizeof(Accumulator<decltype(value)>)); });
-  return bytes;
+  return core::DType{std::string(kTypeNames[static_cast<size_t>(type)]), itemBytes()}.accumulatorItemBytes();
+}
+
+Reduction Reduction::ofSums() const {
+  Reduction out = *this;
+  withType(type, [&out](auto value) { out.type = kIsHalf<decltype(value)> ? ElementType::kFloat32 : out.type; });
+  return out;
 }
 
 Reduction reductionOf(const core::TensorSpec& spec) {

@@ -34,8 +34,10 @@ struct Reduction {
   int64_t divisor = 1;  ///< product of the extents of the axes that are Partial(avg)
 
   int64_t itemBytes() const;
-  /// Bytes of one element of the accumulator.
+  /// Bytes of one element of the accumulator: core::DType's.
   int64_t accumulatorItemBytes() const;
+  /// The same reduction of partial sums, which have the accumulator's type.
+  Reduction ofSums() const;
   /// True when the accumulator has the tensor's own type, so that the first contribution may be received right into it.
   bool accumulatesInPlace() const { return accumulatorItemBytes() == itemBytes(); }
 };

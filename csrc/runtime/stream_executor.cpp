@@ -40,7 +40,8 @@ void StreamExecutor::orderItems() {
   }
 }
 
-/// Staging memory: one accumulator, one dense own contribution (only one reduction is under way at a time), then the messages of one group.
+/// Staging memory: one accumulator, one dense own contribution (only one reduction is under way at a time, a partial sum until it is sent), then
+/// the messages of one group.
 void StreamExecutor::cutGroups(int64_t bound_bytes) {
   int64_t accumulator_bytes = 0;
   int64_t own_bytes = 0;
@@ -94,19 +95,15 @@ void StreamExecutor::cutGroups(int64_t bound_bytes) {
 bool StreamExecutor::isStaged(const Item& item) const {
   if (item.is_send) {
     const SendStep& step = program_->sends[static_cast<size_t>(item.index)];
-    return contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place)) == nullptr;
+    return step.reduction < 0 && contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place)) == nullptr;
   }
   const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
   return step.reduction >= 0 || contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place)) == nullptr;
 }
 
 int64_t StreamExecutor::numBytes(const Item& item) const {
-  if (item.is_send) {
-    const SendStep& step = program_->sends[static_cast<size_t>(item.index)];
-    return (step.end - step.begin) * itemBytes(step.place);
-  }
-  const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
-  return (step.end - step.begin) * itemBytes(step.place);
+  return item.is_send ? program_->numBytes(program_->sends[static_cast<size_t>(item.index)])
+                      : program_->numBytes(program_->receives[static_cast<size_t>(item.index)]);
 }
 
 void StreamExecutor::enqueue(void* staging) {
@@ -136,9 +133,7 @@ void StreamExecutor::enqueueMessages(const Group& group) {
     const Item& item = items_[i];
     if (item.is_send) {
       const SendStep& step = program_->sends[static_cast<size_t>(item.index)];
-      const std::byte* data =
-          item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place));
-      transport_.enqueueSend(group_rank_of_peer_[static_cast<size_t>(step.peer)], data, numBytes(item));
+      transport_.enqueueSend(group_rank_of_peer_[static_cast<size_t>(step.peer)], sendSource(item), numBytes(item));
     } else {
       const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
       std::byte* data =
@@ -146,6 +141,14 @@ void StreamExecutor::enqueueMessages(const Group& group) {
       transport_.enqueueRecv(group_rank_of_peer_[static_cast<size_t>(step.peer)], data, numBytes(item));
     }
   }
+}
+
+const std::byte* StreamExecutor::sendSource(const Item& item) const {
+  const SendStep& step = program_->sends[static_cast<size_t>(item.index)];
+  if (step.reduction >= 0) {
+    return accumulatorOf(program_->reductions[static_cast<size_t>(step.reduction)]);
+  }
+  return item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place));
 }
 
 void StreamExecutor::packGroup(void* stream, const Group& group) const {
@@ -175,6 +178,7 @@ void StreamExecutor::unpackGroup(void* stream, const Group& group) const {
 /// Contributions come in order here: the program lists them so, and the stream keeps it.
 void StreamExecutor::takeContribution(void* stream, int32_t receive, const std::byte* contribution) const {
   const ReduceStep& step = program_->reductions[static_cast<size_t>(program_->receives[static_cast<size_t>(receive)].reduction)];
+  const Reduction reduction = program_->receives[static_cast<size_t>(receive)].is_sum ? step.reduction.ofSums() : step.reduction;
   const int64_t num_elements = step.end - step.begin;
   const int32_t turn = receive - step.first_receive;
   std::byte* accumulator = accumulatorOf(step);
@@ -182,15 +186,18 @@ void StreamExecutor::takeContribution(void* stream, int32_t receive, const std::
     takeOwn(stream, step, accumulator);
   }
   if (turn == 0 && step.own_turn != 0) {
-    kernels_.initAccumulator(stream, step.reduction, accumulator, contribution, num_elements);
+    kernels_.initAccumulator(stream, reduction, accumulator, contribution, num_elements);
   } else {
-    kernels_.accumulate(stream, step.reduction, accumulator, contribution, num_elements);
+    kernels_.accumulate(stream, reduction, accumulator, contribution, num_elements);
   }
   if (turn + 1 < step.num_receives) {
     return;
   }
   if (step.own_turn == step.num_receives) {
     takeOwn(stream, step, accumulator);
+  }
+  if (step.place < 0) {
+    return;
   }
   kernels_.finishAccumulator(stream, step.reduction, accumulator, num_elements);
   if (accumulator == staging_) {
@@ -215,7 +222,8 @@ void StreamExecutor::takeOwn(void* stream, const ReduceStep& step, std::byte* ac
 
 /// In the destination where it is one run of the accumulator's type, else at the start of staging memory.
 std::byte* StreamExecutor::accumulatorOf(const ReduceStep& step) const {
-  std::byte* run = step.reduction.accumulatesInPlace() ? contiguousRun(boxOf(step.place), step.begin, step.end, step.reduction.itemBytes()) : nullptr;
+  const bool may_be_in_place = step.place >= 0 && step.reduction.accumulatesInPlace();
+  std::byte* run = may_be_in_place ? contiguousRun(boxOf(step.place), step.begin, step.end, step.reduction.itemBytes()) : nullptr;
   return run != nullptr ? run : staging_;
 }
 

@@ -20,6 +20,10 @@ namespace xmesh::runtime {
 /// messages are complete, so all earlier groups have ended (they hold earlier messages only) and the message's own group has begun; messages of a
 /// group progress independently, hence it completes.
 ///
+/// One accumulator is enough: a rank's messages of one reduction are neighbours in its order (see Program), a partial sum's send behind what it is
+/// made of. The send is the first message of the group after that; whatever fills the accumulator again is received in that group or later and
+/// accumulated behind it, when the stream has passed the send.
+///
 /// Threading: one thread, the transport's caller; nothing blocks. Ownership: this object, the tensors, the staging memory, the kernels and the
 /// transport must live until the stream has passed everything enqueued.
 class StreamExecutor {
@@ -61,6 +65,7 @@ class StreamExecutor {
   int64_t itemBytes(int32_t place) const { return program_->places[static_cast<size_t>(place)].item_bytes; }
   const StridedBox& boxOf(int32_t place) const { return boxes_[static_cast<size_t>(place)]; }
   void enqueueMessages(const Group& group);
+  const std::byte* sendSource(const Item& item) const;
   void packGroup(void* stream, const Group& group) const;
   void unpackGroup(void* stream, const Group& group) const;
   void takeContribution(void* stream, int32_t receive, const std::byte* contribution) const;

@@ -87,6 +87,9 @@ class ElementOracle {
     for (int64_t rank : plan.participants()) {
       held_[rank].assign(num_elements, 0);
       needed_[rank].assign(num_elements, false);
+      received_[rank].assign(num_elements, false);
+      given_[rank].assign(num_elements, false);
+      has_value_[rank].assign(num_elements, false);
     }
     for (int64_t i = 0; i < src.mesh.numRanks(); ++i) {
       const std::vector<int64_t> coord = src.mesh.coordOfIndex(i);
@@ -135,6 +138,9 @@ class ElementOracle {
         if (elements[element] && held_[rank][element] != full_) {
           return "rank " + std::to_string(rank) + " ends without element " + std::to_string(element);
         }
+        if (!elements[element] && received_[rank][element] && !given_[rank][element]) {
+          return "rank " + std::to_string(rank) + " keeps element " + std::to_string(element);
+        }
       }
     }
     return "";
@@ -142,23 +148,44 @@ class ElementOracle {
 
   std::string move(const core::Message& message, int64_t element) {
     const auto index = static_cast<size_t>(element);
-    const uint64_t sent = held_.at(message.src_rank).at(index);
-    if (!needed_.at(message.dst_rank).at(index)) {
+    const bool is_value = message.payload == core::Payload::kValue;
+    if (!needed_.at(message.dst_rank).at(index) && (is_value || own_.at(message.dst_rank).at(index) == 0)) {
       return "the receiver does not need it";
     }
-    uint64_t& held = held_.at(message.dst_rank).at(index);
-    if (message.payload == core::Payload::kContribution) {
-      const uint64_t bit = uint64_t{1} << message.contribution;
-      if (full_ == 1 || own_[message.src_rank][index] != bit || (held & bit) != 0) {
-        return "no contribution to send, or received already";
-      }
-      held |= bit;
-      return "";
-    }
-    if (sent != full_ || held != own_[message.dst_rank][index] || held == full_) {
+    return is_value ? moveValue(message, index) : moveInput(message, index);
+  }
+
+  std::string moveValue(const core::Message& message, size_t index) {
+    uint64_t& held = held_[message.dst_rank][index];
+    if (held_[message.src_rank][index] != full_ || held == full_ || (full_ != 1 && !needed_[message.src_rank][index])) {
       return "the sender lacks it, or the receiver has it already";
     }
+    if (received_[message.dst_rank][index] && !given_[message.dst_rank][index]) {
+      return "the receiver reduces it";
+    }
     held = full_;
+    has_value_[message.src_rank][index] = true;
+    has_value_[message.dst_rank][index] = true;
+    return "";
+  }
+
+  std::string moveInput(const core::Message& message, size_t index) {
+    const bool is_sum = message.payload == core::Payload::kPartialSum;
+    uint64_t& from = held_[message.src_rank][index];
+    uint64_t& to = held_[message.dst_rank][index];
+    const uint64_t sent = is_sum ? from : uint64_t{1} << message.contribution;
+    if (full_ == 1 || given_[message.src_rank][index] || given_[message.dst_rank][index] || (sent & to) != 0) {
+      return "no contribution, given away, or received already";
+    }
+    if (is_sum ? !received_[message.src_rank][index] || has_value_[message.src_rank][index] : own_[message.src_rank][index] != sent) {
+      return "nothing to send";
+    }
+    to |= sent;
+    received_[message.dst_rank][index] = true;
+    if (is_sum) {
+      from = 0;
+      given_[message.src_rank][index] = true;
+    }
     return "";
   }
 
@@ -168,6 +195,9 @@ class ElementOracle {
   std::map<int64_t, std::vector<uint64_t>> held_;  ///< by rank and element: a bit per contribution
   std::map<int64_t, std::vector<uint64_t>> own_;   ///< the same before anything moved
   std::map<int64_t, std::vector<bool>> needed_;
+  std::map<int64_t, std::vector<bool>> received_;   ///< contributions, alone or in sums
+  std::map<int64_t, std::vector<bool>> given_;      ///< the rank's sum has been sent on
+  std::map<int64_t, std::vector<bool>> has_value_;  ///< received, or reduced and sent
 };
 
 }  // namespace xmesh::layouts

@@ -143,6 +143,53 @@ def floating_partials(rank: int, world_size: int) -> None:
                     assert_same_bytes(other, gathered[0], (dtype, op, strategy))
 
 
+def sums_on_the_way(rank: int, world_size: int) -> None:
+    """Four hosts contribute, few reduce: contributions are added up from host to host, within the staging bound."""
+    options = xm.Options()
+    options.staging_bytes = 4 << 20
+    group = dist.new_group(backend="xmesh", pg_options=options)
+    rows, columns = 384, 512
+    topology = xm.Topology(host_of={r: r for r in range(world_size)}, nic_bytes_per_s=10**9, latency_us=1.0)
+    src = xm.Mesh([0, 1, 2, 3])
+    for dtype, op, ranks, strategy in (
+        (torch.int32, "sum", [4], "striped"),
+        (torch.int64, "max", [2, 0], "striped:num_chunks=16"),
+        (torch.float32, "avg", [4], "auto"),
+        (torch.float32, "product", [4, 1], "striped"),
+        (torch.bfloat16, "sum", [4], "auto"),
+        (torch.float16, "avg", [3], "striped"),
+    ):
+        dst = xm.Mesh(ranks)
+        shape, case = (rows, columns), (dtype, op, ranks, strategy)
+        plan = xm.plan_resharding(xm.Spec(shape, dtype, src, (Partial(op),)), dst, (Replicate(),), strategy=strategy, topology=topology)
+        assert "partial_sum" in plan.to_json(), case
+        generator = torch.Generator().manual_seed(5)
+        parts = [torch.randint(-50, 50, shape, generator=generator) for _ in range(4)]
+        parts = [part.to(dtype) if not dtype.is_floating_point else (part / 32).to(dtype) for part in parts]
+        stacked = torch.stack([part.double() for part in parts])
+        reduced = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "product": stacked.prod(0)}[op]
+        x = dtensor_of(parts[rank] if rank < 4 else torch.empty((0, 0), dtype=dtype), shape, src, (Partial(op),))
+        for local in ("contiguous", "transposed"):
+            into = torch.zeros(shape if rank in ranks else (0, 0), dtype=dtype)
+            if local == "transposed" and rank in ranks:
+                into = torch.zeros(shape[::-1], dtype=dtype).t()
+            out = dtensor_of(into, shape, dst, (Replicate(),))
+            xm.reshard(x, dst, (Replicate(),), strategy=strategy, topology=topology, out=out, group=group)
+            if rank in ranks:
+                torch.testing.assert_close(into, reduced.to(dtype), msg=lambda text: f"{case}: {text}")  # noqa: B023
+            gathered = [torch.empty(0)] * world_size
+            dist.all_gather_object(gathered, into.contiguous())
+            for replica in ranks:
+                assert_same_bytes(gathered[replica], gathered[ranks[0]], case)
+    from torch_xmesh.group import group_of
+
+    assert group_of(group).peak_staging_bytes <= options.staging_bytes
+
+
+def test_sums_on_the_way() -> None:
+    spawn(sums_on_the_way, 5)
+
+
 def device_meshes(rank: int, world_size: int) -> None:
     """Meshes made by torch: init_device_mesh and its slices, an axis of a sub-mesh, stage_meshes."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

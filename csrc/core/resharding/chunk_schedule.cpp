@@ -101,11 +101,14 @@ class Scheduler {
 
   void arrive(int32_t index, int32_t host) {
     const Atom& atom = shipments_.atoms[static_cast<size_t>(index)];
-    if (atom.value_atom < 0) {
+    if (atom.part < 0) {
       have_[static_cast<size_t>(host)].insert(index);
-    } else if (--waits_for_[static_cast<size_t>(atom.value_atom)] == 0) {
-      have_[static_cast<size_t>(host)].insert(atom.value_atom);
-      ++copies_[static_cast<size_t>(atom.value_atom)];
+      return;
+    }
+    const int32_t next = shipments_.parts[static_cast<size_t>(atom.part)].next_atom;
+    if (--waits_for_[static_cast<size_t>(next)] == 0) {
+      have_[static_cast<size_t>(host)].insert(next);
+      ++copies_[static_cast<size_t>(next)];
     }
   }
 

@@ -77,7 +77,7 @@ Dependencies dependenciesOf(const ReshardingPlan& plan, const Network& network) 
       const int32_t index = by_task[static_cast<size_t>(k)];
       const Message& message = plan.messages[static_cast<size_t>(index)];
       const int32_t src_slot = slot_of_rank[static_cast<size_t>(network.rankIndex(message.src_rank))];
-      if (message.payload == Payload::kValue && src_slot >= 0) {
+      if (message.payload != Payload::kContribution && src_slot >= 0) {
         found.clear();
         inboxes[static_cast<size_t>(src_slot)].append(message.begin, message.end, found);
         for (int32_t before : found) {

@@ -55,10 +55,10 @@ class MessageExpander {
     for (size_t i = 0; i < transfers.size(); ++i) {
       const AtomTransfer& transfer = transfers[i];
       fetchAhead(transfers, i);
-      if (shipments_.atoms[static_cast<size_t>(transfer.atom)].value_atom < 0) {
+      if (shipments_.atoms[static_cast<size_t>(transfer.atom)].part < 0) {
         ship(transfer);
       } else {
-        shipContribution(transfer);
+        shipPart(transfer);
       }
     }
     for (size_t i = 0; i < shipments_.atoms.size(); ++i) {
@@ -67,7 +67,7 @@ class MessageExpander {
       }
       const Atom& atom = shipments_.atoms[i];
       for (int32_t host : atom.sources) {
-        if (atom.value_atom < 0) {
+        if (atom.part < 0) {
           readyAt(static_cast<int32_t>(i), host);
         }
       }
@@ -160,18 +160,20 @@ class MessageExpander {
     return place_of->second;
   }
 
-  int64_t place(const Piece& piece, int64_t src, int64_t dst, int32_t contribution, int64_t ready) {
-    Message message{.task = piece.task, .begin = piece.begin, .end = piece.end};
-    message.src_rank = static_cast<int32_t>(src);
-    message.dst_rank = static_cast<int32_t>(dst);
-    message.contribution = std::max(contribution, 0);
-    message.payload = contribution < 0 ? Payload::kValue : Payload::kContribution;
-    return timeline_.place(message, ready);
+  /// `carried` tells payload and contribution.
+  int64_t place(const Piece& piece, int64_t src, int64_t dst, Message carried, int64_t ready) {
+    carried.task = piece.task;
+    carried.begin = piece.begin;
+    carried.end = piece.end;
+    carried.src_rank = static_cast<int32_t>(src);
+    carried.dst_rank = static_cast<int32_t>(dst);
+    return timeline_.place(carried, ready);
   }
+  static Message contributionMessage(int32_t contribution) { return {.contribution = contribution, .payload = Payload::kContribution}; }
 
   void passOn(const Piece& piece, int64_t from, const Ranks& chain, size_t next, int64_t ready) {
     for (; next < chain.size(); ++next) {
-      ready = place(piece, from, chain[next], -1, ready);
+      ready = place(piece, from, chain[next], {}, ready);
       from = chain[next];
     }
   }
@@ -241,7 +243,7 @@ class MessageExpander {
       const std::span<const int64_t> holders = holdersAt(piece.task, i, host);
       if (!holders.empty() && !has(contributions[i], reducer)) {
         const auto turn = static_cast<size_t>(piece.task) % holders.size();
-        ready = std::max(ready, place(piece, holders[turn], reducer, static_cast<int32_t>(i), 0));
+        ready = std::max(ready, place(piece, holders[turn], reducer, contributionMessage(static_cast<int32_t>(i)), 0));
       }
     }
     return ready;
@@ -251,7 +253,7 @@ class MessageExpander {
     const Atom& atom = shipments_.atoms[static_cast<size_t>(transfer.atom)];
     const Hop& hop = hops_[static_cast<size_t>(transfer.atom)];
     if (hop.from >= 0) {
-      place(shipments_.piecesOf(atom)[0], hop.from, hop.to, -1, 0);
+      place(shipments_.piecesOf(atom)[0], hop.from, hop.to, {}, 0);
       return;
     }
     const int64_t since = readyAt(transfer.atom, transfer.src_host);
@@ -259,32 +261,65 @@ class MessageExpander {
     for (const Piece& piece : shipments_.piecesOf(atom)) {
       const int64_t from = rankWith(piece.task, transfer.src_host);
       const Ranks& chain = chainAt(piece.task, transfer.dst_host);
-      const int64_t arrival = place(piece, from, chain.front(), -1, since);
+      const int64_t arrival = place(piece, from, chain.front(), {}, since);
       passOn(piece, chain.front(), chain, 1, arrival);
       there = std::max(there, arrival);
     }
     ready(transfer.atom, transfer.dst_host) = there;
   }
 
-  void shipContribution(const AtomTransfer& transfer) {
-    const Atom& part = shipments_.atoms[static_cast<size_t>(transfer.atom)];
-    int64_t& there = parts_there_[part.value_atom];
-    for (const Piece& piece : shipments_.piecesOf(part)) {
-      const std::span<const int64_t> holders = holdersAt(piece.task, static_cast<size_t>(part.contribution), transfer.src_host);
-      const int64_t reducer = chainAt(piece.task, transfer.dst_host).front();
-      there = std::max(there, place(piece, holders[static_cast<size_t>(piece.task) % holders.size()], reducer, part.contribution, 0));
+  const Part& partOf(int32_t atom) const { return shipments_.parts[static_cast<size_t>(shipments_.atoms[static_cast<size_t>(atom)].part)]; }
+
+  /// The rank of a host that adds up a part: one that holds one of its contributions. Tasks take turns.
+  int64_t addingRank(const Part& part, int32_t task, int32_t host) const {
+    const size_t count = part.contributions.size();
+    const auto turn = static_cast<size_t>(task);
+    const std::span<const int64_t> holders = holdersAt(task, static_cast<size_t>(part.contributions[turn % count]), host);
+    return holders[turn / count % holders.size()];
+  }
+
+  /// Brings a part's contributions that other ranks of the host hold to the rank that adds them up.
+  int64_t gatherPart(const Part& part, const Piece& piece, int64_t adder, int32_t host) {
+    int64_t ready = 0;
+    for (int32_t contribution : part.contributions) {
+      const std::span<const int64_t> holders = holdersAt(piece.task, static_cast<size_t>(contribution), host);
+      if (!has(holders, adder)) {
+        ready = std::max(ready, place(piece, holders[static_cast<size_t>(piece.task) % holders.size()], adder, contributionMessage(contribution), 0));
+      }
     }
-    if (--parts_left_[static_cast<size_t>(part.value_atom)] > 0) {
-      return;
+    return ready;
+  }
+
+  void shipPart(const AtomTransfer& transfer) {
+    const Atom& atom = shipments_.atoms[static_cast<size_t>(transfer.atom)];
+    const Part& part = partOf(transfer.atom);
+    const bool is_last = shipments_.atoms[static_cast<size_t>(part.next_atom)].part < 0;
+    const int64_t since = atom.num_parts > 0 ? parts_there_.at(transfer.atom) : 0;
+    const bool is_sum = atom.num_parts > 0 || part.contributions.size() > 1;
+    const Message carried = is_sum ? Message{.payload = Payload::kPartialSum} : contributionMessage(part.contributions.front());
+    int64_t& there = parts_there_[part.next_atom];
+    for (const Piece& piece : shipments_.piecesOf(atom)) {
+      const int64_t from = addingRank(part, piece.task, transfer.src_host);
+      const int64_t to = is_last ? chainAt(piece.task, transfer.dst_host).front() : addingRank(partOf(part.next_atom), piece.task, transfer.dst_host);
+      const int64_t ready = std::max(since, gatherPart(part, piece, from, transfer.src_host));
+      there = std::max(there, place(piece, from, to, carried, ready));
     }
-    for (const Piece& piece : shipments_.piecesOf(part)) {
-      there = std::max(there, gatherLocally(piece, chainAt(piece.task, transfer.dst_host).front(), transfer.dst_host));
+    if (--parts_left_[static_cast<size_t>(part.next_atom)] == 0 && is_last) {
+      finishValue(part.next_atom, transfer.dst_host, there);
     }
-    for (const Piece& piece : shipments_.piecesOf(part)) {
-      const Ranks& chain = chainAt(piece.task, transfer.dst_host);
+  }
+
+  /// The parts of a value are with its owner from `there` on.
+  void finishValue(int32_t value_atom, int32_t host, int64_t there) {
+    const std::span<const Piece> pieces = shipments_.piecesOf(shipments_.atoms[static_cast<size_t>(value_atom)]);
+    for (const Piece& piece : pieces) {
+      there = std::max(there, gatherLocally(piece, chainAt(piece.task, host).front(), host));
+    }
+    for (const Piece& piece : pieces) {
+      const Ranks& chain = chainAt(piece.task, host);
       passOn(piece, chain.front(), chain, 1, there);
     }
-    ready(part.value_atom, transfer.dst_host) = there;
+    ready(value_atom, host) = there;
   }
 
   ReshardingPlan& plan_;
@@ -296,7 +331,7 @@ class MessageExpander {
   std::vector<int64_t> first_holder_row_;  ///< by row of the plan's table
   Timeline timeline_;
   std::vector<int32_t> parts_left_;
-  std::unordered_map<int32_t, int64_t> parts_there_;  ///< when the last contribution so far is there, by value atom
+  std::unordered_map<int32_t, int64_t> parts_there_;  ///< when the last part so far is there, by the atom that it becomes part of
   std::vector<Hop> hops_;                             ///< by atom
   std::vector<size_t> first_slot_;                    ///< by atom: where its times in ready_ begin: its owner's, its sources', its receivers'
   std::vector<int64_t> ready_;

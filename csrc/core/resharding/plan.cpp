@@ -22,6 +22,18 @@ std::map<int64_t, int64_t> nicBytes(const ReshardingPlan& plan, bool is_sent) {
 
 }  // namespace
 
+std::string payloadStr(const Message& message) {
+  switch (message.payload) {
+    case Payload::kContribution:
+      return "contribution " + std::to_string(message.contribution);
+    case Payload::kPartialSum:
+      return "partial sum";
+    case Payload::kValue:
+      break;
+  }
+  return "value";
+}
+
 std::vector<int64_t> ReshardingPlan::participants() const {
   std::vector<int64_t> out;
   for (const TensorPair& pair : tensors) {

@@ -38,11 +38,15 @@ struct UnitTask {
 enum class Payload : uint8_t {
   kValue,         ///< the slice's final value
   kContribution,  ///< the sender's own contribution, for a receiver that reduces
+  kPartialSum,    ///< the sender's reduction, in the accumulator's type, of its own contribution and all that it received for these elements so far
 };
 
 /// One chunk on one hop: elements [begin, end) of the task's box in row-major order, from src_rank to dst_rank (global ranks).
 /// A kValue sender holds the (only) contribution, or has received the elements as kValue earlier in the plan, or has received every
-/// contribution but its own earlier in the plan. The receiver always needs the task. A kContribution message's receiver needs the task.
+/// contribution but its own earlier in the plan; then it needs the task, as a kValue receiver always does.
+/// A kContribution or kPartialSum message's receiver needs the task or holds a contribution to it. A kPartialSum sender has received something, is
+/// none that reduces the value, and has given these elements away: it neither sends its contribution to them afterwards nor receives others. Where it
+/// needs them, it receives their value later. No contribution comes into a reduction twice.
 struct Message {
   int64_t task = 0;
   int64_t begin = 0;
@@ -53,6 +57,9 @@ struct Message {
   Payload payload = Payload::kValue;
   bool operator==(const Message&) const = default;
 };
+
+/// "value", "contribution 2", "partial sum"
+std::string payloadStr(const Message& message);
 
 /// What moves where in which order, for one or many tensors. Immutable once validated; equal on every rank and CPU for equal inputs.
 /// The message list is one total order; a rank sends and receives its own messages in that order, so executing it cannot deadlock.
@@ -70,7 +77,11 @@ struct ReshardingPlan {
   double predicted_seconds = 0;
 
   int64_t itemBytes(const UnitTask& task) const { return tensors[static_cast<size_t>(task.tensor)].src.dtype.item_bytes; }
-  int64_t numBytes(const Message& message) const { return (message.end - message.begin) * itemBytes(tasks[static_cast<size_t>(message.task)]); }
+  int64_t accumulatorItemBytes(const UnitTask& task) const { return tensors[static_cast<size_t>(task.tensor)].src.dtype.accumulatorItemBytes(); }
+  int64_t numBytes(const Message& message) const {
+    const UnitTask& task = tasks[static_cast<size_t>(message.task)];
+    return (message.end - message.begin) * (message.payload == Payload::kPartialSum ? accumulatorItemBytes(task) : itemBytes(task));
+  }
   /// Ascending global ranks of either mesh of any tensor.
   std::vector<int64_t> participants() const;
   /// NIC bytes per host index (messages inside a host do not count).

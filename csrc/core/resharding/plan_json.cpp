@@ -15,6 +15,7 @@ namespace xmesh::core {
 namespace {
 
 constexpr int64_t kVersion = 1;
+constexpr std::string_view kPartialSumName = "partial_sum";
 
 void writePairs(JsonWriter& json, const std::map<int64_t, int64_t>& pairs) {
   json.beginArray();
@@ -166,8 +167,8 @@ void checkTables(const JsonValue& value, const ReshardingPlan& plan) {
 }
 
 Message readMessage(const JsonValue& value) {
-  const bool is_contribution = value.array().size() == 6;
-  const std::vector<JsonValue>& items = value.array(is_contribution ? 6 : 5);
+  const bool is_value = value.array().size() != 6;
+  const std::vector<JsonValue>& items = value.array(is_value ? 5 : 6);
   const auto narrow = [&](size_t i) {
     const int64_t number = items[i].integer();
     if (number < 0 || number > std::numeric_limits<int32_t>::max()) {
@@ -176,7 +177,12 @@ Message readMessage(const JsonValue& value) {
     return static_cast<int32_t>(number);
   };
   Message out{items[0].integer(), items[1].integer(), items[2].integer(), narrow(3), narrow(4), 0, Payload::kValue};
-  if (is_contribution) {
+  if (!is_value && items[5].kind() == JsonValue::Kind::kString) {
+    if (items[5].string() != kPartialSumName) {
+      items[5].fail("expected a contribution or \"" + std::string(kPartialSumName) + "\", got \"" + items[5].string() + "\"");
+    }
+    out.payload = Payload::kPartialSum;
+  } else if (!is_value) {
     out.contribution = narrow(5);
     out.payload = Payload::kContribution;
   }
@@ -210,6 +216,8 @@ std::string planToJson(const ReshardingPlan& plan) {
     json.integer(message.src_rank).integer(message.dst_rank);
     if (message.payload == Payload::kContribution) {
       json.integer(message.contribution);
+    } else if (message.payload == Payload::kPartialSum) {
+      json.string(kPartialSumName);
     }
     json.endArray();
   }

@@ -17,8 +17,8 @@ namespace xmesh::core {
 //   needers             [[rank, ...], ...]
 //   tasks               [[tensor, holders, needers, [[begin, end] per dim, ...]], ...]; holders and needers index the tables above
 //   lower_bound_bytes, lower_bound_seconds, predicted_seconds
-//   messages            [[task, begin, end, src_rank, dst_rank], ...] in plan order for values, with the contribution's index as a sixth number
-//                       for contributions; begin and end count the elements of the task's box, row-major
+//   messages            [[task, begin, end, src_rank, dst_rank], ...] in plan order for values, with the contribution's index as a sixth item
+//                       for contributions and "partial_sum" for partial sums; begin and end count the elements of the task's box, row-major
 
 /// The plan as JSON, all that is needed to replay it. The same text on every CPU.
 std::string planToJson(const ReshardingPlan& plan);

@@ -61,8 +61,7 @@ std::string messagesStr(const ReshardingPlan& plan, int64_t max_messages) {
     const UnitTask& task = plan.tasks[static_cast<size_t>(message.task)];
     rows.push_back({std::to_string(i), std::to_string(task.tensor), boxStr(task.box),
                     "[" + std::to_string(message.begin) + ", " + std::to_string(message.end) + ")", std::to_string(message.src_rank),
-                    std::to_string(message.dst_rank), bytesStr(plan.numBytes(message)),
-                    message.payload == Payload::kContribution ? "contribution " + std::to_string(message.contribution) : "value"});
+                    std::to_string(message.dst_rank), bytesStr(plan.numBytes(message)), payloadStr(message)});
   }
   std::string out = table(rows);
   if (shown < plan.messages.size()) {

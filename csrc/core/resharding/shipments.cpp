@@ -4,11 +4,11 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
-#include <map>
 #include <utility>
 
 #include "core/resharding/chunking.h"
 #include "core/resharding/piece_cutter.h"
+#include "core/resharding/reduction_cutter.h"
 #include "core/resharding/slice_classes.h"
 #include "core/resharding/water_fill.h"
 
@@ -55,27 +55,25 @@ class RelayTurns {
 
 class ShipmentBuilder {
  public:
-  ShipmentBuilder(const ReshardingPlan& plan, const Network& network, bool has_few_owners)
-      : plan_(plan), hosts_(plan, network), has_few_owners_(has_few_owners) {
+  ShipmentBuilder(const ReshardingPlan& plan, const Network& network, const ShipmentOptions& options)
+      : plan_(plan), network_(network), hosts_(plan, network), options_(options) {
     for (int32_t host = 0; host < network.numHosts(); ++host) {
       rates_.push_back(network.nicBytesPerS(host));
     }
   }
 
-  Shipments build(int64_t num_chunks) {
+  Shipments build() {
     constexpr int64_t kEnoughStripes = 64;
-    slices_ = sliceClassesOf(plan_, hosts_, num_chunks > 0 ? num_chunks : kEnoughStripes, out_.host_sets);
+    slices_ = sliceClassesOf(plan_, hosts_, options_.num_chunks > 0 ? options_.num_chunks : kEnoughStripes, out_.host_sets);
     fill();
-    chooseChunk(num_chunks);
+    chooseChunk(options_.num_chunks);
     reserve();
     for (size_t i = 0; i < slices_.classes.size(); ++i) {
       const int32_t block = share_block_[i];
       cut(slices_.classes[i], block < 0 ? std::span<const double>() : filled_.bytes[static_cast<size_t>(block)],
           RelayTurns(spread_block_[i], blocks_, filled_));
     }
-    for (const Reduction& reduction : slices_.reductions) {
-      cut(reduction);
-    }
+    cutReductions();
     countMessages();
     return std::move(out_);
   }
@@ -116,12 +114,7 @@ class ShipmentBuilder {
       if (!reduction.slices.receivers.empty()) {
         alone[static_cast<size_t>(reduction.slices.sources[0])] += reduction.slices.num_bytes;
       }
-      for (const Hosts& holders : hosts_.holders[static_cast<size_t>(reduction.holders)]) {
-        if (!has(holders, reduction.slices.sources[0])) {
-          more.push_back({holders, reduction.slices.num_bytes});
-          incoming[static_cast<size_t>(reduction.slices.sources[0])] += reduction.slices.num_bytes;
-        }
-      }
+      addParts(reduction, more, incoming);
     }
     for (size_t host = 0; host < rates_.size(); ++host) {
       if (alone[host] > 0) {
@@ -139,8 +132,26 @@ class ShipmentBuilder {
     }
     filled_ = waterFill(blocks, rates_, bound_s);
     out_.bottleneck_s = std::max(bound_s, filled_.largest_load_s);
-    if (has_few_owners_) {
+    if (options_.has_few_owners) {
       concentrate();
+    }
+  }
+
+  /// What the hosts of a reduction send, and its owner receives.
+  void addParts(const Reduction& reduction, std::vector<MassBlock>& more, std::vector<int64_t>& incoming) {
+    const bool is_chain = options_.reduction_way == ReductionWay::kChain;
+    const int32_t owner = reduction.slices.sources[0];
+    const int64_t num_bytes = is_chain ? accumulatorBytes(plan_, slices_.piecesOf(reduction.slices)) : reduction.slices.num_bytes;
+    std::vector<Hosts> sending = hosts_.holders[static_cast<size_t>(reduction.holders)];
+    std::erase_if(sending, [&](const Hosts& holders) { return has(holders, owner); });
+    if (is_chain) {  // a host sends once for all that it holds
+      std::sort(sending.begin(), sending.end());
+      sending.erase(std::unique(sending.begin(), sending.end()), sending.end());
+      out_.longest_chain = std::max(out_.longest_chain, static_cast<int64_t>(sending.size()));
+    }
+    incoming[static_cast<size_t>(owner)] += num_bytes * (is_chain ? 1 : static_cast<int64_t>(sending.size()));
+    for (const Hosts& holders : sending) {
+      more.push_back({holders, num_bytes});
     }
   }
 
@@ -161,7 +172,7 @@ class ShipmentBuilder {
     constexpr int64_t kEnoughChunks = 64;
     constexpr double kManyMessages = 32'768;
     if (num_chunks == 0) {
-      const double depth = 1.0 + std::bit_width(static_cast<uint64_t>(out_.largest_fan));
+      const double depth = 1.0 + std::bit_width(static_cast<uint64_t>(out_.largest_fan)) + static_cast<double>(out_.longest_chain);
       const double message_s = 1e-6 * std::max(0.1, plan_.topology.links().message_us);
       num_chunks = std::clamp<int64_t>(std::llround(std::sqrt(depth * out_.bottleneck_s / message_s)), kFewestChunks, kMaxPipelineChunks);
       const double bottleneck_bytes = out_.bottleneck_s * static_cast<double>(*std::max_element(rates_.begin(), rates_.end()));
@@ -211,15 +222,6 @@ class ShipmentBuilder {
     return std::ceil(num_bytes / num_atoms / kLongestItem) * kLongestItem;
   }
 
-  /// The next atom of a class; it has no owner yet.
-  Atom nextAtom(PieceCutter& cutter, double num_bytes, const SliceClass& slices) {
-    Atom atom{.first_piece = static_cast<int64_t>(out_.pieces.size())};
-    atom.num_bytes = cutter.take(num_bytes);
-    atom.num_pieces = static_cast<int32_t>(static_cast<int64_t>(out_.pieces.size()) - atom.first_piece);
-    atom.receivers = slices.receivers;
-    return atom;
-  }
-
   /// More holders than chunks, and nothing else to balance: the holders that owe a first copy are spread evenly.
   void cutOncePerChunk(const SliceClass& slices, RelayTurns& relays) {
     PieceCutter cutter(plan_, slices_.piecesOf(slices), out_.pieces);
@@ -228,7 +230,7 @@ class ShipmentBuilder {
     const auto num_sources = static_cast<double>(slices.sources.size());
     for (int64_t given = 0; given < slices.num_bytes;) {
       const auto k = static_cast<size_t>(static_cast<double>(given) / num_bytes * num_sources);
-      Atom atom = nextAtom(cutter, atom_bytes, slices);
+      Atom atom = cutAtom(cutter, atom_bytes, slices.receivers, out_);
       atom.owner = slices.sources[std::min(k, slices.sources.size() - 1)];
       atom.sources = slices.sources;
       atom.relay = relays.next(slices.receivers);
@@ -253,7 +255,7 @@ class ShipmentBuilder {
       const double stripe = target - static_cast<double>(given);
       const double atom_bytes = equalAtomBytes(stripe, chunk_bytes);
       while (target - static_cast<double>(given) >= 1 && given < slices.num_bytes) {
-        Atom atom = nextAtom(cutter, std::min(atom_bytes, target - static_cast<double>(given)), slices);
+        Atom atom = cutAtom(cutter, std::min(atom_bytes, target - static_cast<double>(given)), slices.receivers, out_);
         atom.owner = slices.sources[k];
         atom.sources = slices.sources;
         atom.relay = relays.next(slices.receivers);
@@ -263,52 +265,39 @@ class ShipmentBuilder {
     }
   }
 
-  void cut(const Reduction& reduction) {
-    const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
-    const int32_t reducer = reduction.slices.sources[0];
-    PieceCutter cutter(plan_, slices_.piecesOf(reduction.slices), out_.pieces);
-    const double atom_bytes = equalAtomBytes(static_cast<double>(reduction.slices.num_bytes), static_cast<double>(out_.chunk_bytes));
-    for (int64_t given = 0; given < reduction.slices.num_bytes;) {
-      Atom value = nextAtom(cutter, atom_bytes, reduction.slices);
-      value.owner = reducer;
-      given += value.num_bytes;
-      const auto value_index = static_cast<int32_t>(out_.atoms.size());
-      out_.atoms.push_back(value);
-      for (size_t i = 0; i < contributions.size(); ++i) {
-        if (has(contributions[i], reducer)) {
-          continue;
-        }
-        Atom part = value;
-        part.owner = *std::min_element(contributions[i].begin(), contributions[i].end(),
-                                       [&](int32_t a, int32_t b) { return std::pair(contributed_[a], a) < std::pair(contributed_[b], b); });
-        contributed_[part.owner] += static_cast<double>(value.num_bytes) / static_cast<double>(rates_[static_cast<size_t>(part.owner)]);
-        part.sources = out_.host_sets.at(out_.host_sets.idOf({part.owner}));
-        part.receivers = reduction.slices.sources;
-        part.contribution = static_cast<int32_t>(i);
-        part.value_atom = value_index;
-        out_.atoms.push_back(part);
-        ++out_.atoms[static_cast<size_t>(value_index)].num_parts;
+  void cutReductions() {
+    std::vector<double> incoming_s(rates_.size(), 0);
+    const auto addReceived = [&](const SliceClass& slices) {
+      for (int32_t host : slices.receivers) {
+        incoming_s[static_cast<size_t>(host)] += static_cast<double>(slices.num_bytes) / static_cast<double>(rates_[static_cast<size_t>(host)]);
       }
+    };
+    std::for_each(slices_.classes.begin(), slices_.classes.end(), addReceived);
+    std::for_each(slices_.reductions.begin(), slices_.reductions.end(), [&](const Reduction& reduction) { addReceived(reduction.slices); });
+    ReductionCutter cutter(plan_, hosts_, network_, options_.reduction_way, std::move(incoming_s));
+    for (const Reduction& reduction : slices_.reductions) {
+      const double atom_bytes = equalAtomBytes(static_cast<double>(reduction.slices.num_bytes), static_cast<double>(out_.chunk_bytes));
+      cutter.cut(slices_, reduction, atom_bytes, out_);
     }
   }
 
   const ReshardingPlan& plan_;
+  const Network& network_;
   HostSets hosts_;
-  bool has_few_owners_;
+  ShipmentOptions options_;
   std::vector<int64_t> rates_;
   SliceClasses slices_;
   std::vector<int32_t> share_block_;   ///< by class: the block of its first copies, or -1 where no choice is
   std::vector<int32_t> spread_block_;  ///< by class: the block of its further copies, or -1
   std::vector<MassBlock> blocks_;
   FilledBlocks filled_;
-  std::map<int32_t, double> contributed_;  ///< seconds of contributions by sending host
   Shipments out_;
 };
 
 }  // namespace
 
-Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, int64_t num_chunks, bool has_few_owners) {
-  return ShipmentBuilder(plan, network, has_few_owners).build(num_chunks);
+Shipments shipmentsOf(const ReshardingPlan& plan, const Network& network, const ShipmentOptions& options) {
+  return ShipmentBuilder(plan, network, options).build();
 }
 
 }  // namespace xmesh::core

@@ -240,7 +240,7 @@ StaticTransfers staticTransfers(const Shipments& shipments, const Network& netwo
   bool has_one_receiver = true;
   for (size_t i = 0; i < shipments.atoms.size(); ++i) {
     const Atom& atom = shipments.atoms[i];
-    if (atom.contribution >= 0 || atom.num_parts > 0) {
+    if (atom.part >= 0 || atom.num_parts > 0) {
       return {};
     }
     if (!atom.receivers.empty()) {

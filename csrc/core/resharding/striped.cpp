@@ -35,9 +35,10 @@ const std::vector<Attempt>& attempts() {
   return all;
 }
 
-/// The busiest port's time with its messages' cost, and the pipeline's fill: one root reaches p hosts in ceil(log2(p + 1)) steps.
+/// The busiest port's time with its messages' cost, and the pipeline's fill: a chain of sums, then one root reaches p hosts in ceil(log2(p + 1))
+/// steps.
 double goodEnough(const Shipments& shipments, const LinkModel& links) {
-  const double fill = static_cast<double>(std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
+  const double fill = static_cast<double>(shipments.longest_chain + std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
   const double chunk_s = shipments.bottleneck_s / std::max(1.0, shipments.num_chunks);
   const double messages_s = 1e-6 * links.message_us * std::max(shipments.num_chunks, static_cast<double>(shipments.most_messages));
   return 1.003 * (shipments.bottleneck_s + messages_s) + fill * (chunk_s + 1e-6 * links.message_us) + 2e-6 * links.latency_us;
@@ -91,38 +92,68 @@ class BestMessages {
   std::vector<Message> messages_;
 };
 
-void planStriped(ReshardingPlan& plan, const Strategy& strategy) {
-  const Network network(plan);
-  const int64_t num_chunks = strategy.option("num_chunks");
-  const Shipments levelled = shipmentsOf(plan, network, num_chunks);
-  std::optional<Shipments> concentrated;
-  const double goal = goodEnough(levelled, plan.topology.links());
-  Work work;
-  BestMessages best(plan, network);
-  const StaticTransfers closed_form = staticTransfers(levelled, network, plan.topology.links());
-  // Where what is passed on comes late by the latency, ports that never wait leave the closed form's order.
-  const bool is_closed_form_exact = !closed_form.passes_on || plan.topology.links().latency_us == 0;
-  if (is_closed_form_exact && !closed_form.list.empty()) {
-    best.consider(levelled, closed_form.list, work);
-  }
-  for (const auto& [has_few_owners, taste] : attempts()) {
-    const int64_t operations = Work::ofSchedule(levelled, network, taste.is_matched);
-    if (!best.isEmpty() && (best.seconds() <= goal || !work.allows(operations))) {
-      break;
+/// Schedules atoms in one way after the other until one is good enough.
+class StripedSearch {
+ public:
+  StripedSearch(ReshardingPlan& plan, int64_t num_chunks) : plan_(plan), num_chunks_(num_chunks), network_(plan), best_(plan, network_) {}
+
+  /// Contributions come as a star, which is quickest for what is small. Where some value has several, a chain is tried first if its busiest port
+  /// is less busy, and is kept if the star's port alone would take longer.
+  void run() {
+    const Shipments star = shipmentsOf(plan_, network_, {.num_chunks = num_chunks_});
+    if (star.most_parts > 1) {
+      const ShipmentOptions options{.num_chunks = num_chunks_, .reduction_way = ReductionWay::kChain};
+      const Shipments chain = shipmentsOf(plan_, network_, options);
+      if (chain.bottleneck_s < star.bottleneck_s) {
+        schedule(chain, options);
+      }
     }
-    if (has_few_owners && !concentrated) {
-      concentrated = shipmentsOf(plan, network, num_chunks, true);
+    if (best_.isEmpty() || star.bottleneck_s < best_.seconds()) {
+      schedule(star, {.num_chunks = num_chunks_});
     }
-    const Shipments& shipments = has_few_owners ? *concentrated : levelled;
-    work.spend(operations);
-    best.consider(shipments, scheduleAtoms(shipments, network, taste), work);
+    plan_.predicted_seconds = best_.seconds();
+    plan_.messages = best_.take();
   }
-  if (!is_closed_form_exact && best.seconds() > goal && work.allows(0)) {
-    best.consider(levelled, closed_form.list, work);
+
+ private:
+  void schedule(const Shipments& levelled, ShipmentOptions options) {
+    std::optional<Shipments> concentrated;
+    const double goal = goodEnough(levelled, plan_.topology.links());
+    bool is_first = true;
+    const StaticTransfers closed_form = staticTransfers(levelled, network_, plan_.topology.links());
+    // Where what is passed on comes late by the latency, ports that never wait leave the closed form's order.
+    const bool is_closed_form_exact = !closed_form.passes_on || plan_.topology.links().latency_us == 0;
+    if (is_closed_form_exact && !closed_form.list.empty()) {
+      best_.consider(levelled, closed_form.list, work_);
+      is_first = false;
+    }
+    for (const auto& [has_few_owners, taste] : attempts()) {
+      const int64_t operations = Work::ofSchedule(levelled, network_, taste.is_matched);
+      if (!is_first && (best_.seconds() <= goal || !work_.allows(operations))) {
+        break;
+      }
+      if (has_few_owners && !concentrated) {
+        options.has_few_owners = true;
+        concentrated = shipmentsOf(plan_, network_, options);
+      }
+      const Shipments& shipments = has_few_owners ? *concentrated : levelled;
+      work_.spend(operations);
+      best_.consider(shipments, scheduleAtoms(shipments, network_, taste), work_);
+      is_first = false;
+    }
+    if (!is_closed_form_exact && best_.seconds() > goal && work_.allows(0)) {
+      best_.consider(levelled, closed_form.list, work_);
+    }
   }
-  plan.predicted_seconds = best.seconds();
-  plan.messages = best.take();
-}
+
+  ReshardingPlan& plan_;
+  int64_t num_chunks_;
+  Network network_;
+  Work work_;
+  BestMessages best_;
+};
+
+void planStriped(ReshardingPlan& plan, const Strategy& strategy) { StripedSearch(plan, strategy.option("num_chunks")).run(); }
 
 }  // namespace
 

@@ -33,6 +33,19 @@ class RangeSet {
     const auto next = ranges_.lower_bound(range.end);
     return next != ranges_.begin() && std::prev(next)->second > range.begin;
   }
+  /// The parts of `range` that are in the set.
+  std::vector<Interval> within(Interval range) const {
+    std::vector<Interval> out;
+    auto it = ranges_.upper_bound(range.begin);
+    it = it != ranges_.begin() ? std::prev(it) : it;
+    for (; it != ranges_.end() && it->first < range.end; ++it) {
+      const Interval part{std::max(range.begin, it->first), std::min(range.end, it->second)};
+      if (part.begin < part.end) {
+        out.push_back(part);
+      }
+    }
+    return out;
+  }
   /// The parts of `range` that are not in the set.
   std::vector<Interval> gaps(Interval range) const {
     std::vector<Interval> out;
@@ -57,7 +70,9 @@ class RangeSet {
 /// What one rank has of one task.
 struct Stock {
   RangeSet value;
-  std::vector<RangeSet> contributions;
+  std::vector<RangeSet> contributions;  ///< alone or in sums
+  RangeSet received;                    ///< of contributions and sums
+  RangeSet given;                       ///< sent on as part of a sum: of no use here any more
 };
 
 class Replay {
@@ -75,6 +90,9 @@ class Replay {
     }
     for (size_t task = 0; task < plan_.tasks.size(); ++task) {
       checkComplete(task);
+    }
+    for (const auto& [task_and_rank, stock] : stocks_) {
+      checkUsed(task_and_rank.first, task_and_rank.second, stock);
     }
   }
 
@@ -105,6 +123,10 @@ class Replay {
   /// The first range that the rank can neither copy nor reduce, or an empty one.
   static Interval firstMissing(const Stock& stock, Interval range) {
     for (const Interval& gap : stock.value.gaps(range)) {
+      const std::vector<Interval> given = stock.given.within(gap);
+      if (!given.empty()) {
+        return given.front();
+      }
       for (const RangeSet& contribution : stock.contributions) {
         const std::vector<Interval> missing = contribution.gaps(gap);
         if (!missing.empty()) {
@@ -132,47 +154,103 @@ class Replay {
 
   void play(size_t index) {
     const Message& message = plan_.messages[index];
+    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(message.task);
+    const bool is_value = message.payload == Payload::kValue;
+    const auto holds_one = [&] {
+      return std::any_of(contributions.begin(), contributions.end(), [&](const auto& c) { return has(c, message.dst_rank); });
+    };
+    if (!has(neederRanks(message.task), message.dst_rank) && (is_value || !holds_one())) {
+      fail(index, "rank " + std::to_string(message.dst_rank) + " receives what it does not need");
+    }
+    if (!is_value && contributions.size() == 1) {
+      fail(index, "the slice is not Partial, its value travels as such");
+    }
+    Stock& from = stockOf(message.task, message.src_rank);
+    Stock& to = stockOf(message.task, message.dst_rank);
     const Interval range{message.begin, message.end};
-    const bool is_contribution = message.payload == Payload::kContribution;
-    if (!has(neederRanks(message.task), message.dst_rank)) {
-      fail(message.task, index, "rank " + std::to_string(message.dst_rank) + " receives what it does not need");
+    if (to.value.meets(range) || (contributions.size() == 1 && has(contributions.front(), message.dst_rank))) {
+      failAsHad(index, range);
     }
-    const Interval missing = is_contribution ? Interval{} : firstMissing(stockOf(message.task, message.src_rank), range);
-    if (missing.size() > 0) {
-      fail(message.task, index, "rank " + std::to_string(message.src_rank) + " sends elements " + rangeStr(missing) + " before it has them");
+    if (is_value) {
+      playValue(index, from, to);
+      return;
     }
-    if (is_contribution && !has(contributionsOf(message.task)[static_cast<size_t>(message.contribution)], message.src_rank)) {
-      fail(message.task, index, "rank " + std::to_string(message.src_rank) + " does not hold contribution " + std::to_string(message.contribution));
-    }
-    Stock& stock = stockOf(message.task, message.dst_rank);
-    const bool reduces = stock.contributions.size() > 1;
-    if (is_contribution && !reduces) {
-      fail(message.task, index, "the slice is not Partial, its value travels as such");
-    }
-    const auto holds_all = [&] { return has(contributionsOf(message.task).front(), message.dst_rank); };
-    if (stock.value.meets(range) || (!reduces && holds_all()) ||
-        (is_contribution && stock.contributions[static_cast<size_t>(message.contribution)].meets(range))) {
-      fail(message.task, index, "rank " + std::to_string(message.dst_rank) + " has elements " + rangeStr(range) + " already");
-    }
-    if (!is_contribution && reduces && receivedContribution(message.task, message.dst_rank, range)) {
-      fail(message.task, index, "rank " + std::to_string(message.dst_rank) + " reduces elements of " + rangeStr(range) + " and receives them too");
-    }
-    if (is_contribution) {
-      stock.contributions[static_cast<size_t>(message.contribution)].add(range);
+    checkNotGiven(index, message.src_rank, from);
+    checkNotGiven(index, message.dst_rank, to);
+    if (message.payload == Payload::kContribution) {
+      playContribution(index, to);
     } else {
-      stock.value.add(range);
+      playSum(index, from, to);
+    }
+    to.received.add(range);
+  }
+
+  void playValue(size_t index, Stock& from, Stock& to) {
+    const Message& message = plan_.messages[index];
+    const Interval range{message.begin, message.end};
+    const bool is_partial = to.contributions.size() > 1;
+    const Interval missing = firstMissing(from, range);
+    if (missing.size() > 0) {
+      fail(index, "rank " + std::to_string(message.src_rank) + " sends elements " + rangeStr(missing) + " before it has them");
+    }
+    if (is_partial && !has(neederRanks(message.task), message.src_rank)) {
+      fail(index, "rank " + std::to_string(message.src_rank) + " reduces what it does not need");
+    }
+    for (const Interval& received : to.received.within(range)) {
+      if (!to.given.gaps(received).empty()) {
+        fail(index, "rank " + std::to_string(message.dst_rank) + " reduces elements of " + rangeStr(range) + " and receives them too");
+      }
+    }
+    if (is_partial) {
+      from.value.add(range);
+    }
+    to.value.add(range);
+  }
+
+  void playContribution(size_t index, Stock& to) {
+    const Message& message = plan_.messages[index];
+    const auto contribution = static_cast<size_t>(message.contribution);
+    if (!has(contributionsOf(message.task)[contribution], message.src_rank)) {
+      fail(index, "rank " + std::to_string(message.src_rank) + " does not hold contribution " + std::to_string(message.contribution));
+    }
+    if (to.contributions[contribution].meets({message.begin, message.end})) {
+      failAsHad(index, {message.begin, message.end});
+    }
+    to.contributions[contribution].add({message.begin, message.end});
+  }
+
+  void playSum(size_t index, Stock& from, Stock& to) {
+    const Message& message = plan_.messages[index];
+    const Interval range{message.begin, message.end};
+    if (from.value.meets(range)) {
+      fail(index, "rank " + std::to_string(message.src_rank) + " has the value of elements of " + rangeStr(range) + " and sends a sum");
+    }
+    const std::vector<Interval> lacking = from.received.gaps(range);
+    if (!lacking.empty()) {
+      fail(index, "rank " + std::to_string(message.src_rank) + " sends a sum of elements " + rangeStr(lacking.front()) + " before it received any");
+    }
+    for (size_t i = 0; i < from.contributions.size(); ++i) {
+      for (const Interval& part : from.contributions[i].within(range)) {
+        if (to.contributions[i].meets(part)) {
+          fail(index,
+               "rank " + std::to_string(message.dst_rank) + " has contribution " + std::to_string(i) + " to elements " + rangeStr(part) + " already");
+        }
+        to.contributions[i].add(part);
+      }
+    }
+    from.given.add(range);
+  }
+
+  void checkNotGiven(size_t index, int64_t rank, const Stock& stock) const {
+    const Message& message = plan_.messages[index];
+    const std::vector<Interval> given = stock.given.within({message.begin, message.end});
+    if (!given.empty()) {
+      fail(index, "rank " + std::to_string(rank) + " has given its sum of elements " + rangeStr(given.front()) + " away");
     }
   }
 
-  bool receivedContribution(int64_t task, int64_t rank, Interval range) {
-    const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
-    const Stock& stock = stockOf(task, rank);
-    for (size_t i = 0; i < contributions.size(); ++i) {
-      if (!has(contributions[i], rank) && stock.contributions[i].meets(range)) {
-        return true;
-      }
-    }
-    return false;
+  [[noreturn]] void failAsHad(size_t index, Interval range) const {
+    fail(index, "rank " + std::to_string(plan_.messages[index].dst_rank) + " has elements " + rangeStr(range) + " already");
   }
 
   void checkComplete(size_t task) {
@@ -180,15 +258,29 @@ class Replay {
     for (int64_t rank : neederRanks(index)) {
       const Interval missing = firstMissing(stockOf(index, rank), {0, numElements(plan_.tasks[task].box)});
       if (missing.size() > 0) {
-        fail(index, plan_.messages.size(), "rank " + std::to_string(rank) + " ends without elements " + rangeStr(missing));
+        failAtEnd(index, "rank " + std::to_string(rank) + " ends without elements " + rangeStr(missing));
       }
     }
   }
 
+  /// What a rank receives and does not need, it must pass on.
+  void checkUsed(int64_t task, int64_t rank, const Stock& stock) const {
+    const Interval whole{0, numElements(plan_.tasks[static_cast<size_t>(task)].box)};
+    for (const Interval& received : has(neederRanks(task), rank) ? std::vector<Interval>{} : stock.received.within(whole)) {
+      const std::vector<Interval> kept = stock.given.gaps(received);
+      if (!kept.empty()) {
+        failAtEnd(task, "rank " + std::to_string(rank) + " keeps contributions to elements " + rangeStr(kept.front()) + " that it does not need");
+      }
+    }
+  }
+
+  [[noreturn]] void fail(size_t bad, const std::string& why) const { failOf(plan_.messages[bad].task, bad, why); }
+  [[noreturn]] void failAtEnd(int64_t task, const std::string& why) const { failOf(task, plan_.messages.size(), why); }
+
   static std::string rangeStr(Interval range) { return "[" + std::to_string(range.begin) + ", " + std::to_string(range.end) + ")"; }
 
   /// The task's messages up to `bad`, the last dozen of them, the bad one marked.
-  [[noreturn]] void fail(int64_t task, size_t bad, const std::string& why) const {
+  [[noreturn]] void failOf(int64_t task, size_t bad, const std::string& why) const {
     constexpr size_t kShown = 12;
     std::vector<std::string> lines;
     for (size_t i = 0; i < plan_.messages.size() && i <= bad; ++i) {
@@ -197,8 +289,7 @@ class Replay {
         continue;
       }
       lines.push_back((i == bad ? "> " : "  ") + std::to_string(i) + "  " + rangeStr({message.begin, message.end}) + "  " +
-                      std::to_string(message.src_rank) + " -> " + std::to_string(message.dst_rank) +
-                      (message.payload == Payload::kContribution ? "  contribution " + std::to_string(message.contribution) : "  value"));
+                      std::to_string(message.src_rank) + " -> " + std::to_string(message.dst_rank) + "  " + payloadStr(message));
     }
     std::string grid;
     for (size_t i = lines.size() > kShown ? lines.size() - kShown : 0; i < lines.size(); ++i) {

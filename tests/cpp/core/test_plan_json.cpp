@@ -10,6 +10,7 @@
 #include "core/resharding/planner.h"
 #include "published_cases.h"
 #include "random_layouts.h"
+#include "runtime/random_plan.h"
 
 namespace xmesh::core {
 namespace {
@@ -49,6 +50,26 @@ TEST(PlanJson, RoundTrips) {
     ASSERT_EQ(read.predicted_seconds, plan.predicted_seconds);
     ASSERT_EQ(planFingerprint(read), planFingerprint(plan));
   }
+}
+
+TEST(PlanJson, KeepsPartialSums) {
+  int64_t num_sums = 0;
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    std::mt19937_64 rng(seed);
+    const ReshardingPlan plan = replay::RandomPlanner({layouts::randomPair(rng)}, layouts::randomTopology(rng, 12), rng).plan();
+    const std::string text = planToJson(plan);
+    const ReshardingPlan read = planFromJson(replaced(text, "\"random\"", "\"striped\""));
+    ASSERT_EQ(read.messages, plan.messages) << "seed " << seed;
+    for (const Message& message : plan.messages) {
+      if (message.payload == Payload::kPartialSum && num_sums++ == 0) {
+        EXPECT_NE(complaint(replaced(replaced(text, "\"random\"", "\"striped\""), "\"partial_sum\"", "\"sum\""))
+                      .find("expected a contribution or \"partial_sum\", got \"sum\""),
+                  std::string::npos);
+        EXPECT_NE(planStr(plan, 1 << 20).find("partial sum"), std::string::npos);
+      }
+    }
+  }
+  EXPECT_GT(num_sums, 50);
 }
 
 TEST(PlanJson, RefusesTruncatedTextAnywhere) {

@@ -1,12 +1,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <random>
 
 #include "core/resharding/host_load.h"
 #include "core/resharding/planner.h"
 #include "core/resharding/port_matching.h"
+#include "core/resharding/validate.h"
 #include "core/resharding/water_fill.h"
 #include "published_cases.h"
 #include "random_layouts.h"
@@ -68,6 +70,54 @@ TEST(Striped, PartialOnTwoHostsReducesHalfOnEach) {
                         {{1 << 20}, dtype, Mesh({2}, {0, 1}), {Placement::replicate()}}};
   EXPECT_LE(ratioOf(pair, 1, "striped:num_chunks=64"), 1.04);
   EXPECT_GE(ratioOf(pair, 1, "broadcast:num_chunks=64"), 1.0);
+}
+
+TEST(Striped, AddsContributionsUpOnTheWay) {
+  const DType dtype = DType::parse("float32");
+  const auto sum = Placement::partial(ReduceOp::kSum);
+  const auto ratio = [&](std::vector<Placement> src, std::vector<int64_t> needers, const char* strategy) {
+    const auto count = static_cast<int64_t>(needers.size());
+    const TensorPair pair{{{1 << 20}, dtype, Mesh({4, 2}, {0, 1, 2, 3, 4, 5, 6, 7}), std::move(src)},
+                          {{1 << 20}, dtype, Mesh({count}, std::move(needers)), {Placement::replicate()}}};
+    const ReshardingPlan plan = planResharding({pair}, onHosts(pair, 2), parseStrategy(strategy));
+    validatePlan(plan);
+    return plan.predicted_seconds / plan.lower_bound_seconds;
+  };
+  EXPECT_GE(ratio({sum, Placement::replicate()}, {8, 9}, "broadcast:num_chunks=64"), 3.9) << "the reducing host receives every contribution";
+  EXPECT_LE(ratio({sum, Placement::replicate()}, {8, 9}, "striped:num_chunks=64"), 1.1);
+  EXPECT_LE(ratio({sum, Placement::shard(0)}, {8, 9}, "striped:num_chunks=64"), 1.1);
+  EXPECT_LE(ratio({sum, sum}, {8, 9}, "striped:num_chunks=64"), 1.1) << "a host adds up what its ranks hold";
+  EXPECT_LE(ratio({sum, sum}, {0, 1}, "striped:num_chunks=64"), 1.1);
+  EXPECT_LE(ratio({sum, sum}, {8, 9, 10, 11}, "striped:num_chunks=64"), 1.2);
+  EXPECT_LE(ratio({sum, sum}, {8, 9, 10, 11, 12, 13, 14, 15}, "striped:num_chunks=64"), 1.35);
+}
+
+TEST(Striped, CountsTheBytesOfHalfTypesSums) {
+  const DType dtype = DType::parse("bfloat16");
+  const TensorPair pair{{{1 << 20}, dtype, Mesh({4}, {0, 1, 2, 3}), {Placement::partial(ReduceOp::kAvg)}},
+                        {{1 << 20}, dtype, Mesh({1}, {4}), {Placement::replicate()}}};
+  const ReshardingPlan plan = planResharding({pair}, onHosts(pair, 1), parseStrategy("striped:num_chunks=64"));
+  const std::map<int64_t, int64_t> received = plan.bytesReceived();
+  EXPECT_EQ(received.at(0), 0) << "the first of the chain";
+  EXPECT_EQ(received.at(1), 2 << 20) << "a contribution in the tensor's type";
+  EXPECT_EQ(received.at(2), 4 << 20) << "a sum in float32";
+  EXPECT_EQ(received.at(4), 4 << 20);
+  EXPECT_LE(plan.predicted_seconds, 2.1 * plan.lower_bound_seconds);
+}
+
+/// What is small or gains nothing stays a star.
+TEST(Striped, SmallReductionsAndThoseOfOneContributionAreStars) {
+  const auto numSums = [](int64_t num_elements, std::vector<int64_t> holders, int64_t needer) {
+    const DType dtype = DType::parse("float32");
+    const auto count = static_cast<int64_t>(holders.size());
+    const TensorPair pair{{{num_elements}, dtype, Mesh({count}, std::move(holders)), {Placement::partial(ReduceOp::kSum)}},
+                          {{num_elements}, dtype, Mesh({1}, {needer}), {Placement::replicate()}}};
+    const ReshardingPlan plan = planResharding({pair}, Topology::uniform(5, 1), parseStrategy("striped"));
+    return std::count_if(plan.messages.begin(), plan.messages.end(), [](const Message& m) { return m.payload == Payload::kPartialSum; });
+  };
+  EXPECT_EQ(numSums(4, {0, 1, 2, 3}, 4), 0);
+  EXPECT_EQ(numSums(1 << 20, {0, 1}, 1), 0);
+  EXPECT_GT(numSums(1 << 20, {0, 1, 2, 3}, 4), 0);
 }
 
 /// Shard and Replicate on hosts of a few devices, disjoint, overlapping or identical.

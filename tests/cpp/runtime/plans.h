@@ -37,6 +37,10 @@ inline core::Message contributionMessage(int64_t task, int64_t begin, int64_t en
   return {task, begin, end, src, dst, contribution, core::Payload::kContribution};
 }
 
+inline core::Message sumMessage(int64_t task, int64_t begin, int64_t end, int32_t src, int32_t dst) {
+  return {task, begin, end, src, dst, 0, core::Payload::kPartialSum};
+}
+
 /// Rank 0 replicated to `num_receivers` ranks by a chain of chunks.
 inline core::ReshardingPlan chainPlan(int64_t num_elements, int64_t chunk, int64_t num_receivers) {
   std::vector<int64_t> receivers;

@@ -105,18 +105,30 @@ class ReshardCase {
   std::vector<runtime::LocalTensor> src(int64_t rank) const { return tensorsOf(src_[static_cast<size_t>(rank)]); }
   std::vector<runtime::LocalTensor> dst(int64_t rank) const { return tensorsOf(dst_[static_cast<size_t>(rank)]); }
 
-  /// The first difference from the oracle, or an empty text.
+  /// The first difference from the oracle, or an empty text. Where sums grow on the way floating results may differ in their last bits, but not from
+  /// replica to replica.
   std::string firstDifference() {
+    const bool has_sums = std::any_of(plan_.messages.begin(), plan_.messages.end(),
+                                      [](const core::Message& message) { return message.payload == core::Payload::kPartialSum; });
     for (size_t tensor = 0; tensor < plan_.tensors.size(); ++tensor) {
       const auto& [src, dst] = plan_.tensors[tensor];
       const Bytes expected = oracleGlobal(src, static_cast<int64_t>(tensor));
+      Bytes first_replica = expected;
+      std::vector<bool> is_seen(static_cast<size_t>(src.numElements()), false);
       for (int64_t i = 0; i < dst.mesh.numRanks(); ++i) {
         const int64_t rank = dst.mesh.ranks()[static_cast<size_t>(i)];
         OwnedTensor& local = dst_[static_cast<size_t>(rank)][tensor];
         const Indices elements = oracleElements(dst, dst.mesh.coordOfIndex(i));
         for (size_t e = 0; e < elements.size(); ++e) {
           const auto item_bytes = static_cast<size_t>(dst.dtype.item_bytes);
-          if (std::memcmp(local.at(static_cast<int64_t>(e)), expected.data() + static_cast<size_t>(elements[e]) * item_bytes, item_bytes) != 0) {
+          const size_t offset = static_cast<size_t>(elements[e]) * item_bytes;
+          const uint8_t* actual = local.at(static_cast<int64_t>(e));
+          const bool is_first = has_sums && !is_seen[static_cast<size_t>(elements[e])];
+          if (is_first && oracleIsClose(src, actual, expected.data() + offset)) {
+            std::memcpy(first_replica.data() + offset, actual, item_bytes);
+          }
+          is_seen[static_cast<size_t>(elements[e])] = true;
+          if (std::memcmp(actual, first_replica.data() + offset, item_bytes) != 0) {
             return "tensor " + std::to_string(tensor) + " " + src.str() + " -> " + dst.str() + " by " + plan_.strategy + ": rank " +
                    std::to_string(rank) + " has a wrong local element " + std::to_string(e);
           }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <complex>
 #include <cstdint>
@@ -241,6 +242,44 @@ inline void oracleReduce(const core::TensorSpec& spec, const std::vector<Bytes>&
   } else {
     oracleReducePlain<uint64_t>(spec, contributions, to);
   }
+}
+
+/// One element as a number; floating types only.
+inline std::complex<double> oracleNumber(const std::string& dtype, const uint8_t* from) {
+  if (dtype == "float16") {
+    return static_cast<double>(getAs<_Float16>(from));
+  }
+  if (dtype == "bfloat16") {
+    return fromBFloat16(getAs<uint16_t>(from));
+  }
+  if (dtype == "float32") {
+    return getAs<float>(from);
+  }
+  if (dtype == "float64") {
+    return getAs<double>(from);
+  }
+  if (dtype == "complex64") {
+    return std::complex<double>(getAs<std::complex<float>>(from));
+  }
+  return getAs<std::complex<double>>(from);
+}
+
+/// Whether two elements are equal but for another order of reduction. Contributions are below 2 (complex ones below 3).
+inline bool oracleIsClose(const core::TensorSpec& spec, const uint8_t* actual, const uint8_t* expected) {
+  const std::string& name = spec.dtype.name;
+  if (std::memcmp(actual, expected, static_cast<size_t>(spec.dtype.item_bytes)) == 0) {
+    return true;
+  }
+  if (!name.starts_with("float") && !name.starts_with("bfloat16") && !name.starts_with("complex")) {
+    return false;
+  }
+  const bool is_double = name == "float64" || name == "complex128";
+  const double accumulator_unit = std::ldexp(1, is_double ? -52 : -23);
+  const double unit = name == "bfloat16" ? std::ldexp(1, -8) : name == "float16" ? std::ldexp(1, -11) : accumulator_unit;
+  const auto count = static_cast<double>(oracleNumContributions(spec));
+  const std::complex<double> right = oracleNumber(name, expected);
+  const double size = std::max(std::abs(right), name == "float16" ? std::ldexp(1, -14) : 0);
+  return std::abs(oracleNumber(name, actual) - right) <= 2 * unit * size + accumulator_unit * count * (3 * count + size);
 }
 
 /// The whole tensor's bytes after the reshard, row-major.

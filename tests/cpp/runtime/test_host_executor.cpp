@@ -3,6 +3,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -183,6 +184,64 @@ TEST(HostExecutor, ReducesLongStridedRanges) {
       EXPECT_EQ(runOnStreams(plan, layout, 5, 1 << 20), "");
     }
   }
+}
+
+/// Partial over ranks 0 to 3, added up on the way to rank 4 in chunks of 500 elements, then to rank 1; heads of the chain take turns.
+core::ReshardingPlan chainOfSums(const char* dtype, core::ReduceOp op) {
+  constexpr int64_t kElements = 60 * 100;
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({60, 100}, dtype, {0, 1, 2, 3}, Placement::partial(op)), lineSpec({60, 100}, dtype, {1, 4}, Placement::replicate())}});
+  std::vector<core::Message> values;
+  for (int64_t begin = 0; begin < kElements; begin += 500) {
+    const auto rank = [&](int64_t k) { return static_cast<int32_t>((begin / 500 + k) % 4); };
+    plan.messages.push_back(contributionMessage(0, begin, begin + 500, rank(0), rank(1), rank(0)));
+    plan.messages.push_back(sumMessage(0, begin, begin + 500, rank(1), rank(2)));
+    plan.messages.push_back(sumMessage(0, begin, begin + 500, rank(2), rank(3)));
+    plan.messages.push_back(sumMessage(0, begin, begin + 500, rank(3), 4));
+    values.push_back(valueMessage(0, begin, begin + 500, 4, 1));
+  }
+  plan.messages.insert(plan.messages.end(), values.begin(), values.end());
+  return plan;
+}
+
+TEST(HostExecutor, PassesSumsOnInsideTheStagingBound) {
+  using core::ReduceOp;
+  const std::vector<std::pair<const char*, ReduceOp>> cases = {
+      {"int32", ReduceOp::kSum},   {"uint8", ReduceOp::kProduct}, {"float32", ReduceOp::kAvg}, {"bfloat16", ReduceOp::kAvg},
+      {"float16", ReduceOp::kSum}, {"bfloat16", ReduceOp::kMax},  {"float64", ReduceOp::kMin}, {"float32", ReduceOp::kProduct}};
+  constexpr int64_t kBound = 4096;
+  for (const auto& [dtype, op] : cases) {
+    const core::ReshardingPlan plan = chainOfSums(dtype, op);
+    for (MemoryLayout layout : {MemoryLayout::kContiguous, MemoryLayout::kRandom}) {
+      HostRanks ranks(5, 3, kBound);
+      HostOperation operation(ranks, plan, 1, layout, 4, {kBound / 8});
+      operation.start();
+      ranks.network().runUntilIdle();
+      ASSERT_TRUE(operation.isDone()) << operation.progress();
+      EXPECT_EQ(operation.firstDifference(), "");
+      for (int64_t rank = 0; rank < 5; ++rank) {
+        EXPECT_LE(ranks.pool(rank).peakBytes(), kBound) << rank;
+        EXPECT_EQ(ranks.pool(rank).bytesInUse(), 0);
+      }
+      EXPECT_EQ(runOnStreams(plan, layout, 5, kBound, {kBound / 8}), "");
+      EXPECT_EQ(runOnStreams(plan, layout, 6, 1 << 20), "");
+    }
+  }
+}
+
+TEST(HostExecutor, KeepsASumUntilItIsSent) {
+  std::vector<int32_t> own(6000, 1);
+  core::ReshardingPlan plan = chainOfSums("int32", core::ReduceOp::kSum);
+  OneRank rank(plan, 2, {{own.data(), {60, 100}, {100, 1}}}, {{}}, 4 * 2000);
+  rank.executor->start();
+  const size_t num_posted = rank.transport.receives.size();
+  ASSERT_EQ(num_posted, 1U) << "an accumulator takes a quarter of the bound";
+  const size_t num_sent = rank.transport.sends.size();
+  rank.transport.events->onReceived(rank.transport.receives[0].cookie);
+  ASSERT_EQ(rank.transport.sends.size(), num_sent + 1);
+  EXPECT_EQ(rank.transport.receives.size(), num_posted) << "the sum is still there";
+  rank.transport.events->onSent(rank.transport.sends.back().cookie);
+  EXPECT_EQ(rank.transport.receives.size(), num_posted + 1);
 }
 
 /// Several random operations over the same ranks, started in another order on every rank, with hardly any staging memory.

@@ -43,12 +43,12 @@ TEST(Program, BothEndsOfAPairAgreeOnEveryMessage) {
     for (int64_t rank : plan.participants()) {
       const auto program = compileProgram(plan, rank, options);
       for (const runtime::SendStep& step : program->sends) {
-        const int64_t num_bytes = (step.end - step.begin) * pair.src.dtype.item_bytes;
-        EXPECT_LE(num_bytes, std::max(options.max_message_bytes, pair.src.dtype.item_bytes));
+        const int64_t num_bytes = program->numBytes(step);
+        EXPECT_LE(num_bytes, std::max(options.max_message_bytes, pair.src.dtype.accumulatorItemBytes()));
         sent[{rank, program->peers()[static_cast<size_t>(step.peer)]}].push_back(num_bytes);
       }
       for (const runtime::ReceiveStep& step : program->receives) {
-        received[{program->peers()[static_cast<size_t>(step.peer)], rank}].push_back((step.end - step.begin) * pair.src.dtype.item_bytes);
+        received[{program->peers()[static_cast<size_t>(step.peer)], rank}].push_back(program->numBytes(step));
       }
     }
     ASSERT_EQ(sent, received) << "round " << round;
@@ -115,6 +115,50 @@ TEST(Program, RefusesIncompleteReductions) {
   EXPECT_NE(errorOf([&] { compileProgram(plan, 3); }).find("contribution 1 comes twice"), std::string::npos);
   plan.messages.back().contribution = 5;
   EXPECT_NE(errorOf([&] { compileProgram(plan, 3); }).find("there is no contribution 5"), std::string::npos);
+}
+
+/// Ranks 2 and 0 to rank 1, from there to rank 3.
+core::ReshardingPlan sumPlan(std::vector<int64_t> needers = {3}) {
+  core::ReshardingPlan plan = partialPlan(std::move(needers));
+  plan.messages = {contributionMessage(0, 0, 8, 2, 1, 2), contributionMessage(0, 0, 8, 0, 1, 0), sumMessage(0, 0, 3, 1, 3),
+                   sumMessage(0, 3, 8, 1, 3)};
+  return plan;
+}
+
+TEST(Program, SendsSumsRangeByRange) {
+  const auto middle = compileProgram(sumPlan(), 1, {4 * 4});
+  ASSERT_EQ(middle->reductions.size(), 3U) << "[0, 3), [3, 7), [7, 8)";
+  ASSERT_EQ(middle->numSends(), 3);
+  for (size_t i = 0; i < 3; ++i) {
+    const runtime::ReduceStep& step = middle->reductions[i];
+    EXPECT_EQ(step.place, -1);
+    EXPECT_EQ(step.own_turn, 1) << "between contributions 0 and 2";
+    EXPECT_EQ(middle->sends[i].reduction, static_cast<int32_t>(i));
+    EXPECT_EQ(middle->sends[i].begin, step.begin);
+    EXPECT_EQ(middle->sends[i].position, middle->receives[2 * i + 1].position + 1) << "right behind what it is made of";
+    EXPECT_EQ(middle->numBytes(middle->sends[i]), (step.end - step.begin) * 4) << "in float32";
+    EXPECT_EQ(middle->numBytes(middle->receives[2 * i]), (step.end - step.begin) * 2);
+  }
+  const auto last = compileProgram(sumPlan(), 3, {4 * 4});
+  EXPECT_EQ(last->numReceives(), 3);
+  EXPECT_TRUE(last->receives[0].is_sum);
+  EXPECT_GE(last->reductions[0].place, 0);
+}
+
+TEST(Program, RefusesWrongSums) {
+  const auto errorWith = [](int64_t rank, auto change) {
+    core::ReshardingPlan plan = sumPlan();
+    change(plan.messages);
+    return errorOf([&] { compileProgram(plan, rank); });
+  };
+  EXPECT_NE(errorWith(3, [](auto& m) { m.erase(m.begin()); }).find("elements [0, 3) lack contribution 2"), std::string::npos);
+  EXPECT_NE(errorWith(3, [](auto& m) { m.push_back(contributionMessage(0, 0, 3, 0, 3, 0)); }).find("get more than once contribution 0"),
+            std::string::npos);
+  EXPECT_NE(errorWith(1, [](auto& m) { m.push_back(contributionMessage(0, 0, 8, 1, 3, 1)); }).find("after the rank has given its sum of them away"),
+            std::string::npos);
+  EXPECT_NE(errorWith(1, [](auto& m) { m.erase(m.begin(), m.begin() + 2); }).find("are to be sent on before the rank received any"),
+            std::string::npos);
+  EXPECT_NE(errorWith(1, [](auto& m) { m[0].contribution = 1; }).find("which does not hold contribution 1"), std::string::npos);
 }
 
 TEST(Program, RefusesToSendWhatIsNotThere) {
