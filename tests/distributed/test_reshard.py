@@ -161,13 +161,17 @@ def sums_on_the_way(rank: int, world_size: int) -> None:
     ):
         dst = xm.Mesh(ranks)
         shape, case = (rows, columns), (dtype, op, ranks, strategy)
-        plan = xm.plan_resharding(xm.Spec(shape, dtype, src, (Partial(op),)), dst, (Replicate(),), strategy=strategy, topology=topology)
+        plan = xm.plan_resharding(
+            xm.Spec(shape, dtype, src, (Partial(op),)), dst, (Replicate(),), strategy=strategy, topology=topology
+        )
         assert "partial_sum" in plan.to_json(), case
         generator = torch.Generator().manual_seed(5)
         parts = [torch.randint(-50, 50, shape, generator=generator) for _ in range(4)]
         parts = [part.to(dtype) if not dtype.is_floating_point else (part / 32).to(dtype) for part in parts]
         stacked = torch.stack([part.double() for part in parts])
-        reduced = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "product": stacked.prod(0)}[op]
+        reduced = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "product": stacked.prod(0)}[
+            op
+        ]
         x = dtensor_of(parts[rank] if rank < 4 else torch.empty((0, 0), dtype=dtype), shape, src, (Partial(op),))
         for local in ("contiguous", "transposed"):
             into = torch.zeros(shape if rank in ranks else (0, 0), dtype=dtype)
