@@ -102,7 +102,7 @@ TEST(Striped, CountsTheBytesOfHalfTypesSums) {
   EXPECT_EQ(received.at(1), 2 << 20) << "a contribution in the tensor's type";
   EXPECT_EQ(received.at(2), 4 << 20) << "a sum in float32";
   EXPECT_EQ(received.at(4), 4 << 20);
-  EXPECT_LE(plan.predicted_seconds, 2.1 * plan.lower_bound_seconds);
+  EXPECT_LE(plan.predicted_seconds, 2.2 * plan.lower_bound_seconds);
 }
 
 /// What is small or gains nothing stays a star.
