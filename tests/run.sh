@@ -31,6 +31,7 @@ extras=(plot)
 ! wants python || extras+=(test)
 if wants lint || wants python; then setup_python "${extras[@]}"; fi
 if wants lint || wants cpp; then setup_cpp; fi
+[ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || lint_args+=(--no-mypy)
 
 configure() { # BUILD_FOLDER [SANITIZERS]
   cmake -S csrc -B "$1" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DXMESH_SANITIZE="${2:-}" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null

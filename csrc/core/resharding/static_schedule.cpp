@@ -6,6 +6,7 @@
 #include <numeric>
 #include <span>
 #include <tuple>
+#include <utility>
 
 #include "core/resharding/ring_gather.h"
 
@@ -257,15 +258,17 @@ StaticTransfers staticTransfers(const Shipments& shipments, const Network& netwo
     return {};
   }
   if (has_one_receiver) {
-    return {rotation(shipments, indices, network.numHosts()), false};
+    return {rotation(shipments, indices, network.numHosts()), false, false};
   }
   if (!haveSameHosts(shipments.atoms, indices)) {
-    return {ringGathers(shipments.atoms, indices, network.numHosts()), false};
+    std::vector<AtomTransfer> ring = ringGathers(shipments.atoms, indices, network.numHosts());
+    const bool is_ring = !ring.empty();
+    return {std::move(ring), false, is_ring};
   }
   const Atom& atom = shipments.atoms[static_cast<size_t>(indices[0])];
   const size_t num_groups = std::min(atom.sources.size(), atom.receivers.size());
   const size_t largest_group = (atom.receivers.size() + num_groups - 1) / num_groups + 1;
-  return {groupBroadcasts(indices, atom, numTurns(shipments, network, links, indices.size(), largest_group)), largest_group > 2};
+  return {groupBroadcasts(indices, atom, numTurns(shipments, network, links, indices.size(), largest_group)), largest_group > 2, false};
 }
 
 }  // namespace xmesh::core

@@ -25,6 +25,7 @@ std::vector<BlockTransfer> circulantBroadcast(int32_t num_processes, int32_t num
 struct StaticTransfers {
   std::vector<AtomTransfer> list;
   bool passes_on = false;  ///< some host must send at once what it has just received
+  bool is_ring = false;    ///< from `ringGathers`
 };
 
 /// Transfers in closed form, without a search, where the shipments have a shape that allows it: all atoms from the same hosts to the same hosts

@@ -35,10 +35,13 @@ const std::vector<Attempt>& attempts() {
   return all;
 }
 
-/// The busiest port's time with its messages' cost, and the pipeline's fill: a chain of sums, then one root reaches p hosts in ceil(log2(p + 1))
-/// steps.
-double goodEnough(const Shipments& shipments, const LinkModel& links) {
-  const double fill = static_cast<double>(shipments.longest_chain + std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
+/// The pipeline's fill in chunks: a chain of sums, then one root reaches p hosts in ceil(log2(p + 1)) steps.
+double fillOf(const Shipments& shipments) {
+  return static_cast<double>(shipments.longest_chain + std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
+}
+
+/// The busiest port's time with its messages' cost, and the fill's.
+double goodEnough(const Shipments& shipments, const LinkModel& links, double fill) {
   const double chunk_s = shipments.bottleneck_s / std::max(1.0, shipments.num_chunks);
   const double messages_s = 1e-6 * links.message_us * std::max(shipments.num_chunks, static_cast<double>(shipments.most_messages));
   return 1.003 * (shipments.bottleneck_s + messages_s) + fill * (chunk_s + 1e-6 * links.message_us) + 2e-6 * links.latency_us;
@@ -118,11 +121,12 @@ class StripedSearch {
  private:
   void schedule(const Shipments& levelled, ShipmentOptions options) {
     std::optional<Shipments> concentrated;
-    const double goal = goodEnough(levelled, plan_.topology.links());
+    const LinkModel& links = plan_.topology.links();
+    const StaticTransfers closed_form = staticTransfers(levelled, network_, links);
+    double goal = goodEnough(levelled, links, closed_form.is_ring ? 1 : fillOf(levelled));  // a ring too long for few chunks has to be the best
     bool is_first = true;
-    const StaticTransfers closed_form = staticTransfers(levelled, network_, plan_.topology.links());
     // Where what is passed on comes late by the latency, ports that never wait leave the closed form's order.
-    const bool is_closed_form_exact = !closed_form.passes_on || plan_.topology.links().latency_us == 0;
+    const bool is_closed_form_exact = !closed_form.passes_on || links.latency_us == 0;
     if (is_closed_form_exact && !closed_form.list.empty()) {
       best_.consider(levelled, closed_form.list, work_);
       is_first = false;
@@ -140,6 +144,7 @@ class StripedSearch {
       work_.spend(operations);
       best_.consider(shipments, scheduleAtoms(shipments, network_, taste), work_);
       is_first = false;
+      goal = goodEnough(levelled, links, fillOf(levelled));
     }
     if (!is_closed_form_exact && best_.seconds() > goal && work_.allows(0)) {
       best_.consider(levelled, closed_form.list, work_);
