@@ -135,13 +135,16 @@ class ByHand(Method):
         whole = torch.empty_like(self.workload.example[0])  # every stage's values have its shape
         sent = whole.chunk(2)[0] if self._is_twofold else whole
         is_half_in = self._is_sharded and is_first
+        taken = whole.chunk(2)[0] if is_half_in else sent
+        made = sent if is_first else whole.chunk(2)[0] if self._is_sharded else whole
         stage = PipelineStage(
             module,
             self._stage,
             2,
             torch.device("cpu"),
-            input_args=(whole.chunk(2)[0] if is_half_in else sent,),
-            output_args=(sent if is_first else whole.chunk(2)[0] if self._is_sharded else whole,),
+            # From 2.15 on torch sends the gradients of what asks for them here.
+            input_args=(taken.detach().requires_grad_(not is_first),),
+            output_args=(made.detach().requires_grad_(),),
             group=group,
         )
         return Schedule1F1B(stage, self.workload.num_microbatches, loss_fn=self._loss)
