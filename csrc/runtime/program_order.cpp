@@ -116,15 +116,12 @@ void appendTree(const ReshardingPlan& plan, const ReductionTree& tree, int64_t g
 
 /// Whether no message waits for another and some are cut.
 bool isCutAndDirect(const ReshardingPlan& plan, int64_t max_message_bytes) {
-  bool is_cut = false;
-  for (const Message& message : plan.messages) {
+  const auto isCut = [&](const Message& message) { return plan.numBytes(message) > max_message_bytes; };
+  const auto isDirect = [&](const Message& message) {
     const core::Holders& holders = plan.holders[static_cast<size_t>(plan.tasks[static_cast<size_t>(message.task)].holders)];
-    if (message.payload != Payload::kValue || holders.contributions.size() != 1 || contributionOf(holders, message.src_rank) < 0) {
-      return false;
-    }
-    is_cut = is_cut || plan.numBytes(message) > max_message_bytes;
-  }
-  return is_cut;
+    return message.payload == Payload::kValue && holders.contributions.size() == 1 && contributionOf(holders, message.src_rank) == 0;
+  };
+  return std::any_of(plan.messages.begin(), plan.messages.end(), isCut) && std::all_of(plan.messages.begin(), plan.messages.end(), isDirect);
 }
 
 /// Sorts by the part of its pair's bytes that comes before the message, so that all pairs come along together.
