@@ -127,11 +127,13 @@ void HostExecutor::takeSent(int32_t index) {
   --num_open_;
   ++num_sent_[static_cast<size_t>(step.peer)];
   if (step.reduction >= 0) {
-    release(StagingKind::kAccumulate, reduce_states_[static_cast<size_t>(step.reduction)].staged);
+    release(reduce_states_[static_cast<size_t>(step.reduction)].staged);
     postReceives();
   } else if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(index)]) {
-    release(StagingKind::kSend, send_buffers_[static_cast<size_t>(index)]);
-    postStagedSends();
+    StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
+    const bool was_ahead = buffer.kind == StagingKind::kSendAhead;
+    release(buffer);
+    was_ahead ? postHeldUpSends() : postStagedSends();
   }
 }
 
@@ -216,32 +218,62 @@ void HostExecutor::postSendsTo(int32_t peer) {
   }
 }
 
+/// The first send in plan order that must be packed and is not posted, or -1.
+int32_t HostExecutor::firstStagedSend() {
+  for (; next_staged_send_ < staged_sends_.size(); ++next_staged_send_) {
+    const int32_t first = staged_sends_[next_staged_send_];
+    const int32_t next_of_peer = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(first)].peer)];
+    if (next_of_peer >= 0 && next_of_peer <= first) {
+      return first;
+    }
+  }
+  return -1;
+}
+
 /// Goes on where the first send that must be packed may have been held up.
 void HostExecutor::postStagedSends() {
-  while (next_staged_send_ < staged_sends_.size()) {
-    const size_t before = next_staged_send_;
-    postSendsTo(program_->sends[static_cast<size_t>(staged_sends_[before])].peer);
-    if (next_staged_send_ == before) {
+  for (int32_t first = firstStagedSend(); first >= 0;) {
+    postSendsTo(program_->sends[static_cast<size_t>(first)].peer);
+    const int32_t next = firstStagedSend();
+    if (next == first) {
       return;
     }
+    first = next;
   }
 }
 
-/// Sends that must be packed go strictly in plan order (StagingPool says why), the others only in their peer's order.
+/// Goes on where sends found no memory to overtake.
+void HostExecutor::postHeldUpSends() {
+  const std::vector<int32_t> peers = std::exchange(held_up_peers_, {});
+  for (int32_t peer : peers) {
+    postSendsTo(peer);
+  }
+}
+
+/// Memory to pack a send into, or an empty buffer. In plan order it is waited for; what overtakes a send that is not ready takes what there is
+/// (StagingPool says why).
+StagingBuffer HostExecutor::acquireSend(int32_t index, int64_t num_bytes) {
+  if (firstStagedSend() == index) {
+    return pool_.acquire(StagingKind::kSend, num_bytes, *this);
+  }
+  const StagingBuffer ahead = pool_.tryAcquire(StagingKind::kSendAhead, num_bytes, *this);
+  const int32_t peer = program_->sends[static_cast<size_t>(index)].peer;
+  if (!ahead && std::find(held_up_peers_.begin(), held_up_peers_.end(), peer) == held_up_peers_.end()) {
+    held_up_peers_.push_back(peer);
+  }
+  return ahead;
+}
+
 bool HostExecutor::postSend(int32_t index) {
   const SendStep& step = program_->sends[static_cast<size_t>(index)];
   const int64_t num_bytes = program_->numBytes(step);
   const std::byte* data = sendSource(step);
   if (data == nullptr) {
-    if (staged_sends_[next_staged_send_] != index) {
-      return false;
-    }
     StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
-    buffer = pool_.acquire(StagingKind::kSend, num_bytes, *this);
+    buffer = acquireSend(index, num_bytes);
     if (!buffer) {
       return false;
     }
-    ++next_staged_send_;
     packRange(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes, buffer.data);
     data = buffer.data;
   }
@@ -266,7 +298,7 @@ void HostExecutor::takeReceived(int32_t index) {
     if (!receive_buffers_.empty() && receive_buffers_[static_cast<size_t>(index)]) {
       StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
       unpackRange(buffer.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
-      release(StagingKind::kReceive, buffer);
+      release(buffer);
     }
     onArrival(step.arrival);
   }
@@ -281,9 +313,9 @@ void HostExecutor::onArrival(int32_t arrival) {
     if (--num_deps_[static_cast<size_t>(send)] > 0 || next_send_[static_cast<size_t>(peer)] != send) {
       continue;
     }
-    const size_t staged_before = next_staged_send_;
+    const int32_t first_staged = firstStagedSend();
     postSendsTo(peer);
-    if (next_staged_send_ != staged_before) {
+    if (firstStagedSend() != first_staged) {
       postStagedSends();
     }
   }
@@ -318,8 +350,8 @@ void HostExecutor::copySlice() {
   }
 }
 
-void HostExecutor::release(StagingKind kind, StagingBuffer& buffer) {
-  pool_.release(kind, buffer, *this);
+void HostExecutor::release(StagingBuffer& buffer) {
+  pool_.release(buffer, *this);
   buffer = {};
   has_released_ = true;
 }
@@ -327,17 +359,17 @@ void HostExecutor::release(StagingKind kind, StagingBuffer& buffer) {
 void HostExecutor::releaseAll() {
   for (StagingBuffer& buffer : send_buffers_) {
     if (buffer) {
-      release(StagingKind::kSend, buffer);
+      release(buffer);
     }
   }
   for (StagingBuffer& buffer : receive_buffers_) {
     if (buffer) {
-      release(StagingKind::kReceive, buffer);
+      release(buffer);
     }
   }
   for (ReduceState& state : reduce_states_) {
     if (state.staged) {
-      release(StagingKind::kAccumulate, state.staged);
+      release(state.staged);
     }
   }
 }

@@ -76,7 +76,10 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool prepareReduction(int32_t index);
   std::byte* receiveTarget(int32_t index);
   void postSendsTo(int32_t peer);
+  int32_t firstStagedSend();
   void postStagedSends();
+  void postHeldUpSends();
+  StagingBuffer acquireSend(int32_t index, int64_t num_bytes);
   bool postSend(int32_t index);
   const std::byte* sendSource(const SendStep& step) const;
   void takeSent(int32_t index);
@@ -87,7 +90,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void onArrival(int32_t arrival);
   void copySlice();
   void releaseAll();
-  void release(StagingKind kind, StagingBuffer& buffer);
+  void release(StagingBuffer& buffer);
   const StridedBox& boxOf(int32_t place) const { return boxes_[static_cast<size_t>(place)]; }
 
   std::shared_ptr<const Program> program_;
@@ -104,12 +107,13 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   std::vector<Event> pending_;  ///< events that came while one was being handled
   int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete
 
-  std::vector<int32_t> num_deps_;      ///< by send: arrivals still missing
-  std::vector<int32_t> next_send_;     ///< by peer: the first send not posted, or -1
-  std::vector<int64_t> num_sent_;      ///< by peer
-  std::vector<int64_t> num_received_;  ///< by peer
-  std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending
-  size_t next_staged_send_ = 0;
+  std::vector<int32_t> num_deps_;       ///< by send: arrivals still missing
+  std::vector<int32_t> next_send_;      ///< by peer: the first send not posted, or -1
+  std::vector<int64_t> num_sent_;       ///< by peer
+  std::vector<int64_t> num_received_;   ///< by peer
+  std::vector<int32_t> staged_sends_;   ///< those that must be packed, ascending
+  size_t next_staged_send_ = 0;         ///< those before are posted
+  std::vector<int32_t> held_up_peers_;  ///< whose next send found no memory to overtake
   int32_t next_receive_ = 0;
   std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
   std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged

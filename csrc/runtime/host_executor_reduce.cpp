@@ -58,7 +58,7 @@ void HostExecutor::advanceReduction(int32_t index) {
       const bool is_first = state.num_received == 0 && !state.is_own_done;
       const Reduction reduction = program_->receives[next].is_sum ? step.reduction.ofSums() : step.reduction;
       (is_first ? initAccumulator : accumulate)(reduction, state.accumulator, buffer.data, step.end - step.begin);
-      release(StagingKind::kReceive, buffer);
+      release(buffer);
     }
     ++state.num_received;
   }
@@ -93,7 +93,7 @@ void HostExecutor::finishReduction(const ReduceStep& step, ReduceState& state) {
   finishAccumulator(step.reduction, state.accumulator, step.end - step.begin);
   if (state.staged) {
     unpackRange(state.accumulator, boxOf(step.place), step.begin, step.end, step.reduction.itemBytes());
-    release(StagingKind::kAccumulate, state.staged);
+    release(state.staged);
   }
   onArrival(step.arrival);
 }

@@ -18,9 +18,9 @@ void freeBuffer(const StagingBuffer& buffer) { ::operator delete(buffer.data, kA
 
 StagingPool::StagingPool(int64_t bound_bytes) : bound_bytes_(bound_bytes) {
   core::require(bound_bytes > 0, "the staging bound must be positive, got " + std::to_string(bound_bytes) + " bytes");
-  budget(StagingKind::kSend).bound_bytes = bound_bytes / 2;
-  budget(StagingKind::kReceive).bound_bytes = bound_bytes / 4;
-  budget(StagingKind::kAccumulate).bound_bytes = bound_bytes / 4;
+  for (Budget& of_kind : budgets_) {
+    of_kind.bound_bytes = bound_bytes / static_cast<int64_t>(kNumStagingKinds);
+  }
 }
 
 StagingPool::~StagingPool() { trim(); }
@@ -29,7 +29,7 @@ StagingBuffer StagingPool::acquire(StagingKind kind, int64_t num_bytes, StagingC
   Budget& from = budget(kind);
   const size_t index = static_cast<size_t>(kind);
   const bool is_first = !from.waiters.empty() && from.waiters.front().client == &client;
-  const bool has_room = from.bytes_in_use + num_bytes <= from.bound_bytes && (from.waiters.empty() || is_first);
+  const bool has_room = hasRoom(from, num_bytes) && (from.waiters.empty() || is_first);
   const auto own = std::find_if(from.waiters.begin(), from.waiters.end(), [&client](const Waiter& waiter) { return waiter.client == &client; });
   if (!has_room && client.num_held_[index] > 0) {
     if (own == from.waiters.end()) {
@@ -42,9 +42,19 @@ StagingBuffer StagingPool::acquire(StagingKind kind, int64_t num_bytes, StagingC
   if (own != from.waiters.end()) {
     from.waiters.erase(own);
   }
-  const StagingBuffer buffer = allocate(num_bytes);
-  from.bytes_in_use += buffer.capacity;
-  ++client.num_held_[index];
+  return grant(kind, num_bytes, client);
+}
+
+StagingBuffer StagingPool::tryAcquire(StagingKind kind, int64_t num_bytes, StagingClient& client) {
+  const Budget& from = budget(kind);
+  return hasRoom(from, num_bytes) && from.waiters.empty() ? grant(kind, num_bytes, client) : StagingBuffer{};
+}
+
+StagingBuffer StagingPool::grant(StagingKind kind, int64_t num_bytes, StagingClient& client) {
+  StagingBuffer buffer = allocate(num_bytes);
+  buffer.kind = kind;
+  budget(kind).bytes_in_use += buffer.capacity;
+  ++client.num_held_[static_cast<size_t>(kind)];
   bytes_in_use_.store(bytesInUse() + buffer.capacity, std::memory_order_relaxed);
   peak_bytes_.store(std::max(peakBytes(), bytesInUse() + bytes_cached_), std::memory_order_relaxed);
   return buffer;
@@ -68,7 +78,7 @@ StagingBuffer StagingPool::allocate(int64_t num_bytes) {
   }
   const int64_t capacity = std::max(kSmallestBytes, num_bytes);
   freeCachedDownTo(std::max<int64_t>(0, bound_bytes_ - bytesInUse() - capacity));
-  return {static_cast<std::byte*>(::operator new(static_cast<size_t>(capacity), kAlignment)), capacity};
+  return {.data = static_cast<std::byte*>(::operator new(static_cast<size_t>(capacity), kAlignment)), .capacity = capacity};
 }
 
 void StagingPool::freeCachedDownTo(int64_t num_bytes) {
@@ -79,9 +89,9 @@ void StagingPool::freeCachedDownTo(int64_t num_bytes) {
   }
 }
 
-void StagingPool::release(StagingKind kind, StagingBuffer buffer, StagingClient& client) {
-  budget(kind).bytes_in_use -= buffer.capacity;
-  --client.num_held_[static_cast<size_t>(kind)];
+void StagingPool::release(const StagingBuffer& buffer, StagingClient& client) {
+  budget(buffer.kind).bytes_in_use -= buffer.capacity;
+  --client.num_held_[static_cast<size_t>(buffer.kind)];
   bytes_in_use_.store(bytesInUse() - buffer.capacity, std::memory_order_relaxed);
   cached_.push_back(buffer);
   bytes_cached_ += buffer.capacity;
@@ -93,7 +103,7 @@ void StagingPool::serve() {
   }
   is_serving_ = true;
   for (Budget& from : budgets_) {
-    while (!from.waiters.empty() && from.bytes_in_use + from.waiters.front().num_bytes <= from.bound_bytes) {
+    while (!from.waiters.empty() && hasRoom(from, from.waiters.front().num_bytes)) {
       const uint64_t ticket = from.waiters.front().ticket;
       from.waiters.front().client->onStagingFree();
       if (!from.waiters.empty() && from.waiters.front().ticket == ticket) {

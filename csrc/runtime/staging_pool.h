@@ -10,18 +10,20 @@
 
 namespace xmesh::runtime {
 
-/// What staging memory is for. Each kind has a budget of its own, so that none can starve another.
+/// What staging memory is for. Each kind has a quarter of the bound as a budget of its own, so that none can starve another.
 enum class StagingKind : uint8_t {
-  kSend,        ///< packed bytes on their way out: half of the bound
-  kReceive,     ///< bytes that arrived and wait to be unpacked or accumulated: a quarter
-  kAccumulate,  ///< partial results of reductions: a quarter
+  kSend,        ///< packed bytes on their way out, in plan order
+  kSendAhead,   ///< packed bytes that overtake, in plan order, a message to another peer which cannot be sent yet
+  kReceive,     ///< bytes that arrived and wait to be unpacked or accumulated
+  kAccumulate,  ///< partial results of reductions
 };
-inline constexpr size_t kNumStagingKinds = 3;
+inline constexpr size_t kNumStagingKinds = 4;
 
-/// A piece of staging memory; belongs to the pool that gave it. `capacity` counts against the bound.
+/// A piece of staging memory; belongs to the pool that gave it. `capacity` counts against the budget of its kind.
 struct StagingBuffer {
   std::byte* data = nullptr;
   int64_t capacity = 0;
+  StagingKind kind = StagingKind::kSend;
   explicit operator bool() const { return data != nullptr; }
 };
 
@@ -47,14 +49,14 @@ class StagingClient {
 /// depends on another operation's. Hence memory in use stays below the bound plus one message per kind for every operation beyond the first
 /// (and beyond the bound for a single one only if a message exceeds its budget). Waiting clients are served in the order of asking.
 ///
-/// No deadlock: every rank asks for the memory of its sends in plan order, likewise for its receives (an accumulator right before the first
-/// message it needs). Look at the earliest message of an operation's plan that is not complete. Its sender's earlier sends are complete, so it holds
-/// no kSend memory for them, and later ones have not asked before it: the request is granted. Its receiver's earlier receives are complete, so they
-/// are unpacked or accumulated and hold nothing. Both ends are posted, hence it completes.
-/// The accumulator of a partial sum is held until the sum is sent, which does not break this: all messages of one range's reduction, from the first
-/// contribution to the last sum, are neighbours in that order on every rank (see Program). Whoever receives the earliest incomplete message holds
-/// accumulators only of reductions begun earlier; those of other ranges have all their messages, the sums' sends too, before it, complete; and of its
-/// own range a rank has one. The sender of a sum has received all that the sum is made of, since that comes earlier.
+/// No deadlock: every rank acquires the memory of its sends in plan order (what overtakes has memory of another kind, and nobody waits for that),
+/// likewise for its receives (an accumulator right before the first message it needs). Look at the earliest message of an operation's plan that is
+/// not complete. Its sender's earlier sends are complete, so it holds no kSend memory for them, and later ones have not asked before it: the request
+/// is granted. Its receiver's earlier receives are complete, so they are unpacked or accumulated and hold nothing. Both ends are posted, hence it
+/// completes. The accumulator of a partial sum is held until the sum is sent, which does not break this: all messages of one range's reduction, from
+/// the first contribution to the last sum, are neighbours in that order on every rank (see Program). Whoever receives the earliest incomplete message
+/// holds accumulators only of reductions begun earlier; those of other ranges have all their messages, the sums' sends too, before it, complete; and
+/// of its own range a rank has one. The sender of a sum has received all that the sum is made of, since that comes earlier.
 class StagingPool {
  public:
   /// `bound_bytes` > 0: see ExecutorOptions::staging_bytes.
@@ -65,7 +67,9 @@ class StagingPool {
 
   /// Memory for at least `num_bytes` > 0, aligned for every element type; or an empty buffer: then the client waits until onStagingFree().
   StagingBuffer acquire(StagingKind kind, int64_t num_bytes, StagingClient& client);
-  void release(StagingKind kind, StagingBuffer buffer, StagingClient& client);
+  /// As acquire(), but nobody waits: an empty buffer where the kind's budget has no room.
+  StagingBuffer tryAcquire(StagingKind kind, int64_t num_bytes, StagingClient& client);
+  void release(const StagingBuffer& buffer, StagingClient& client);
   /// Tells waiting clients, in order, what has become free. Called by clients after they released memory, at the end of their own work.
   void serve();
   /// The client waits no more and holds nothing any more (it released all).
@@ -91,6 +95,8 @@ class StagingPool {
     std::deque<Waiter> waiters;
   };
   Budget& budget(StagingKind kind) { return budgets_[static_cast<size_t>(kind)]; }
+  static bool hasRoom(const Budget& budget, int64_t num_bytes) { return budget.bytes_in_use + num_bytes <= budget.bound_bytes; }
+  StagingBuffer grant(StagingKind kind, int64_t num_bytes, StagingClient& client);
   StagingBuffer allocate(int64_t num_bytes);
   void freeCachedDownTo(int64_t num_bytes);
 

@@ -171,11 +171,15 @@ class MessageExpander {
   }
   static Message contributionMessage(int32_t contribution) { return {.contribution = contribution, .payload = Payload::kContribution}; }
 
-  void passOn(const Piece& piece, int64_t from, const Ranks& chain, size_t next, int64_t ready) {
-    for (; next < chain.size(); ++next) {
-      ready = place(piece, from, chain[next], {}, ready);
-      from = chain[next];
+  /// From rank `from` along the chain, beginning with its rank number `next`; returns when that one has it.
+  int64_t passOn(const Piece& piece, int64_t from, const Ranks& chain, size_t next, int64_t ready) {
+    int64_t with_next = ready;
+    for (size_t i = next; i < chain.size(); ++i) {
+      ready = place(piece, from, chain[i], {}, ready);
+      with_next = i == next ? ready : with_next;
+      from = chain[i];
     }
+    return with_next;
   }
 
   /// The rank of a host that has the task once it is there.
@@ -187,6 +191,18 @@ class MessageExpander {
       }
     }
     return chainAt(task, host).front();
+  }
+
+  /// The rank from which a task leaves a host. Where no rank that holds it needs it, what goes to several hosts leaves from a needer, as what is
+  /// passed on leaves a receiver: so each two hosts have few connections of even load, and nothing waits to be passed on behind the slowest of many.
+  int64_t senderOf(const Atom& atom, int32_t task, int32_t host) {
+    if (atom.receivers.size() > 1 && contributionsOf(task).size() == 1) {
+      const Ranks& chain = chainAt(task, host);
+      if (!chain.empty() && chain.size() == needers_.at(unit(task).needers, host).size()) {
+        return chain.front();
+      }
+    }
+    return rankWith(task, host);
   }
 
   /// When a host has an atom, kUnknown while that is not settled.
@@ -212,7 +228,8 @@ class MessageExpander {
 
   /// When a host has an atom. At a source it is made so on the first call: local contributions reduced, local needers served.
   int64_t readyAt(int32_t index, int32_t host) {
-    const std::span<const Piece> pieces = shipments_.piecesOf(shipments_.atoms[static_cast<size_t>(index)]);
+    const Atom& atom = shipments_.atoms[static_cast<size_t>(index)];
+    const std::span<const Piece> pieces = shipments_.piecesOf(atom);
     if (std::none_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return concerns(piece, host); })) {
       return 0;
     }
@@ -223,8 +240,8 @@ class MessageExpander {
     settled = 0;
     for (const Piece& piece : pieces) {
       if (contributionsOf(piece.task).size() == 1) {
-        const int64_t from = rankWith(piece.task, host);
-        passOn(piece, from, chainAt(piece.task, host), 0, 0);
+        const int64_t with_first = passOn(piece, rankWith(piece.task, host), chainAt(piece.task, host), 0, 0);
+        settled = std::max(settled, has(contributionsOf(piece.task)[0], senderOf(atom, piece.task, host)) ? 0 : with_first);
         continue;
       }
       const Ranks& chain = chainAt(piece.task, host);
@@ -259,7 +276,7 @@ class MessageExpander {
     const int64_t since = readyAt(transfer.atom, transfer.src_host);
     int64_t there = 0;
     for (const Piece& piece : shipments_.piecesOf(atom)) {
-      const int64_t from = rankWith(piece.task, transfer.src_host);
+      const int64_t from = senderOf(atom, piece.task, transfer.src_host);
       const Ranks& chain = chainAt(piece.task, transfer.dst_host);
       const int64_t arrival = place(piece, from, chain.front(), {}, since);
       passOn(piece, chain.front(), chain, 1, arrival);

@@ -72,6 +72,22 @@ TEST(Striped, PartialOnTwoHostsReducesHalfOnEach) {
   EXPECT_GE(ratioOf(pair, 1, "broadcast:num_chunks=64"), 1.0);
 }
 
+/// Rows over all ranks to columns over the devices of each host: whoever holds a slice has no use for most of it.
+TEST(Striped, GathersOverOneConnectionPerDeviceAndPairOfHosts) {
+  const DType dtype = DType::parse("float32");
+  const Mesh line({6}, {0, 1, 2, 3, 4, 5});
+  const TensorPair pair{{{1 << 10, 1 << 10}, dtype, line, {Placement::shard(0)}},
+                        {{1 << 10, 1 << 10}, dtype, Mesh({3, 2}, line.ranks()), {Placement::replicate(), Placement::shard(1)}}};
+  const ReshardingPlan plan = planResharding({pair}, onHosts(pair, 2), parseStrategy("striped:num_chunks=64"));
+  validatePlan(plan);
+  EXPECT_LE(plan.predicted_seconds, 1.02 * plan.lower_bound_seconds);
+  for (const Message& message : plan.messages) {
+    if (message.src_rank / 2 != message.dst_rank / 2) {
+      EXPECT_EQ(message.src_rank % 2, message.dst_rank % 2);
+    }
+  }
+}
+
 TEST(Striped, AddsContributionsUpOnTheWay) {
   const DType dtype = DType::parse("float32");
   const auto sum = Placement::partial(ReduceOp::kSum);

@@ -83,10 +83,41 @@ TEST(HostExecutor, PacksOnlyAsMuchAsStagingHolds) {
   std::vector<float> in(1000);
   OneRank rank(transposePlan(10, 100, 1, 5), 0, {{in.data(), {10, 100}, {100, 1}}}, {{}}, 3200);
   rank.executor->start();
-  EXPECT_EQ(rank.transport.sends.size(), 2U) << "800 bytes each in half of the bound";
+  EXPECT_EQ(rank.transport.sends.size(), 2U) << "800 bytes each: one in its turn, one ahead";
   rank.transport.events->onSent(rank.transport.sends[0].cookie);
   EXPECT_EQ(rank.transport.sends.size(), 3U);
   EXPECT_LE(rank.pool.peakBytes(), 1600);
+}
+
+TEST(HostExecutor, SendsThatMustBePackedOvertakeThoseToOtherPeersThatAreNotReady) {
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({4, 4}, "float32", {0, 1}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2, 3, 4}, Placement::replicate())}});
+  ASSERT_EQ(plan.tasks.size(), 2U);
+  plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 3),
+                   valueMessage(1, 0, 8, 1, 4), valueMessage(0, 0, 8, 2, 3), valueMessage(0, 0, 8, 2, 4)};
+  std::vector<float> in(16, 7);
+  std::vector<float> out(16);
+  OneRank rank(plan, 1, {{in.data(), {4, 2}, {4, 1}}}, {{out.data(), {4, 4}, {4, 1}}}, 256);
+  rank.executor->start();
+  ASSERT_EQ(rank.transport.sends.size(), 1U) << "room for one that overtakes";
+  EXPECT_EQ(rank.transport.sends[0].peer, 3);
+  EXPECT_EQ(static_cast<const float*>(rank.transport.sends[0].data)[7], 7);
+  rank.transport.events->onSent(rank.transport.sends[0].cookie);
+  ASSERT_EQ(rank.transport.sends.size(), 2U);
+  EXPECT_EQ(rank.transport.sends[1].peer, 4);
+  rank.transport.events->onReceived(0);
+  ASSERT_EQ(rank.transport.sends.size(), 3U);
+  EXPECT_EQ(rank.transport.sends[2].peer, 2) << "its arrival is there";
+  rank.transport.events->onSent(rank.transport.sends[1].cookie);
+  rank.transport.events->onSent(rank.transport.sends[2].cookie);
+  ASSERT_EQ(rank.transport.sends.size(), 4U);
+  EXPECT_EQ(rank.transport.sends[3].peer, 2);
+  rank.transport.events->onSent(rank.transport.sends[3].cookie);
+  while (!rank.transport.tasks.empty()) {
+    rank.transport.runTask();
+  }
+  EXPECT_EQ(rank.num_done, 1);
+  EXPECT_EQ(rank.pool.bytesInUse(), 0);
 }
 
 TEST(HostExecutor, IsDoneAtOnceWithoutWork) {

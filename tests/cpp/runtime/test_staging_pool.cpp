@@ -26,7 +26,7 @@ class Client final : public StagingClient {
     return static_cast<bool>(buffer);
   }
   void giveBack() {
-    pool_.release(StagingKind::kSend, held_.back(), *this);
+    pool_.release(held_.back(), *this);
     held_.pop_back();
   }
   void onStagingFree() override {
@@ -43,7 +43,7 @@ class Client final : public StagingClient {
 };
 
 TEST(StagingPool, KeepsEachKindInsideItsBudget) {
-  StagingPool pool(4096);
+  StagingPool pool(8192);
   std::vector<Client*> log;
   Client client(pool, 512, log);
   for (int i = 0; i < 4; ++i) {
@@ -58,7 +58,7 @@ TEST(StagingPool, KeepsEachKindInsideItsBudget) {
 }
 
 TEST(StagingPool, ServesWaitingClientsInOrder) {
-  StagingPool pool(4096);
+  StagingPool pool(8192);
   std::vector<Client*> log;
   Client first(pool, 1024, log);
   Client second(pool, 1024, log);
@@ -83,7 +83,7 @@ TEST(StagingPool, ServesWaitingClientsInOrder) {
 }
 
 TEST(StagingPool, NobodyOvertakesAWaitingClient) {
-  StagingPool pool(4096);
+  StagingPool pool(8192);
   std::vector<Client*> log;
   Client large(pool, 1536, log);
   Client small(pool, 256, log);
@@ -94,6 +94,20 @@ TEST(StagingPool, NobodyOvertakesAWaitingClient) {
   large.giveBack();
   pool.serve();
   EXPECT_EQ(log, (std::vector<Client*>{&large, &small}));
+}
+
+TEST(StagingPool, WhoTriesNeitherWaitsNorExceedsTheBudget) {
+  StagingPool pool(8192);
+  std::vector<Client*> log;
+  Client client(pool, 2048, log);
+  EXPECT_FALSE(pool.tryAcquire(StagingKind::kSendAhead, 2049, client)) << "not even its first";
+  const StagingBuffer buffer = pool.tryAcquire(StagingKind::kSendAhead, 2048, client);
+  EXPECT_TRUE(buffer);
+  EXPECT_FALSE(pool.tryAcquire(StagingKind::kSendAhead, 1, client));
+  EXPECT_TRUE(client.take()) << "another kind";
+  pool.release(buffer, client);
+  pool.serve();
+  EXPECT_TRUE(log.empty());
 }
 
 TEST(StagingPool, GrantsOneBufferLargerThanTheBound) {
