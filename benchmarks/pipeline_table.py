@@ -39,6 +39,7 @@ class Record:
     peak_in_flight: int
     wrong: int
     runs: int
+    stolen: float | None = None
 
     @property
     def point(self) -> str:
@@ -62,6 +63,7 @@ _HEAD = (
     ("predicted", "(ms)"),
     ("pred/time", ""),
     ("peak", ""),
+    ("stolen", "(%)"),
     ("runs", ""),
     ("#wrong", ""),
 )
@@ -84,6 +86,7 @@ def _row(record: Record, rival: Record | None) -> list[str]:
         ms(record.predicted_seconds),
         f"{record.predicted_seconds / record.seconds:.3f}",
         str(record.peak_in_flight),
+        "-" if record.stolen is None else f"{record.stolen * 100:.1f}",
         str(record.runs),
         str(record.wrong),
     ]

@@ -14,7 +14,7 @@ class Record:
 
     `seconds` is the median over `runs` of (last rank's end - first rank's start); `bound_seconds` the lower bound at
     the measured goodput; `ratio` is seconds / bound_seconds (None where nothing has to leave a host); `wrong` counts
-    wrong elements over all ranks and runs.
+    wrong elements over all ranks and runs; `stolen` is the median share of the cores' time that other machines got.
     """
 
     case: str
@@ -31,6 +31,7 @@ class Record:
     runs: int
     cpu_seconds: float
     plan_strategy: str | None = None
+    stolen: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,6 +50,7 @@ _HEAD = (
     ("predicted", "(ms)"),
     ("rate", "(MB/s)"),
     ("cpu", "(ms)"),
+    ("stolen", "(%)"),
     ("runs", ""),
     ("#wrong", ""),
 )
@@ -73,6 +75,7 @@ def _row(record: Record) -> list[str]:
         ms(record.predicted_seconds),
         f"{record.num_bytes / record.seconds / 1e6:.1f}" if record.seconds > 0 else "-",
         ms(record.cpu_seconds),
+        "-" if record.stolen is None else f"{record.stolen * 100:.1f}",
         str(record.runs),
         str(record.wrong),
     ]
