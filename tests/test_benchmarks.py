@@ -153,6 +153,13 @@ def test_the_table_has_units_and_the_sum_of_wrong_elements() -> None:
     assert text.splitlines()[-1] == "# #wrong over all rows: 3"
 
 
+def test_stolen_time_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbance = pytest.importorskip("disturbance")
+    readings = iter(["cpu  100 0 50 800 0 0 0 50 7 0\ncpu0", "cpu  150 0 50 850 0 0 0 150 9 0\ncpu0"])
+    monkeypatch.setattr(Path, "read_text", lambda _: next(readings))
+    assert disturbance.StolenTime().share() == 0.5
+
+
 def test_the_case_file_says_what_is_wrong(tmp_path: Path) -> None:
     case_file = pytest.importorskip("case_file")
     entry = {"name": "mine", "shape": "16,8", "src_mesh": "2x4", "src": "Shard(0),Replicate()"}
