@@ -1,0 +1,58 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/network_cluster.h"
+
+namespace xmesh::transport::test {
+
+/// A kind of network; of fakes, the seed of the order in which things come.
+struct Kind {
+  bool is_tcp = false;
+  uint64_t seed = 0;
+};
+
+/// What every PeerNetwork promises, checked over each kind of it.
+class Conformance : public testing::TestWithParam<Kind> {
+ protected:
+  void start(int32_t size) {
+    if (GetParam().is_tcp) {
+      cluster_ = std::make_unique<TcpCluster>(size);
+    } else {
+      cluster_ = std::make_unique<FakeCluster>(size, GetParam().seed);
+    }
+  }
+  void openEverywhere(OperationId operation) {
+    for (int32_t rank = 0; rank < cluster_->size(); ++rank) {
+      cluster_->open(rank, operation);
+    }
+  }
+  bool waitSent(int32_t rank, OperationId operation, size_t count) {
+    return cluster_->waitFor([&] { return cluster_->told(rank).sent[operation].size() >= count; });
+  }
+  bool waitReceived(int32_t rank, OperationId operation, size_t count) {
+    return cluster_->waitFor([&] { return cluster_->told(rank).received[operation].size() >= count; });
+  }
+  /// Large enough to be in many frames and many socket buffers; small on the fake, where it would only cost time.
+  size_t largeBytes() const { return GetParam().is_tcp || GetParam().seed == 0 ? size_t{64} << 20 : size_t{1} << 16; }
+  /// A message from rank 0 to rank 1 over an operation of its own arrives.
+  void expectUsable(OperationId operation) {
+    const std::vector<char> data = randomBytes(3000, operation);
+    std::vector<char> got(data.size());
+    cluster_->open(0, operation);
+    cluster_->open(1, operation);
+    cluster_->recv(1, operation, 0, got, 1);
+    cluster_->send(0, operation, 1, data, 1);
+    ASSERT_TRUE(waitReceived(1, operation, 1));
+    ASSERT_TRUE(waitSent(0, operation, 1));
+    EXPECT_EQ(got, data);
+  }
+
+  std::unique_ptr<Cluster> cluster_;
+};
+
+}  // namespace xmesh::transport::test
