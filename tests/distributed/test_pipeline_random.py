@@ -18,10 +18,12 @@ def test_random_pipelines() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1900)
 def test_many_random_pipelines() -> None:
     spawn(train_many, 4, 1000, 400, False, timeout=1800)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1900)
 def test_many_delayed_random_pipelines() -> None:
     spawn(train_many, 4, 5000, 100, True, timeout=1800)

@@ -45,6 +45,7 @@ def test_random_layouts() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_more_random_layouts(seed: int) -> None:
     spawn(random_layouts, 6, seed, 1000, timeout=600)
