@@ -46,7 +46,7 @@ run_cpp() {
     say "C++ tests ($build)"
     configure "$folder" "${build/plain/}" || return 1
     timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" >"$folder.log" 2>&1 || { tail -n 60 "$folder.log" && return 1; }
-    TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 300 -j "$MAX_JOBS" || return 1
+    TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 900 -j "$MAX_JOBS" || return 1
   done
 }
 run_python() {
