@@ -30,20 +30,25 @@ from table import Record
 _SLOW = 1.5  # a method this many times slower than the fastest may get fewer runs when time is short
 
 
+@dataclass(frozen=True)
+class Run:
+    """What one run of one method gave; equal on all ranks."""
+
+    seconds: float
+    cpu_seconds: float
+    stolen: float
+    wrong: int
+
+
 @dataclass
 class Samples:
-    """What the timed runs of one method gave; equal on all ranks."""
+    """The runs of one method that count, and the wrong elements of all."""
 
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    stolen: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     wrong: int = 0
 
-    def forget_last(self) -> None:
-        """Its times: the run is not counted; its wrong elements are."""
-        self.seconds.pop()
-        self.cpu_seconds.pop()
-        self.stolen.pop()
+    def median(self, figure: str) -> float:
+        return statistics.median(getattr(run, figure) for run in self.runs)
 
 
 class Worker:
@@ -81,15 +86,18 @@ class Worker:
         data = RankData.make(case, self._rank)
         methods = {name: method for name in self._job["strategies"] if (method := self._make(name, data)) is not None}
         samples = {name: Samples() for name in methods}
-        first = {name: self._run_once(data, method, samples[name]) for name, method in methods.items()}
-        runs = self._runs_of(first, (self._deadline - self._now()) * left_share)
+        for name, method in methods.items():
+            samples[name].runs.append(self._run_once(data, method, samples[name]))
+        now = self._now()
+        deadline = now + (self._deadline - now) * left_share
+        runs = self._runs_of({name: samples[name].runs[0].seconds for name in methods}, deadline - now)
         for name, count in runs.items():
             if count > 0:
-                samples[name].forget_last()
+                samples[name].runs.clear()
         for run in range(self._job["runs"]):
             for name, method in methods.items():
                 if run < runs[name]:
-                    self._run_undisturbed(data, method, samples[name])
+                    samples[name].runs.append(self._run_undisturbed(data, method, samples[name], deadline))
         return [self._record(case, name, methods[name], samples[name]) for name in methods]
 
     def _make(self, name: str, data: RankData) -> Method | None:
@@ -119,21 +127,20 @@ class Worker:
         slow_runs = wanted if slow == 0 else max(0, min(wanted, int(left / slow)))
         return {name: slow_runs if time > _SLOW * fastest else wanted for name, time in first.items()}
 
-    def _run_undisturbed(self, data: RankData, method: Method, samples: Samples) -> None:
-        """One run, again and again while other machines took too much of this one and there is time."""
-        for attempt in range(ATTEMPTS):
-            self._run_once(data, method, samples)
-            is_last = attempt + 1 == ATTEMPTS or samples.stolen[-1] <= DISTURBED
-            if is_last or self._now() > self._deadline:
-                return
-            samples.forget_last()
+    def _run_undisturbed(self, data: RankData, method: Method, samples: Samples, deadline: float) -> Run:
+        """One run, repeated while other machines took too much of this one and there is time: the one that lost
+        least."""
+        tried = [self._run_once(data, method, samples)]
+        while tried[-1].stolen > DISTURBED and len(tried) < ATTEMPTS and self._now() < deadline:
+            tried.append(self._run_once(data, method, samples))
+        return min(tried, key=lambda run: run.stolen)
 
-    def _run_once(self, data: RankData, method: Method, samples: Samples) -> float:
-        """One reshard between barriers, its elements checked; returns its time and adds it to `samples`."""
+    def _run_once(self, data: RankData, method: Method, samples: Samples) -> Run:
+        """One reshard between barriers, its elements checked; adds the wrong ones to `samples`."""
         data.poison()
+        stolen = StolenTime()
         dist.barrier(group=self._gloo)
         cpu = _cpu_seconds()
-        stolen = StolenTime()
         start = time.monotonic()
         results: Sequence[torch.Tensor] = method.run() if data.is_participant else data.outs
         end = time.monotonic()
@@ -145,33 +152,35 @@ class Worker:
             mine[0], mine[1] = float("inf"), 0.0
         everyone = torch.empty(dist.get_world_size(), 5, dtype=torch.float64)
         dist.all_gather(list(everyone.unbind(0)), mine, group=self._gloo)
-        seconds = float(everyone[:, 1].max() - everyone[:, 0].min())
-        samples.wrong += int(everyone[:, 3].sum())
-        samples.seconds.append(seconds)
-        samples.cpu_seconds.append(float(everyone[:, 2].sum()))
-        samples.stolen.append(float(everyone[everyone[:, 1].argmax(), 4]))
-        return seconds
+        run = Run(
+            seconds=float(everyone[:, 1].max() - everyone[:, 0].min()),
+            cpu_seconds=float(everyone[:, 2].sum()),
+            stolen=float(everyone[everyone[:, 1].argmax(), 4]),
+            wrong=int(everyone[:, 3].sum()),
+        )
+        samples.wrong += run.wrong
+        return run
 
     def _record(self, case: Case, name: str, method: Method, samples: Samples) -> Record:
         devices = self._job["devices"]
         bound = bound_seconds(case, lambda rank: rank // devices, self._job["nic_bytes_per_s"])
-        seconds = statistics.median(samples.seconds)
+        seconds = samples.median("seconds")
         return Record(
             case=case.name,
             strategy=name,
             num_bytes=case.num_bytes,
             seconds=seconds,
-            seconds_min=min(samples.seconds),
-            seconds_max=max(samples.seconds),
+            seconds_min=min(run.seconds for run in samples.runs),
+            seconds_max=max(run.seconds for run in samples.runs),
             bound_seconds=bound,
             ratio=seconds / bound if bound > 0 else None,
             predicted_seconds=method.predicted_seconds,
             num_messages=method.num_messages,
             wrong=samples.wrong,
-            runs=len(samples.seconds),
-            cpu_seconds=statistics.median(samples.cpu_seconds),
+            runs=len(samples.runs),
+            cpu_seconds=samples.median("cpu_seconds"),
             plan_strategy=method.plan_strategy,
-            stolen=statistics.median(samples.stolen),
+            stolen=samples.median("stolen"),
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 DISTURBED = 0.03
 """A timed run with a larger share is measured again."""
 ATTEMPTS = 3
-"""How often at most; the last one counts as it is."""
+"""Runs at most, repeats included; the one that lost least counts."""
 
 _STOLEN = 8
 """The field of /proc/stat; the fields from 1 to this one are all kinds of time (proc_stat(5))."""

@@ -116,7 +116,8 @@ void HostExecutor::process(Event event) {
       return takeReceived(event.index);
     case EventKind::kStagingFree:
       postReceives();
-      return postStagedSends();
+      postStagedSends();
+      return postHeldUpSends();
     case EventKind::kCopy:
       return copySlice();
   }
@@ -130,10 +131,9 @@ void HostExecutor::takeSent(int32_t index) {
     release(reduce_states_[static_cast<size_t>(step.reduction)].staged);
     postReceives();
   } else if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(index)]) {
-    StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
-    const bool was_ahead = buffer.kind == StagingKind::kSendAhead;
-    release(buffer);
-    was_ahead ? postHeldUpSends() : postStagedSends();
+    release(send_buffers_[static_cast<size_t>(index)]);
+    postStagedSends();
+    postHeldUpSends();
   }
 }
 
@@ -242,26 +242,41 @@ void HostExecutor::postStagedSends() {
   }
 }
 
-/// Goes on where sends found no memory to overtake.
+/// Goes on, in plan order, where ready sends found no memory.
 void HostExecutor::postHeldUpSends() {
-  const std::vector<int32_t> peers = std::exchange(held_up_peers_, {});
-  for (int32_t peer : peers) {
-    postSendsTo(peer);
+  while (!held_up_sends_.empty()) {
+    const int32_t index = *held_up_sends_.begin();
+    held_up_sends_.erase(held_up_sends_.begin());
+    int32_t& next = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(index)].peer)];
+    if (next != index) {
+      continue;
+    }
+    if (!postSend(index)) {
+      return;
+    }
+    next = program_->sends[static_cast<size_t>(index)].next_of_peer;
+    if (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0) {
+      held_up_sends_.insert(next);
+    }
   }
+  pool_.withdraw(StagingKind::kSendAhead, *this);
 }
 
-/// Memory to pack a send into, or an empty buffer. In plan order it is waited for; what overtakes a send that is not ready takes what there is
-/// (StagingPool says why).
+/// Memory to pack a ready send into, or an empty buffer: then it is held up. The first send in plan order waits for memory of its own (StagingPool
+/// says why); whatever is ready takes what there is for overtaking.
 StagingBuffer HostExecutor::acquireSend(int32_t index, int64_t num_bytes) {
-  if (firstStagedSend() == index) {
-    return pool_.acquire(StagingKind::kSend, num_bytes, *this);
+  const bool is_first = firstStagedSend() == index;
+  StagingBuffer buffer = is_first ? pool_.acquire(StagingKind::kSend, num_bytes, *this) : StagingBuffer{};
+  if (buffer) {
+    return buffer;
   }
-  const StagingBuffer ahead = pool_.tryAcquire(StagingKind::kSendAhead, num_bytes, *this);
-  const int32_t peer = program_->sends[static_cast<size_t>(index)].peer;
-  if (!ahead && std::find(held_up_peers_.begin(), held_up_peers_.end(), peer) == held_up_peers_.end()) {
-    held_up_peers_.push_back(peer);
+  buffer = pool_.acquire(StagingKind::kSendAhead, num_bytes, *this);
+  if (!buffer) {
+    held_up_sends_.insert(index);
+  } else if (is_first) {
+    pool_.withdraw(StagingKind::kSend, *this);
   }
-  return ahead;
+  return buffer;
 }
 
 bool HostExecutor::postSend(int32_t index) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -107,13 +108,13 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   std::vector<Event> pending_;  ///< events that came while one was being handled
   int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete
 
-  std::vector<int32_t> num_deps_;       ///< by send: arrivals still missing
-  std::vector<int32_t> next_send_;      ///< by peer: the first send not posted, or -1
-  std::vector<int64_t> num_sent_;       ///< by peer
-  std::vector<int64_t> num_received_;   ///< by peer
-  std::vector<int32_t> staged_sends_;   ///< those that must be packed, ascending
-  size_t next_staged_send_ = 0;         ///< those before are posted
-  std::vector<int32_t> held_up_peers_;  ///< whose next send found no memory to overtake
+  std::vector<int32_t> num_deps_;      ///< by send: arrivals still missing
+  std::vector<int32_t> next_send_;     ///< by peer: the first send not posted, or -1
+  std::vector<int64_t> num_sent_;      ///< by peer
+  std::vector<int64_t> num_received_;  ///< by peer
+  std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending
+  size_t next_staged_send_ = 0;        ///< those before are posted
+  std::set<int32_t> held_up_sends_;    ///< ready, but without memory when they were tried last
   int32_t next_receive_ = 0;
   std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
   std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged

@@ -29,7 +29,7 @@ StagingBuffer StagingPool::acquire(StagingKind kind, int64_t num_bytes, StagingC
   Budget& from = budget(kind);
   const size_t index = static_cast<size_t>(kind);
   const bool is_first = !from.waiters.empty() && from.waiters.front().client == &client;
-  const bool has_room = hasRoom(from, num_bytes) && (from.waiters.empty() || is_first);
+  const bool has_room = from.bytes_in_use + num_bytes <= from.bound_bytes && (from.waiters.empty() || is_first);
   const auto own = std::find_if(from.waiters.begin(), from.waiters.end(), [&client](const Waiter& waiter) { return waiter.client == &client; });
   if (!has_room && client.num_held_[index] > 0) {
     if (own == from.waiters.end()) {
@@ -42,19 +42,10 @@ StagingBuffer StagingPool::acquire(StagingKind kind, int64_t num_bytes, StagingC
   if (own != from.waiters.end()) {
     from.waiters.erase(own);
   }
-  return grant(kind, num_bytes, client);
-}
-
-StagingBuffer StagingPool::tryAcquire(StagingKind kind, int64_t num_bytes, StagingClient& client) {
-  const Budget& from = budget(kind);
-  return hasRoom(from, num_bytes) && from.waiters.empty() ? grant(kind, num_bytes, client) : StagingBuffer{};
-}
-
-StagingBuffer StagingPool::grant(StagingKind kind, int64_t num_bytes, StagingClient& client) {
   StagingBuffer buffer = allocate(num_bytes);
   buffer.kind = kind;
-  budget(kind).bytes_in_use += buffer.capacity;
-  ++client.num_held_[static_cast<size_t>(kind)];
+  from.bytes_in_use += buffer.capacity;
+  ++client.num_held_[index];
   bytes_in_use_.store(bytesInUse() + buffer.capacity, std::memory_order_relaxed);
   peak_bytes_.store(std::max(peakBytes(), bytesInUse() + bytes_cached_), std::memory_order_relaxed);
   return buffer;
@@ -103,7 +94,7 @@ void StagingPool::serve() {
   }
   is_serving_ = true;
   for (Budget& from : budgets_) {
-    while (!from.waiters.empty() && hasRoom(from, from.waiters.front().num_bytes)) {
+    while (!from.waiters.empty() && from.bytes_in_use + from.waiters.front().num_bytes <= from.bound_bytes) {
       const uint64_t ticket = from.waiters.front().ticket;
       from.waiters.front().client->onStagingFree();
       if (!from.waiters.empty() && from.waiters.front().ticket == ticket) {
@@ -114,9 +105,13 @@ void StagingPool::serve() {
   is_serving_ = false;
 }
 
+void StagingPool::withdraw(StagingKind kind, const StagingClient& client) {
+  std::erase_if(budget(kind).waiters, [&client](const Waiter& waiter) { return waiter.client == &client; });
+}
+
 void StagingPool::forget(StagingClient& client) {
-  for (Budget& from : budgets_) {
-    std::erase_if(from.waiters, [&client](const Waiter& waiter) { return waiter.client == &client; });
+  for (size_t kind = 0; kind < kNumStagingKinds; ++kind) {
+    withdraw(static_cast<StagingKind>(kind), client);
   }
 }
 

@@ -13,7 +13,7 @@ namespace xmesh::runtime {
 /// What staging memory is for. Each kind has a quarter of the bound as a budget of its own, so that none can starve another.
 enum class StagingKind : uint8_t {
   kSend,        ///< packed bytes on their way out, in plan order
-  kSendAhead,   ///< packed bytes that overtake, in plan order, a message to another peer which cannot be sent yet
+  kSendAhead,   ///< packed bytes beyond that: of messages that overtake an earlier one, to another peer, which cannot be sent yet
   kReceive,     ///< bytes that arrived and wait to be unpacked or accumulated
   kAccumulate,  ///< partial results of reductions
 };
@@ -49,7 +49,7 @@ class StagingClient {
 /// depends on another operation's. Hence memory in use stays below the bound plus one message per kind for every operation beyond the first
 /// (and beyond the bound for a single one only if a message exceeds its budget). Waiting clients are served in the order of asking.
 ///
-/// No deadlock: every rank acquires the memory of its sends in plan order (what overtakes has memory of another kind, and nobody waits for that),
+/// No deadlock: every rank acquires the memory of its sends in plan order (what overtakes has memory of another kind, and nothing depends on that),
 /// likewise for its receives (an accumulator right before the first message it needs). Look at the earliest message of an operation's plan that is
 /// not complete. Its sender's earlier sends are complete, so it holds no kSend memory for them, and later ones have not asked before it: the request
 /// is granted. Its receiver's earlier receives are complete, so they are unpacked or accumulated and hold nothing. Both ends are posted, hence it
@@ -67,8 +67,8 @@ class StagingPool {
 
   /// Memory for at least `num_bytes` > 0, aligned for every element type; or an empty buffer: then the client waits until onStagingFree().
   StagingBuffer acquire(StagingKind kind, int64_t num_bytes, StagingClient& client);
-  /// As acquire(), but nobody waits: an empty buffer where the kind's budget has no room.
-  StagingBuffer tryAcquire(StagingKind kind, int64_t num_bytes, StagingClient& client);
+  /// The client waits no more for memory of this kind.
+  void withdraw(StagingKind kind, const StagingClient& client);
   void release(const StagingBuffer& buffer, StagingClient& client);
   /// Tells waiting clients, in order, what has become free. Called by clients after they released memory, at the end of their own work.
   void serve();
@@ -95,8 +95,6 @@ class StagingPool {
     std::deque<Waiter> waiters;
   };
   Budget& budget(StagingKind kind) { return budgets_[static_cast<size_t>(kind)]; }
-  static bool hasRoom(const Budget& budget, int64_t num_bytes) { return budget.bytes_in_use + num_bytes <= budget.bound_bytes; }
-  StagingBuffer grant(StagingKind kind, int64_t num_bytes, StagingClient& client);
   StagingBuffer allocate(int64_t num_bytes);
   void freeCachedDownTo(int64_t num_bytes);
 

@@ -72,7 +72,7 @@ TEST(Striped, PartialOnTwoHostsReducesHalfOnEach) {
   EXPECT_GE(ratioOf(pair, 1, "broadcast:num_chunks=64"), 1.0);
 }
 
-/// Rows over all ranks to columns over the devices of each host: whoever holds a slice has no use for most of it.
+/// Rows over all ranks to columns over the devices of each host: whoever holds a slice has no use for half of it.
 TEST(Striped, GathersOverOneConnectionPerDeviceAndPairOfHosts) {
   const DType dtype = DType::parse("float32");
   const Mesh line({6}, {0, 1, 2, 3, 4, 5});

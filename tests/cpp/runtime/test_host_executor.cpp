@@ -120,6 +120,29 @@ TEST(HostExecutor, SendsThatMustBePackedOvertakeThoseToOtherPeersThatAreNotReady
   EXPECT_EQ(rank.pool.bytesInUse(), 0);
 }
 
+TEST(HostExecutor, HeldUpSendsGoInPlanOrder) {
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({16, 4}, "float32", {0, 1}, Placement::shard(1)), lineSpec({16, 4}, "float32", {1, 2, 3, 4}, Placement::replicate())}});
+  plan.messages = {valueMessage(0, 0, 32, 0, 1), valueMessage(0, 0, 32, 1, 2)};
+  std::vector<int32_t> peers;
+  for (int64_t begin = 0; begin < 32; begin += 8) {
+    for (const int32_t peer : {3, 4}) {
+      plan.messages.push_back(valueMessage(1, begin, begin + 8, 1, peer));
+      peers.push_back(peer);
+    }
+  }
+  std::vector<float> in(64, 7);
+  std::vector<float> out(64);
+  OneRank rank(plan, 1, {{in.data(), {16, 2}, {4, 1}}}, {{out.data(), {16, 4}, {4, 1}}}, 256);
+  rank.executor->start();
+  for (size_t i = 0; i < peers.size(); ++i) {
+    ASSERT_EQ(rank.transport.sends.size(), i + 1) << "room for one";
+    EXPECT_EQ(rank.transport.sends[i].peer, peers[i]);
+    rank.transport.events->onSent(rank.transport.sends[i].cookie);
+  }
+  EXPECT_EQ(rank.transport.sends.size(), peers.size()) << "the first waits for its bytes";
+}
+
 TEST(HostExecutor, IsDoneAtOnceWithoutWork) {
   OneRank rank(chainPlan(10, 5, 2), 9, {{}}, {{}});
   rank.executor->start();

@@ -96,16 +96,16 @@ TEST(StagingPool, NobodyOvertakesAWaitingClient) {
   EXPECT_EQ(log, (std::vector<Client*>{&large, &small}));
 }
 
-TEST(StagingPool, WhoTriesNeitherWaitsNorExceedsTheBudget) {
+TEST(StagingPool, KindsDoNotShareAndWhoWithdrewIsNotServed) {
   StagingPool pool(8192);
   std::vector<Client*> log;
   Client client(pool, 2048, log);
-  EXPECT_FALSE(pool.tryAcquire(StagingKind::kSendAhead, 2049, client)) << "not even its first";
-  const StagingBuffer buffer = pool.tryAcquire(StagingKind::kSendAhead, 2048, client);
-  EXPECT_TRUE(buffer);
-  EXPECT_FALSE(pool.tryAcquire(StagingKind::kSendAhead, 1, client));
+  const StagingBuffer ahead = pool.acquire(StagingKind::kSendAhead, 2048, client);
+  EXPECT_TRUE(ahead);
+  EXPECT_FALSE(pool.acquire(StagingKind::kSendAhead, 1, client));
   EXPECT_TRUE(client.take()) << "another kind";
-  pool.release(buffer, client);
+  pool.withdraw(StagingKind::kSendAhead, client);
+  pool.release(ahead, client);
   pool.serve();
   EXPECT_TRUE(log.empty());
 }
