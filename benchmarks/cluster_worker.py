@@ -48,7 +48,7 @@ class Samples:
     wrong: int = 0
 
     def median(self, figure: str) -> float:
-        return statistics.median(getattr(run, figure) for run in self.runs)
+        return float(statistics.median(getattr(run, figure) for run in self.runs))
 
 
 class Worker:
