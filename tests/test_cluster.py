@@ -221,6 +221,7 @@ def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, co
         stdout=subprocess.PIPE,
         text=True,
         env=python_module_env(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )
     with driver:
         assert driver.stdout is not None
