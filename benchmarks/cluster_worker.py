@@ -65,7 +65,7 @@ class Worker:
         self._gloo: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._topology = self._make_topology() if backend == "xmesh" else None
-        self._deadline = time.monotonic() + job["budget_seconds"]
+        self._deadline = self._now() + job["budget_seconds"]
 
     def _make_topology(self) -> Any:
         import torch_xmesh as xm
