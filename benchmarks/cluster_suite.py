@@ -36,6 +36,7 @@ class Settings:
     rate: str | None = "200mbit"
     rate_of: dict[int, str] = field(default_factory=dict)
     is_paced: bool = True
+    shared_memory: bool = True
     runs: int = 5
     budget_seconds: float = 480.0
     timeout_seconds: float = 300.0
@@ -69,6 +70,7 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
                 "runs": settings.runs,
                 "budget_seconds": settings.budget_seconds,
                 "timeout_seconds": settings.timeout_seconds,
+                "shared_memory": settings.shared_memory,
                 "nic_bytes_per_s": nic_bytes_per_s,
                 "links": {"is_measured": settings.is_paced and cluster.is_shaped, **settings.links},
                 "records": f"{folder}/records.jsonl",

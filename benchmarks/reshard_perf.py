@@ -65,6 +65,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-pacing", action="store_true", help="do not tell the product that the NIC rates are measured"
     )
+    parser.add_argument(
+        "--no-shared-memory", action="store_true", help="let the product use TCP between ranks of one host too"
+    )
     parser.add_argument("--topology", type=Path, help="take latencies and message costs from this topology file")
     parser.add_argument("--num-bytes", type=num_bytes, default=64 << 20, help="bytes of a case (default 64MiB)")
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each method (default 5)")
@@ -120,6 +123,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         rate=None if options.rate == "none" else options.rate,
         rate_of=rate_of,
         is_paced=not options.no_pacing,
+        shared_memory=not options.no_shared_memory,
         runs=options.runs,
         budget_seconds=options.budget_seconds,
         links=_costs_of(options.topology),

@@ -56,8 +56,9 @@ std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGro
   if (group->isClosed()) {
     throw runtime::GroupError("the process group is closed: no reshard can start on it");
   }
-  auto made = std::make_shared<ReshardGroup>(group->store(), group->getRank(), std::move(global_ranks), group->timeout(),
-                                             c10d_backend::ReshardGroupOptions{group->options().staging_bytes, group->options().pacing});
+  auto made = std::make_shared<ReshardGroup>(
+      group->store(), group->getRank(), std::move(global_ranks), group->timeout(),
+      c10d_backend::ReshardGroupOptions{group->options().staging_bytes, group->options().pacing, group->options().shared_memory});
   group->setAttachment(made);
   return made;
 }

@@ -92,13 +92,15 @@ std::string summaryOf(const core::ReshardingPlan& plan, const CallTerms& terms) 
 }
 
 /// The network told to bind and admit; made inside the service, which it reports to.
-runtime::ReshardService::MakeNetwork networkMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token, std::string& address) {
+runtime::ReshardService::MakeNetwork networkMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token, bool shared_memory,
+                                                  std::string& address) {
   return [=, &address](transport::PeerEvents& events) {
     transport::TcpNetworkOptions options;
     options.group_rank = group_rank;
     options.group_size = group_size;
     options.listen_host = host;
     std::copy_n(token.begin(), std::min(token.size(), options.token.size()), options.token.begin());
+    options.shared_memory = shared_memory;
     options.connect_timeout = kConnectTimeout;
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
     address = network->address();
@@ -122,9 +124,10 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
   core::require(options_.staging_bytes >= 4096, "staging_bytes must be at least 4096, got " + std::to_string(options_.staging_bytes));
   const std::string token = agreeOnToken(*store_);
   std::string address;
-  service_ = std::make_unique<runtime::ReshardService>(
-      runtime::ReshardService::Options{global_ranks_, group_rank_, options_.staging_bytes},
-      networkMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, address));
+  service_ =
+      std::make_unique<runtime::ReshardService>(runtime::ReshardService::Options{global_ranks_, group_rank_, options_.staging_bytes},
+                                                networkMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()),
+                                                             transport::localAddress(storeHost(store)), token, options_.shared_memory, address));
   store_->set(memberKey(group_rank_), bytesOf(address + " " + transport::hostIdentity()));
 }
 

@@ -77,9 +77,7 @@ void HostExecutor::transportGone() {
     return;
   }
   phase_ = Phase::kCancelled;
-  if (self_ != nullptr) {
-    *self_ = nullptr;
-  }
+  dropTasks();
   releaseAll();
   pool_.forget(*this);
 }
@@ -94,6 +92,7 @@ void HostExecutor::handle(Event event) {
     return;
   }
   is_handling_ = true;
+  packed_bytes_ = 0;
   process(event);
   for (size_t i = 0; i < pending_.size(); ++i) {
     process(pending_[i]);
@@ -101,6 +100,24 @@ void HostExecutor::handle(Event event) {
   pending_.clear();
   is_handling_ = false;
   settle();
+}
+
+/// Handles the event in a task of its own: the transport has its turn before.
+void HostExecutor::handleSoon(Event event) {
+  if (self_ == nullptr) {
+    self_ = std::make_shared<HostExecutor*>(this);
+  }
+  transport_.post([self = self_, event] {
+    if (*self != nullptr) {
+      (*self)->handle(event);
+    }
+  });
+}
+
+void HostExecutor::dropTasks() {
+  if (self_ != nullptr) {
+    *self_ = nullptr;
+  }
 }
 
 void HostExecutor::process(Event event) {
@@ -116,8 +133,10 @@ void HostExecutor::process(Event event) {
       return takeReceived(event.index);
     case EventKind::kStagingFree:
       postReceives();
-      postStagedSends();
-      return postHeldUpSends();
+      return postWaitingSends();
+    case EventKind::kPack:
+      will_pack_ = false;
+      return postWaitingSends();
     case EventKind::kCopy:
       return copySlice();
   }
@@ -132,8 +151,7 @@ void HostExecutor::takeSent(int32_t index) {
     postReceives();
   } else if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(index)]) {
     release(send_buffers_[static_cast<size_t>(index)]);
-    postStagedSends();
-    postHeldUpSends();
+    postWaitingSends();
   }
 }
 
@@ -141,6 +159,7 @@ void HostExecutor::takeSent(int32_t index) {
 void HostExecutor::settle() {
   if (phase_ == Phase::kRunning && num_open_ == 0) {
     phase_ = Phase::kDone;
+    dropTasks();
     transport_.close(operation_);
     pool_.forget(*this);
     pool_.serve();
@@ -211,97 +230,6 @@ std::byte* HostExecutor::receiveTarget(int32_t index) {
                                                                             : nullptr;
 }
 
-void HostExecutor::postSendsTo(int32_t peer) {
-  int32_t& next = next_send_[static_cast<size_t>(peer)];
-  while (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0 && postSend(next)) {
-    next = program_->sends[static_cast<size_t>(next)].next_of_peer;
-  }
-}
-
-/// The first send in plan order that must be packed and is not posted, or -1.
-int32_t HostExecutor::firstStagedSend() {
-  for (; next_staged_send_ < staged_sends_.size(); ++next_staged_send_) {
-    const int32_t first = staged_sends_[next_staged_send_];
-    const int32_t next_of_peer = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(first)].peer)];
-    if (next_of_peer >= 0 && next_of_peer <= first) {
-      return first;
-    }
-  }
-  return -1;
-}
-
-/// Goes on where the first send that must be packed may have been held up.
-void HostExecutor::postStagedSends() {
-  for (int32_t first = firstStagedSend(); first >= 0;) {
-    postSendsTo(program_->sends[static_cast<size_t>(first)].peer);
-    const int32_t next = firstStagedSend();
-    if (next == first) {
-      return;
-    }
-    first = next;
-  }
-}
-
-/// Goes on, in plan order, where ready sends found no memory.
-void HostExecutor::postHeldUpSends() {
-  while (!held_up_sends_.empty()) {
-    const int32_t index = *held_up_sends_.begin();
-    held_up_sends_.erase(held_up_sends_.begin());
-    int32_t& next = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(index)].peer)];
-    if (next != index) {
-      continue;
-    }
-    if (!postSend(index)) {
-      return;
-    }
-    next = program_->sends[static_cast<size_t>(index)].next_of_peer;
-    if (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0) {
-      held_up_sends_.insert(next);
-    }
-  }
-  pool_.withdraw(StagingKind::kSendAhead, *this);
-}
-
-/// Memory to pack a ready send into, or an empty buffer: then it is held up. The first send in plan order waits for memory of its own (StagingPool
-/// says why); whatever is ready takes what there is for overtaking.
-StagingBuffer HostExecutor::acquireSend(int32_t index, int64_t num_bytes) {
-  const bool is_first = firstStagedSend() == index;
-  StagingBuffer buffer = is_first ? pool_.acquire(StagingKind::kSend, num_bytes, *this) : StagingBuffer{};
-  if (buffer) {
-    return buffer;
-  }
-  buffer = pool_.acquire(StagingKind::kSendAhead, num_bytes, *this);
-  if (!buffer) {
-    held_up_sends_.insert(index);
-  } else if (is_first) {
-    pool_.withdraw(StagingKind::kSend, *this);
-  }
-  return buffer;
-}
-
-bool HostExecutor::postSend(int32_t index) {
-  const SendStep& step = program_->sends[static_cast<size_t>(index)];
-  const int64_t num_bytes = program_->numBytes(step);
-  const std::byte* data = sendSource(step);
-  if (data == nullptr) {
-    StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
-    buffer = acquireSend(index, num_bytes);
-    if (!buffer) {
-      return false;
-    }
-    packRange(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes, buffer.data);
-    data = buffer.data;
-  }
-  transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, num_bytes, index);
-  return true;
-}
-
-/// Where a message's bytes lie in one run, or null.
-const std::byte* HostExecutor::sendSource(const SendStep& step) const {
-  return step.reduction >= 0 ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
-                             : contiguousRun(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
-}
-
 void HostExecutor::takeReceived(int32_t index) {
   const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
   --num_open_;
@@ -310,12 +238,17 @@ void HostExecutor::takeReceived(int32_t index) {
     has_arrived_[static_cast<size_t>(index)] = 1;
     advanceReduction(step.reduction);
   } else {
-    if (!receive_buffers_.empty() && receive_buffers_[static_cast<size_t>(index)]) {
-      StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
+    const bool is_staged = !receive_buffers_.empty() && receive_buffers_[static_cast<size_t>(index)];
+    if (is_staged) {
+      const StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
       unpackRange(buffer.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
-      release(buffer);
+      unpacked_receive_ = index;
     }
     onArrival(step.arrival);
+    unpacked_receive_ = -1;
+    if (is_staged) {
+      release(receive_buffers_[static_cast<size_t>(index)]);
+    }
   }
   postReceives();
 }
@@ -352,15 +285,7 @@ void HostExecutor::copySlice() {
       --num_open_;
     }
     if (left_bytes <= 0 && copy_index_ < program_->copies.size()) {
-      if (self_ == nullptr) {
-        self_ = std::make_shared<HostExecutor*>(this);
-      }
-      transport_.post([self = self_] {
-        if (*self != nullptr) {
-          (*self)->handle({EventKind::kCopy, 0});
-        }
-      });
-      return;
+      return handleSoon({EventKind::kCopy, 0});
     }
   }
 }

@@ -54,7 +54,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
 
  private:
   enum class Phase : uint8_t { kNew, kRunning, kDone, kCancelled };
-  enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy };
+  enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy, kPack };
   struct Event {
     EventKind kind = EventKind::kStart;
     int32_t index = 0;
@@ -69,6 +69,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void onStagingFree() override { handle({EventKind::kStagingFree, 0}); }
   /// Takes an event in, now or (when called back from inside) after the present one. The executor may be gone afterwards.
   void handle(Event event);
+  void handleSoon(Event event);
+  void dropTasks();
   void process(Event event);
   void settle();
   void begin();
@@ -80,8 +82,10 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   int32_t firstStagedSend();
   void postStagedSends();
   void postHeldUpSends();
+  void postWaitingSends();
   StagingBuffer acquireSend(int32_t index, int64_t num_bytes);
   bool postSend(int32_t index);
+  bool takeOver(const SendStep& step, StagingBuffer& buffer);
   const std::byte* sendSource(const SendStep& step) const;
   void takeSent(int32_t index);
   void takeReceived(int32_t index);
@@ -114,10 +118,13 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   std::vector<int64_t> num_received_;  ///< by peer
   std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending
   size_t next_staged_send_ = 0;        ///< those before are posted
-  std::set<int32_t> held_up_sends_;    ///< ready, but without memory when they were tried last
+  std::set<int32_t> held_up_sends_;    ///< ready, but without memory, or their turn to be packed, when they were tried last
+  int64_t packed_bytes_ = 0;           ///< in the event being handled
+  bool will_pack_ = false;             ///< a kPack event is posted
   int32_t next_receive_ = 0;
   std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
   std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged
+  int32_t unpacked_receive_ = -1;               ///< what its dependents find in staging too, or -1
   std::vector<uint8_t> has_arrived_;            ///< by receive; empty when nothing is reduced
   std::vector<ReduceState> reduce_states_;
   size_t copy_index_ = 0;                ///< the copy under way

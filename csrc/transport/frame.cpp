@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstring>
 
+#include "transport/shared_ring.h"
+
 namespace xmesh::transport {
 namespace {
 
@@ -32,7 +34,11 @@ bool isInRange(const FrameHeader& header) {
     case FrameKind::kControl:
       return header.num_bytes <= kMaxControlBytes;
     case FrameKind::kReady:
+    case FrameKind::kRing:
+    case FrameKind::kRingRead:
       return true;
+    case FrameKind::kRingData:
+      return header.num_bytes > 0 && header.num_bytes <= kRingBytes && header.num_bytes <= header.message_bytes;
     case FrameKind::kData:
       return header.num_bytes <= kMaxFramePayloadBytes && header.num_bytes <= header.message_bytes;
     case FrameKind::kGoodbye:

@@ -12,11 +12,14 @@ namespace xmesh::transport {
 
 /// What TcpNetwork writes on a connection. All numbers are little-endian.
 enum class FrameKind : uint32_t {
-  kControl = 1,  ///< header, num_bytes of message
-  kReady = 2,    ///< header only; num_bytes is the number of receives posted so far for the operation's messages from this peer
-  kData = 3,     ///< header, num_bytes of payload, one FrameStatus byte
-  kGoodbye = 4,  ///< header only; see kGoodbye* below
-  kError = 5,    ///< header, num_bytes of text: why the sender of this frame gives the connection up
+  kControl = 1,   ///< header, num_bytes of message
+  kReady = 2,     ///< header only; num_bytes is the number of receives posted so far for the operation's messages from this peer
+  kData = 3,      ///< header, num_bytes of payload, one FrameStatus byte
+  kGoodbye = 4,   ///< header only; see kGoodbye* below
+  kError = 5,     ///< header, num_bytes of text: why the sender of this frame gives the connection up
+  kRing = 6,      ///< header only: a RingTicket (its nonce as operation, pid as num_bytes, descriptor as message_bytes)
+  kRingData = 7,  ///< header only; the payload, num_bytes of it, is next in the ring
+  kRingRead = 8,  ///< header only; num_bytes have been taken out of the peer's ring in all, which is in use from the first such frame on
 };
 
 /// Follows the payload of a kData frame, since its sender may have to give the message up after the header has left.
@@ -35,7 +38,7 @@ struct FrameHeader {
   FrameKind kind = FrameKind::kControl;
   uint64_t operation = 0;
   int64_t num_bytes = 0;
-  int64_t message_bytes = 0;  ///< kData: size of the whole message, of which this frame is the next part
+  int64_t message_bytes = 0;  ///< kData, kRingData: size of the whole message, of which this frame is the next part
   bool operator==(const FrameHeader&) const = default;
 };
 

@@ -60,6 +60,18 @@ std::string SocketAddress::str() const {
   return (family() == AF_INET6 ? "[" + text + "]" : text) + ":" + port.data();
 }
 
+bool SocketAddress::isSameHost(const SocketAddress& other) const {
+  if (family() != other.family()) {
+    return false;
+  }
+  if (family() == AF_INET) {
+    return reinterpret_cast<const sockaddr_in*>(raw())->sin_addr.s_addr == reinterpret_cast<const sockaddr_in*>(other.raw())->sin_addr.s_addr;
+  }
+  const auto* const own = reinterpret_cast<const sockaddr_in6*>(raw());
+  const auto* const others = reinterpret_cast<const sockaddr_in6*>(other.raw());
+  return family() == AF_INET6 && std::memcmp(&own->sin6_addr, &others->sin6_addr, sizeof(own->sin6_addr)) == 0;
+}
+
 SocketAddress SocketAddress::parse(const std::string& text) {
   const size_t colon = text.rfind(':');
   if (colon == std::string::npos || colon == 0 || colon + 1 == text.size()) {

@@ -40,6 +40,8 @@ struct SocketAddress {
   sockaddr* raw() { return reinterpret_cast<sockaddr*>(&storage); }
   /// "127.0.0.1:4711", "[::1]:4711"
   std::string str() const;
+  /// Whether both have the same IP address, whatever their ports.
+  bool isSameHost(const SocketAddress& other) const;
   /// Reads what str() writes; asks no name service. Throws std::invalid_argument naming the text.
   static SocketAddress parse(const std::string& text);
   /// A host name or numeric address, which may ask the name service, with port 0. Throws std::invalid_argument.

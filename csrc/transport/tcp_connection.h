@@ -13,6 +13,7 @@
 
 #include "transport/event_loop.h"
 #include "transport/frame.h"
+#include "transport/shared_ring.h"
 #include "transport/socket.h"
 #include "transport/transport.h"
 
@@ -30,6 +31,10 @@ class ConnectionOwner {
   virtual void onControlFrame(int32_t peer, std::string message) = 0;
   /// The peer has posted `count` receives in all for the operation's messages from here.
   virtual void onReadyFrame(int32_t peer, OperationId operation, int64_t count) = 0;
+  /// This rank has taken `num_bytes` in all out of the peer's ring, or has just mapped it.
+  virtual void onRingRead(int32_t peer, int64_t num_bytes) = 0;
+  /// The peer has taken `num_bytes` in all out of this rank's ring.
+  virtual void onRingReadFrame(int32_t peer, int64_t num_bytes) = 0;
   /// `is_final` is false when the peer's last word is on its other connection.
   virtual void onGoodbyeFrame(int32_t peer, bool is_final) = 0;
   /// The connection that this rank opened (kOutgoing) or accepted is of no use any more; `reason` is for a person.
@@ -41,10 +46,11 @@ class ConnectionOwner {
 };
 
 /// The connection that this rank opens to a peer and writes to. Loop thread only. Queued payload is written from the caller's buffer, but for small
-/// messages, which are copied so that many leave with one system call.
+/// messages, which are copied so that many leave with one system call, and between ranks of one host, where it goes through a ring in shared memory
+/// once the peer has mapped that.
 class TcpSender final : private FdHandler {
  public:
-  TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello);
+  TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello, bool may_share_memory);
   ~TcpSender() override;
   TcpSender(const TcpSender&) = delete;
   TcpSender& operator=(const TcpSender&) = delete;
@@ -55,9 +61,13 @@ class TcpSender final : private FdHandler {
   void queueGoodbye();
   /// Tells the peer, once per flush, how many receives are posted.
   void queueReady(OperationId operation, int64_t count);
+  /// Tells the peer, once per flush, how much has been taken out of its ring.
+  void queueRingRead(int64_t num_bytes);
   void queueData(OperationId operation, const void* data, int64_t num_bytes, int64_t cookie);
   /// Lets the first `count` messages of the operation go.
   void grant(OperationId operation, int64_t count);
+  /// The peer has taken `num_bytes` in all out of the ring; the first time, that it has mapped it.
+  void onRingRead(int64_t num_bytes);
   /// Drops the operation's messages; a frame that is half written is completed with filler and marked aborted.
   void forget(OperationId operation);
   /// Bytes per second; 0 lifts the limit.
@@ -112,8 +122,10 @@ class TcpSender final : private FdHandler {
 
   void schedule(OperationId operation, Stream& stream);
   bool mayGo(const Stream& stream) const { return !stream.messages.empty() && stream.num_sent < stream.num_granted; }
-  void encodeReady();
+  void encodeNotices();
   void copySmallMessages();
+  void offerRing(int64_t message_bytes);
+  int64_t copyToRing();
   void startFrame();
   void finishFrame();
   void finishMessage(OperationId operation, Stream& stream);
@@ -137,9 +149,14 @@ class TcpSender final : private FdHandler {
   int64_t pacing_rate_ = 0;
   std::string reverse_;
 
+  bool may_share_memory_ = false;
+  std::optional<RingWriter> ring_;
+  bool is_ring_mapped_ = false;
+
   std::string outbox_;  ///< encoded frames
   size_t outbox_sent_ = 0;
   std::map<OperationId, int64_t> ready_;
+  std::optional<int64_t> ring_read_;  ///< to be told
   std::unordered_map<OperationId, Stream> streams_;
   std::deque<OperationId> runnable_;
   std::optional<Frame> frame_;
@@ -188,6 +205,11 @@ class TcpReceiver final : private FdHandler {
   bool consumePayload();
   bool consumeStatus();
   void startData();
+  void openRing();
+  void readFromRing();
+  /// Where the payload of the frame at hand belongs; null when it is discarded or was refused.
+  char* placeOfPayload();
+  void finishData();
   /// Gives the connection up and tells both ends why.
   void refuse(const std::string& reason);
   std::string describeMessage(const Stream& stream) const;
@@ -206,6 +228,7 @@ class TcpReceiver final : private FdHandler {
   FrameHeader header_;
   int64_t left_bytes_ = 0;       ///< of the text or payload
   char* destination_ = nullptr;  ///< of the payload; null when it is discarded
+  std::optional<RingReader> ring_;
   std::string text_;
   std::unordered_map<OperationId, Stream> streams_;
 };

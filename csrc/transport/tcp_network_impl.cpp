@@ -57,7 +57,7 @@ TcpNetwork::Impl::Peer& TcpNetwork::Impl::peerAt(int32_t rank) {
 TcpSender& TcpNetwork::Impl::senderTo(int32_t rank) {
   Peer& peer = peerAt(rank);
   if (!peer.sender) {
-    peer.sender = std::make_unique<TcpSender>(loop_, *this, rank, hello());
+    peer.sender = std::make_unique<TcpSender>(loop_, *this, rank, hello(), options_.shared_memory);
     peer.sender->pace(peer.pacing_rate);
   }
   return *peer.sender;
@@ -187,6 +187,16 @@ void TcpNetwork::Impl::onReadyFrame(int32_t peer, OperationId operation, int64_t
   } else if (!operations_.wasClosed(operation)) {
     operations_.rememberCredit(operation, peer, count);
   }
+}
+
+void TcpNetwork::Impl::onRingRead(int32_t peer, int64_t num_bytes) {
+  senderTo(peer).queueRingRead(num_bytes);
+  wantFlush(peer);
+}
+
+void TcpNetwork::Impl::onRingReadFrame(int32_t peer, int64_t num_bytes) {
+  senderTo(peer).onRingRead(num_bytes);
+  wantFlush(peer);
 }
 
 void TcpNetwork::Impl::onGoodbyeFrame(int32_t rank, bool is_final) {

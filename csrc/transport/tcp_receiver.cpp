@@ -28,6 +28,7 @@ void TcpReceiver::stop() {
   fd_.reset();
   streams_.clear();
   destination_ = nullptr;
+  ring_.reset();
 }
 
 void TcpReceiver::attach(Fd fd) {
@@ -152,6 +153,15 @@ bool TcpReceiver::consumeHeader() {
     case FrameKind::kData:
       startData();
       break;
+    case FrameKind::kRing:
+      openRing();
+      break;
+    case FrameKind::kRingData:
+      readFromRing();
+      break;
+    case FrameKind::kRingRead:
+      owner_.onRingReadFrame(peer_, header_.num_bytes);
+      break;
   }
   return true;
 }
@@ -178,15 +188,40 @@ bool TcpReceiver::consumeText() {
 void TcpReceiver::startData() {
   phase_ = Phase::kPayload;
   left_bytes_ = header_.num_bytes;
-  destination_ = nullptr;
+  destination_ = placeOfPayload();
+}
+
+void TcpReceiver::openRing() {
+  // Not a word where it cannot be mapped: payload then keeps to the connection.
+  ring_ = RingReader::open({header_.num_bytes, header_.message_bytes, header_.operation});
+  if (ring_) {
+    owner_.onRingRead(peer_, 0);
+  }
+}
+
+void TcpReceiver::readFromRing() {
+  if (!ring_) {
+    refuse("protocol error: rank " + std::to_string(peer_) + " sent bytes in a ring that is not mapped");
+    return;
+  }
+  char* const destination = placeOfPayload();
+  if (!fd_.valid()) {
+    return;
+  }
+  ring_->read(destination, header_.num_bytes);
+  owner_.onRingRead(peer_, ring_->numRead());
+  finishData();
+}
+
+char* TcpReceiver::placeOfPayload() {
   const auto found = streams_.find(header_.operation);
   if (found == streams_.end()) {
-    return;  // closed meanwhile
+    return nullptr;  // closed meanwhile
   }
   const Stream& stream = found->second;
   if (stream.receives.empty()) {
     refuse("protocol error: " + describeMessage(stream) + " came without a posted receive");
-    return;
+    return nullptr;
   }
   const Receive& receive = stream.receives.front();
   if (header_.message_bytes != receive.num_bytes) {
@@ -195,8 +230,9 @@ void TcpReceiver::startData() {
   } else if (receive.received_bytes + header_.num_bytes > receive.num_bytes || (header_.num_bytes == 0 && receive.num_bytes != 0)) {
     refuse("protocol error: a frame of " + describeMessage(stream) + " does not fit");
   } else {
-    destination_ = receive.data + receive.received_bytes;
+    return receive.data + receive.received_bytes;
   }
+  return nullptr;
 }
 
 std::string TcpReceiver::describeMessage(const Stream& stream) const {
@@ -226,9 +262,16 @@ bool TcpReceiver::consumeStatus() {
   const bool is_ok = staging_[staged_begin_++] == static_cast<char>(FrameStatus::kOk);
   phase_ = Phase::kHeader;
   destination_ = nullptr;
+  if (is_ok) {
+    finishData();
+  }
+  return true;
+}
+
+void TcpReceiver::finishData() {
   const auto found = streams_.find(header_.operation);
-  if (found == streams_.end() || !is_ok) {
-    return true;
+  if (found == streams_.end()) {
+    return;
   }
   Stream& stream = found->second;
   Receive& receive = stream.receives.front();
@@ -238,7 +281,6 @@ bool TcpReceiver::consumeStatus() {
     stream.receives.pop_front();
     ++stream.num_done;
   }
-  return true;
 }
 
 void TcpReceiver::refuse(const std::string& reason) {

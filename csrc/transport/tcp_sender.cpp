@@ -30,7 +30,8 @@ struct TcpSender::IoVectors {
   }
 };
 
-TcpSender::TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello) : loop_(loop), owner_(owner), peer_(peer) {
+TcpSender::TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello, bool may_share_memory)
+    : loop_(loop), owner_(owner), peer_(peer), may_share_memory_(may_share_memory) {
   std::array<char, kHelloBytes> bytes{};
   encodeHello(hello, bytes);
   outbox_.assign(bytes.data(), bytes.size());
@@ -45,6 +46,8 @@ void TcpSender::stop() {
   outbox_ = {};
   outbox_sent_ = 0;
   ready_.clear();
+  ring_read_.reset();
+  ring_.reset();
   streams_.clear();
   runnable_.clear();
   frame_.reset();
@@ -142,6 +145,8 @@ void TcpSender::queueGoodbye() { appendFrame({FrameKind::kGoodbye, 0, kGoodbyeFi
 
 void TcpSender::queueReady(OperationId operation, int64_t count) { ready_[operation] = count; }
 
+void TcpSender::queueRingRead(int64_t num_bytes) { ring_read_ = num_bytes; }
+
 void TcpSender::queueData(OperationId operation, const void* data, int64_t num_bytes, int64_t cookie) {
   Stream& stream = streams_[operation];
   stream.messages.push_back({static_cast<const char*>(data), num_bytes, 0, cookie});
@@ -191,15 +196,16 @@ void TcpSender::pace(int64_t bytes_per_s) {
 
 bool TcpSender::hasQueued() const {
   const bool may_write = state_ == State::kConnecting || state_ == State::kConnected;
-  return may_write && (outbox_sent_ < outbox_.size() || frame_ || !runnable_.empty() || !ready_.empty());
+  return may_write && (outbox_sent_ < outbox_.size() || frame_ || !runnable_.empty() || !ready_.empty() || ring_read_);
 }
 
 bool TcpSender::flush() {
   int64_t budget = kFlushBudgetBytes;
   while (state_ == State::kConnected) {
-    encodeReady();
+    encodeNotices();
     copySmallMessages();
     if (!frame_) {
+      budget -= copyToRing();
       startFrame();
     }
     if (!frame_ && outbox_sent_ == outbox_.size()) {
@@ -226,11 +232,15 @@ bool TcpSender::flush() {
   return false;
 }
 
-void TcpSender::encodeReady() {
+void TcpSender::encodeNotices() {
   for (const auto& [operation, count] : ready_) {
     appendFrame({FrameKind::kReady, operation, count, 0}, "", outbox_);
   }
   ready_.clear();
+  if (ring_read_) {
+    appendFrame({FrameKind::kRingRead, 0, *ring_read_, 0}, "", outbox_);
+    ring_read_.reset();
+  }
 }
 
 void TcpSender::copySmallMessages() {
@@ -255,9 +265,10 @@ void TcpSender::startFrame() {
   }
   const OperationId operation = runnable_.front();
   const Message& message = streams_.at(operation).messages.front();
-  if (message.num_bytes <= kSmallMessageBytes) {
-    return;  // it goes through the outbox, which is full now
+  if (is_ring_mapped_ || message.num_bytes <= kSmallMessageBytes) {
+    return;  // it goes through the ring or the outbox, which is full now
   }
+  offerRing(message.num_bytes);
   runnable_.pop_front();
   frame_ = Frame{};
   Frame& frame = *frame_;

@@ -77,6 +77,7 @@ void TcpSender::onConnectTimeout() {
 void TcpSender::onConnected() {
   loop_.cancelTimer(std::exchange(timer_, 0));
   state_ = State::kConnected;
+  may_share_memory_ = may_share_memory_ && SocketAddress::ofSocket(fd_.get()).isSameHost(address_);
   owner_.wantFlush(peer_);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,23 @@ def floating_partials(rank: int, world_size: int) -> None:
                 dist.all_gather_object(gathered, runs[0])
                 for other in (runs[1] if rank in dst.ranks else gathered[0], gathered[1], gathered[2]):
                     assert_same_bytes(other, gathered[0], (dtype, op, strategy))
+
+
+def through_memory_and_over_tcp(rank: int, world_size: int) -> None:
+    """Ranks of one host share memory unless they are told not to; the bytes are the same."""
+    layout = Layout((1 << 10, 1 << 10), torch.int64, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([3, 2]), (Shard(1),))
+    for shared_memory in (False, True):
+        options = xm.Options()
+        options.shared_memory = shared_memory
+        group = dist.new_group(backend="xmesh", pg_options=options)
+        for _ in range(2):
+            y = xm.reshard(source_of(layout), layout.dst_mesh, layout.dst, group=group)
+            assert_same_bytes(y.to_local(), expected_of(layout), shared_memory)
+        assert ("torch_xmesh-ring" in Path("/proc/self/maps").read_text()) == shared_memory
+
+
+def test_through_memory_and_over_tcp() -> None:
+    spawn(through_memory_and_over_tcp, 4)
 
 
 def sums_on_the_way(rank: int, world_size: int) -> None:

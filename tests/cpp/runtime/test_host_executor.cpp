@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -87,6 +88,49 @@ TEST(HostExecutor, PacksOnlyAsMuchAsStagingHolds) {
   rank.transport.events->onSent(rank.transport.sends[0].cookie);
   EXPECT_EQ(rank.transport.sends.size(), 3U);
   EXPECT_LE(rank.pool.peakBytes(), 1600);
+}
+
+TEST(HostExecutor, PackingGivesWayToTheTransport) {
+  std::vector<float> in(size_t{4} << 19, 7);
+  OneRank rank(transposePlan(1 << 10, 1 << 11, 1, 4), 0, {{in.data(), {1 << 10, 1 << 11}, {1 << 11, 1}}}, {{}}, 64 << 20);
+  rank.executor->start();
+  ASSERT_EQ(rank.transport.sends.size(), 1U) << "of 2 MiB each";
+  rank.transport.runTask();
+  ASSERT_EQ(rank.transport.sends.size(), 2U);
+  EXPECT_EQ(rank.transport.tasks.size(), 1U);
+  for (size_t i = 0; i < rank.transport.sends.size(); ++i) {  // each one that is sent lets the next one be packed
+    rank.transport.events->onSent(rank.transport.sends[i].cookie);
+  }
+  EXPECT_EQ(rank.num_done, 1);
+  rank.executor.reset();
+  rank.transport.runTask();
+}
+
+TEST(HostExecutor, SendsOnWhatItReceivedPacked) {
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2}, Placement::replicate())}});
+  plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 3, 1), valueMessage(1, 0, 4, 1, 2),
+                   valueMessage(1, 4, 8, 1, 2)};
+  std::vector<float> out(16);
+  OneRank rank(plan, 1, {{}}, {{out.data(), {4, 4}, {4, 1}}});
+  rank.executor->start();
+  ASSERT_EQ(rank.transport.receives.size(), 2U);
+  for (const ManualTransport::Posted& receive : rank.transport.receives) {
+    std::iota(static_cast<float*>(const_cast<void*>(receive.data)), static_cast<float*>(const_cast<void*>(receive.data)) + 8,
+              receive.peer == 0 ? 0.0F : 10.0F);
+  }
+  rank.transport.events->onReceived(rank.transport.receives[0].cookie);
+  rank.transport.events->onReceived(rank.transport.receives[1].cookie);
+  EXPECT_EQ(out, (std::vector<float>{0, 1, 10, 11, 2, 3, 12, 13, 4, 5, 14, 15, 6, 7, 16, 17}));
+  ASSERT_EQ(rank.transport.sends.size(), 3U);
+  EXPECT_EQ(rank.transport.sends[0].data, rank.transport.receives[0].data) << "not packed again";
+  EXPECT_EQ(*static_cast<const float*>(rank.transport.sends[1].data), 10) << "another range: packed";
+  EXPECT_EQ(*static_cast<const float*>(rank.transport.sends[2].data), 14);
+  for (size_t i = 0; i < 3; ++i) {
+    rank.transport.events->onSent(rank.transport.sends[i].cookie);
+  }
+  EXPECT_EQ(rank.num_done, 1);
+  EXPECT_EQ(rank.pool.bytesInUse(), 0);
 }
 
 TEST(HostExecutor, SendsThatMustBePackedOvertakeThoseToOtherPeersThatAreNotReady) {

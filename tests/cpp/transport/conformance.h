@@ -14,6 +14,7 @@ namespace xmesh::transport::test {
 struct Kind {
   bool is_tcp = false;
   uint64_t seed = 0;
+  bool shared_memory = true;
 };
 
 /// What every PeerNetwork promises, checked over each kind of it.
@@ -21,7 +22,9 @@ class Conformance : public testing::TestWithParam<Kind> {
  protected:
   void start(int32_t size) {
     if (GetParam().is_tcp) {
-      cluster_ = std::make_unique<TcpCluster>(size);
+      TcpNetworkOptions options;
+      options.shared_memory = GetParam().shared_memory;
+      cluster_ = std::make_unique<TcpCluster>(size, options);
     } else {
       cluster_ = std::make_unique<FakeCluster>(size, GetParam().seed);
     }

@@ -11,14 +11,19 @@ namespace xmesh::transport::test {
 namespace {
 
 std::vector<Kind> kinds() {
-  std::vector<Kind> kinds{{true, 0}};
+  std::vector<Kind> kinds{{true, 0, true}, {true, 0, false}};
   for (uint64_t seed = 0; seed < 20; ++seed) {
     kinds.push_back({false, seed});
   }
   return kinds;
 }
 
-std::string kindName(const testing::TestParamInfo<Kind>& info) { return info.param.is_tcp ? "Tcp" : "Fake" + std::to_string(info.param.seed); }
+std::string kindName(const testing::TestParamInfo<Kind>& info) {
+  if (!info.param.is_tcp) {
+    return "Fake" + std::to_string(info.param.seed);
+  }
+  return info.param.shared_memory ? "Tcp" : "TcpWithoutSharedMemory";
+}
 
 INSTANTIATE_TEST_SUITE_P(Networks, Conformance, testing::ValuesIn(kinds()), kindName);
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "transport/operation_table.h"
+#include "transport/shared_ring.h"
 
 namespace xmesh::transport {
 namespace {
@@ -21,17 +22,21 @@ TEST(Frame, HeadersComeBackAsTheyWere) {
        {FrameHeader{FrameKind::kControl, 0, kMaxControlBytes, 0}, FrameHeader{FrameKind::kReady, std::numeric_limits<uint64_t>::max(), five_gib, 0},
         FrameHeader{FrameKind::kData, 1, kMaxFramePayloadBytes, five_gib}, FrameHeader{FrameKind::kData, 1, 0, 0},
         FrameHeader{FrameKind::kData, uint64_t{1} << 40, 17, std::numeric_limits<int64_t>::max()},
-        FrameHeader{FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0}, FrameHeader{FrameKind::kError, 0, kMaxErrorBytes, 0}}) {
+        FrameHeader{FrameKind::kRing, std::numeric_limits<uint64_t>::max(), 4711, 12}, FrameHeader{FrameKind::kRingData, 1, kRingBytes, five_gib},
+        FrameHeader{FrameKind::kRingRead, 0, five_gib, 0}, FrameHeader{FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0},
+        FrameHeader{FrameKind::kError, 0, kMaxErrorBytes, 0}}) {
     EXPECT_EQ(decodeFrameHeader(encoded(header)), header);
   }
 }
 
 TEST(Frame, RefusesWhatIsNoHeader) {
-  for (const FrameHeader& header : {FrameHeader{static_cast<FrameKind>(0), 0, 0, 0}, FrameHeader{static_cast<FrameKind>(6), 0, 0, 0},
-                                    FrameHeader{FrameKind::kControl, 0, kMaxControlBytes + 1, 0}, FrameHeader{FrameKind::kControl, 0, -1, 0},
-                                    FrameHeader{FrameKind::kData, 1, kMaxFramePayloadBytes + 1, int64_t{1} << 40},
-                                    FrameHeader{FrameKind::kData, 1, 5, 4}, FrameHeader{FrameKind::kData, 1, 0, -1},
-                                    FrameHeader{FrameKind::kGoodbye, 0, 2, 0}, FrameHeader{FrameKind::kError, 0, kMaxErrorBytes + 1, 0}}) {
+  for (const FrameHeader& header :
+       {FrameHeader{static_cast<FrameKind>(0), 0, 0, 0}, FrameHeader{static_cast<FrameKind>(9), 0, 0, 0},
+        FrameHeader{FrameKind::kControl, 0, kMaxControlBytes + 1, 0}, FrameHeader{FrameKind::kControl, 0, -1, 0},
+        FrameHeader{FrameKind::kData, 1, kMaxFramePayloadBytes + 1, int64_t{1} << 40}, FrameHeader{FrameKind::kData, 1, 5, 4},
+        FrameHeader{FrameKind::kData, 1, 0, -1}, FrameHeader{FrameKind::kRingData, 1, kRingBytes + 1, int64_t{1} << 40},
+        FrameHeader{FrameKind::kRingData, 1, 5, 4}, FrameHeader{FrameKind::kRingData, 1, 0, 4}, FrameHeader{FrameKind::kRing, 0, 1, -1},
+        FrameHeader{FrameKind::kGoodbye, 0, 2, 0}, FrameHeader{FrameKind::kError, 0, kMaxErrorBytes + 1, 0}}) {
     EXPECT_EQ(decodeFrameHeader(encoded(header)), std::nullopt);
   }
   auto bytes = encoded({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0});

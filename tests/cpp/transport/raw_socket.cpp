@@ -4,6 +4,7 @@
 
 #include <array>
 #include <filesystem>
+#include <fstream>
 #include <stdexcept>
 
 namespace xmesh::transport::test {
@@ -80,6 +81,15 @@ int findSocketTo(const std::string& address) {
     }
   }
   return -1;
+}
+
+size_t countMappedRings() {
+  std::ifstream maps("/proc/self/maps");
+  size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:torch_xmesh-ring") != std::string::npos ? 1 : 0;
+  }
+  return count;
 }
 
 size_t countEntries(const std::string& directory) {

@@ -24,6 +24,8 @@ std::string helloBytes(const Hello& hello);
 std::string headerBytes(const FrameHeader& header);
 /// The descriptor of this process's socket that is connected to `address`; -1 when there is none.
 int findSocketTo(const std::string& address);
+/// Number of rings that this process has mapped.
+size_t countMappedRings();
 /// Number of open descriptors and of threads of this process.
 size_t countEntries(const std::string& directory);
 

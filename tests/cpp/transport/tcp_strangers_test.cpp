@@ -87,6 +87,18 @@ TEST(TcpNetwork, TrustsNoLengthOfAFrame) {
   }
 }
 
+TEST(TcpNetwork, ARingThatIsNotThereIsAProtocolError) {
+  for (const FrameHeader& header : {FrameHeader{FrameKind::kRingData, 1, 4, 4}, FrameHeader{FrameKind::kRingRead, 0, 4, 0}}) {
+    Alone alone;
+    const Fd peer = rawConnect(alone.network().address());
+    // A ring that cannot be opened is no error: its owner goes on without.
+    rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kRing, 1, 1, 1}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+    ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
+    rawWrite(peer, headerBytes(header));
+    EXPECT_NE(alone.waitLoss().reason.find("protocol error"), std::string::npos);
+  }
+}
+
 TEST(TcpNetwork, DataWithoutAReceiveIsAProtocolErrorOrDiscarded) {
   Alone alone;
   std::vector<char> got(4, 'a');

@@ -1,0 +1,109 @@
+#include "transport/shared_ring.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "transport/network_cluster.h"
+#include "transport/raw_socket.h"
+
+namespace xmesh::transport::test {
+namespace {
+
+TEST(SharedRing, CarriesBytesInOrderOverItsEnd) {
+  auto writer = RingWriter::make();
+  ASSERT_TRUE(writer);
+  auto reader = RingReader::open(writer->ticket());
+  ASSERT_TRUE(reader);
+  writer->onMapped();
+  std::mt19937_64 random(1);
+  const std::vector<char> data = randomBytes(static_cast<size_t>(7 * kRingBytes), 1);
+  std::vector<char> got(data.size());
+  const auto total = static_cast<int64_t>(data.size());
+  for (int64_t written = 0, read = 0; read < total;) {
+    const int64_t more = std::min({writer->freeBytes(), total - written, static_cast<int64_t>(random() % kRingBytes)});
+    writer->write(data.data() + written, more);
+    written += more;
+    const int64_t part = std::min(written - read, static_cast<int64_t>(random() % kRingBytes));
+    reader->read(got.data() + read, part);
+    read += part;
+    ASSERT_EQ(reader->numRead(), read);
+    ASSERT_TRUE(writer->onRead(read));
+    ASSERT_EQ(writer->freeBytes(), kRingBytes - (written - read));
+  }
+  EXPECT_EQ(got, data);
+}
+
+TEST(SharedRing, DiscardsWhereNobodyWantsTheBytes) {
+  auto writer = RingWriter::make();
+  auto reader = RingReader::open(writer->ticket());
+  const std::string data = "unwantedwanted";
+  std::string got(6, ' ');
+  writer->write(data.data(), 14);
+  reader->read(nullptr, 8);
+  reader->read(got.data(), 6);
+  EXPECT_EQ(got, "wanted");
+}
+
+TEST(SharedRing, BelievesNoImpossiblePosition) {
+  auto writer = RingWriter::make();
+  writer->write("four", 4);
+  EXPECT_FALSE(writer->onRead(5));
+  EXPECT_FALSE(writer->onRead(-1));
+  EXPECT_TRUE(writer->onRead(3));
+  EXPECT_FALSE(writer->onRead(2));
+  EXPECT_EQ(writer->freeBytes(), kRingBytes - 1);
+}
+
+TEST(SharedRing, OpensNothingButTheRingOfItsTicket) {
+  const auto writer = RingWriter::make();
+  const RingTicket ticket = writer->ticket();
+  const auto opens = [](int64_t pid, int64_t descriptor, uint64_t nonce) { return RingReader::open({pid, descriptor, nonce}).has_value(); };
+  EXPECT_TRUE(opens(ticket.pid, ticket.descriptor, ticket.nonce));
+  EXPECT_FALSE(opens(ticket.pid, ticket.descriptor, ticket.nonce + 1));
+  EXPECT_FALSE(opens(ticket.pid, 12345, ticket.nonce));
+  EXPECT_FALSE(opens(int64_t{1} << 40, ticket.descriptor, ticket.nonce));
+  const Fd other(::memfd_create("other", MFD_CLOEXEC));
+  EXPECT_FALSE(opens(ticket.pid, other.get(), 0));
+  // Of the right name and size, but its owner could cut it short under the reader.
+  const Fd unsealed(::memfd_create("torch_xmesh-ring", MFD_CLOEXEC));
+  ASSERT_EQ(::ftruncate(unsealed.get(), 4096 + kRingBytes), 0);
+  EXPECT_FALSE(opens(ticket.pid, unsealed.get(), 0));
+}
+
+TEST(SharedRing, IsMadeAtTheFirstLargeMessageAndGoesWithTheNetwork) {
+  const size_t fds = countEntries("/proc/self/fd");
+  for (const bool shared_memory : {true, false}) {
+    TcpNetworkOptions options;
+    options.shared_memory = shared_memory;
+    TcpCluster cluster(2, options);
+    const auto move = [&](OperationId operation, size_t num_bytes) {
+      const std::vector<char> data = randomBytes(num_bytes, operation);
+      std::vector<char> got(data.size());
+      cluster.open(0, operation);
+      cluster.open(1, operation);
+      cluster.recv(1, operation, 0, got, 1);
+      cluster.send(0, operation, 1, data, 1);
+      ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received[operation].size() == 1; }));
+      EXPECT_EQ(got, data);
+    };
+    move(1, 10'000);
+    EXPECT_EQ(countMappedRings(), 0U);
+    const size_t in_use = countEntries("/proc/self/fd");
+    move(2, 10'000'000);
+    EXPECT_EQ(countMappedRings(), shared_memory ? 2U : 0U);  // both ends are in this process
+    ASSERT_TRUE(cluster.fenceBoth(0, 1));
+    EXPECT_EQ(countEntries("/proc/self/fd"), in_use);
+  }
+  EXPECT_EQ(countMappedRings(), 0U);
+  EXPECT_EQ(countEntries("/proc/self/fd"), fds);
+}
+
+}  // namespace
+}  // namespace xmesh::transport::test
