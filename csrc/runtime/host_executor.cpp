@@ -43,6 +43,7 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
     }
   }
   next_send_ = todo.first_send_of_peer;
+  num_posted_.assign(todo.peer_ranks.size(), 0);
   num_sent_.assign(todo.peer_ranks.size(), 0);
   num_received_.assign(todo.peer_ranks.size(), 0);
   send_buffers_.resize(staged_sends_.empty() ? 0 : todo.sends.size());

@@ -6,7 +6,8 @@
 namespace xmesh::runtime {
 namespace {
 
-/// Packing gives way to the transport after so many bytes, so that the first leave while the next are packed.
+/// After so many bytes, packing for a peer that has something to take already gives way to the transport: what is packed leaves while more is. Peers
+/// without get theirs first, so that no receiver waits for the others' bytes to be packed.
 constexpr int64_t kPackSliceBytes = int64_t{1} << 20;
 
 }  // namespace
@@ -89,7 +90,7 @@ bool HostExecutor::postSend(int32_t index) {
   const int64_t num_bytes = program_->numBytes(step);
   const std::byte* data = sendSource(step);
   if (data == nullptr) {
-    if (packed_bytes_ >= kPackSliceBytes) {
+    if (packed_bytes_ >= kPackSliceBytes && num_posted_[static_cast<size_t>(step.peer)] > num_sent_[static_cast<size_t>(step.peer)]) {
       held_up_sends_.insert(index);
       if (!std::exchange(will_pack_, true)) {
         handleSoon({EventKind::kPack, 0});
@@ -107,6 +108,7 @@ bool HostExecutor::postSend(int32_t index) {
     }
     data = buffer.data;
   }
+  ++num_posted_[static_cast<size_t>(step.peer)];
   transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, num_bytes, index);
   return true;
 }

@@ -57,6 +57,7 @@ void EventLoop::start() {
   pthread_sigmask(SIG_SETMASK, &all, &old);
   try {
     thread_ = std::thread([this] { run(); });
+    pthread_setname_np(thread_.native_handle(), "xmesh_network");
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &old, nullptr);
     throw;

@@ -90,13 +90,36 @@ TEST(HostExecutor, PacksOnlyAsMuchAsStagingHolds) {
   EXPECT_LE(rank.pool.peakBytes(), 1600);
 }
 
-TEST(HostExecutor, PackingGivesWayToTheTransport) {
-  std::vector<float> in(size_t{4} << 19, 7);
-  OneRank rank(transposePlan(1 << 10, 1 << 11, 1, 4), 0, {{in.data(), {1 << 10, 1 << 11}, {1 << 11, 1}}}, {{}}, 64 << 20);
+constexpr int64_t kRows = 1 << 10;
+constexpr int64_t kColumns = 1 << 11;
+
+/// Rank 0 owes ranks 1 and 2 half of the columns each, in two messages of 2 MiB.
+core::ReshardingPlan halvesPlan() {
+  core::ReshardingPlan plan = emptyPlan(
+      {{lineSpec({kRows, kColumns}, "float32", {0}, Placement::replicate()), lineSpec({kRows, kColumns}, "float32", {1, 2}, Placement::shard(1))}});
+  const int64_t half = kRows * kColumns / 4;
+  plan.messages = {valueMessage(0, 0, half, 0, 1), valueMessage(0, half, 2 * half, 0, 1), valueMessage(1, 0, half, 0, 2),
+                   valueMessage(1, half, 2 * half, 0, 2)};
+  return plan;
+}
+
+TEST(HostExecutor, PacksSomethingForEveryPeerBeforeItGivesWayToTheTransport) {
+  std::vector<float> in(kRows * kColumns, 7);
+  OneRank rank(halvesPlan(), 0, {{in.data(), {kRows, kColumns}, {kColumns, 1}}}, {{}}, 64 << 20);
   rank.executor->start();
-  ASSERT_EQ(rank.transport.sends.size(), 1U) << "of 2 MiB each";
-  rank.transport.runTask();
   ASSERT_EQ(rank.transport.sends.size(), 2U);
+  EXPECT_EQ(rank.transport.sends[0].peer, 1);
+  EXPECT_EQ(rank.transport.sends[1].peer, 2);
+  rank.transport.runTask();
+  EXPECT_EQ(rank.transport.sends.size(), 3U);
+  rank.transport.runTask();
+  EXPECT_EQ(rank.transport.sends.size(), 4U);
+}
+
+TEST(HostExecutor, MayEndBeforeItsNextTurnToPack) {
+  std::vector<float> in(kRows * kColumns, 7);
+  OneRank rank(halvesPlan(), 0, {{in.data(), {kRows, kColumns}, {kColumns, 1}}}, {{}}, 64 << 20);
+  rank.executor->start();
   EXPECT_EQ(rank.transport.tasks.size(), 1U);
   for (size_t i = 0; i < rank.transport.sends.size(); ++i) {  // each one that is sent lets the next one be packed
     rank.transport.events->onSent(rank.transport.sends[i].cookie);
