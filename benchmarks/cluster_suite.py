@@ -83,12 +83,15 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             lines = Path(folder, "records.jsonl").read_text().splitlines()
         records = [Record(**json.loads(line)) for line in lines]
         notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}", *skipped]
+        if not settings.shared_memory:
+            notes.append("the product shares no memory inside hosts")
         about = {
             "machine": machine_notes(),
             "cluster": cluster.description,
             "is_shaped": cluster.is_shaped,
             "nic_bytes_per_s": nic_bytes_per_s,
             "runs": settings.runs,
+            "shared_memory": settings.shared_memory,
             "skipped": skipped,
         }
     return Measurement(records, notes, about)

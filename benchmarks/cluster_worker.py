@@ -133,13 +133,13 @@ class Worker:
 
     def _runs_of(self, first: dict[str, float], seconds: float) -> dict[str, int]:
         """Further runs per method: all that were asked for, fewer for slow methods where `seconds` do not suffice for
-        all, none where they do not suffice for one."""
+        all, none where they do not suffice for one. The product's own choice always gets all."""
         wanted = int(self._job["runs"])
-        fastest = min(first.values())
-        slow = sum(time for time in first.values() if time > _SLOW * fastest)
-        left = seconds - wanted * sum(time for time in first.values() if time <= _SLOW * fastest)
-        slow_runs = wanted if slow == 0 else max(0, min(wanted, int(left / slow)))
-        return {name: slow_runs if time > _SLOW * fastest else wanted for name, time in first.items()}
+        limit = _SLOW * min(first.values())
+        slow = {name: time for name, time in first.items() if time > limit and name != "auto"}
+        left = seconds - wanted * sum(time for name, time in first.items() if name not in slow)
+        slow_runs = max(0, min(wanted, int(left / sum(slow.values())))) if slow else wanted
+        return {name: slow_runs if name in slow else wanted for name in first}
 
     def _run_undisturbed(self, data: RankData, method: Method, samples: Samples, deadline: float) -> Run:
         """One run, repeated while other machines took too much of this one and there is time: the one that lost
@@ -152,10 +152,10 @@ class Worker:
     def _run_once(self, data: RankData, method: Method, samples: Samples) -> Run:
         """One reshard that all ranks start at once, its elements checked; adds the wrong ones to `samples`."""
         data.poison()
-        stolen = StolenTime()
         start = self._agree_on_start()
-        cpu = _cpu_seconds()
         time.sleep(max(0.0, start - time.monotonic()))
+        stolen = StolenTime()
+        cpu = _cpu_seconds()
         results: Sequence[torch.Tensor] = method.run() if data.is_participant else data.outs
         end = time.monotonic()
         cpu = _cpu_seconds() - cpu

@@ -34,14 +34,20 @@ RIVAL, CONTROL, OURS = "gloo", "gloo_control", "xmesh"
 Block = Callable[[], None]
 
 
-def measure(*, num_bytes: int, runs: int) -> Measurement:
+def measure(*, num_bytes: int, runs: int, shared_memory: bool = True) -> Measurement:
     """Runs the three comparisons. Raises MeasurementError when a rank fails."""
     with (
         Cluster(hosts=1, devices=2, rate=None) as cluster,
         tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
     ):
         records_path = Path(folder, "records.json")
-        job = cluster.start(__file__, json.dumps({"num_bytes": num_bytes, "runs": runs, "records": str(records_path)}))
+        description = {
+            "num_bytes": num_bytes,
+            "runs": runs,
+            "shared_memory": shared_memory,
+            "records": str(records_path),
+        }
+        job = cluster.start(__file__, json.dumps(description))
         try:
             job.wait(_TIMEOUT_SECONDS)
         except TimeoutError as error:
@@ -50,7 +56,7 @@ def measure(*, num_bytes: int, runs: int) -> Measurement:
         if job.failed_rank is not None:
             raise MeasurementError(f"rank {job.failed_rank.rank} failed; it wrote:\n{job.failed_rank.output}")
         records = [Record(**entry) for entry in json.loads(records_path.read_text())]
-    cluster_note = "2 ranks on loopback"
+    cluster_note = "2 ranks on loopback" + ("" if shared_memory else ", sharing no memory")
     notes = [*machine_notes(), cluster_note, "bound = gloo's median; cpu = both ranks, per operation"]
     return Measurement(records, notes, {"machine": machine_notes(), "cluster": cluster_note, "runs": runs})
 
@@ -192,9 +198,11 @@ def _all_reduce(repeats: int, runs: int, group: dist.ProcessGroup) -> list[Recor
 
 def _worker(arguments: Sequence[str]) -> None:
     job: dict[str, Any] = json.loads(arguments[0])
-    import torch_xmesh  # noqa: F401
+    import torch_xmesh as xm
 
-    dist.init_process_group("xmesh")
+    options = xm.Options()
+    options.shared_memory = job["shared_memory"]
+    dist.init_process_group("xmesh", pg_options=options)
     group = dist.new_group(backend="gloo")
     records = _reshard("reshard-large", job["num_bytes"], 1, job["runs"], group)
     records += _reshard("reshard-4B", 4, _SMALL_REPEATS, job["runs"], group)

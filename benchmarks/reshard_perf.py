@@ -158,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.suite == "loopback":
-            measurement = loopback.measure(num_bytes=options.num_bytes, runs=options.runs)
+            measurement = loopback.measure(
+                num_bytes=options.num_bytes, runs=options.runs, shared_memory=not options.no_shared_memory
+            )
         else:
             settings = settings_of(options)
             measurement = measure(choose_cases(options), choose_strategies(options), settings)

@@ -74,7 +74,8 @@ void bindProcessGroup(py::module_& module) {
       .def_readwrite("nccl", &XmeshOptions::nccl)
       .def_readwrite("staging_bytes", &XmeshOptions::staging_bytes, "Most memory per rank that reshards may stage messages in, in bytes.")
       .def_readwrite("pacing", &XmeshOptions::pacing, "Pace reshards' direct sends to their planned rates where rates were measured.")
-      .def_readwrite("shared_memory", &XmeshOptions::shared_memory, "Reshard between ranks of one host through shared memory where that can be had.")
+      .def_readwrite("shared_memory", &XmeshOptions::shared_memory,
+                     "Reshard between ranks at one address through shared memory where that can be had.")
       .def("__copy__", [](const XmeshOptions& self) { return c10::make_intrusive<XmeshOptions>(self); })
       .def("__deepcopy__", [](const XmeshOptions& self, const py::object&) { return c10::make_intrusive<XmeshOptions>(self); }, py::arg("memo"));
 

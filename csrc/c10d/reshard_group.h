@@ -20,7 +20,7 @@ namespace xmesh::c10d_backend {
 struct ReshardGroupOptions {
   int64_t staging_bytes = int64_t{64} << 20;  ///< most staging memory per rank, all reshards in flight together
   bool is_paced = true;                       ///< pace direct sends on topologies whose rates were measured
-  bool shared_memory = true;                  ///< between ranks of one host
+  bool shared_memory = true;                  ///< between ranks at one address
 };
 
 /// What ranks must agree on besides the plan.

@@ -43,7 +43,6 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
     }
   }
   next_send_ = todo.first_send_of_peer;
-  num_posted_.assign(todo.peer_ranks.size(), 0);
   num_sent_.assign(todo.peer_ranks.size(), 0);
   num_received_.assign(todo.peer_ranks.size(), 0);
   send_buffers_.resize(staged_sends_.empty() ? 0 : todo.sends.size());
@@ -137,6 +136,7 @@ void HostExecutor::process(Event event) {
       return postWaitingSends();
     case EventKind::kPack:
       will_pack_ = false;
+      has_released_ = true;  // others may have waited behind what was put off
       return postWaitingSends();
     case EventKind::kCopy:
       return copySlice();
@@ -247,7 +247,7 @@ void HostExecutor::takeReceived(int32_t index) {
     }
     onArrival(step.arrival);
     unpacked_receive_ = -1;
-    if (is_staged) {
+    if (is_staged && receive_buffers_[static_cast<size_t>(index)]) {
       release(receive_buffers_[static_cast<size_t>(index)]);
     }
   }

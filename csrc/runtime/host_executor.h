@@ -84,6 +84,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void postHeldUpSends();
   void postWaitingSends();
   StagingBuffer acquireSend(int32_t index, int64_t num_bytes);
+  bool givesWay(int32_t index) const;
+  void putOff(int32_t index);
   bool postSend(int32_t index);
   bool takeOver(const SendStep& step, StagingBuffer& buffer);
   const std::byte* sendSource(const SendStep& step) const;
@@ -114,7 +116,6 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
 
   std::vector<int32_t> num_deps_;      ///< by send: arrivals still missing
   std::vector<int32_t> next_send_;     ///< by peer: the first send not posted, or -1
-  std::vector<int64_t> num_posted_;    ///< by peer: sends handed to the transport
   std::vector<int64_t> num_sent_;      ///< by peer
   std::vector<int64_t> num_received_;  ///< by peer
   std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending

@@ -6,8 +6,7 @@
 namespace xmesh::runtime {
 namespace {
 
-/// After so many bytes, packing for a peer that has something to take already gives way to the transport: what is packed leaves while more is. Peers
-/// without get theirs first, so that no receiver waits for the others' bytes to be packed.
+/// Packing gives way to the transport after so many bytes: what is packed leaves while more is.
 constexpr int64_t kPackSliceBytes = int64_t{1} << 20;
 
 }  // namespace
@@ -43,12 +42,17 @@ void HostExecutor::postStagedSends() {
   }
 }
 
-/// Goes on, in plan order, where ready sends found no memory.
+/// Goes on, in plan order, where ready sends found no memory or were put off.
 void HostExecutor::postHeldUpSends() {
-  while (!held_up_sends_.empty()) {
-    const int32_t index = *held_up_sends_.begin();
-    held_up_sends_.erase(held_up_sends_.begin());
+  for (auto held = held_up_sends_.begin(); held != held_up_sends_.end();) {
+    const int32_t index = *held;
     int32_t& next = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(index)].peer)];
+    if (next == index && givesWay(index)) {
+      putOff(index);
+      ++held;
+      continue;
+    }
+    held = held_up_sends_.erase(held);
     if (next != index) {
       continue;
     }
@@ -58,6 +62,7 @@ void HostExecutor::postHeldUpSends() {
     next = program_->sends[static_cast<size_t>(index)].next_of_peer;
     if (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0) {
       held_up_sends_.insert(next);
+      held = held_up_sends_.upper_bound(index);
     }
   }
   pool_.withdraw(StagingKind::kSendAhead, *this);
@@ -85,16 +90,25 @@ StagingBuffer HostExecutor::acquireSend(int32_t index, int64_t num_bytes) {
   return buffer;
 }
 
+/// Whether a ready send must be packed, but others have been for long enough.
+bool HostExecutor::givesWay(int32_t index) const {
+  return packed_bytes_ >= kPackSliceBytes && sendSource(program_->sends[static_cast<size_t>(index)]) == nullptr;
+}
+
+void HostExecutor::putOff(int32_t index) {
+  held_up_sends_.insert(index);
+  if (!std::exchange(will_pack_, true)) {
+    handleSoon({EventKind::kPack, 0});
+  }
+}
+
 bool HostExecutor::postSend(int32_t index) {
   const SendStep& step = program_->sends[static_cast<size_t>(index)];
   const int64_t num_bytes = program_->numBytes(step);
   const std::byte* data = sendSource(step);
   if (data == nullptr) {
-    if (packed_bytes_ >= kPackSliceBytes && num_posted_[static_cast<size_t>(step.peer)] > num_sent_[static_cast<size_t>(step.peer)]) {
-      held_up_sends_.insert(index);
-      if (!std::exchange(will_pack_, true)) {
-        handleSoon({EventKind::kPack, 0});
-      }
+    if (givesWay(index)) {
+      putOff(index);
       return false;
     }
     StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
@@ -108,7 +122,6 @@ bool HostExecutor::postSend(int32_t index) {
     }
     data = buffer.data;
   }
-  ++num_posted_[static_cast<size_t>(step.peer)];
   transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, num_bytes, index);
   return true;
 }

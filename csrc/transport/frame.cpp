@@ -12,7 +12,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "frames are written as the CPU keeps its numbers");
 
 constexpr std::string_view kMagic = "xmeshtcp";
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 template <typename T>
 void put(T value, size_t offset, std::span<char> out) {
@@ -27,6 +27,9 @@ T get(size_t offset, std::span<const char> bytes) {
 }
 
 bool isInRange(const FrameHeader& header) {
+  if (header.kind == FrameKind::kRingTaken) {
+    return header.num_bytes >= kRingRefused && header.message_bytes == 0;
+  }
   if (header.num_bytes < 0 || header.message_bytes < 0) {
     return false;
   }
@@ -35,7 +38,7 @@ bool isInRange(const FrameHeader& header) {
       return header.num_bytes <= kMaxControlBytes;
     case FrameKind::kReady:
     case FrameKind::kRing:
-    case FrameKind::kRingRead:
+    case FrameKind::kRingTaken:
       return true;
     case FrameKind::kRingData:
       return header.num_bytes > 0 && header.num_bytes <= kRingBytes && header.num_bytes <= header.message_bytes;

@@ -12,14 +12,14 @@ namespace xmesh::transport {
 
 /// What TcpNetwork writes on a connection. All numbers are little-endian.
 enum class FrameKind : uint32_t {
-  kControl = 1,   ///< header, num_bytes of message
-  kReady = 2,     ///< header only; num_bytes is the number of receives posted so far for the operation's messages from this peer
-  kData = 3,      ///< header, num_bytes of payload, one FrameStatus byte
-  kGoodbye = 4,   ///< header only; see kGoodbye* below
-  kError = 5,     ///< header, num_bytes of text: why the sender of this frame gives the connection up
-  kRing = 6,      ///< header only: a RingTicket (its nonce as operation, pid as num_bytes, descriptor as message_bytes)
-  kRingData = 7,  ///< header only; the payload, num_bytes of it, is next in the ring
-  kRingRead = 8,  ///< header only; num_bytes have been taken out of the peer's ring in all, which is in use from the first such frame on
+  kControl = 1,    ///< header, num_bytes of message
+  kReady = 2,      ///< header only; num_bytes is the number of receives posted so far for the operation's messages from this peer
+  kData = 3,       ///< header, num_bytes of payload, one FrameStatus byte
+  kGoodbye = 4,    ///< header only; see kGoodbye* below
+  kError = 5,      ///< header, num_bytes of text: why the sender of this frame gives the connection up
+  kRing = 6,       ///< header only: a RingTicket (its nonce as operation, pid as num_bytes, descriptor as message_bytes)
+  kRingData = 7,   ///< header only; the payload, num_bytes of it, is next in the ring
+  kRingTaken = 8,  ///< header only; num_bytes have been taken out of the peer's ring in all (from 0 on: it is in use), or kRingRefused
 };
 
 /// Follows the payload of a kData frame, since its sender may have to give the message up after the header has left.
@@ -34,6 +34,9 @@ constexpr int64_t kMaxErrorBytes = 4096;
 constexpr int64_t kGoodbyeFinal = 0;     ///< nothing follows, on this or any other connection
 constexpr int64_t kGoodbyeOtherway = 1;  ///< the final goodbye is on the connection that the leaving rank opened itself
 
+/// A kRingTaken frame's num_bytes where the ring cannot be mapped.
+constexpr int64_t kRingRefused = -1;
+
 struct FrameHeader {
   FrameKind kind = FrameKind::kControl;
   uint64_t operation = 0;
@@ -45,7 +48,7 @@ struct FrameHeader {
 void encodeFrameHeader(const FrameHeader& header, std::span<char, kFrameHeaderBytes> out);
 /// Nothing when the bytes are no header that encodeFrameHeader writes: an unknown kind, or a number out of its kind's range.
 std::optional<FrameHeader> decodeFrameHeader(std::span<const char, kFrameHeaderBytes> bytes);
-/// Appends header and text of a kControl or kError frame.
+/// Appends header and text, if any, of a frame.
 void appendFrame(const FrameHeader& header, std::string_view text, std::string& out);
 
 /// The secret that ranks of one group share; a connection that does not begin with it is dropped.

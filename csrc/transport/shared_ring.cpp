@@ -2,12 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
-#include <random>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,9 +21,19 @@ constexpr size_t kHeadBytes = 4096;  ///< of the file; holds the nonce
 constexpr size_t kFileBytes = kHeadBytes + static_cast<size_t>(kRingBytes);
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-uint64_t makeNonce() {
-  std::random_device device;
-  return (static_cast<uint64_t>(device()) << 32U) | device();
+#ifdef MFD_NOEXEC_SEAL
+constexpr unsigned kNoExec = MFD_NOEXEC_SEAL;
+#else
+constexpr unsigned kNoExec = 0;
+#endif
+
+Fd makeFile() {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  Fd file(::memfd_create(kName, kFlags | kNoExec));
+  if (!file.valid() && errno == EINVAL) {  // an older kernel
+    file = Fd(::memfd_create(kName, kFlags));
+  }
+  return file;
 }
 
 /// Where the byte at `position` is, and how many follow it up to the ring's end.
@@ -31,6 +42,7 @@ std::pair<size_t, int64_t> placeOf(int64_t position) {
   return {kHeadBytes + static_cast<size_t>(offset), kRingBytes - offset};
 }
 
+/// Whether the descriptor that /proc names so is of a ring.
 bool isRing(const std::string& path) {
   std::array<char, 64> target{};
   const ssize_t length = ::readlink(path.c_str(), target.data(), target.size());
@@ -45,6 +57,7 @@ Mapping::Mapping(int fd, size_t num_bytes, int protection) {
   if (data != MAP_FAILED) {
     data_ = static_cast<char*>(data);
     num_bytes_ = num_bytes;
+    ::madvise(data, num_bytes, MADV_DONTFORK);
   }
 }
 
@@ -67,15 +80,17 @@ RingWriter::RingWriter(Fd file, Mapping mapping, uint64_t nonce) : file_(std::mo
 }
 
 std::optional<RingWriter> RingWriter::make() {
-  Fd file(::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!file.valid() || ::fallocate(file.get(), 0, 0, static_cast<off_t>(kFileBytes)) != 0 || ::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) {
+  uint64_t nonce = 0;
+  Fd file = makeFile();
+  if (!file.valid() || ::getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce) || ::fallocate(file.get(), 0, 0, static_cast<off_t>(kFileBytes)) != 0 ||
+      ::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) {
     return std::nullopt;
   }
   Mapping mapping(file.get(), kFileBytes, PROT_READ | PROT_WRITE);
   if (mapping.data() == nullptr) {
     return std::nullopt;
   }
-  return RingWriter(std::move(file), std::move(mapping), makeNonce());
+  return RingWriter(std::move(file), std::move(mapping), nonce);
 }
 
 RingTicket RingWriter::ticket() const { return {::getpid(), file_.get(), nonce_}; }
@@ -88,11 +103,11 @@ void RingWriter::write(const char* data, int64_t num_bytes) {
   num_written_ += num_bytes;
 }
 
-bool RingWriter::onRead(int64_t num_read) {
-  if (num_read < num_read_ || num_read > num_written_) {
+bool RingWriter::onTaken(int64_t num_taken) {
+  if (num_taken < num_taken_ || num_taken > num_written_) {
     return false;
   }
-  num_read_ = num_read;
+  num_taken_ = num_taken;
   return true;
 }
 
@@ -104,8 +119,12 @@ std::optional<RingReader> RingReader::open(const RingTicket& ticket) {
     return std::nullopt;
   }
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  if (!file.valid() || !isRing("/proc/self/fd/" + std::to_string(file.get()))) {
+    return std::nullopt;
+  }
   // Without the seals the writer could cut the file short, and reading would fault.
-  if (!file.valid() || (::fcntl(file.get(), F_GET_SEALS) & kSeals) != kSeals || ::lseek(file.get(), 0, SEEK_END) != static_cast<off_t>(kFileBytes)) {
+  const int seals = ::fcntl(file.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || ::lseek(file.get(), 0, SEEK_END) != static_cast<off_t>(kFileBytes)) {
     return std::nullopt;
   }
   Mapping mapping(file.get(), kFileBytes, PROT_READ);
@@ -117,12 +136,12 @@ std::optional<RingReader> RingReader::open(const RingTicket& ticket) {
 
 void RingReader::read(char* data, int64_t num_bytes) {
   if (data != nullptr) {
-    const auto [place, until_end] = placeOf(num_read_);
+    const auto [place, until_end] = placeOf(num_taken_);
     const auto first = static_cast<size_t>(std::min(num_bytes, until_end));
     std::memcpy(data, mapping_.data() + place, first);
     std::memcpy(data + first, mapping_.data() + kHeadBytes, static_cast<size_t>(num_bytes) - first);
   }
-  num_read_ += num_bytes;
+  num_taken_ += num_bytes;
 }
 
 }  // namespace xmesh::transport

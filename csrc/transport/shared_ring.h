@@ -35,19 +35,19 @@ class Mapping {
 };
 
 /// The end of a ring that bytes go into. A ring is an anonymous memory file which two processes of one host map, so that payload goes from one to the
-/// other by two copies in user space. Each end keeps its own position and learns the other's from frames on their connection; the memory holds
-/// payload alone, and the file is sealed at its size, so neither end can make the other fault.
+/// other by two copies in user space. Each end keeps its own position and learns the other's from frames on their connection; the memory holds no
+/// counters, and the file is sealed at its size, so neither end can make the other wait or fault.
 /// Threading: one thread at a time.
 class RingWriter {
  public:
   /// Nothing where the kernel gives no memory file.
   static std::optional<RingWriter> make();
   RingTicket ticket() const;
-  int64_t freeBytes() const { return kRingBytes - (num_written_ - num_read_); }
+  int64_t freeBytes() const { return kRingBytes - (num_written_ - num_taken_); }
   /// `num_bytes` are at most freeBytes().
   void write(const char* data, int64_t num_bytes);
-  /// The reader has taken `num_read` bytes in all. False where that cannot be.
-  bool onRead(int64_t num_read);
+  /// The reader has taken `num_taken` bytes in all. False where that cannot be.
+  bool onTaken(int64_t num_taken);
   /// The reader has mapped the memory: the descriptor is given back.
   void onMapped() { file_.reset(); }
 
@@ -58,7 +58,7 @@ class RingWriter {
   Mapping mapping_;
   uint64_t nonce_ = 0;
   int64_t num_written_ = 0;
-  int64_t num_read_ = 0;
+  int64_t num_taken_ = 0;
 };
 
 /// The end of a ring that bytes come out of.
@@ -68,13 +68,13 @@ class RingReader {
   static std::optional<RingReader> open(const RingTicket& ticket);
   /// Takes the next bytes out of the ring, to nowhere where `data` is null.
   void read(char* data, int64_t num_bytes);
-  int64_t numRead() const { return num_read_; }
+  int64_t numTaken() const { return num_taken_; }
 
  private:
   explicit RingReader(Mapping mapping);
 
   Mapping mapping_;
-  int64_t num_read_ = 0;
+  int64_t num_taken_ = 0;
 };
 
 }  // namespace xmesh::transport

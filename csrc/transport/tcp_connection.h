@@ -31,10 +31,10 @@ class ConnectionOwner {
   virtual void onControlFrame(int32_t peer, std::string message) = 0;
   /// The peer has posted `count` receives in all for the operation's messages from here.
   virtual void onReadyFrame(int32_t peer, OperationId operation, int64_t count) = 0;
-  /// This rank has taken `num_bytes` in all out of the peer's ring, or has just mapped it.
-  virtual void onRingRead(int32_t peer, int64_t num_bytes) = 0;
-  /// The peer has taken `num_bytes` in all out of this rank's ring.
-  virtual void onRingReadFrame(int32_t peer, int64_t num_bytes) = 0;
+  /// This rank has taken `num_bytes` in all out of the peer's ring: none when it has just mapped it, kRingRefused when it cannot.
+  virtual void onRingTaken(int32_t peer, int64_t num_bytes) = 0;
+  /// The peer says the same of this rank's ring. False where that cannot be.
+  virtual bool onRingTakenFrame(int32_t peer, int64_t num_bytes) = 0;
   /// `is_final` is false when the peer's last word is on its other connection.
   virtual void onGoodbyeFrame(int32_t peer, bool is_final) = 0;
   /// The connection that this rank opened (kOutgoing) or accepted is of no use any more; `reason` is for a person.
@@ -46,10 +46,13 @@ class ConnectionOwner {
 };
 
 /// The connection that this rank opens to a peer and writes to. Loop thread only. Queued payload is written from the caller's buffer, but for small
-/// messages, which are copied so that many leave with one system call, and between ranks of one host, where it goes through a ring in shared memory
-/// once the peer has mapped that.
+/// messages, which are copied so that many leave with one system call, and between ranks at one address, where it goes through a ring in shared
+/// memory once the peer has mapped that; a pace does not hold there.
 class TcpSender final : private FdHandler {
  public:
+  /// Up to here a copy is cheaper than a system call of its own.
+  static constexpr int64_t kSmallMessageBytes = 8 << 10;
+
   TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello, bool may_share_memory);
   ~TcpSender() override;
   TcpSender(const TcpSender&) = delete;
@@ -62,12 +65,12 @@ class TcpSender final : private FdHandler {
   /// Tells the peer, once per flush, how many receives are posted.
   void queueReady(OperationId operation, int64_t count);
   /// Tells the peer, once per flush, how much has been taken out of its ring.
-  void queueRingRead(int64_t num_bytes);
+  void queueRingTaken(int64_t num_bytes);
   void queueData(OperationId operation, const void* data, int64_t num_bytes, int64_t cookie);
   /// Lets the first `count` messages of the operation go.
   void grant(OperationId operation, int64_t count);
-  /// The peer has taken `num_bytes` in all out of the ring; the first time, that it has mapped it.
-  void onRingRead(int64_t num_bytes);
+  /// The peer has taken `num_bytes` in all out of the ring, or kRingRefused. False where that cannot be.
+  bool onPeerTook(int64_t num_bytes);
   /// Drops the operation's messages; a frame that is half written is completed with filler and marked aborted.
   void forget(OperationId operation);
   /// Bytes per second; 0 lifts the limit.
@@ -156,7 +159,7 @@ class TcpSender final : private FdHandler {
   std::string outbox_;  ///< encoded frames
   size_t outbox_sent_ = 0;
   std::map<OperationId, int64_t> ready_;
-  std::optional<int64_t> ring_read_;  ///< to be told
+  std::optional<int64_t> ring_taken_;  ///< to be told
   std::unordered_map<OperationId, Stream> streams_;
   std::deque<OperationId> runnable_;
   std::optional<Frame> frame_;
@@ -166,7 +169,7 @@ class TcpSender final : private FdHandler {
 /// buffers.
 class TcpReceiver final : private FdHandler {
  public:
-  TcpReceiver(EventLoop& loop, ConnectionOwner& owner, int32_t peer, int32_t own_rank);
+  TcpReceiver(EventLoop& loop, ConnectionOwner& owner, int32_t peer, int32_t own_rank, bool may_share_memory);
   ~TcpReceiver() override;
   TcpReceiver(const TcpReceiver&) = delete;
   TcpReceiver& operator=(const TcpReceiver&) = delete;
@@ -198,7 +201,7 @@ class TcpReceiver final : private FdHandler {
 
   void onEvents(uint32_t events) override;
   /// One system call; false when the connection has nothing more for now or is gone.
-  bool readOnce(int64_t& budget);
+  bool readOnce();
   void consume();
   bool consumeHeader();
   bool consumeText();
@@ -219,8 +222,10 @@ class TcpReceiver final : private FdHandler {
   ConnectionOwner& owner_;
   const int32_t peer_;
   const int32_t own_rank_;
+  const bool may_share_memory_;
   Fd fd_;
   uint64_t registration_ = 0;
+  int64_t budget_ = 0;               ///< bytes that this turn may still move
   std::unique_ptr<char[]> staging_;  ///< bytes read ahead of the frame they belong to
   size_t staged_begin_ = 0;
   size_t staged_end_ = 0;

@@ -18,7 +18,8 @@ struct TcpNetworkOptions {
   std::string listen_host = "127.0.0.1";
   /// The group's secret; connections without it are dropped.
   Token token{};
-  /// Whether payload goes to peers at this rank's own address through memory shared with them, where the kernel allows it.
+  /// Whether payload goes to and comes from peers at this rank's own address through memory shared with them, where both wish so and the kernel
+  /// allows it. What goes there is not paced.
   bool shared_memory = true;
   /// How long a peer may refuse or not answer before it counts as lost.
   std::chrono::milliseconds connect_timeout{30'000};
@@ -30,8 +31,8 @@ struct TcpNetworkOptions {
 
 /// PeerNetwork over TCP. One thread per network, which sleeps in epoll. Each rank opens a connection of its own to a peer at the first message to
 /// it and writes all its messages there, so a pair has up to two connections, each used in one direction. A message leaves in frames of at most
-/// kMaxFramePayloadBytes, operations that have posted receives take turns, control frames go between. Payload is not copied, but for ranks of one
-/// host, between which it goes through a ring in shared memory, and its connection only says what is there and what has been taken.
+/// kMaxFramePayloadBytes, operations that have posted receives take turns, control frames go between. Payload is not copied, but for ranks at one
+/// address, between which it goes through a ring in shared memory, and its connection only says what is there and what has been taken.
 ///
 /// Failures: a peer whose connection ends without goodbye, or that cannot be reached within connect_timeout, is lost, as is a peer whose message has
 /// another size than its receive (both ends are told). A lack of resources of this process is named as such in the reason. A peer that is merely

@@ -66,7 +66,7 @@ TcpSender& TcpNetwork::Impl::senderTo(int32_t rank) {
 TcpReceiver& TcpNetwork::Impl::receiverFrom(int32_t rank) {
   Peer& peer = peerAt(rank);
   if (!peer.receiver) {
-    peer.receiver = std::make_unique<TcpReceiver>(loop_, *this, rank, options_.group_rank);
+    peer.receiver = std::make_unique<TcpReceiver>(loop_, *this, rank, options_.group_rank, options_.shared_memory);
   }
   return *peer.receiver;
 }
@@ -189,14 +189,17 @@ void TcpNetwork::Impl::onReadyFrame(int32_t peer, OperationId operation, int64_t
   }
 }
 
-void TcpNetwork::Impl::onRingRead(int32_t peer, int64_t num_bytes) {
-  senderTo(peer).queueRingRead(num_bytes);
+void TcpNetwork::Impl::onRingTaken(int32_t peer, int64_t num_bytes) {
+  if (is_closing_) {
+    return;
+  }
+  senderTo(peer).queueRingTaken(num_bytes);
   wantFlush(peer);
 }
 
-void TcpNetwork::Impl::onRingReadFrame(int32_t peer, int64_t num_bytes) {
-  senderTo(peer).onRingRead(num_bytes);
+bool TcpNetwork::Impl::onRingTakenFrame(int32_t peer, int64_t num_bytes) {
   wantFlush(peer);
+  return senderTo(peer).onPeerTook(num_bytes);
 }
 
 void TcpNetwork::Impl::onGoodbyeFrame(int32_t rank, bool is_final) {

@@ -74,8 +74,8 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   void onReceiveDone(OperationId operation, int64_t cookie) override { events_due_.push_back({Event::Kind::kReceived, operation, cookie, 0, {}}); }
   void onControlFrame(int32_t peer, std::string message) override;
   void onReadyFrame(int32_t peer, OperationId operation, int64_t count) override;
-  void onRingRead(int32_t peer, int64_t num_bytes) override;
-  void onRingReadFrame(int32_t peer, int64_t num_bytes) override;
+  void onRingTaken(int32_t peer, int64_t num_bytes) override;
+  bool onRingTakenFrame(int32_t peer, int64_t num_bytes) override;
   void onGoodbyeFrame(int32_t peer, bool is_final) override;
   void onBroken(int32_t peer, Direction direction, const std::string& reason) override;
   void onProtocolError(int32_t peer, const std::string& reason) override { losePeer(peer, Event::Kind::kLost, reason); }

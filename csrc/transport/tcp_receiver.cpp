@@ -18,8 +18,8 @@ constexpr int64_t kReadBudgetBytes = 4 << 20;
 
 }  // namespace
 
-TcpReceiver::TcpReceiver(EventLoop& loop, ConnectionOwner& owner, int32_t peer, int32_t own_rank)
-    : loop_(loop), owner_(owner), peer_(peer), own_rank_(own_rank) {}
+TcpReceiver::TcpReceiver(EventLoop& loop, ConnectionOwner& owner, int32_t peer, int32_t own_rank, bool may_share_memory)
+    : loop_(loop), owner_(owner), peer_(peer), own_rank_(own_rank), may_share_memory_(may_share_memory) {}
 
 TcpReceiver::~TcpReceiver() { stop(); }
 
@@ -58,16 +58,16 @@ void TcpReceiver::sayBack(std::string_view frame) {
 }
 
 void TcpReceiver::onEvents(uint32_t /*events*/) {
-  int64_t budget = kReadBudgetBytes;
+  budget_ = kReadBudgetBytes;
   try {
-    while (fd_.valid() && budget > 0 && readOnce(budget)) {
+    while (fd_.valid() && budget_ > 0 && readOnce()) {
     }
   } catch (const std::exception& error) {
     owner_.onBroken(peer_, Direction::kIncoming, "cannot receive from rank " + std::to_string(peer_) + ": this rank failed (" + error.what() + ")");
   }
 }
 
-bool TcpReceiver::readOnce(int64_t& budget) {
+bool TcpReceiver::readOnce() {
   if (staged_begin_ > 0) {
     std::memmove(staging_.get(), staging_.get() + staged_begin_, numStaged());
     staged_end_ = numStaged();
@@ -102,7 +102,7 @@ bool TcpReceiver::readOnce(int64_t& budget) {
   }
   const size_t asked = vectors[0].iov_len + vectors[1].iov_len;
   staged_end_ += static_cast<size_t>(got - to_destination);
-  budget -= got;
+  budget_ -= got;
   consume();
   return static_cast<size_t>(got) == asked;
 }
@@ -159,8 +159,10 @@ bool TcpReceiver::consumeHeader() {
     case FrameKind::kRingData:
       readFromRing();
       break;
-    case FrameKind::kRingRead:
-      owner_.onRingReadFrame(peer_, header_.num_bytes);
+    case FrameKind::kRingTaken:
+      if (!owner_.onRingTakenFrame(peer_, header_.num_bytes)) {
+        refuse("protocol error: rank " + std::to_string(peer_) + " has taken what was not in the ring");
+      }
       break;
   }
   return true;
@@ -192,11 +194,14 @@ void TcpReceiver::startData() {
 }
 
 void TcpReceiver::openRing() {
-  // Not a word where it cannot be mapped: payload then keeps to the connection.
-  ring_ = RingReader::open({header_.num_bytes, header_.message_bytes, header_.operation});
   if (ring_) {
-    owner_.onRingRead(peer_, 0);
+    refuse("protocol error: rank " + std::to_string(peer_) + " offered a second ring");
+    return;
   }
+  if (may_share_memory_) {
+    ring_ = RingReader::open({header_.num_bytes, header_.message_bytes, header_.operation});
+  }
+  owner_.onRingTaken(peer_, ring_ ? 0 : kRingRefused);
 }
 
 void TcpReceiver::readFromRing() {
@@ -209,7 +214,8 @@ void TcpReceiver::readFromRing() {
     return;
   }
   ring_->read(destination, header_.num_bytes);
-  owner_.onRingRead(peer_, ring_->numRead());
+  budget_ -= header_.num_bytes;
+  owner_.onRingTaken(peer_, ring_->numTaken());
   finishData();
 }
 

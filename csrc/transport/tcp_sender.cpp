@@ -12,7 +12,6 @@
 namespace xmesh::transport {
 namespace {
 
-constexpr int64_t kSmallMessageBytes = 8 << 10;  ///< up to here a copy is cheaper than a system call of its own
 constexpr size_t kMaxCopiedBytes = 64 << 10;
 constexpr int64_t kFlushBudgetBytes = 4 << 20;
 constexpr size_t kKeptOutboxBytes = 256 << 10;
@@ -46,8 +45,9 @@ void TcpSender::stop() {
   outbox_ = {};
   outbox_sent_ = 0;
   ready_.clear();
-  ring_read_.reset();
+  ring_taken_.reset();
   ring_.reset();
+  is_ring_mapped_ = false;
   streams_.clear();
   runnable_.clear();
   frame_.reset();
@@ -141,11 +141,14 @@ void TcpSender::queueControl(std::string_view message) {
   appendFrame({FrameKind::kControl, 0, static_cast<int64_t>(message.size()), 0}, message, outbox_);
 }
 
-void TcpSender::queueGoodbye() { appendFrame({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0}, "", outbox_); }
+void TcpSender::queueGoodbye() {
+  ring_taken_.reset();  // nothing follows
+  appendFrame({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0}, "", outbox_);
+}
 
 void TcpSender::queueReady(OperationId operation, int64_t count) { ready_[operation] = count; }
 
-void TcpSender::queueRingRead(int64_t num_bytes) { ring_read_ = num_bytes; }
+void TcpSender::queueRingTaken(int64_t num_bytes) { ring_taken_ = num_bytes; }
 
 void TcpSender::queueData(OperationId operation, const void* data, int64_t num_bytes, int64_t cookie) {
   Stream& stream = streams_[operation];
@@ -196,7 +199,7 @@ void TcpSender::pace(int64_t bytes_per_s) {
 
 bool TcpSender::hasQueued() const {
   const bool may_write = state_ == State::kConnecting || state_ == State::kConnected;
-  return may_write && (outbox_sent_ < outbox_.size() || frame_ || !runnable_.empty() || !ready_.empty() || ring_read_);
+  return may_write && (outbox_sent_ < outbox_.size() || frame_ || !runnable_.empty() || !ready_.empty() || ring_taken_);
 }
 
 bool TcpSender::flush() {
@@ -237,9 +240,9 @@ void TcpSender::encodeNotices() {
     appendFrame({FrameKind::kReady, operation, count, 0}, "", outbox_);
   }
   ready_.clear();
-  if (ring_read_) {
-    appendFrame({FrameKind::kRingRead, 0, *ring_read_, 0}, "", outbox_);
-    ring_read_.reset();
+  if (ring_taken_) {
+    appendFrame({FrameKind::kRingTaken, 0, *ring_taken_, 0}, "", outbox_);
+    ring_taken_.reset();
   }
 }
 
@@ -266,7 +269,7 @@ void TcpSender::startFrame() {
   const OperationId operation = runnable_.front();
   const Message& message = streams_.at(operation).messages.front();
   if (is_ring_mapped_ || message.num_bytes <= kSmallMessageBytes) {
-    return;  // it goes through the ring or the outbox, which is full now
+    return;  // small ones go through the outbox, others through the ring: it is full now
   }
   offerRing(message.num_bytes);
   runnable_.pop_front();

@@ -22,21 +22,26 @@ void TcpSender::offerRing(int64_t message_bytes) {
   }
 }
 
-void TcpSender::onRingRead(int64_t num_bytes) {
+bool TcpSender::onPeerTook(int64_t num_bytes) {
   if (state_ == State::kStopped) {
-    return;
+    return true;
   }
-  if (!ring_ || !ring_->onRead(num_bytes)) {
-    owner_.onBroken(peer_, Direction::kOutgoing, "protocol error: rank " + std::to_string(peer_) + " has read what was not written");
-    return;
+  if (num_bytes == kRingRefused && ring_ && !is_ring_mapped_) {
+    ring_.reset();
+    return true;
+  }
+  if (!ring_ || !ring_->onTaken(num_bytes)) {
+    return false;
   }
   if (!is_ring_mapped_) {
     is_ring_mapped_ = true;
     ring_->onMapped();
   }
+  return true;
 }
 
-/// Moves the next part of the message whose turn it is, as much as the ring takes; its header follows in the outbox.
+/// Moves the next part of the message whose turn it is, as much as the ring takes; its header follows in the outbox. Small messages go whole, with
+/// their headers.
 int64_t TcpSender::copyToRing() {
   if (!is_ring_mapped_ || runnable_.empty() || ring_->freeBytes() == 0) {
     return 0;
@@ -44,10 +49,10 @@ int64_t TcpSender::copyToRing() {
   const OperationId operation = runnable_.front();
   Stream& stream = streams_.at(operation);
   Message& message = stream.messages.front();
-  const int64_t num_bytes = std::min({message.num_bytes - message.offset, ring_->freeBytes(), kMaxRingFrameBytes});
-  if (num_bytes == 0) {
+  if (message.num_bytes <= kSmallMessageBytes) {
     return 0;
   }
+  const int64_t num_bytes = std::min({message.num_bytes - message.offset, ring_->freeBytes(), kMaxRingFrameBytes});
   ring_->write(message.data + message.offset, num_bytes);
   appendFrame({FrameKind::kRingData, operation, num_bytes, message.num_bytes}, "", outbox_);
   message.offset += num_bytes;

@@ -103,17 +103,17 @@ core::ReshardingPlan halvesPlan() {
   return plan;
 }
 
-TEST(HostExecutor, PacksSomethingForEveryPeerBeforeItGivesWayToTheTransport) {
+TEST(HostExecutor, PackingGivesWayToTheTransport) {
   std::vector<float> in(kRows * kColumns, 7);
   OneRank rank(halvesPlan(), 0, {{in.data(), {kRows, kColumns}, {kColumns, 1}}}, {{}}, 64 << 20);
   rank.executor->start();
-  ASSERT_EQ(rank.transport.sends.size(), 2U);
-  EXPECT_EQ(rank.transport.sends[0].peer, 1);
-  EXPECT_EQ(rank.transport.sends[1].peer, 2);
-  rank.transport.runTask();
-  EXPECT_EQ(rank.transport.sends.size(), 3U);
-  rank.transport.runTask();
-  EXPECT_EQ(rank.transport.sends.size(), 4U);
+  for (size_t i = 1; i <= 4; ++i) {
+    ASSERT_EQ(rank.transport.sends.size(), i);
+    EXPECT_EQ(rank.transport.sends.back().peer, i <= 2 ? 1 : 2) << "in plan order";
+    if (i < 4) {
+      rank.transport.runTask();
+    }
+  }
 }
 
 TEST(HostExecutor, MayEndBeforeItsNextTurnToPack) {

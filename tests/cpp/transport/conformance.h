@@ -43,8 +43,8 @@ class Conformance : public testing::TestWithParam<Kind> {
   /// Large enough to be in many frames and many socket buffers; small on the fake, where it would only cost time.
   size_t largeBytes() const { return GetParam().is_tcp || GetParam().seed == 0 ? size_t{64} << 20 : size_t{1} << 16; }
   /// A message from rank 0 to rank 1 over an operation of its own arrives.
-  void expectUsable(OperationId operation) {
-    const std::vector<char> data = randomBytes(3000, operation);
+  void expectUsable(OperationId operation, size_t num_bytes = 3000) {
+    const std::vector<char> data = randomBytes(num_bytes, operation);
     std::vector<char> got(data.size());
     cluster_->open(0, operation);
     cluster_->open(1, operation);
@@ -53,6 +53,12 @@ class Conformance : public testing::TestWithParam<Kind> {
     ASSERT_TRUE(waitReceived(1, operation, 1));
     ASSERT_TRUE(waitSent(0, operation, 1));
     EXPECT_EQ(got, data);
+  }
+
+  /// What the network makes at a first large message is there.
+  void warmUp() {
+    expectUsable(1000, 100'000);
+    ASSERT_TRUE(cluster_->fenceBoth(0, 1));
   }
 
   std::unique_ptr<Cluster> cluster_;

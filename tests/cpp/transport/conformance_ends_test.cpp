@@ -10,6 +10,7 @@ namespace {
 
 TEST_P(Conformance, SenderClosesInTheMiddle) {
   start(2);
+  warmUp();
   openEverywhere(1);
   std::vector<char> data = randomBytes(largeBytes(), 1);
   std::vector<char> got(data.size());
@@ -40,6 +41,7 @@ TEST_P(Conformance, SenderClosesInTheMiddle) {
 
 TEST_P(Conformance, ReceiverClosesInTheMiddle) {
   start(2);
+  warmUp();
   openEverywhere(1);
   const std::vector<char> data = randomBytes(largeBytes(), 1);
   std::vector<char> got(data.size());

@@ -23,8 +23,8 @@ TEST(Frame, HeadersComeBackAsTheyWere) {
         FrameHeader{FrameKind::kData, 1, kMaxFramePayloadBytes, five_gib}, FrameHeader{FrameKind::kData, 1, 0, 0},
         FrameHeader{FrameKind::kData, uint64_t{1} << 40, 17, std::numeric_limits<int64_t>::max()},
         FrameHeader{FrameKind::kRing, std::numeric_limits<uint64_t>::max(), 4711, 12}, FrameHeader{FrameKind::kRingData, 1, kRingBytes, five_gib},
-        FrameHeader{FrameKind::kRingRead, 0, five_gib, 0}, FrameHeader{FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0},
-        FrameHeader{FrameKind::kError, 0, kMaxErrorBytes, 0}}) {
+        FrameHeader{FrameKind::kRingTaken, 0, five_gib, 0}, FrameHeader{FrameKind::kRingTaken, 0, kRingRefused, 0},
+        FrameHeader{FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0}, FrameHeader{FrameKind::kError, 0, kMaxErrorBytes, 0}}) {
     EXPECT_EQ(decodeFrameHeader(encoded(header)), header);
   }
 }
@@ -36,7 +36,8 @@ TEST(Frame, RefusesWhatIsNoHeader) {
         FrameHeader{FrameKind::kData, 1, kMaxFramePayloadBytes + 1, int64_t{1} << 40}, FrameHeader{FrameKind::kData, 1, 5, 4},
         FrameHeader{FrameKind::kData, 1, 0, -1}, FrameHeader{FrameKind::kRingData, 1, kRingBytes + 1, int64_t{1} << 40},
         FrameHeader{FrameKind::kRingData, 1, 5, 4}, FrameHeader{FrameKind::kRingData, 1, 0, 4}, FrameHeader{FrameKind::kRing, 0, 1, -1},
-        FrameHeader{FrameKind::kGoodbye, 0, 2, 0}, FrameHeader{FrameKind::kError, 0, kMaxErrorBytes + 1, 0}}) {
+        FrameHeader{FrameKind::kRingTaken, 0, -2, 0}, FrameHeader{FrameKind::kGoodbye, 0, 2, 0},
+        FrameHeader{FrameKind::kError, 0, kMaxErrorBytes + 1, 0}}) {
     EXPECT_EQ(decodeFrameHeader(encoded(header)), std::nullopt);
   }
   auto bytes = encoded({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0});

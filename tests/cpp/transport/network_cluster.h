@@ -100,7 +100,8 @@ class FakeCluster final : public Cluster {
 
 class TcpCluster final : public Cluster {
  public:
-  explicit TcpCluster(int32_t size, const TcpNetworkOptions& options = {});
+  /// `unwilling` is a rank that shares no memory.
+  explicit TcpCluster(int32_t size, const TcpNetworkOptions& options = {}, int32_t unwilling = -1);
   int32_t size() const override { return static_cast<int32_t>(networks_.size()); }
   TcpNetwork& network(int32_t rank) override { return *networks_[static_cast<size_t>(rank)]; }
   void call(int32_t rank, const std::function<void()>& task) override;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <future>
 #include <random>
 #include <string>
 #include <vector>
@@ -33,8 +34,8 @@ TEST(SharedRing, CarriesBytesInOrderOverItsEnd) {
     const int64_t part = std::min(written - read, static_cast<int64_t>(random() % kRingBytes));
     reader->read(got.data() + read, part);
     read += part;
-    ASSERT_EQ(reader->numRead(), read);
-    ASSERT_TRUE(writer->onRead(read));
+    ASSERT_EQ(reader->numTaken(), read);
+    ASSERT_TRUE(writer->onTaken(read));
     ASSERT_EQ(writer->freeBytes(), kRingBytes - (written - read));
   }
   EXPECT_EQ(got, data);
@@ -54,10 +55,10 @@ TEST(SharedRing, DiscardsWhereNobodyWantsTheBytes) {
 TEST(SharedRing, BelievesNoImpossiblePosition) {
   auto writer = RingWriter::make();
   writer->write("four", 4);
-  EXPECT_FALSE(writer->onRead(5));
-  EXPECT_FALSE(writer->onRead(-1));
-  EXPECT_TRUE(writer->onRead(3));
-  EXPECT_FALSE(writer->onRead(2));
+  EXPECT_FALSE(writer->onTaken(5));
+  EXPECT_FALSE(writer->onTaken(-1));
+  EXPECT_TRUE(writer->onTaken(3));
+  EXPECT_FALSE(writer->onTaken(2));
   EXPECT_EQ(writer->freeBytes(), kRingBytes - 1);
 }
 
@@ -71,10 +72,72 @@ TEST(SharedRing, OpensNothingButTheRingOfItsTicket) {
   EXPECT_FALSE(opens(int64_t{1} << 40, ticket.descriptor, ticket.nonce));
   const Fd other(::memfd_create("other", MFD_CLOEXEC));
   EXPECT_FALSE(opens(ticket.pid, other.get(), 0));
-  // Of the right name and size, but its owner could cut it short under the reader.
-  const Fd unsealed(::memfd_create("torch_xmesh-ring", MFD_CLOEXEC));
-  ASSERT_EQ(::ftruncate(unsealed.get(), 4096 + kRingBytes), 0);
-  EXPECT_FALSE(opens(ticket.pid, unsealed.get(), 0));
+  // Of the right name, but of another size, or one that its owner could change under the reader.
+  struct Case {
+    int64_t num_bytes;
+    int seals;
+    bool opens;
+  };
+  for (const Case& made : {Case{4096 + kRingBytes, F_SEAL_SHRINK | F_SEAL_GROW, true}, Case{4096 + kRingBytes, 0, false},
+                           Case{4096 + kRingBytes, F_SEAL_GROW, false}, Case{kRingBytes, F_SEAL_SHRINK | F_SEAL_GROW, false}}) {
+    const Fd file(::memfd_create("torch_xmesh-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    ASSERT_EQ(::ftruncate(file.get(), made.num_bytes), 0);
+    ASSERT_EQ(::fcntl(file.get(), F_ADD_SEALS, made.seals), 0);
+    EXPECT_EQ(opens(ticket.pid, file.get(), 0), made.opens) << made.num_bytes << " " << made.seals;
+  }
+}
+
+TEST(SharedRing, SmallMessagesPassAFullRing) {
+  TcpCluster cluster(2);
+  const auto post = [&](OperationId operation, const std::vector<std::vector<char>>& data, std::vector<std::vector<char>>& got) {
+    cluster.open(0, operation);
+    cluster.open(1, operation);
+    for (size_t i = 0; i < data.size(); ++i) {
+      got.emplace_back(data[i].size());
+      cluster.recv(1, operation, 0, got[i], static_cast<int64_t>(i));
+    }
+    ASSERT_TRUE(cluster.fenceBoth(0, 1));
+  };
+  const auto send = [&](OperationId operation, const std::vector<std::vector<char>>& data) {
+    for (size_t i = 0; i < data.size(); ++i) {
+      cluster.send(0, operation, 1, data[i], static_cast<int64_t>(i));
+    }
+    ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(0).sent[operation].size() == data.size(); }));
+  };
+  const std::vector<std::vector<char>> first{randomBytes(100'000, 1)};
+  std::vector<std::vector<char>> first_got;
+  post(1, first, first_got);
+  send(1, first);
+  ASSERT_TRUE(cluster.fenceBoth(0, 1));  // the ring is in use
+
+  std::vector<std::vector<char>> data{randomBytes(static_cast<size_t>(kRingBytes) - 100, 2)};
+  for (uint64_t i = 0; i < 20; ++i) {
+    data.push_back(randomBytes(8192, 3 + i));
+  }
+  std::vector<std::vector<char>> got;
+  post(2, data, got);
+  std::promise<void> may_read;
+  cluster.network(1).post([&] { may_read.get_future().get(); });
+  send(2, data);
+  may_read.set_value();
+  ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received[2].size() == data.size(); }));
+  EXPECT_EQ(got, data);
+}
+
+TEST(SharedRing, OneSideAloneDoesNotShareMemory) {
+  for (const int32_t unwilling : {0, 1}) {
+    TcpCluster cluster(2, {}, unwilling);
+    const std::vector<char> data = randomBytes(10'000'000, 1);
+    std::vector<char> got(data.size());
+    cluster.open(0, 1);
+    cluster.open(1, 1);
+    cluster.recv(1, 1, 0, got, 1);
+    cluster.send(0, 1, 1, data, 1);
+    ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received[1].size() == 1; }));
+    ASSERT_TRUE(cluster.fenceBoth(0, 1));
+    EXPECT_EQ(got, data);
+    EXPECT_EQ(countMappedRings(), 0U);
+  }
 }
 
 TEST(SharedRing, IsMadeAtTheFirstLargeMessageAndGoesWithTheNetwork) {

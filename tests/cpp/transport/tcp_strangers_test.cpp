@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "transport/alone.h"
+#include "transport/shared_ring.h"
 
 namespace xmesh::transport::test {
 namespace {
@@ -88,15 +89,29 @@ TEST(TcpNetwork, TrustsNoLengthOfAFrame) {
 }
 
 TEST(TcpNetwork, ARingThatIsNotThereIsAProtocolError) {
-  for (const FrameHeader& header : {FrameHeader{FrameKind::kRingData, 1, 4, 4}, FrameHeader{FrameKind::kRingRead, 0, 4, 0}}) {
+  for (const FrameHeader& header : {FrameHeader{FrameKind::kRingData, 1, 4, 4}, FrameHeader{FrameKind::kRingTaken, 0, 4, 0}}) {
     Alone alone;
     const Fd peer = rawConnect(alone.network().address());
-    // A ring that cannot be opened is no error: its owner goes on without.
+    // A ring that cannot be opened is no error: its owner is told and goes on without.
     rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kRing, 1, 1, 1}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
     ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
     rawWrite(peer, headerBytes(header));
     EXPECT_NE(alone.waitLoss().reason.find("protocol error"), std::string::npos);
   }
+}
+
+TEST(TcpNetwork, ASecondRingIsAProtocolError) {
+  const auto ring = RingWriter::make();
+  const RingTicket ticket = ring->ticket();
+  const std::string offer = headerBytes({FrameKind::kRing, ticket.nonce, ticket.pid, ticket.descriptor});
+  Alone alone;
+  const Fd peer = rawConnect(alone.network().address());
+  // Of an operation that is not open: taken and discarded.
+  rawWrite(peer, helloBytes({1, 2, {}}) + offer + headerBytes({FrameKind::kRingData, 1, 4, 4}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+  ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
+  EXPECT_EQ(alone.told().controls[0].second, "ok");
+  rawWrite(peer, offer);
+  EXPECT_NE(alone.waitLoss().reason.find("second ring"), std::string::npos);
 }
 
 TEST(TcpNetwork, DataWithoutAReceiveIsAProtocolErrorOrDiscarded) {
