@@ -27,7 +27,7 @@ from table import Record
 from torch_xmesh.testing.cluster import Cluster
 
 _TIMEOUT_SECONDS = 420.0
-_ALL_REDUCE_REPEATS = 100  # float32 holds 2^100
+_ALL_REDUCE_REPEATS = 1000
 _SMALL_REPEATS = 500
 RIVAL, CONTROL, OURS = "gloo", "gloo_control", "xmesh"
 
@@ -184,14 +184,18 @@ def _reshard(case_name: str, num_bytes: int, repeats: int, runs: int, group: dis
 def _all_reduce(repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
     """A 4-byte all_reduce through xmesh (the default group) and through gloo."""
     value = torch.ones(1)
+    doublings = 100  # a float holds 127
 
     def count_wrong() -> int:
-        wrong = int(value.item() != 2.0**repeats)
-        value.fill_(1.0)
-        return wrong
+        return int(value.item() != 2.0**doublings)
 
-    on_gloo = _repeat(lambda: dist.all_reduce(value, group=group), repeats)
-    on_xmesh = _repeat(lambda: dist.all_reduce(value), repeats)
+    def double(group: dist.ProcessGroup | None) -> None:
+        value.fill_(1.0)
+        for _ in range(doublings):
+            dist.all_reduce(value, group=group)
+
+    on_gloo = _repeat(lambda: double(group), repeats // doublings)
+    on_xmesh = _repeat(lambda: double(None), repeats // doublings)
     blocks = {RIVAL: on_gloo, OURS: on_xmesh, CONTROL: on_gloo}
     return _Comparison("all_reduce-4B", 4, repeats, blocks).run(runs, group, count_wrong)
 
