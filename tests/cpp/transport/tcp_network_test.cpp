@@ -44,6 +44,7 @@ TEST(TcpNetwork, KeepsTryingWhileThePeerStarts) {
   const Fd accepted(::accept(port.get(), nullptr, nullptr));
   EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, 2, {}}));
   EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes + 5).substr(kFrameHeaderBytes), "hello");
+  alone.destroyNetwork();  // before its peer ends without goodbye
   EXPECT_TRUE(alone.told().losses.empty());
 }
 
