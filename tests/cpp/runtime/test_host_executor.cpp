@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -10,6 +9,7 @@
 #include "core/error.h"
 #include "runtime/host_run.h"
 #include "runtime/manual_transport.h"
+#include "runtime/one_rank.h"
 #include "runtime/plans.h"
 #include "runtime/random_plan.h"
 #include "runtime/stream_run.h"
@@ -22,21 +22,6 @@ using runtime::compileProgram;
 using runtime::HostExecutor;
 using runtime::LocalTensor;
 using runtime::StagingPool;
-
-/// One rank's executor on a ManualTransport.
-struct OneRank {
-  OneRank(const core::ReshardingPlan& plan, int64_t rank, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, int64_t staging_bytes = 1 << 20)
-      : pool(staging_bytes) {
-    auto program = compileProgram(plan, rank);
-    std::vector<int32_t> peers = sameRanks(*program);
-    executor = std::make_unique<HostExecutor>(std::move(program), transport, 1, std::move(peers), std::move(src), std::move(dst), pool,
-                                              [this] { ++num_done; });
-  }
-  ManualTransport transport;
-  StagingPool pool;
-  int num_done = 0;
-  std::unique_ptr<HostExecutor> executor;
-};
 
 TEST(HostExecutor, ForwardsEachChunkInPlaceAsSoonAsItIsThere) {
   std::vector<float> out(10);
@@ -78,136 +63,6 @@ TEST(HostExecutor, BearsCallbacksFromInsideSend) {
   EXPECT_EQ(rank.transport.sends.size(), 5U);
   EXPECT_EQ(rank.num_done, 1);
   EXPECT_EQ(rank.pool.bytesInUse(), 0);
-}
-
-TEST(HostExecutor, PacksOnlyAsMuchAsStagingHolds) {
-  std::vector<float> in(1000);
-  OneRank rank(transposePlan(10, 100, 1, 5), 0, {{in.data(), {10, 100}, {100, 1}}}, {{}}, 3200);
-  rank.executor->start();
-  EXPECT_EQ(rank.transport.sends.size(), 2U) << "800 bytes each: one in its turn, one ahead";
-  rank.transport.events->onSent(rank.transport.sends[0].cookie);
-  EXPECT_EQ(rank.transport.sends.size(), 3U);
-  EXPECT_LE(rank.pool.peakBytes(), 1600);
-}
-
-constexpr int64_t kRows = 1 << 10;
-constexpr int64_t kColumns = 1 << 11;
-
-/// Rank 0 owes ranks 1 and 2 half of the columns each, in two messages of 2 MiB.
-core::ReshardingPlan halvesPlan() {
-  core::ReshardingPlan plan = emptyPlan(
-      {{lineSpec({kRows, kColumns}, "float32", {0}, Placement::replicate()), lineSpec({kRows, kColumns}, "float32", {1, 2}, Placement::shard(1))}});
-  const int64_t half = kRows * kColumns / 4;
-  plan.messages = {valueMessage(0, 0, half, 0, 1), valueMessage(0, half, 2 * half, 0, 1), valueMessage(1, 0, half, 0, 2),
-                   valueMessage(1, half, 2 * half, 0, 2)};
-  return plan;
-}
-
-TEST(HostExecutor, PackingGivesWayToTheTransport) {
-  std::vector<float> in(kRows * kColumns, 7);
-  OneRank rank(halvesPlan(), 0, {{in.data(), {kRows, kColumns}, {kColumns, 1}}}, {{}}, 64 << 20);
-  rank.executor->start();
-  for (size_t i = 1; i <= 4; ++i) {
-    ASSERT_EQ(rank.transport.sends.size(), i);
-    EXPECT_EQ(rank.transport.sends.back().peer, i <= 2 ? 1 : 2) << "in plan order";
-    if (i < 4) {
-      rank.transport.runTask();
-    }
-  }
-}
-
-TEST(HostExecutor, MayEndBeforeItsNextTurnToPack) {
-  std::vector<float> in(kRows * kColumns, 7);
-  OneRank rank(halvesPlan(), 0, {{in.data(), {kRows, kColumns}, {kColumns, 1}}}, {{}}, 64 << 20);
-  rank.executor->start();
-  EXPECT_EQ(rank.transport.tasks.size(), 1U);
-  for (size_t i = 0; i < rank.transport.sends.size(); ++i) {  // each one that is sent lets the next one be packed
-    rank.transport.events->onSent(rank.transport.sends[i].cookie);
-  }
-  EXPECT_EQ(rank.num_done, 1);
-  rank.executor.reset();
-  rank.transport.runTask();
-}
-
-TEST(HostExecutor, SendsOnWhatItReceivedPacked) {
-  core::ReshardingPlan plan =
-      emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2}, Placement::replicate())}});
-  plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 3, 1), valueMessage(1, 0, 4, 1, 2),
-                   valueMessage(1, 4, 8, 1, 2)};
-  std::vector<float> out(16);
-  OneRank rank(plan, 1, {{}}, {{out.data(), {4, 4}, {4, 1}}});
-  rank.executor->start();
-  ASSERT_EQ(rank.transport.receives.size(), 2U);
-  for (const ManualTransport::Posted& receive : rank.transport.receives) {
-    std::iota(static_cast<float*>(const_cast<void*>(receive.data)), static_cast<float*>(const_cast<void*>(receive.data)) + 8,
-              receive.peer == 0 ? 0.0F : 10.0F);
-  }
-  rank.transport.events->onReceived(rank.transport.receives[0].cookie);
-  rank.transport.events->onReceived(rank.transport.receives[1].cookie);
-  EXPECT_EQ(out, (std::vector<float>{0, 1, 10, 11, 2, 3, 12, 13, 4, 5, 14, 15, 6, 7, 16, 17}));
-  ASSERT_EQ(rank.transport.sends.size(), 3U);
-  EXPECT_EQ(rank.transport.sends[0].data, rank.transport.receives[0].data) << "not packed again";
-  EXPECT_EQ(*static_cast<const float*>(rank.transport.sends[1].data), 10) << "another range: packed";
-  EXPECT_EQ(*static_cast<const float*>(rank.transport.sends[2].data), 14);
-  for (size_t i = 0; i < 3; ++i) {
-    rank.transport.events->onSent(rank.transport.sends[i].cookie);
-  }
-  EXPECT_EQ(rank.num_done, 1);
-  EXPECT_EQ(rank.pool.bytesInUse(), 0);
-}
-
-TEST(HostExecutor, SendsThatMustBePackedOvertakeThoseToOtherPeersThatAreNotReady) {
-  core::ReshardingPlan plan =
-      emptyPlan({{lineSpec({4, 4}, "float32", {0, 1}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2, 3, 4}, Placement::replicate())}});
-  ASSERT_EQ(plan.tasks.size(), 2U);
-  plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 3),
-                   valueMessage(1, 0, 8, 1, 4), valueMessage(0, 0, 8, 2, 3), valueMessage(0, 0, 8, 2, 4)};
-  std::vector<float> in(16, 7);
-  std::vector<float> out(16);
-  OneRank rank(plan, 1, {{in.data(), {4, 2}, {4, 1}}}, {{out.data(), {4, 4}, {4, 1}}}, 256);
-  rank.executor->start();
-  ASSERT_EQ(rank.transport.sends.size(), 1U) << "room for one that overtakes";
-  EXPECT_EQ(rank.transport.sends[0].peer, 3);
-  EXPECT_EQ(static_cast<const float*>(rank.transport.sends[0].data)[7], 7);
-  rank.transport.events->onSent(rank.transport.sends[0].cookie);
-  ASSERT_EQ(rank.transport.sends.size(), 2U);
-  EXPECT_EQ(rank.transport.sends[1].peer, 4);
-  rank.transport.events->onReceived(0);
-  ASSERT_EQ(rank.transport.sends.size(), 3U);
-  EXPECT_EQ(rank.transport.sends[2].peer, 2) << "its arrival is there";
-  rank.transport.events->onSent(rank.transport.sends[1].cookie);
-  rank.transport.events->onSent(rank.transport.sends[2].cookie);
-  ASSERT_EQ(rank.transport.sends.size(), 4U);
-  EXPECT_EQ(rank.transport.sends[3].peer, 2);
-  rank.transport.events->onSent(rank.transport.sends[3].cookie);
-  while (!rank.transport.tasks.empty()) {
-    rank.transport.runTask();
-  }
-  EXPECT_EQ(rank.num_done, 1);
-  EXPECT_EQ(rank.pool.bytesInUse(), 0);
-}
-
-TEST(HostExecutor, HeldUpSendsGoInPlanOrder) {
-  core::ReshardingPlan plan =
-      emptyPlan({{lineSpec({16, 4}, "float32", {0, 1}, Placement::shard(1)), lineSpec({16, 4}, "float32", {1, 2, 3, 4}, Placement::replicate())}});
-  plan.messages = {valueMessage(0, 0, 32, 0, 1), valueMessage(0, 0, 32, 1, 2)};
-  std::vector<int32_t> peers;
-  for (int64_t begin = 0; begin < 32; begin += 8) {
-    for (const int32_t peer : {3, 4}) {
-      plan.messages.push_back(valueMessage(1, begin, begin + 8, 1, peer));
-      peers.push_back(peer);
-    }
-  }
-  std::vector<float> in(64, 7);
-  std::vector<float> out(64);
-  OneRank rank(plan, 1, {{in.data(), {16, 2}, {4, 1}}}, {{out.data(), {16, 4}, {4, 1}}}, 256);
-  rank.executor->start();
-  for (size_t i = 0; i < peers.size(); ++i) {
-    ASSERT_EQ(rank.transport.sends.size(), i + 1) << "room for one";
-    EXPECT_EQ(rank.transport.sends[i].peer, peers[i]);
-    rank.transport.events->onSent(rank.transport.sends[i].cookie);
-  }
-  EXPECT_EQ(rank.transport.sends.size(), peers.size()) << "the first waits for its bytes";
 }
 
 TEST(HostExecutor, IsDoneAtOnceWithoutWork) {
