@@ -99,9 +99,11 @@ TEST(SharedRing, SmallMessagesPassAFullRing) {
     ASSERT_TRUE(cluster.fenceBoth(0, 1));
   };
   const auto send = [&](OperationId operation, const std::vector<std::vector<char>>& data) {
-    for (size_t i = 0; i < data.size(); ++i) {
-      cluster.send(0, operation, 1, data[i], static_cast<int64_t>(i));
-    }
+    cluster.call(0, [&] {  // in one turn, so that the outbox fills up
+      for (size_t i = 0; i < data.size(); ++i) {
+        cluster.network(0).send(operation, 1, data[i].data(), static_cast<int64_t>(data[i].size()), static_cast<int64_t>(i));
+      }
+    });
     ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(0).sent[operation].size() == data.size(); }));
   };
   const std::vector<std::vector<char>> first{randomBytes(100'000, 1)};
