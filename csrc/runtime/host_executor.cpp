@@ -138,6 +138,8 @@ void HostExecutor::process(Event event) {
       will_pack_ = false;
       has_released_ = true;  // others may have waited behind what was put off
       return postWaitingSends();
+    case EventKind::kUnpack:
+      return unpackNext();
     case EventKind::kCopy:
       return copySlice();
   }
@@ -151,6 +153,7 @@ void HostExecutor::takeSent(int32_t index) {
     release(reduce_states_[static_cast<size_t>(step.reduction)].staged);
     postReceives();
   } else if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(index)]) {
+    unpackBeforeRelease(index);
     release(send_buffers_[static_cast<size_t>(index)]);
     postWaitingSends();
   }
@@ -191,85 +194,6 @@ void HostExecutor::begin() {
   }
 }
 
-void HostExecutor::postReceives() {
-  while (next_receive_ < static_cast<int32_t>(program_->receives.size()) && postReceive(next_receive_)) {
-    ++next_receive_;
-  }
-}
-
-bool HostExecutor::postReceive(int32_t index) {
-  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
-  if (step.reduction >= 0 && !prepareReduction(step.reduction)) {
-    return false;
-  }
-  const int64_t num_bytes = program_->numBytes(step);
-  std::byte* target = receiveTarget(index);
-  if (target == nullptr) {
-    if (receive_buffers_.empty()) {
-      receive_buffers_.resize(program_->receives.size());
-    }
-    StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
-    buffer = pool_.acquire(StagingKind::kReceive, num_bytes, *this);
-    if (!buffer) {
-      return false;
-    }
-    target = buffer.data;
-  }
-  transport_.recv(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], target, num_bytes, index);
-  return true;
-}
-
-/// Where a message may go without staging: a value into its place, what comes first into a reduction into the accumulator if it has its type.
-std::byte* HostExecutor::receiveTarget(int32_t index) {
-  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
-  if (step.reduction < 0) {
-    return contiguousRun(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
-  }
-  const ReduceStep& reduce = program_->reductions[static_cast<size_t>(step.reduction)];
-  const bool is_first = index == reduce.first_receive && reduce.own_turn != 0;
-  return is_first && (step.is_sum || reduce.reduction.accumulatesInPlace()) ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
-                                                                            : nullptr;
-}
-
-void HostExecutor::takeReceived(int32_t index) {
-  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
-  --num_open_;
-  ++num_received_[static_cast<size_t>(step.peer)];
-  if (step.reduction >= 0) {
-    has_arrived_[static_cast<size_t>(index)] = 1;
-    advanceReduction(step.reduction);
-  } else {
-    const bool is_staged = !receive_buffers_.empty() && receive_buffers_[static_cast<size_t>(index)];
-    if (is_staged) {
-      const StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
-      unpackRange(buffer.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
-      unpacked_receive_ = index;
-    }
-    onArrival(step.arrival);
-    unpacked_receive_ = -1;
-    if (is_staged && receive_buffers_[static_cast<size_t>(index)]) {
-      release(receive_buffers_[static_cast<size_t>(index)]);
-    }
-  }
-  postReceives();
-}
-
-void HostExecutor::onArrival(int32_t arrival) {
-  const Program& todo = *program_;
-  for (int32_t i = todo.dependents_begin[static_cast<size_t>(arrival)]; i < todo.dependents_begin[static_cast<size_t>(arrival) + 1]; ++i) {
-    const int32_t send = todo.dependents[static_cast<size_t>(i)];
-    const int32_t peer = todo.sends[static_cast<size_t>(send)].peer;
-    if (--num_deps_[static_cast<size_t>(send)] > 0 || next_send_[static_cast<size_t>(peer)] != send) {
-      continue;
-    }
-    const int32_t first_staged = firstStagedSend();
-    postSendsTo(peer);
-    if (firstStagedSend() != first_staged) {
-      postStagedSends();
-    }
-  }
-}
-
 /// Copies one slice's worth of what this rank keeps; the rest follows in a task of its own.
 void HostExecutor::copySlice() {
   int64_t left_bytes = kCopySliceBytes;
@@ -298,6 +222,7 @@ void HostExecutor::release(StagingBuffer& buffer) {
 }
 
 void HostExecutor::releaseAll() {
+  packed_arrivals_.clear();
   for (StagingBuffer& buffer : send_buffers_) {
     if (buffer) {
       release(buffer);

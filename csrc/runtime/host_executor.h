@@ -54,7 +54,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
 
  private:
   enum class Phase : uint8_t { kNew, kRunning, kDone, kCancelled };
-  enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy, kPack };
+  enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy, kPack, kUnpack };
   struct Event {
     EventKind kind = EventKind::kStart;
     int32_t index = 0;
@@ -64,6 +64,13 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
     StagingBuffer staged;              ///< of a partial sum until it is sent
     int32_t num_received = 0;          ///< received contributions taken in so far
     bool is_own_done = false;
+  };
+
+  /// What came in packed and is not in its place yet.
+  struct PackedArrival {
+    int32_t receive = 0;
+    const std::byte* data = nullptr;
+    int32_t send = -1;  ///< whose buffer holds it now, or -1: the receive's own
   };
 
   void onStagingFree() override { handle({EventKind::kStagingFree, 0}); }
@@ -87,10 +94,16 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool givesWay(int32_t index) const;
   void putOff(int32_t index);
   bool postSend(int32_t index);
-  bool takeOver(const SendStep& step, StagingBuffer& buffer);
+  void pack(int32_t index, StagingBuffer& buffer);
+  void unpackRangeOf(const SendStep& step);
   const std::byte* sendSource(const SendStep& step) const;
   void takeSent(int32_t index);
   void takeReceived(int32_t index);
+  void passOn(int32_t index);
+  void unpack(size_t i);
+  void unpackSoon();
+  void unpackNext();
+  void unpackBeforeRelease(int32_t send);
   void advanceReduction(int32_t index);
   void accumulateOwn(const ReduceStep& step, const ReduceState& state) const;
   void finishReduction(const ReduceStep& step, ReduceState& state);
@@ -126,7 +139,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   int32_t next_receive_ = 0;
   std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
   std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged
-  int32_t unpacked_receive_ = -1;               ///< what its dependents find in staging too, or -1
+  std::vector<PackedArrival> packed_arrivals_;  ///< oldest first
+  bool will_unpack_ = false;                    ///< a kUnpack event is posted
   std::vector<uint8_t> has_arrived_;            ///< by receive; empty when nothing is reduced
   std::vector<ReduceState> reduce_states_;
   size_t copy_index_ = 0;                ///< the copy under way

@@ -1,4 +1,5 @@
 // How the executor posts its sends: in plan order to each peer, packed where a range is not one run in memory.
+#include <cstring>
 #include <utility>
 
 #include "runtime/host_executor.h"
@@ -104,7 +105,6 @@ void HostExecutor::putOff(int32_t index) {
 
 bool HostExecutor::postSend(int32_t index) {
   const SendStep& step = program_->sends[static_cast<size_t>(index)];
-  const int64_t num_bytes = program_->numBytes(step);
   const std::byte* data = sendSource(step);
   if (data == nullptr) {
     if (givesWay(index)) {
@@ -112,33 +112,54 @@ bool HostExecutor::postSend(int32_t index) {
       return false;
     }
     StagingBuffer& buffer = send_buffers_[static_cast<size_t>(index)];
-    buffer = acquireSend(index, num_bytes);
+    buffer = acquireSend(index, program_->numBytes(step));
     if (!buffer) {
       return false;
     }
-    if (!takeOver(step, buffer)) {
-      packRange(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes, buffer.data);
-      packed_bytes_ += num_bytes;
-    }
+    pack(index, buffer);
     data = buffer.data;
+  } else if (step.reduction < 0) {
+    unpackRangeOf(step);
   }
-  transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, num_bytes, index);
+  transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, program_->numBytes(step), index);
   return true;
 }
 
-/// Where the same range has just come in, it is packed already: its buffer and the new one change places.
-bool HostExecutor::takeOver(const SendStep& step, StagingBuffer& buffer) {
-  if (unpacked_receive_ < 0) {
-    return false;
+/// Fills a send's buffer. What just came in packed is not packed again: the first send of the same range and its arrival change buffers, others copy.
+void HostExecutor::pack(int32_t index, StagingBuffer& buffer) {
+  const SendStep& step = program_->sends[static_cast<size_t>(index)];
+  const int64_t item_bytes = program_->places[static_cast<size_t>(step.place)].item_bytes;
+  for (PackedArrival& arrival : packed_arrivals_) {
+    const ReceiveStep& receive = program_->receives[static_cast<size_t>(arrival.receive)];
+    if (receive.place != step.place || receive.begin > step.begin || receive.end < step.end) {
+      continue;
+    }
+    StagingBuffer& received = receive_buffers_[static_cast<size_t>(arrival.receive)];
+    if (arrival.send < 0 && receive.begin == step.begin && receive.end == step.end && received.capacity == buffer.capacity) {
+      std::swap(received.data, buffer.data);
+      release(received);
+      arrival.send = index;
+    } else {
+      std::memcpy(buffer.data, arrival.data + (step.begin - receive.begin) * item_bytes, static_cast<size_t>(program_->numBytes(step)));
+      packed_bytes_ += program_->numBytes(step);
+    }
+    return;
   }
-  const ReceiveStep& receive = program_->receives[static_cast<size_t>(unpacked_receive_)];
-  StagingBuffer& received = receive_buffers_[static_cast<size_t>(unpacked_receive_)];
-  if (receive.place != step.place || receive.begin != step.begin || receive.end != step.end || received.capacity != buffer.capacity) {
-    return false;
+  unpackRangeOf(step);
+  packRange(boxOf(step.place), step.begin, step.end, item_bytes, buffer.data);
+  packed_bytes_ += program_->numBytes(step);
+}
+
+/// Brings to its place what a send reads from there.
+void HostExecutor::unpackRangeOf(const SendStep& step) {
+  for (size_t i = 0; i < packed_arrivals_.size();) {
+    const ReceiveStep& receive = program_->receives[static_cast<size_t>(packed_arrivals_[i].receive)];
+    if (receive.place == step.place && receive.begin < step.end && step.begin < receive.end) {
+      unpack(i);
+    } else {
+      ++i;
+    }
   }
-  std::swap(received.data, buffer.data);
-  unpacked_receive_ = -1;
-  return true;
 }
 
 /// Where a message's bytes lie in one run, or null.

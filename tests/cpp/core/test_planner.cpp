@@ -69,7 +69,7 @@ TEST(Planner, PastFourGiB) {
   }
 }
 
-TEST(Planner, AutoIsTheFastestCandidate) {
+TEST(Planner, AutoIsAsFastAsTheFastestCandidate) {
   for (const layouts::PublishedCase& published : layouts::publishedCases()) {
     const auto tensors = std::vector{layouts::pairOf(published)};
     const ReshardingPlan chosen = planResharding(tensors, layouts::topologyOf(published), parseStrategy("auto"));
@@ -78,10 +78,25 @@ TEST(Planner, AutoIsTheFastestCandidate) {
         continue;
       }
       const ReshardingPlan plan = planResharding(tensors, layouts::topologyOf(published), parseStrategy(info.name));
-      EXPECT_LE(chosen.predicted_seconds, plan.predicted_seconds) << published.name << " " << info.name;
+      EXPECT_LE(chosen.predicted_seconds, plan.predicted_seconds / 0.99) << published.name << " " << info.name;
     }
     EXPECT_EQ(chosen.messages, planResharding(tensors, layouts::topologyOf(published), parseStrategy(chosen.strategy)).messages) << published.name;
   }
+}
+
+TEST(Planner, AutoTakesFewerStreamsWherePredictionsAreATie) {
+  // Host 0 to hosts 1-4: down a chain, or a part to each, which they exchange.
+  const DType dtype = DType::parse("float32");
+  const TensorPair pair{{{4096, 4096}, dtype, Mesh({1}, {0}), {Placement::replicate()}},
+                        {{4096, 4096}, dtype, Mesh({8}, {4, 5, 8, 9, 12, 13, 16, 17}), {Placement::replicate()}}};
+  LinkModel links;
+  links.nic_bytes_per_s = 50'000'000;
+  const Topology topology = Topology::uniform(20, 4, links);
+  const double striped = planResharding({pair}, topology, parseStrategy("striped")).predicted_seconds;
+  const ReshardingPlan broadcast = planResharding({pair}, topology, parseStrategy("broadcast"));
+  ASSERT_LT(striped, broadcast.predicted_seconds) << "else the rule is not what is seen";
+  ASSERT_LT(broadcast.predicted_seconds, striped / 0.99);
+  EXPECT_EQ(planResharding({pair}, topology, parseStrategy("auto")).messages, broadcast.messages);
 }
 
 TEST(Planner, PublishedCasesDecomposeAndBroadcastReceivesOnce) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "runtime/one_rank.h"
@@ -61,31 +62,145 @@ TEST(HostExecutor, MayEndBeforeItsNextTurnToPack) {
   rank.transport.runTask();
 }
 
-TEST(HostExecutor, SendsOnWhatItReceivedPacked) {
+/// Rank 1 gets columns 0-1 of a (4, 4) from rank 0 and columns 2-3 from rank 3, packed, and passes them on to rank 2 as `to_rank_2` says.
+struct Relay {
+  explicit Relay(const std::vector<core::Message>& to_rank_2) : out(16) {
+    core::ReshardingPlan plan =
+        emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2}, Placement::replicate())}});
+    plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(1, 0, 8, 3, 1)};
+    plan.messages.insert(plan.messages.end(), to_rank_2.begin(), to_rank_2.end());
+    rank.emplace(plan, 1, std::vector<runtime::LocalTensor>{{}}, std::vector<runtime::LocalTensor>{{out.data(), {4, 4}, {4, 1}}});
+    rank->executor->start();
+  }
+
+  /// The bytes of one peer arrive: 0, 1, ... from rank 0, 10, 11, ... from rank 3.
+  void arrive(size_t receive) {
+    const ManualTransport::Posted posted = rank->transport.receives.at(receive);
+    auto* data = static_cast<float*>(const_cast<void*>(posted.data));
+    std::iota(data, data + posted.num_bytes / 4, posted.peer == 0 ? 0.0F : 10.0F);
+    rank->transport.events->onReceived(posted.cookie);
+  }
+  void sent(size_t send) { rank->transport.events->onSent(rank->transport.sends.at(send).cookie); }
+  const float* sendOf(size_t send) const { return static_cast<const float*>(rank->transport.sends.at(send).data); }
+  void expectDone() {
+    EXPECT_EQ(out, (std::vector<float>{0, 1, 10, 11, 2, 3, 12, 13, 4, 5, 14, 15, 6, 7, 16, 17}));
+    EXPECT_EQ(rank->num_done, 1);
+    EXPECT_EQ(rank->pool.bytesInUse(), 0);
+  }
+
+  std::vector<float> out;
+  std::optional<OneRank> rank;
+};
+
+const std::vector<float> kNothing(16);
+
+TEST(HostExecutor, PassesOnWhatCameInPackedBeforeItUnpacksIt) {
+  Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 2)});
+  relay.arrive(0);
+  relay.arrive(1);
+  ASSERT_EQ(relay.rank->transport.sends.size(), 2U);
+  EXPECT_EQ(relay.sendOf(0), relay.rank->transport.receives[0].data) << "not packed again";
+  EXPECT_EQ(relay.sendOf(1), relay.rank->transport.receives[1].data);
+  EXPECT_EQ(relay.out, kNothing);
+  while (!relay.rank->transport.tasks.empty()) {
+    EXPECT_EQ(relay.rank->num_done, 0);
+    relay.rank->transport.runTask();
+  }
+  relay.sent(0);
+  relay.sent(1);
+  relay.expectDone();
+}
+
+TEST(HostExecutor, UnpacksWhatIsSentBeforeItsTurnToUnpack) {
+  Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 2)});
+  relay.arrive(0);
+  relay.arrive(1);
+  relay.sent(0);
+  EXPECT_EQ(relay.out, (std::vector<float>{0, 1, 0, 0, 2, 3, 0, 0, 4, 5, 0, 0, 6, 7, 0, 0}));
+  relay.sent(1);
+  relay.expectDone();
+  relay.rank->transport.runTask();
+}
+
+TEST(HostExecutor, PassesOnPartsOfWhatCameInPacked) {
+  Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 4, 1, 2), valueMessage(1, 4, 8, 1, 2)});
+  relay.arrive(1);
+  EXPECT_TRUE(relay.rank->transport.sends.empty()) << "behind the first in plan order";
+  EXPECT_EQ(relay.out[2], 10) << "nothing was passed on: unpacked at once";
+  relay.arrive(0);
+  ASSERT_EQ(relay.rank->transport.sends.size(), 3U);
+  EXPECT_EQ(*relay.sendOf(1), 10);
+  EXPECT_EQ(*relay.sendOf(2), 14);
+  for (size_t i = 0; i < 3; ++i) {
+    relay.sent(i);
+  }
+  relay.expectDone();
+}
+
+TEST(HostExecutor, CopiesPartsOfWhatCameInPacked) {
+  Relay relay({valueMessage(0, 0, 3, 1, 2), valueMessage(0, 3, 8, 1, 2)});
+  relay.arrive(0);
+  ASSERT_EQ(relay.rank->transport.sends.size(), 2U);
+  EXPECT_EQ(std::vector<float>(relay.sendOf(0), relay.sendOf(0) + 3), (std::vector<float>{0, 1, 2}));
+  EXPECT_EQ(std::vector<float>(relay.sendOf(1), relay.sendOf(1) + 5), (std::vector<float>{3, 4, 5, 6, 7}));
+  EXPECT_EQ(relay.out[12], 6) << "its buffer was not taken: unpacked at once";
+  relay.sent(0);
+  relay.sent(1);
+  relay.arrive(1);
+  relay.expectDone();
+}
+
+TEST(HostExecutor, UnpacksFirstWhatIsOnlyAPartOfASend) {
   core::ReshardingPlan plan =
       emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2}, Placement::replicate())}});
-  plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 3, 1), valueMessage(1, 0, 4, 1, 2),
-                   valueMessage(1, 4, 8, 1, 2)};
+  plan.messages = {valueMessage(0, 0, 4, 0, 1), valueMessage(0, 4, 8, 0, 1),  // the second one's dependent spans both
+                   valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 3, 1)};
   std::vector<float> out(16);
   OneRank rank(plan, 1, {{}}, {{out.data(), {4, 4}, {4, 1}}});
   rank.executor->start();
-  ASSERT_EQ(rank.transport.receives.size(), 2U);
-  for (const ManualTransport::Posted& receive : rank.transport.receives) {
-    std::iota(static_cast<float*>(const_cast<void*>(receive.data)), static_cast<float*>(const_cast<void*>(receive.data)) + 8,
-              receive.peer == 0 ? 0.0F : 10.0F);
+  for (size_t i = 0; i < 2; ++i) {
+    auto* data = static_cast<float*>(const_cast<void*>(rank.transport.receives.at(i).data));
+    std::iota(data, data + 4, static_cast<float>(4 * i));
+    rank.transport.events->onReceived(rank.transport.receives[i].cookie);
   }
-  rank.transport.events->onReceived(rank.transport.receives[0].cookie);
-  rank.transport.events->onReceived(rank.transport.receives[1].cookie);
-  EXPECT_EQ(out, (std::vector<float>{0, 1, 10, 11, 2, 3, 12, 13, 4, 5, 14, 15, 6, 7, 16, 17}));
-  ASSERT_EQ(rank.transport.sends.size(), 3U);
-  EXPECT_EQ(rank.transport.sends[0].data, rank.transport.receives[0].data) << "not packed again";
-  EXPECT_EQ(*static_cast<const float*>(rank.transport.sends[1].data), 10) << "another range: packed";
-  EXPECT_EQ(*static_cast<const float*>(rank.transport.sends[2].data), 14);
-  for (size_t i = 0; i < 3; ++i) {
-    rank.transport.events->onSent(rank.transport.sends[i].cookie);
-  }
-  EXPECT_EQ(rank.num_done, 1);
-  EXPECT_EQ(rank.pool.bytesInUse(), 0);
+  ASSERT_EQ(rank.transport.sends.size(), 1U);
+  const auto* sent = static_cast<const float*>(rank.transport.sends[0].data);
+  EXPECT_EQ(std::vector<float>(sent, sent + 8), (std::vector<float>{0, 1, 2, 3, 4, 5, 6, 7}));
+}
+
+struct NobodyWaits final : runtime::StagingClient {
+  void onStagingFree() override {}
+};
+
+TEST(HostExecutor, CopiesWhatCameInPackedWhereBuffersDiffer) {
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({32, 4}, "float32", {0}, Placement::replicate()), lineSpec({32, 4}, "float32", {1, 2}, Placement::replicate())}});
+  plan.messages = {valueMessage(0, 0, 126, 0, 1), valueMessage(0, 0, 126, 1, 2), valueMessage(0, 126, 128, 0, 1), valueMessage(0, 126, 128, 1, 2)};
+  std::vector<float> out(256);
+  OneRank rank(plan, 1, {{}}, {{out.data(), {32, 4}, {8, 2}}});
+  NobodyWaits other;
+  const runtime::StagingBuffer cached = rank.pool.acquire(runtime::StagingKind::kSend, 512, other);  // 504 are asked for
+  rank.pool.release(cached, other);
+  rank.executor->start();
+  const ManualTransport::Posted received = rank.transport.receives.at(0);
+  EXPECT_EQ(received.data, cached.data);
+  auto* data = static_cast<float*>(const_cast<void*>(received.data));
+  std::iota(data, data + 126, 1.0F);
+  rank.transport.events->onReceived(received.cookie);
+  ASSERT_EQ(rank.transport.sends.size(), 1U);
+  const auto* sent = static_cast<const float*>(rank.transport.sends[0].data);
+  EXPECT_NE(sent, data);
+  EXPECT_EQ(std::vector<float>(sent, sent + 126), std::vector<float>(data, data + 126));
+  EXPECT_EQ(out[250], 126);
+}
+
+TEST(HostExecutor, MayBeCancelledBeforeItUnpacks) {
+  Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 2)});
+  relay.arrive(0);
+  relay.rank->executor->cancel();
+  EXPECT_EQ(relay.rank->pool.bytesInUse(), 0);
+  relay.rank->transport.runTask();
+  EXPECT_EQ(relay.out, kNothing);
 }
 
 TEST(HostExecutor, SendsThatMustBePackedOvertakeThoseToOtherPeersThatAreNotReady) {
