@@ -28,8 +28,8 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `links` are further arguments of the product's Topology; `budget_seconds` limits the timed
-    part."""
+    """How to measure. `costs` are those of `link_costs`, empty if they are to be measured; `budget_seconds` limits the
+    timed part."""
 
     hosts: int = 5
     devices: int = 4
@@ -40,7 +40,7 @@ class Settings:
     runs: int = 5
     budget_seconds: float = 480.0
     timeout_seconds: float = 300.0
-    links: dict[str, Any] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,14 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
                 "cases": [case.to_json() for case in cases],
                 "strategies": list(strategies),
                 "devices": settings.devices,
+                "costs": settings.costs or [json.loads(line.removeprefix("costs: ")) for line in costs],
                 "runs": settings.runs,
                 "budget_seconds": settings.budget_seconds,
                 "timeout_seconds": settings.timeout_seconds,
                 "shared_memory": settings.shared_memory,
                 "nic_bytes_per_s": nic_bytes_per_s,
-                "links": {"is_measured": settings.is_paced and cluster.is_shaped, **settings.links},
+                "is_paced": settings.is_paced and cluster.is_shaped,
+                "costs": settings.costs,
                 "records": f"{folder}/records.jsonl",
             }
             job_path = Path(folder, "job.json")
@@ -80,9 +82,10 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
             written = run_workers(cluster, _WORKER, job_path, seconds)
             skipped = [line for line in written.splitlines() if line.startswith("skipped: ")]
+            costs = [line for line in written.splitlines() if line.startswith("costs: ")]
             lines = Path(folder, "records.jsonl").read_text().splitlines()
         records = [Record(**json.loads(line)) for line in lines]
-        notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}", *skipped]
+        notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}", *costs, *skipped]
         if not settings.shared_memory:
             notes.append("the product shares no memory inside hosts")
         about = {
@@ -90,6 +93,7 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             "cluster": cluster.description,
             "is_shaped": cluster.is_shaped,
             "nic_bytes_per_s": nic_bytes_per_s,
+            "costs": settings.costs or [json.loads(line.removeprefix("costs: ")) for line in costs],
             "runs": settings.runs,
             "shared_memory": settings.shared_memory,
             "skipped": skipped,

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from disturbance import ATTEMPTS, DISTURBED, StolenTime
-from methods import Method, RankData, XmeshMethod
+from methods import Method, RankData, XmeshMethod, link_costs
 from overlaps import bound_seconds
 from rivals import is_rival, make_rival
 from table import Record
 
+_CALIBRATION_BYTES = 4 << 20
 _SLOW = 1.15  # a method this many times slower than the fastest may get fewer runs when time is short
 # Longer than ranks take to come out of a collective one after another.
 _START_IN_SECONDS = 0.05
@@ -82,7 +83,19 @@ class Worker:
         rates = {host: int(rate) for host, rate in enumerate(job["nic_bytes_per_s"])}
         usual = statistics.mode(rates.values())
         special = {host: rate for host, rate in rates.items() if rate != usual}
-        return xm.Topology(host_of=host_of, nic_bytes_per_s=usual, nic_of_host=special, **job["links"])
+        costs = job["costs"] or self._calibrate()
+        return xm.Topology(
+            host_of=host_of, nic_bytes_per_s=usual, nic_of_host=special, is_measured=job["is_paced"], **costs
+        )
+
+    def _calibrate(self) -> dict[str, float]:
+        """What a byte inside a host and a message cost, as a user finds out."""
+        from torch_xmesh.calibration import calibrate
+
+        costs = link_costs(calibrate(num_bytes=_CALIBRATION_BYTES))
+        if self._rank == 0:
+            print(f"costs: {json.dumps(costs)}", flush=True)
+        return costs
 
     def close(self) -> None:
         dist.destroy_process_group()

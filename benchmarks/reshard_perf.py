@@ -16,6 +16,7 @@ from cases import SUITES, Case, fits, suite_cases
 from charts import plot
 from cluster_suite import Measurement, MeasurementError, Settings, main_exit_code, measure
 from hard import hard_cases
+from methods import link_costs
 from table import render, save
 
 _STRATEGIES = {
@@ -68,7 +69,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-shared-memory", action="store_true", help="let the product use TCP between ranks of one host too"
     )
-    parser.add_argument("--topology", type=Path, help="take latencies and message costs from this topology file")
+    parser.add_argument(
+        "--topology", type=Path, help="take latencies and message costs from this topology file; else they are measured"
+    )
     parser.add_argument("--num-bytes", type=num_bytes, default=64 << 20, help="bytes of a case (default 64MiB)")
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument("--budget-seconds", type=float, default=480.0, help="beyond it slow methods get fewer runs")
@@ -111,6 +114,8 @@ def choose_strategies(options: argparse.Namespace) -> list[str]:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Raises ValueError for a malformed --rate-of or topology file."""
+    from torch_xmesh import Topology
+
     rate_of = {}
     for text in options.rate_of:
         host, _, rate = text.partition("=")
@@ -126,20 +131,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         shared_memory=not options.no_shared_memory,
         runs=options.runs,
         budget_seconds=options.budget_seconds,
-        links=_costs_of(options.topology),
+        costs={} if options.topology is None else link_costs(Topology.load(options.topology)),
     )
-
-
-def _costs_of(path: Path | None) -> dict[str, float]:
-    """What a topology file says besides NIC rates, which are measured anew."""
-    if path is None:
-        return {}
-    from torch_xmesh import Topology
-
-    links = Topology.load(path).links
-    return {
-        name: getattr(links, name) for name in ("local_bytes_per_s", "latency_us", "message_us", "local_latency_us")
-    }
 
 
 def report(options: argparse.Namespace, measurement: Measurement) -> None:

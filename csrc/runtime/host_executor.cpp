@@ -42,7 +42,7 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
       staged_sends_.push_back(static_cast<int32_t>(i));
     }
   }
-  next_send_ = todo.first_send_of_peer;
+  next_send_ = todo.first_send_of_channel;
   num_sent_.assign(todo.peer_ranks.size(), 0);
   num_received_.assign(todo.peer_ranks.size(), 0);
   send_buffers_.resize(staged_sends_.empty() ? 0 : todo.sends.size());
@@ -67,9 +67,15 @@ void HostExecutor::cancel() {
   if (phase_ != Phase::kRunning) {
     return;
   }
-  transport_.close(operation_);
+  closeChannels();
   transportGone();
   pool_.serve();
+}
+
+void HostExecutor::closeChannels() {
+  for (const int32_t channel : program_->channels) {
+    transport_.close(operationOf(channel));
+  }
 }
 
 void HostExecutor::transportGone() {
@@ -164,7 +170,7 @@ void HostExecutor::settle() {
   if (phase_ == Phase::kRunning && num_open_ == 0) {
     phase_ = Phase::kDone;
     dropTasks();
-    transport_.close(operation_);
+    closeChannels();
     pool_.forget(*this);
     pool_.serve();
     const std::function<void()> on_done = std::move(on_done_);
@@ -180,13 +186,15 @@ void HostExecutor::settle() {
 }
 
 void HostExecutor::begin() {
-  transport_.open(operation_, *this);
+  for (const int32_t channel : program_->channels) {
+    transport_.open(operationOf(channel), *this);
+  }
   postReceives();
   // In plan order over all peers, as far as nothing has to be waited for.
   for (size_t i = 0; i < program_->sends.size(); ++i) {
-    const auto peer = static_cast<size_t>(program_->sends[i].peer);
-    if (next_send_[peer] == static_cast<int32_t>(i) && num_deps_[i] == 0 && postSend(static_cast<int32_t>(i))) {
-      next_send_[peer] = program_->sends[i].next_of_peer;
+    int32_t& next = nextSendLike(static_cast<int32_t>(i));
+    if (next == static_cast<int32_t>(i) && num_deps_[i] == 0 && postSend(next)) {
+      next = program_->sends[i].next_of_channel;
     }
   }
   if (!program_->copies.empty()) {

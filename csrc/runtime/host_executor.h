@@ -20,10 +20,10 @@ struct ExecutorOptions {
 };
 
 /// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
-/// run in memory), forwards what arrives, reduces contributions in order, sends partial sums from their accumulators, copies what the rank keeps.
-/// Threading: everything on the transport's thread, constructor excepted; never blocks, never spins.
-/// Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or cancel(). The destructor cancels;
-/// after isDone() or cancel() it may run on any thread that is ordered after it.
+/// run in memory), passes on what arrives (before it is unpacked, and past what is late from another rank: see Channels), reduces contributions in
+/// order, sends partial sums from their accumulators, copies what the rank keeps. Threading: everything on the transport's thread, constructor
+/// excepted; never blocks, never spins. Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or
+/// cancel(). The destructor cancels; after isDone() or cancel() it may run on any thread that is ordered after it.
 class HostExecutor final : public transport::OperationEvents, private StagingClient {
  public:
   /// `group_rank_of_peer[i]` is the transport's rank of program->peers()[i]. `src` and `dst` have one entry per tensor (empty entries where this rank
@@ -85,7 +85,14 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool postReceive(int32_t index);
   bool prepareReduction(int32_t index);
   std::byte* receiveTarget(int32_t index);
-  void postSendsTo(int32_t peer);
+  transport::OperationId operationOf(int32_t channel) const { return operation_ << kChannelBits | static_cast<uint64_t>(channel); }
+  void closeChannels();
+  /// The first send not posted of a send's channel, or -1.
+  int32_t& nextSendLike(int32_t send) {
+    const SendStep& step = program_->sends[static_cast<size_t>(send)];
+    return next_send_[Program::channelIndex(step.peer, step.channel)];
+  }
+  void postSendsLike(int32_t send);
   int32_t firstStagedSend();
   void postStagedSends();
   void postHeldUpSends();
@@ -128,7 +135,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete
 
   std::vector<int32_t> num_deps_;      ///< by send: arrivals still missing
-  std::vector<int32_t> next_send_;     ///< by peer: the first send not posted, or -1
+  std::vector<int32_t> next_send_;     ///< by channel (Program::channelIndex): the first send not posted, or -1
   std::vector<int64_t> num_sent_;      ///< by peer
   std::vector<int64_t> num_received_;  ///< by peer
   std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending

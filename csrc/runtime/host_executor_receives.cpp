@@ -30,7 +30,7 @@ bool HostExecutor::postReceive(int32_t index) {
     }
     target = buffer.data;
   }
-  transport_.recv(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], target, num_bytes, index);
+  transport_.recv(operationOf(step.channel), group_rank_of_peer_[static_cast<size_t>(step.peer)], target, num_bytes, index);
   return true;
 }
 
@@ -114,12 +114,11 @@ void HostExecutor::onArrival(int32_t arrival) {
   const Program& todo = *program_;
   for (int32_t i = todo.dependents_begin[static_cast<size_t>(arrival)]; i < todo.dependents_begin[static_cast<size_t>(arrival) + 1]; ++i) {
     const int32_t send = todo.dependents[static_cast<size_t>(i)];
-    const int32_t peer = todo.sends[static_cast<size_t>(send)].peer;
-    if (--num_deps_[static_cast<size_t>(send)] > 0 || next_send_[static_cast<size_t>(peer)] != send) {
+    if (--num_deps_[static_cast<size_t>(send)] > 0 || nextSendLike(send) != send) {
       continue;
     }
     const int32_t first_staged = firstStagedSend();
-    postSendsTo(peer);
+    postSendsLike(send);
     if (firstStagedSend() != first_staged) {
       postStagedSends();
     }

@@ -12,10 +12,11 @@ constexpr int64_t kPackSliceBytes = int64_t{1} << 20;
 
 }  // namespace
 
-void HostExecutor::postSendsTo(int32_t peer) {
-  int32_t& next = next_send_[static_cast<size_t>(peer)];
+/// Goes on in the channel of a send.
+void HostExecutor::postSendsLike(int32_t send) {
+  int32_t& next = nextSendLike(send);
   while (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0 && postSend(next)) {
-    next = program_->sends[static_cast<size_t>(next)].next_of_peer;
+    next = program_->sends[static_cast<size_t>(next)].next_of_channel;
   }
 }
 
@@ -23,8 +24,8 @@ void HostExecutor::postSendsTo(int32_t peer) {
 int32_t HostExecutor::firstStagedSend() {
   for (; next_staged_send_ < staged_sends_.size(); ++next_staged_send_) {
     const int32_t first = staged_sends_[next_staged_send_];
-    const int32_t next_of_peer = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(first)].peer)];
-    if (next_of_peer >= 0 && next_of_peer <= first) {
+    const int32_t next = nextSendLike(first);
+    if (next >= 0 && next <= first) {
       return first;
     }
   }
@@ -34,7 +35,7 @@ int32_t HostExecutor::firstStagedSend() {
 /// Goes on where the first send that must be packed may have been held up.
 void HostExecutor::postStagedSends() {
   for (int32_t first = firstStagedSend(); first >= 0;) {
-    postSendsTo(program_->sends[static_cast<size_t>(first)].peer);
+    postSendsLike(first);
     const int32_t next = firstStagedSend();
     if (next == first) {
       return;
@@ -47,7 +48,7 @@ void HostExecutor::postStagedSends() {
 void HostExecutor::postHeldUpSends() {
   for (auto held = held_up_sends_.begin(); held != held_up_sends_.end();) {
     const int32_t index = *held;
-    int32_t& next = next_send_[static_cast<size_t>(program_->sends[static_cast<size_t>(index)].peer)];
+    int32_t& next = nextSendLike(index);
     if (next == index && givesWay(index)) {
       putOff(index);
       ++held;
@@ -60,7 +61,7 @@ void HostExecutor::postHeldUpSends() {
     if (!postSend(index)) {
       return;
     }
-    next = program_->sends[static_cast<size_t>(index)].next_of_peer;
+    next = program_->sends[static_cast<size_t>(index)].next_of_channel;
     if (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0) {
       held_up_sends_.insert(next);
       held = held_up_sends_.upper_bound(index);
@@ -121,7 +122,7 @@ bool HostExecutor::postSend(int32_t index) {
   } else if (step.reduction < 0) {
     unpackRangeOf(step);
   }
-  transport_.send(operation_, group_rank_of_peer_[static_cast<size_t>(step.peer)], data, program_->numBytes(step), index);
+  transport_.send(operationOf(step.channel), group_rank_of_peer_[static_cast<size_t>(step.peer)], data, program_->numBytes(step), index);
   return true;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -42,7 +43,7 @@ std::optional<View> viewOf(const core::TensorSpec& spec, int64_t global_rank) {
 class Compiler {
  public:
   Compiler(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options)
-      : plan_(plan), rank_(global_rank), options_(options), program_(std::make_shared<Program>()) {
+      : plan_(plan), rank_(global_rank), options_(options), channels_(plan, global_rank), program_(std::make_shared<Program>()) {
     core::require(options.max_message_bytes > 0, "messages must be at least one byte long, got " + std::to_string(options.max_message_bytes));
     program_->global_rank = global_rank;
     for (const core::TensorPair& pair : plan.tensors) {
@@ -73,6 +74,7 @@ class Compiler {
       }
     }
     addCopies();
+    collectChannels();
     linkSends();
     return std::move(program_);
   }
@@ -104,7 +106,7 @@ class Compiler {
     }
     program_->receives_of_peer.assign(program_->peer_ranks.size(), 0);
     program_->sends_of_peer.assign(program_->peer_ranks.size(), 0);
-    program_->first_send_of_peer.assign(program_->peer_ranks.size(), -1);
+    program_->first_send_of_channel.assign(program_->peer_ranks.size() * kNumChannels, -1);
   }
 
   int32_t placeOf(int64_t task_index, bool is_src) {
@@ -131,6 +133,7 @@ class Compiler {
     const UnitTask& task = taskOf(message);
     SendStep step;
     step.peer = peer_index_.at(message.dst_rank);
+    step.channel = channels_.channelOf(message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -182,6 +185,7 @@ class Compiler {
   ReceiveStep& addReceive(const Message& message, int64_t position) {
     ReceiveStep step;
     step.peer = peer_index_.at(message.src_rank);
+    step.channel = channels_.channelOf(message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -269,11 +273,22 @@ class Compiler {
     }
   }
 
+  void collectChannels() {
+    std::set<int32_t> channels;
+    for (const SendStep& step : program_->sends) {
+      channels.insert(step.channel);
+    }
+    for (const ReceiveStep& step : program_->receives) {
+      channels.insert(step.channel);
+    }
+    program_->channels.assign(channels.begin(), channels.end());
+  }
+
   void linkSends() {
     std::vector<SendStep>& sends = program_->sends;
     for (size_t i = sends.size(); i-- > 0;) {
-      int32_t& first = program_->first_send_of_peer[static_cast<size_t>(sends[i].peer)];
-      sends[i].next_of_peer = first;
+      int32_t& first = program_->first_send_of_channel[Program::channelIndex(sends[i].peer, sends[i].channel)];
+      sends[i].next_of_channel = first;
       first = static_cast<int32_t>(i);
     }
     std::sort(dependencies_.begin(), dependencies_.end());
@@ -290,6 +305,7 @@ class Compiler {
   const ReshardingPlan& plan_;
   const int64_t rank_;
   const ProgramOptions options_;
+  const Channels channels_;
   std::shared_ptr<Program> program_;
   std::vector<std::optional<View>> src_views_;
   std::vector<std::optional<View>> dst_views_;

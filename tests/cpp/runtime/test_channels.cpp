@@ -1,0 +1,64 @@
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "core/resharding/planner.h"
+#include "random_layouts.h"
+#include "runtime/channels.h"
+#include "runtime/plans.h"
+#include "runtime/program.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Placement;
+using replay::valueMessage;
+
+TEST(Channels, WhatIsPassedOnGoesByItsSource) {
+  core::ReshardingPlan plan = replay::emptyPlan(
+      {{replay::lineSpec({16}, "float32", {0, 1}, Placement::shard(0)), replay::lineSpec({16}, "float32", {2, 3}, Placement::replicate())}});
+  plan.messages = {valueMessage(0, 0, 4, 0, 2), valueMessage(0, 4, 8, 0, 2), valueMessage(1, 0, 8, 1, 2),
+                   valueMessage(0, 0, 8, 2, 3), valueMessage(1, 0, 4, 2, 3), valueMessage(1, 4, 8, 2, 3)};
+  for (const int64_t rank : {2, 3}) {
+    const Channels channels(plan, rank);
+    const int32_t of_0 = channels.channelOf(plan.messages[3]);
+    EXPECT_NE(of_0, 0);
+    EXPECT_NE(channels.channelOf(plan.messages[4]), 0);
+    EXPECT_NE(channels.channelOf(plan.messages[4]), of_0);
+    EXPECT_EQ(channels.channelOf(plan.messages[5]), channels.channelOf(plan.messages[4]));
+  }
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(Channels(plan, 2).channelOf(plan.messages[i]), 0) << "its sender has it from the start";
+  }
+}
+
+/// The sizes of the messages from one rank to another in one channel, in order.
+using Traffic = std::map<std::tuple<int64_t, int64_t, int32_t>, std::vector<int64_t>>;
+
+TEST(Channels, BothEndsFindTheSame) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    std::mt19937_64 rng(seed);
+    const core::TensorPair pair = layouts::randomPair(rng, {});
+    for (const char* strategy : {"striped", "broadcast", "local_allgather", "global_allgather"}) {
+      const core::ReshardingPlan plan = core::planResharding({pair}, core::Topology::uniform(12, 3), core::parseStrategy(strategy));
+      Traffic sent;
+      Traffic received;
+      for (const int64_t rank : plan.participants()) {
+        const auto program = compileProgram(plan, rank, {.max_message_bytes = 64});
+        for (const SendStep& step : program->sends) {
+          sent[{rank, program->peers()[static_cast<size_t>(step.peer)], step.channel}].push_back(step.end - step.begin);
+        }
+        for (const ReceiveStep& step : program->receives) {
+          received[{program->peers()[static_cast<size_t>(step.peer)], rank, step.channel}].push_back(step.end - step.begin);
+        }
+      }
+      EXPECT_EQ(sent, received) << "seed " << seed << ' ' << strategy;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace xmesh::runtime
