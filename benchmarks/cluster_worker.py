@@ -27,7 +27,7 @@ from overlaps import bound_seconds
 from rivals import is_rival, make_rival
 from table import Record
 
-_CALIBRATION_BYTES = 4 << 20
+_CALIBRATION_BYTES = 8 << 20
 _SLOW = 1.15  # a method this many times slower than the fastest may get fewer runs when time is short
 # Longer than ranks take to come out of a collective one after another.
 _START_IN_SECONDS = 0.05

@@ -20,7 +20,7 @@ struct ExecutorOptions {
 };
 
 /// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
-/// run in memory), passes on what arrives (before it is unpacked, and past what is late from another rank: see Channels), reduces contributions in
+/// run in memory), passes on what arrives (before it is unpacked, and past late bytes of another slice: see channelOf), reduces contributions in
 /// order, sends partial sums from their accumulators, copies what the rank keeps. Threading: everything on the transport's thread, constructor
 /// excepted; never blocks, never spins. Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or
 /// cancel(). The destructor cancels; after isDone() or cancel() it may run on any thread that is ordered after it.

@@ -43,7 +43,7 @@ std::optional<View> viewOf(const core::TensorSpec& spec, int64_t global_rank) {
 class Compiler {
  public:
   Compiler(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options)
-      : plan_(plan), rank_(global_rank), options_(options), channels_(plan, global_rank), program_(std::make_shared<Program>()) {
+      : plan_(plan), rank_(global_rank), options_(options), program_(std::make_shared<Program>()) {
     core::require(options.max_message_bytes > 0, "messages must be at least one byte long, got " + std::to_string(options.max_message_bytes));
     program_->global_rank = global_rank;
     for (const core::TensorPair& pair : plan.tensors) {
@@ -133,7 +133,7 @@ class Compiler {
     const UnitTask& task = taskOf(message);
     SendStep step;
     step.peer = peer_index_.at(message.dst_rank);
-    step.channel = channels_.channelOf(message);
+    step.channel = channelOf(plan_, message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -185,7 +185,7 @@ class Compiler {
   ReceiveStep& addReceive(const Message& message, int64_t position) {
     ReceiveStep step;
     step.peer = peer_index_.at(message.src_rank);
-    step.channel = channels_.channelOf(message);
+    step.channel = channelOf(plan_, message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -305,7 +305,6 @@ class Compiler {
   const ReshardingPlan& plan_;
   const int64_t rank_;
   const ProgramOptions options_;
-  const Channels channels_;
   std::shared_ptr<Program> program_;
   std::vector<std::optional<View>> src_views_;
   std::vector<std::optional<View>> dst_views_;

@@ -34,7 +34,7 @@ struct SendStep {
   int32_t place = -1;            ///< index in places; -1 for a partial sum
   int32_t reduction = -1;        ///< whose accumulator is sent as partial sum, an index in reductions; else -1
   int32_t num_deps = 0;          ///< arrivals that must come first
-  int32_t channel = 0;           ///< see Channels
+  int32_t channel = 0;           ///< see channelOf
   int32_t next_of_channel = -1;  ///< the next send to the same peer in the same channel
   int64_t position = 0;          ///< in the plan's order over sends and receives
   int64_t begin = 0;

@@ -17,28 +17,23 @@ namespace {
 using core::Placement;
 using replay::valueMessage;
 
-TEST(Channels, WhatIsPassedOnGoesByItsSource) {
+TEST(ChannelOf, WhatIsPassedOnGoesByItsSlice) {
   core::ReshardingPlan plan = replay::emptyPlan(
       {{replay::lineSpec({16}, "float32", {0, 1}, Placement::shard(0)), replay::lineSpec({16}, "float32", {2, 3}, Placement::replicate())}});
-  plan.messages = {valueMessage(0, 0, 4, 0, 2), valueMessage(0, 4, 8, 0, 2), valueMessage(1, 0, 8, 1, 2),
-                   valueMessage(0, 0, 8, 2, 3), valueMessage(1, 0, 4, 2, 3), valueMessage(1, 4, 8, 2, 3)};
-  for (const int64_t rank : {2, 3}) {
-    const Channels channels(plan, rank);
-    const int32_t of_0 = channels.channelOf(plan.messages[3]);
-    EXPECT_NE(of_0, 0);
-    EXPECT_NE(channels.channelOf(plan.messages[4]), 0);
-    EXPECT_NE(channels.channelOf(plan.messages[4]), of_0);
-    EXPECT_EQ(channels.channelOf(plan.messages[5]), channels.channelOf(plan.messages[4]));
+  for (const auto& held : {valueMessage(0, 0, 4, 0, 2), valueMessage(0, 4, 8, 0, 2), valueMessage(1, 0, 8, 1, 2)}) {
+    EXPECT_EQ(channelOf(plan, held), 0) << "its sender has it from the start";
   }
-  for (size_t i = 0; i < 3; ++i) {
-    EXPECT_EQ(Channels(plan, 2).channelOf(plan.messages[i]), 0) << "its sender has it from the start";
-  }
+  const int32_t channel = channelOf(plan, valueMessage(0, 0, 8, 2, 3));
+  EXPECT_NE(channel, 0);
+  EXPECT_NE(channelOf(plan, valueMessage(1, 0, 4, 2, 3)), 0);
+  EXPECT_NE(channelOf(plan, valueMessage(1, 0, 4, 2, 3)), channel);
+  EXPECT_EQ(channelOf(plan, valueMessage(1, 4, 8, 2, 3)), channelOf(plan, valueMessage(1, 0, 4, 2, 3)));
 }
 
 /// The sizes of the messages from one rank to another in one channel, in order.
 using Traffic = std::map<std::tuple<int64_t, int64_t, int32_t>, std::vector<int64_t>>;
 
-TEST(Channels, BothEndsFindTheSame) {
+TEST(ChannelOf, BothEndsFindTheSame) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
     std::mt19937_64 rng(seed);
     const core::TensorPair pair = layouts::randomPair(rng, {});

@@ -122,10 +122,10 @@ TEST(HostExecutor, UnpacksWhatIsSentBeforeItsTurnToUnpack) {
   relay.rank->transport.runTask();
 }
 
-TEST(HostExecutor, PassesOnFromOneRankWhatCameBeforeAnothersBytes) {
+TEST(HostExecutor, PassesOnWhatCameBeforeTheBytesOfAnotherSlice) {
   Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 4, 1, 2), valueMessage(1, 4, 8, 1, 2)});
   relay.arrive(1);
-  ASSERT_EQ(relay.rank->transport.sends.size(), 2U) << "the first in plan order is late, but comes from another rank";
+  ASSERT_EQ(relay.rank->transport.sends.size(), 2U) << "the first in plan order is late, but of another slice";
   EXPECT_EQ(*relay.sendOf(0), 10);
   EXPECT_EQ(*relay.sendOf(1), 14);
   relay.arrive(0);
@@ -136,7 +136,7 @@ TEST(HostExecutor, PassesOnFromOneRankWhatCameBeforeAnothersBytes) {
   relay.expectDone();
 }
 
-TEST(HostExecutor, PassesOnInPlanOrderWhatCameFromOneRank) {
+TEST(HostExecutor, PassesOnOneSliceInPlanOrder) {
   core::ReshardingPlan plan =
       emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2}, Placement::replicate())}});
   plan.messages = {valueMessage(0, 0, 4, 0, 1), valueMessage(0, 4, 8, 0, 1), valueMessage(0, 0, 4, 1, 2),
