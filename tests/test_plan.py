@@ -109,7 +109,7 @@ def test_published_cases(name: str) -> None:
 
 
 def test_order_and_spread_pay() -> None:
-    """What the paper reports: c4 in AlpaComm's order beats the naive one, and auto is within a tie (1 %) of the best."""
+    """What the paper reports: c4 in AlpaComm's order beats the naive one, and auto is within 1 % of the best."""
     for name in PUBLISHED:
         layout = published(name)
         predicted = {strategy: plan_of(layout, strategy).predicted_seconds for strategy in STRATEGIES}
