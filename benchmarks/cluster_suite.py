@@ -19,7 +19,7 @@ from torch_xmesh.testing.cluster import Cluster, Goodput
 
 _WORKER = Path(__file__).with_name("cluster_worker.py")
 _START_SECONDS = 120.0
-"""Starting 20 processes that import torch and make groups, and preparing data, on two cores."""
+"""Starting 20 processes that import torch and make groups, measuring costs, and preparing data, on two cores."""
 
 
 class MeasurementError(RuntimeError):
@@ -28,8 +28,8 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `costs` are those of `link_costs`, empty if they are to be measured; `budget_seconds` limits the
-    timed part."""
+    """How to measure. `costs` are arguments of the product's Topology besides rates, empty if they are to be measured;
+    `budget_seconds` limits the timed part."""
 
     hosts: int = 5
     devices: int = 4

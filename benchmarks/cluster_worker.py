@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from disturbance import ATTEMPTS, DISTURBED, StolenTime
-from methods import Method, RankData, XmeshMethod, link_costs
+from methods import Method, RankData, XmeshMethod
 from overlaps import bound_seconds
 from rivals import is_rival, make_rival
 from table import Record
 
-_CALIBRATION_BYTES = 8 << 20
 _SLOW = 1.15  # a method this many times slower than the fastest may get fewer runs when time is short
 # Longer than ranks take to come out of a collective one after another.
 _START_IN_SECONDS = 0.05
@@ -83,16 +82,16 @@ class Worker:
         rates = {host: int(rate) for host, rate in enumerate(job["nic_bytes_per_s"])}
         usual = statistics.mode(rates.values())
         special = {host: rate for host, rate in rates.items() if rate != usual}
-        costs = job["costs"] or self._calibrate()
+        costs = job["costs"] or self._measure_costs()
         return xm.Topology(
             host_of=host_of, nic_bytes_per_s=usual, nic_of_host=special, is_measured=job["is_paced"], **costs
         )
 
-    def _calibrate(self) -> dict[str, float]:
-        """What a byte inside a host and a message cost, as a user finds out."""
-        from torch_xmesh.calibration import calibrate
+    def _measure_costs(self) -> dict[str, float]:
+        """What a byte inside a host and a message cost, as a user's calibration finds them."""
+        from torch_xmesh.calibration import measure_costs
 
-        costs = link_costs(calibrate(num_bytes=_CALIBRATION_BYTES))
+        costs = measure_costs()
         if self._rank == 0:
             print(f"costs: {json.dumps(costs)}", flush=True)
         return costs

@@ -27,12 +27,6 @@ class Method(ABC):
         """Reshards once, to the end, and returns this rank's local destination tensors, one per tensor of the case."""
 
 
-def link_costs(topology: Any) -> dict[str, float]:
-    """What a topology says besides NIC rates: arguments of another one."""
-    names = ("local_bytes_per_s", "latency_us", "message_us", "local_latency_us")
-    return {name: getattr(topology.links, name) for name in names}
-
-
 def pattern(layout: TensorLayout, index: int, box: Box) -> torch.Tensor:
     """The contents of `box` of tensor `index`: a hash of the global flat index, exact in the tensor's dtype."""
     dtype: torch.dtype = getattr(torch, layout.dtype)

@@ -16,7 +16,6 @@ from cases import SUITES, Case, fits, suite_cases
 from charts import plot
 from cluster_suite import Measurement, MeasurementError, Settings, main_exit_code, measure
 from hard import hard_cases
-from methods import link_costs
 from table import render, save
 
 _STRATEGIES = {
@@ -114,8 +113,6 @@ def choose_strategies(options: argparse.Namespace) -> list[str]:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Raises ValueError for a malformed --rate-of or topology file."""
-    from torch_xmesh import Topology
-
     rate_of = {}
     for text in options.rate_of:
         host, _, rate = text.partition("=")
@@ -131,8 +128,20 @@ def settings_of(options: argparse.Namespace) -> Settings:
         shared_memory=not options.no_shared_memory,
         runs=options.runs,
         budget_seconds=options.budget_seconds,
-        costs={} if options.topology is None else link_costs(Topology.load(options.topology)),
+        costs=_costs_of(options.topology),
     )
+
+
+def _costs_of(path: Path | None) -> dict[str, float]:
+    """What a topology file says besides NIC rates, which are measured anew; nothing without a file."""
+    if path is None:
+        return {}
+    from torch_xmesh import Topology
+
+    links = Topology.load(path).links
+    return {
+        name: getattr(links, name) for name in ("local_bytes_per_s", "latency_us", "message_us", "local_latency_us")
+    }
 
 
 def report(options: argparse.Namespace, measurement: Measurement) -> None:

@@ -208,3 +208,6 @@ def test_a_suite_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     bounds = {record["case"]: record["bound_seconds"] for record in records}
     assert bounds["1to2x2"] == pytest.approx(bounds["1to1x2"] * (1 if rate == "none" else 2))
+    costs = json.loads((tmp_path / "out.json").read_text())["about"]["costs"]
+    assert costs["local_bytes_per_s"] > 0
+    assert ("message_us" in costs) == (rate != "none"), "on plain localhost there is one host"

@@ -20,6 +20,7 @@ from torch_xmesh.topology import Topology
 
 _NUM_SMALL = 512
 _LOCAL_FACTOR = 4  # inside a host bytes are so fast that few of them cannot be timed
+_LEAST_SHARE = 0.25
 _SAME_RATE = 0.05  # NICs that differ less are one rate
 
 
@@ -36,32 +37,65 @@ def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
     Raises:
         ValueError: the default group is not on xmesh, or has one rank only.
     """
+    ranks_of = _ranks_of_hosts()
+    host_of = {rank: host for host, ranks in ranks_of.items() for rank in ranks}
+    fields: dict[str, float] = {}
+    nic_of = _nic_rates(ranks_of, num_bytes, repeats)
+    if nic_of:
+        nic = int(statistics.median(nic_of.values()))
+        fields["nic_bytes_per_s"] = nic
+        nic_of = {host: rate for host, rate in nic_of.items() if abs(rate - nic) > _SAME_RATE * nic}
+    fields |= measure_costs(num_bytes=_LOCAL_FACTOR * num_bytes, repeats=repeats)
+    return Topology(host_of, nic_of_host=nic_of, is_measured=True, **fields)  # type: ignore[arg-type]
+
+
+def measure_costs(*, num_bytes: int = 128 << 20, repeats: int = 3) -> dict[str, float]:
+    """What a byte inside a host and a message cost in the default group. Called by every rank; needs idle links.
+
+    Args:
+        num_bytes: size of the transfer that measures the rate inside a host, bytes.
+        repeats: measurements of each kind; the fastest counts.
+
+    Returns:
+        on every rank the same arguments of :class:`Topology`: ``latency_us`` and ``message_us`` where there are several
+        hosts, ``local_bytes_per_s`` and ``local_latency_us`` where one has several ranks.
+
+    Raises:
+        ValueError: the default group is not on xmesh, or has one rank only.
+    """
+    ranks_of = list(_ranks_of_hosts().values())
+    costs: dict[str, float] = {}
+    if len(ranks_of) > 1:
+        costs |= _small_costs(ranks_of[0][0], ranks_of[1][0], repeats, local=False)
+    pair = next((ranks for ranks in ranks_of if len(ranks) > 1), None)
+    if pair is not None:
+        costs["local_bytes_per_s"] = int(_rate(pair[0], pair[1], num_bytes, repeats))
+        costs |= _small_costs(pair[0], pair[1], repeats, local=True)
+    return costs
+
+
+def _ranks_of_hosts() -> dict[int, list[int]]:
+    """The default group's ranks by host, both ascending."""
     world_size = dist.get_world_size()
     if world_size < 2:
         raise ValueError("calibration measures the links between ranks, and this group has one rank only")
     host_of = group_of(None).topology(list(range(world_size)), Topology().links).host_of
-    first_of: dict[int, list[int]] = {}
+    ranks_of: dict[int, list[int]] = {host: [] for host in sorted(set(host_of.values()))}
     for rank, host in sorted(host_of.items()):
-        first_of.setdefault(host, []).append(rank)
-    hosts = sorted(first_of)
-    fields: dict[str, float] = {}
-    nic_of: dict[int, int] = {}
-    if len(hosts) > 1:
-        outgoing = {
-            host: _rate(first_of[host][0], first_of[hosts[(i + 1) % len(hosts)]][0], num_bytes, repeats)
-            for i, host in enumerate(hosts)
-        }
-        for i, host in enumerate(hosts):
-            nic_of[host] = int(max(outgoing[host], outgoing[hosts[i - 1]]))
-        nic = int(statistics.median(nic_of.values()))
-        fields["nic_bytes_per_s"] = nic
-        nic_of = {host: rate for host, rate in nic_of.items() if abs(rate - nic) > _SAME_RATE * nic}
-        fields |= _small_costs(first_of[hosts[0]][0], first_of[hosts[1]][0], repeats, local=False)
-    pair = next((ranks for ranks in first_of.values() if len(ranks) > 1), None)
-    if pair is not None:
-        fields["local_bytes_per_s"] = int(_rate(pair[0], pair[1], _LOCAL_FACTOR * num_bytes, repeats))
-        fields |= _small_costs(pair[0], pair[1], repeats, local=True)
-    return Topology(host_of, nic_of_host=nic_of, is_measured=True, **fields)  # type: ignore[arg-type]
+        ranks_of[host].append(rank)
+    return ranks_of
+
+
+def _nic_rates(ranks_of: dict[int, list[int]], num_bytes: int, repeats: int) -> dict[int, int]:
+    """Each host's rate to or from its neighbours, whichever is more; nothing for one host."""
+    hosts = list(ranks_of)
+    if len(hosts) < 2:
+        return {}
+    outgoing = [
+        _rate(ranks_of[host][0], ranks_of[hosts[(i + 1) % len(hosts)]][0], num_bytes, repeats)
+        for i, host in enumerate(hosts)
+    ]
+    return {host: int(max(outgoing[i], outgoing[i - 1])) for i, host in enumerate(hosts)}
 
 
 def _rate(source: int, target: int, num_bytes: int, repeats: int) -> float:
@@ -69,7 +103,9 @@ def _rate(source: int, target: int, num_bytes: int, repeats: int) -> float:
     small, large = num_bytes // 4, num_bytes
     seconds_small = _seconds(source, target, [small], repeats)
     seconds_large = _seconds(source, target, [large], repeats)
-    return (large - small) / max(seconds_large - seconds_small, 1e-9)
+    # Latency drops out of the difference, unless a disturbance was longer than the difference itself.
+    seconds = seconds_large - seconds_small
+    return (large - small) / seconds if seconds > _LEAST_SHARE * seconds_large else large / seconds_large
 
 
 def _small_costs(source: int, target: int, repeats: int, *, local: bool) -> dict[str, float]:

@@ -24,7 +24,7 @@ uint64_t hashBytes(std::string_view bytes, uint64_t state = 0xcbf29ce484222325UL
 uint64_t hashRanks(const std::vector<int64_t>& ranks);
 /// The lane of the backward of the call `forward`.
 uint64_t backwardLane(const CallKey& forward);
-/// The transport's operation: ranks that disagree on the plan get different ones, so that their bytes never meet.
+/// What the transport's operations are made of: ranks that disagree on the plan get different ones, so that their bytes never meet.
 uint64_t operationOf(const CallKey& key, std::string_view fingerprint);
 
 /// What a call is about, field by field: what ranks must agree on, in words.

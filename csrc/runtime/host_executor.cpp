@@ -6,12 +6,6 @@
 #include "core/error.h"
 
 namespace xmesh::runtime {
-namespace {
-
-/// Local copies give way to other work on the transport's thread after so many bytes.
-constexpr int64_t kCopySliceBytes = int64_t{1} << 20;
-
-}  // namespace
 
 HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, transport::OperationId operation,
                            std::vector<int32_t> group_rank_of_peer, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, StagingPool& pool,
@@ -145,7 +139,7 @@ void HostExecutor::process(Event event) {
       has_released_ = true;  // others may have waited behind what was put off
       return postWaitingSends();
     case EventKind::kUnpack:
-      return unpackNext();
+      return unpackSlice();
     case EventKind::kCopy:
       return copySlice();
   }
@@ -204,7 +198,7 @@ void HostExecutor::begin() {
 
 /// Copies one slice's worth of what this rank keeps; the rest follows in a task of its own.
 void HostExecutor::copySlice() {
-  int64_t left_bytes = kCopySliceBytes;
+  int64_t left_bytes = kSliceBytes;
   while (copy_index_ < program_->copies.size()) {
     const CopyStep& step = program_->copies[copy_index_];
     const int64_t item_bytes = program_->places[static_cast<size_t>(step.src_place)].item_bytes;

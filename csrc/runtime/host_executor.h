@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/peer_progress.h"
@@ -26,6 +28,7 @@ struct ExecutorOptions {
 /// cancel(). The destructor cancels; after isDone() or cancel() it may run on any thread that is ordered after it.
 class HostExecutor final : public transport::OperationEvents, private StagingClient {
  public:
+  /// The transport's operations are `operation` times kNumChannels plus the channel, so its highest bits are lost.
   /// `group_rank_of_peer[i]` is the transport's rank of program->peers()[i]. `src` and `dst` have one entry per tensor (empty entries where this rank
   /// is not in the mesh); throws InvalidArgument when their shapes are not what the plan says. `on_done` runs once on the transport's thread when all
   /// is sent, received and copied and the operation is closed; it may destroy the executor. It does not run after cancel().
@@ -53,6 +56,9 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void onReceived(int64_t cookie) override;
 
  private:
+  /// Packing, unpacking and copying give way to the transport after so many bytes.
+  static constexpr int64_t kSliceBytes = int64_t{1} << 20;
+
   enum class Phase : uint8_t { kNew, kRunning, kDone, kCancelled };
   enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy, kPack, kUnpack };
   struct Event {
@@ -72,6 +78,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
     const std::byte* data = nullptr;
     int32_t send = -1;  ///< whose buffer holds it now, or -1: the receive's own
   };
+
+  using PackedArrivals = std::map<std::pair<int32_t, int64_t>, PackedArrival>;  ///< by place and first element; they do not overlap
 
   void onStagingFree() override { handle({EventKind::kStagingFree, 0}); }
   /// Takes an event in, now or (when called back from inside) after the present one. The executor may be gone afterwards.
@@ -102,14 +110,15 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void putOff(int32_t index);
   bool postSend(int32_t index);
   void pack(int32_t index, StagingBuffer& buffer);
+  PackedArrivals::iterator packedArrivalOf(const SendStep& step);
   void unpackRangeOf(const SendStep& step);
   const std::byte* sendSource(const SendStep& step) const;
   void takeSent(int32_t index);
   void takeReceived(int32_t index);
   void passOn(int32_t index);
-  void unpack(size_t i);
+  int64_t unpack(PackedArrivals::iterator arrival);
   void unpackSoon();
-  void unpackNext();
+  void unpackSlice();
   void unpackBeforeRelease(int32_t send);
   void advanceReduction(int32_t index);
   void accumulateOwn(const ReduceStep& step, const ReduceState& state) const;
@@ -146,9 +155,9 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   int32_t next_receive_ = 0;
   std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
   std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged
-  std::vector<PackedArrival> packed_arrivals_;  ///< oldest first
-  bool will_unpack_ = false;                    ///< a kUnpack event is posted
-  std::vector<uint8_t> has_arrived_;            ///< by receive; empty when nothing is reduced
+  PackedArrivals packed_arrivals_;
+  bool will_unpack_ = false;          ///< a kUnpack event is posted
+  std::vector<uint8_t> has_arrived_;  ///< by receive; empty when nothing is reduced
   std::vector<ReduceState> reduce_states_;
   size_t copy_index_ = 0;                ///< the copy under way
   int64_t copy_element_ = 0;             ///< its first element not copied

@@ -64,49 +64,52 @@ void HostExecutor::takeReceived(int32_t index) {
 
 /// What came in packed goes on to the next hop first and to its place afterwards.
 void HostExecutor::passOn(int32_t index) {
-  packed_arrivals_.push_back({.receive = index, .data = receive_buffers_[static_cast<size_t>(index)].data});
-  onArrival(program_->receives[static_cast<size_t>(index)].arrival);
-  for (size_t i = 0; i < packed_arrivals_.size(); ++i) {
-    if (packed_arrivals_[i].receive == index && packed_arrivals_[i].send < 0) {
-      return unpack(i);
-    }
+  const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
+  const PackedArrivals::key_type key(step.place, step.begin);
+  packed_arrivals_[key] = {.receive = index, .data = receive_buffers_[static_cast<size_t>(index)].data};
+  onArrival(step.arrival);
+  const auto arrival = packed_arrivals_.find(key);
+  if (arrival != packed_arrivals_.end() && arrival->second.send < 0) {
+    unpack(arrival);
+  } else {
+    unpackSoon();
   }
-  unpackSoon();
 }
 
-/// Brings a packed arrival to its place.
-void HostExecutor::unpack(size_t i) {
-  const PackedArrival arrival = packed_arrivals_[i];
-  packed_arrivals_.erase(packed_arrivals_.begin() + static_cast<std::ptrdiff_t>(i));
-  const ReceiveStep& step = program_->receives[static_cast<size_t>(arrival.receive)];
-  unpackRange(arrival.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
+/// Brings a packed arrival to its place; returns its bytes.
+int64_t HostExecutor::unpack(PackedArrivals::iterator arrival) {
+  const PackedArrival packed = arrival->second;
+  packed_arrivals_.erase(arrival);
+  const ReceiveStep& step = program_->receives[static_cast<size_t>(packed.receive)];
+  unpackRange(packed.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
   --num_open_;
-  if (arrival.send < 0) {
-    release(receive_buffers_[static_cast<size_t>(arrival.receive)]);
+  if (packed.send < 0) {
+    release(receive_buffers_[static_cast<size_t>(packed.receive)]);
   }
+  return program_->numBytes(step);
 }
 
-/// Unpacks one arrival in a task of its own: the transport sends meanwhile what was passed on.
+/// Unpacks in a task of its own: the transport sends meanwhile what was passed on.
 void HostExecutor::unpackSoon() {
   if (!packed_arrivals_.empty() && !std::exchange(will_unpack_, true)) {
     handleSoon({EventKind::kUnpack, 0});
   }
 }
 
-void HostExecutor::unpackNext() {
+void HostExecutor::unpackSlice() {
   will_unpack_ = false;
-  if (!packed_arrivals_.empty()) {
-    unpack(0);
+  for (int64_t left_bytes = kSliceBytes; left_bytes > 0 && !packed_arrivals_.empty();) {
+    left_bytes -= unpack(packed_arrivals_.begin());
   }
   unpackSoon();
 }
 
 /// A send's buffer may hold the only copy of what was passed on.
 void HostExecutor::unpackBeforeRelease(int32_t send) {
-  for (size_t i = 0; i < packed_arrivals_.size(); ++i) {
-    if (packed_arrivals_[i].send == send) {
-      return unpack(i);
-    }
+  const SendStep& step = program_->sends[static_cast<size_t>(send)];
+  const auto arrival = packed_arrivals_.find({step.place, step.begin});
+  if (arrival != packed_arrivals_.end() && arrival->second.send == send) {
+    unpack(arrival);
   }
 }
 

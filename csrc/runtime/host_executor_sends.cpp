@@ -1,16 +1,11 @@
-// How the executor posts its sends: in plan order to each peer, packed where a range is not one run in memory.
+// How the executor posts its sends: in plan order to each peer and channel, packed where a range is not one run in memory.
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "runtime/host_executor.h"
 
 namespace xmesh::runtime {
-namespace {
-
-/// Packing gives way to the transport after so many bytes: what is packed leaves while more is.
-constexpr int64_t kPackSliceBytes = int64_t{1} << 20;
-
-}  // namespace
 
 /// Goes on in the channel of a send.
 void HostExecutor::postSendsLike(int32_t send) {
@@ -94,7 +89,7 @@ StagingBuffer HostExecutor::acquireSend(int32_t index, int64_t num_bytes) {
 
 /// Whether a ready send must be packed, but others have been for long enough.
 bool HostExecutor::givesWay(int32_t index) const {
-  return packed_bytes_ >= kPackSliceBytes && sendSource(program_->sends[static_cast<size_t>(index)]) == nullptr;
+  return packed_bytes_ >= kSliceBytes && sendSource(program_->sends[static_cast<size_t>(index)]) == nullptr;
 }
 
 void HostExecutor::putOff(int32_t index) {
@@ -130,36 +125,50 @@ bool HostExecutor::postSend(int32_t index) {
 void HostExecutor::pack(int32_t index, StagingBuffer& buffer) {
   const SendStep& step = program_->sends[static_cast<size_t>(index)];
   const int64_t item_bytes = program_->places[static_cast<size_t>(step.place)].item_bytes;
-  for (PackedArrival& arrival : packed_arrivals_) {
+  const auto found = packedArrivalOf(step);
+  if (found != packed_arrivals_.end()) {
+    PackedArrival& arrival = found->second;
     const ReceiveStep& receive = program_->receives[static_cast<size_t>(arrival.receive)];
-    if (receive.place != step.place || receive.begin > step.begin || receive.end < step.end) {
-      continue;
-    }
     StagingBuffer& received = receive_buffers_[static_cast<size_t>(arrival.receive)];
     if (arrival.send < 0 && receive.begin == step.begin && receive.end == step.end && received.capacity == buffer.capacity) {
       std::swap(received.data, buffer.data);
       release(received);
       arrival.send = index;
-    } else {
-      std::memcpy(buffer.data, arrival.data + (step.begin - receive.begin) * item_bytes, static_cast<size_t>(program_->numBytes(step)));
-      packed_bytes_ += program_->numBytes(step);
+      return;
     }
-    return;
+    std::memcpy(buffer.data, arrival.data + (step.begin - receive.begin) * item_bytes, static_cast<size_t>(program_->numBytes(step)));
+  } else {
+    unpackRangeOf(step);
+    packRange(boxOf(step.place), step.begin, step.end, item_bytes, buffer.data);
   }
-  unpackRangeOf(step);
-  packRange(boxOf(step.place), step.begin, step.end, item_bytes, buffer.data);
   packed_bytes_ += program_->numBytes(step);
+}
+
+/// The packed arrival that holds all elements of a send, or the end.
+HostExecutor::PackedArrivals::iterator HostExecutor::packedArrivalOf(const SendStep& step) {
+  const auto after = packed_arrivals_.upper_bound({step.place, step.begin});
+  if (after == packed_arrivals_.begin()) {
+    return packed_arrivals_.end();
+  }
+  const auto arrival = std::prev(after);
+  const ReceiveStep& receive = program_->receives[static_cast<size_t>(arrival->second.receive)];
+  return receive.place == step.place && step.end <= receive.end ? arrival : packed_arrivals_.end();
 }
 
 /// Brings to its place what a send reads from there.
 void HostExecutor::unpackRangeOf(const SendStep& step) {
-  for (size_t i = 0; i < packed_arrivals_.size();) {
-    const ReceiveStep& receive = program_->receives[static_cast<size_t>(packed_arrivals_[i].receive)];
-    if (receive.place == step.place && receive.begin < step.end && step.begin < receive.end) {
-      unpack(i);
-    } else {
-      ++i;
+  auto arrival = packed_arrivals_.lower_bound({step.place, step.begin});
+  if (arrival != packed_arrivals_.begin()) {
+    const auto before = std::prev(arrival);
+    const ReceiveStep& receive = program_->receives[static_cast<size_t>(before->second.receive)];
+    if (receive.place == step.place && step.begin < receive.end) {
+      arrival = before;
     }
+  }
+  while (arrival != packed_arrivals_.end() && arrival->first < PackedArrivals::key_type(step.place, step.end)) {
+    const auto next = std::next(arrival);
+    unpack(arrival);
+    arrival = next;
   }
 }
 

@@ -14,10 +14,7 @@ constexpr double kEqualWithin = 1.1;
 /// Whether some rank passes on to another host what it got by a message.
 bool relaysBetweenHosts(const core::ReshardingPlan& plan) {
   return std::any_of(plan.messages.begin(), plan.messages.end(), [&plan](const core::Message& message) {
-    const core::Holders& holders = plan.holders[static_cast<size_t>(plan.tasks[static_cast<size_t>(message.task)].holders)];
-    const std::vector<int64_t>& first = holders.contributions.front();
-    const bool is_source = message.payload == core::Payload::kContribution ||
-                           (holders.contributions.size() == 1 && std::binary_search(first.begin(), first.end(), int64_t{message.src_rank}));
+    const bool is_source = message.payload == core::Payload::kContribution || plan.isSentByHolder(message);
     return !is_source && plan.topology.hostOf(message.src_rank) != plan.topology.hostOf(message.dst_rank);
   });
 }

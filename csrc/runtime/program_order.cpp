@@ -117,10 +117,7 @@ void appendTree(const ReshardingPlan& plan, const ReductionTree& tree, int64_t g
 /// Whether no message waits for another and some are cut.
 bool isCutAndDirect(const ReshardingPlan& plan, int64_t max_message_bytes) {
   const auto isCut = [&](const Message& message) { return plan.numBytes(message) > max_message_bytes; };
-  const auto isDirect = [&](const Message& message) {
-    const core::Holders& holders = plan.holders[static_cast<size_t>(plan.tasks[static_cast<size_t>(message.task)].holders)];
-    return message.payload == Payload::kValue && holders.contributions.size() == 1 && contributionOf(holders, message.src_rank) == 0;
-  };
+  const auto isDirect = [&plan](const Message& message) { return plan.isSentByHolder(message); };
   return std::any_of(plan.messages.begin(), plan.messages.end(), isCut) && std::all_of(plan.messages.begin(), plan.messages.end(), isDirect);
 }
 

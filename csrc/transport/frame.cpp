@@ -12,7 +12,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "frames are written as the CPU keeps its numbers");
 
 constexpr std::string_view kMagic = "xmeshtcp";
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 template <typename T>
 void put(T value, size_t offset, std::span<char> out) {

@@ -22,7 +22,7 @@ class OperationTable {
   };
   /// Per peer: how many receives it has posted for messages from here.
   using Credits = std::map<int32_t, int64_t>;
-  static constexpr size_t kMaxRemembered = 16384;
+  static constexpr size_t kMaxRemembered = size_t{1} << 17;  ///< a reshard takes up to runtime::kNumChannels operations
 
   Open* find(OperationId operation) {
     const auto found = open_.find(operation);

@@ -6,7 +6,7 @@
 
 namespace xmesh::transport {
 
-/// One reshard in flight; chosen by the caller, the same number on every rank, never reused on one transport.
+/// One channel of one reshard in flight; chosen by the caller, the same number on every rank, never reused on one transport.
 using OperationId = uint64_t;
 
 enum class CompletionKind {

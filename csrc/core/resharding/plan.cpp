@@ -45,6 +45,13 @@ std::vector<int64_t> ReshardingPlan::participants() const {
   return out;
 }
 
+bool ReshardingPlan::isSentByHolder(const Message& message) const {
+  const std::vector<std::vector<int64_t>>& contributions =
+      holders[static_cast<size_t>(tasks[static_cast<size_t>(message.task)].holders)].contributions;
+  return message.payload == Payload::kValue && contributions.size() == 1 &&
+         std::binary_search(contributions.front().begin(), contributions.front().end(), int64_t{message.src_rank});
+}
+
 std::map<int64_t, int64_t> ReshardingPlan::bytesSent() const { return nicBytes(*this, true); }
 std::map<int64_t, int64_t> ReshardingPlan::bytesReceived() const { return nicBytes(*this, false); }
 

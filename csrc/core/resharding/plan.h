@@ -82,6 +82,8 @@ struct ReshardingPlan {
     const UnitTask& task = tasks[static_cast<size_t>(message.task)];
     return (message.end - message.begin) * (message.payload == Payload::kPartialSum ? accumulatorItemBytes(task) : itemBytes(task));
   }
+  /// Whether the message carries a value that its sender holds from the start.
+  bool isSentByHolder(const Message& message) const;
   /// Ascending global ranks of either mesh of any tensor.
   std::vector<int64_t> participants() const;
   /// NIC bytes per host index (messages inside a host do not count).

@@ -4,6 +4,7 @@
 #include <limits>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -48,8 +49,6 @@ void checkTensor(const TensorPair& pair, size_t index, const Topology& topology)
   checkRanks(pair.dst, topology, what);
 }
 
-constexpr double kClearlyBetter = 0.99;
-
 /// Runs one strategy on a plan that is decomposed and bounded; what another strategy made of it is dropped.
 void runStrategy(ReshardingPlan& plan, const Strategy& strategy, const Network& network) {
   plan.strategy = strategy.str();
@@ -64,7 +63,7 @@ void runStrategy(ReshardingPlan& plan, const Strategy& strategy, const Network& 
 #endif
 }
 
-/// The most other hosts that one host sends to, or receives from: streams that share a NIC.
+/// The most streams (pairs of ranks) to or from other hosts that share one direction of a host's NIC.
 int64_t streamsPerNic(const std::vector<Message>& messages, const Network& network) {
   std::set<std::pair<int32_t, int32_t>> streams;
   std::vector<int64_t> num_out(static_cast<size_t>(network.numHosts()));
@@ -73,7 +72,7 @@ int64_t streamsPerNic(const std::vector<Message>& messages, const Network& netwo
   for (const Message& message : messages) {
     const int32_t from = network.hostOfGlobal(message.src_rank);
     const int32_t to = network.hostOfGlobal(message.dst_rank);
-    if (from != to && streams.emplace(from, to).second) {
+    if (from != to && streams.emplace(message.src_rank, message.dst_rank).second) {
       most = std::max({most, ++num_out[static_cast<size_t>(from)], ++num_in[static_cast<size_t>(to)]});
     }
   }
@@ -85,44 +84,38 @@ struct Candidate {
   std::string strategy;
   std::vector<Message> messages;
   double predicted_seconds = 0;
-  double judged_seconds = 0;  ///< predicted, direct sends at a disadvantage
 };
 
-/// Direct sends must be clearly better on paper: they all leave at once, and on real links they do not get the equal shares that the prediction
-/// gives them.
-double judgedSeconds(const ReshardingPlan& plan) { return plan.predicted_seconds / (plan.strategy == "send_recv" ? kClearlyBetter : 1); }
+/// Among equal predictions: direct sends last, since they all leave at once, and on real links they do not get the equal shares that the prediction
+/// gives them; then fewer streams per NIC first, since streams take turns less evenly than predicted; then the better prediction.
+std::tuple<bool, int64_t, double> rankOf(const Candidate& candidate, const Network& network) {
+  return {candidate.strategy == "send_recv", streamsPerNic(candidate.messages, network), candidate.predicted_seconds};
+}
 
-/// Keeps the best of the candidates. Predictions that are this close are a tie; then fewer streams per NIC win, since streams on a real link take
-/// turns less evenly than predicted, then the better prediction, then the earlier candidate.
+/// Keeps the best of the candidates.
 void runCandidates(ReshardingPlan& plan, const Network& network) {
   constexpr size_t kLargePlan = 20'000;  // messages; the first candidate is made for such sizes, the others would cost more than they could gain
+  constexpr double kEqualWithin = 0.99;
   std::vector<Candidate> candidates;
-  double least = std::numeric_limits<double>::infinity();
   for (const StrategyInfo& info : strategies()) {
-    if (!info.is_candidate) {
-      continue;
-    }
-    runStrategy(plan, parseStrategy(info.name), network);
-    const double judged = judgedSeconds(plan);
-    least = std::min(least, judged);
-    const bool is_large = plan.messages.size() > kLargePlan;
-    candidates.push_back({std::move(plan.strategy), std::move(plan.messages), plan.predicted_seconds, judged});
-    if (is_large) {
-      break;
+    const bool is_large = !candidates.empty() && candidates.front().messages.size() > kLargePlan;
+    if (info.is_candidate && !is_large) {
+      runStrategy(plan, parseStrategy(info.name), network);
+      candidates.push_back({std::move(plan.strategy), std::move(plan.messages), plan.predicted_seconds});
     }
   }
-  std::erase_if(candidates, [least](const Candidate& candidate) { return candidate.judged_seconds * kClearlyBetter > least; });
-  auto best = candidates.begin();
   if (candidates.size() > 1) {
-    std::vector<std::pair<int64_t, double>> ranking;
-    for (const Candidate& candidate : candidates) {
-      ranking.emplace_back(streamsPerNic(candidate.messages, network), candidate.judged_seconds);
-    }
-    best += std::min_element(ranking.begin(), ranking.end()) - ranking.begin();
+    const auto less = [](const Candidate& a, const Candidate& b) { return a.predicted_seconds < b.predicted_seconds; };
+    const double least = std::min_element(candidates.begin(), candidates.end(), less)->predicted_seconds;
+    std::erase_if(candidates, [least](const Candidate& candidate) { return kEqualWithin * candidate.predicted_seconds > least; });
   }
-  plan.strategy = std::move(best->strategy);
-  plan.messages = std::move(best->messages);
-  plan.predicted_seconds = best->predicted_seconds;
+  size_t best = 0;
+  for (size_t i = 1; i < candidates.size(); ++i) {
+    best = rankOf(candidates[i], network) < rankOf(candidates[best], network) ? i : best;
+  }
+  plan.strategy = std::move(candidates[best].strategy);
+  plan.messages = std::move(candidates[best].messages);
+  plan.predicted_seconds = candidates[best].predicted_seconds;
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ struct SimulatedPlan {
 /// data is there; a port that falls free takes the offered message that comes first in the plan among those (kLookAhead per port) whose
 /// other port is free. NICs are full duplex; a message holds each of its two ports for message_us + bytes / that port's rate and
 /// arrives latency_us later. Inside a host ranks have ports of their own. Whole messages are stored, then forwarded.
+/// Not played: what a rank passes on may overtake a message of another slice to the same peer that is late.
 /// One judge for every strategy; deterministic. The plan must be valid.
 SimulatedPlan simulatePlan(const ReshardingPlan& plan);
 /// The same without the messages' times: what predicted_seconds is.

@@ -3,6 +3,7 @@
 #include <map>
 #include <random>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/resharding/planner.h"
@@ -17,12 +18,18 @@ namespace {
 using core::Placement;
 using replay::valueMessage;
 
+core::ReshardingPlan manySlices() {
+  return replay::emptyPlan({{replay::lineSpec({16}, "float32", {0, 1, 4, 5, 6, 7, 8, 9}, Placement::shard(0)),
+                             replay::lineSpec({16}, "float32", {2, 3}, Placement::replicate())}});
+}
+
 TEST(ChannelOf, WhatIsPassedOnGoesByItsSlice) {
   core::ReshardingPlan plan = replay::emptyPlan(
       {{replay::lineSpec({16}, "float32", {0, 1}, Placement::shard(0)), replay::lineSpec({16}, "float32", {2, 3}, Placement::replicate())}});
   for (const auto& held : {valueMessage(0, 0, 4, 0, 2), valueMessage(0, 4, 8, 0, 2), valueMessage(1, 0, 8, 1, 2)}) {
     EXPECT_EQ(channelOf(plan, held), 0) << "its sender has it from the start";
   }
+  EXPECT_NE(channelOf(manySlices(), valueMessage(0, 0, 1, 2, 3)), channelOf(manySlices(), valueMessage(7, 0, 1, 2, 3))) << "a column of seven";
   const int32_t channel = channelOf(plan, valueMessage(0, 0, 8, 2, 3));
   EXPECT_NE(channel, 0);
   EXPECT_NE(channelOf(plan, valueMessage(1, 0, 4, 2, 3)), 0);
@@ -30,8 +37,8 @@ TEST(ChannelOf, WhatIsPassedOnGoesByItsSlice) {
   EXPECT_EQ(channelOf(plan, valueMessage(1, 4, 8, 2, 3)), channelOf(plan, valueMessage(1, 0, 4, 2, 3)));
 }
 
-/// The sizes of the messages from one rank to another in one channel, in order.
-using Traffic = std::map<std::tuple<int64_t, int64_t, int32_t>, std::vector<int64_t>>;
+/// The elements of the messages from one rank to another in one channel, in order.
+using Traffic = std::map<std::tuple<int64_t, int64_t, int32_t>, std::vector<std::pair<int64_t, int64_t>>>;
 
 TEST(ChannelOf, BothEndsFindTheSame) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
@@ -44,10 +51,10 @@ TEST(ChannelOf, BothEndsFindTheSame) {
       for (const int64_t rank : plan.participants()) {
         const auto program = compileProgram(plan, rank, {.max_message_bytes = 64});
         for (const SendStep& step : program->sends) {
-          sent[{rank, program->peers()[static_cast<size_t>(step.peer)], step.channel}].push_back(step.end - step.begin);
+          sent[{rank, program->peers()[static_cast<size_t>(step.peer)], step.channel}].emplace_back(step.begin, step.end);
         }
         for (const ReceiveStep& step : program->receives) {
-          received[{program->peers()[static_cast<size_t>(step.peer)], rank, step.channel}].push_back(step.end - step.begin);
+          received[{program->peers()[static_cast<size_t>(step.peer)], rank, step.channel}].emplace_back(step.begin, step.end);
         }
       }
       EXPECT_EQ(sent, received) << "seed " << seed << ' ' << strategy;

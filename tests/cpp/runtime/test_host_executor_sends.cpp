@@ -86,6 +86,7 @@ struct Relay {
     EXPECT_EQ(out, (std::vector<float>{0, 1, 10, 11, 2, 3, 12, 13, 4, 5, 14, 15, 6, 7, 16, 17}));
     EXPECT_EQ(rank->num_done, 1);
     EXPECT_EQ(rank->pool.bytesInUse(), 0);
+    EXPECT_TRUE(rank->transport.open_operations.empty());
   }
 
   std::vector<float> out;
@@ -101,6 +102,8 @@ TEST(HostExecutor, PassesOnWhatCameInPackedBeforeItUnpacksIt) {
   ASSERT_EQ(relay.rank->transport.sends.size(), 2U);
   EXPECT_EQ(relay.sendOf(0), relay.rank->transport.receives[0].data) << "not packed again";
   EXPECT_EQ(relay.sendOf(1), relay.rank->transport.receives[1].data);
+  EXPECT_NE(relay.rank->transport.sends[0].operation, relay.rank->transport.sends[1].operation) << "slices have channels of their own";
+  EXPECT_EQ(relay.rank->transport.receives[0].operation, relay.rank->transport.receives[1].operation) << "holders' messages share one";
   EXPECT_EQ(relay.out, kNothing);
   while (!relay.rank->transport.tasks.empty()) {
     EXPECT_EQ(relay.rank->num_done, 0);
@@ -167,6 +170,32 @@ TEST(HostExecutor, CopiesPartsOfWhatCameInPacked) {
   relay.expectDone();
 }
 
+TEST(HostExecutor, CopiesForTheSecondPeerWhatTheFirstHasTaken) {
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2, 4}, Placement::replicate())}});
+  plan.messages = {valueMessage(0, 0, 8, 0, 1), valueMessage(0, 0, 8, 1, 2), valueMessage(0, 0, 8, 1, 4), valueMessage(1, 0, 8, 3, 1)};
+  std::vector<float> out(16);
+  OneRank rank(plan, 1, {{}}, {{out.data(), {4, 4}, {4, 1}}});
+  rank.executor->start();
+  auto* data = static_cast<float*>(const_cast<void*>(rank.transport.receives.at(0).data));
+  std::iota(data, data + 8, 0.0F);
+  rank.transport.events->onReceived(rank.transport.receives[0].cookie);
+  ASSERT_EQ(rank.transport.sends.size(), 2U);
+  EXPECT_EQ(rank.transport.sends[0].data, data);
+  const auto* copy = static_cast<const float*>(rank.transport.sends[1].data);
+  EXPECT_NE(copy, data);
+  EXPECT_EQ(std::vector<float>(copy, copy + 8), std::vector<float>(data, data + 8));
+  EXPECT_EQ(out, kNothing);
+}
+
+TEST(HostExecutor, UnpacksFirstWhatIsSentFromItsPlace) {
+  Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(0, 2, 4, 1, 2), valueMessage(1, 0, 8, 1, 2)});  // elements 2 and 3 are a row: one run
+  relay.arrive(0);
+  ASSERT_EQ(relay.rank->transport.sends.size(), 2U);
+  EXPECT_EQ(relay.sendOf(1), relay.out.data() + 4);
+  EXPECT_EQ(relay.sendOf(1)[1], 3) << "unpacked before";
+}
+
 TEST(HostExecutor, UnpacksFirstWhatIsOnlyAPartOfASend) {
   core::ReshardingPlan plan =
       emptyPlan({{lineSpec({4, 4}, "float32", {0, 3}, Placement::shard(1)), lineSpec({4, 4}, "float32", {1, 2}, Placement::replicate())}});
@@ -216,6 +245,7 @@ TEST(HostExecutor, MayBeCancelledBeforeItUnpacks) {
   relay.arrive(0);
   relay.rank->executor->cancel();
   EXPECT_EQ(relay.rank->pool.bytesInUse(), 0);
+  EXPECT_TRUE(relay.rank->transport.open_operations.empty());
   relay.rank->transport.runTask();
   EXPECT_EQ(relay.out, kNothing);
 }
