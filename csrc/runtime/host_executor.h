@@ -23,9 +23,10 @@ struct ExecutorOptions {
 
 /// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
 /// run in memory), passes on what arrives (before it is unpacked, and past late bytes of another slice: see channelOf), reduces contributions in
-/// order, sends partial sums from their accumulators, copies what the rank keeps. Threading: everything on the transport's thread, constructor
-/// excepted; never blocks, never spins. Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or
-/// cancel(). The destructor cancels; after isDone() or cancel() it may run on any thread that is ordered after it.
+/// order, sends partial sums from their accumulators, copies what the rank keeps.
+/// Threading: everything on the transport's thread, constructor excepted; never blocks, never spins.
+/// Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or cancel(). The destructor cancels;
+/// after isDone() or cancel() it may run on any thread that is ordered after it.
 class HostExecutor final : public transport::OperationEvents, private StagingClient {
  public:
   /// The transport's operations are `operation` times kNumChannels plus the channel, so its highest bits are lost.
