@@ -2,21 +2,19 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh import _C
-from torch_xmesh.group import GroupReshards, reshards_of
+from torch_xmesh.group import reshards_of
 from torch_xmesh.plan import placements_per_tensor
+from torch_xmesh.reshard_call import Arguments, Call, DifferentiableReshard, Prepared, Source, prepare, refuse
 from torch_xmesh.spec import (
     AnyMesh,
     Spec,
-    core_spec,
     device_mesh,
     empty_local,
     mesh_grid,
@@ -25,37 +23,7 @@ from torch_xmesh.spec import (
 )
 from torch_xmesh.topology import Topology
 
-Source = DTensor | Spec
-_MAX_PLANS = 4096
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """One call's arguments, checked and in normal form; equal ones share a plan."""
-
-    sources: tuple[Spec, ...]
-    dst_meshes: tuple[AnyMesh, ...]
-    placements: tuple[tuple[Placement, ...], ...]
-    strategy: str
-    topology: Topology | None
-    is_backward: bool
-
-    def ranks(self) -> list[int]:
-        meshes = {mesh_grid(mesh) for mesh in self.dst_meshes} | {mesh_grid(source.mesh) for source in self.sources}
-        return sorted({rank for mesh in meshes for rank in mesh.ranks})
-
-    def requires_grad(self) -> str:
-        return "".join("1" if source.requires_grad else "0" for source in self.sources)
-
-
-@dataclass
-class _Prepared:
-    """What a plan's calls share on this rank."""
-
-    core: "_C.PreparedPlan | None"  # None on a rank of neither mesh
-    arguments: _Arguments
-    dst_shapes: list[list[int] | None]
 
 
 def reshard(
@@ -135,7 +103,7 @@ def reshard_many(
             outs = None if out is None else _in_key_order(out, keys, "out")
         except ValueError as error:
             with reshards_of(group) as reshards:
-                _refuse(reshards, list(xs.values()), dst_mesh, str(error))
+                refuse(reshards, list(xs.values()), dst_mesh, str(error))
             raise
         results, work = _reshard(list(xs.values()), dst_mesh, placements, strategy, group, async_op, outs, topology)
         named = dict(zip(keys, results, strict=True))
@@ -165,7 +133,7 @@ def _reshard(
     with reshards_of(group) as reshards:
         try:
             arguments = _normal_arguments(xs, dst_mesh, dst_placements, strategy, topology)
-            prepared = _prepare(reshards, arguments)
+            prepared = prepare(reshards, arguments)
             wants_grad = any(source.requires_grad for source in arguments.sources)
             if wants_grad and (async_op or outs is not None):
                 option = "async_op=True" if async_op else "out="
@@ -173,12 +141,12 @@ def _reshard(
             if outs is not None:
                 _check_outs(xs, outs, prepared)
         except ValueError as error:
-            _refuse(reshards, xs, dst_mesh, str(error))
+            refuse(reshards, xs, dst_mesh, str(error))
             raise
-        call = _Call(reshards, prepared)
+        call = Call(reshards, prepared)
         if wants_grad:
             tensors = [_placeholder(x) if isinstance(x, Spec) else x for x in xs]
-            return list(_Reshard.apply(call, *tensors)), None  # type: ignore[no-untyped-call]
+            return list(DifferentiableReshard.apply(call, *tensors)), None  # type: ignore[no-untyped-call]
         results = call.run(xs, outs)
         if not async_op:
             call.wait()
@@ -187,7 +155,7 @@ def _reshard(
 
 def _normal_arguments(
     xs: list[Source], dst_mesh: AnyMesh, dst_placements: Any, strategy: object, topology: Topology | None
-) -> _Arguments:
+) -> Arguments:
     if not xs:
         raise ValueError("there is no tensor to reshard: the list is empty")
     for i, x in enumerate(xs):
@@ -200,63 +168,13 @@ def _normal_arguments(
     normal = tuple(normal_placements(p, len(s.shape)) for p, s in zip(placements, sources, strict=True))
     mesh_grid(dst_mesh)
     meshes = (dst_mesh,) * len(xs)
-    return _Arguments(tuple(sources), meshes, normal, _canonical(str(strategy)), topology, is_backward=False)
+    return Arguments(tuple(sources), meshes, normal, _canonical(str(strategy)), topology, is_backward=False)
 
 
 _canonical = functools.lru_cache(maxsize=256)(_C.canonical_strategy)
 
 
-def _prepare(reshards: GroupReshards, arguments: _Arguments) -> _Prepared:
-    known = reshards.plans.get(arguments)
-    if isinstance(known, _Prepared):
-        return known
-    ranks = arguments.ranks()
-    sources = arguments.sources
-    targets = [
-        core_spec(source.shape, source.dtype, mesh, placements)
-        for source, mesh, placements in zip(sources, arguments.dst_meshes, arguments.placements, strict=True)
-    ]
-    strangers = [rank for rank in ranks if rank not in reshards.ranks]
-    if strangers:
-        raise ValueError(
-            f"rank {strangers[0]} of a mesh is not in the process group, which has {len(reshards.ranks)} ranks"
-        )
-    me = reshards.core.global_rank
-    core = None
-    if me in ranks:
-        links = (arguments.topology or Topology()).links
-        if arguments.topology is not None and arguments.topology.knows_hosts:
-            topology = arguments.topology.to_core(ranks)
-        else:
-            discovered = reshards.core.topology(ranks, links)
-            topology = discovered if arguments.topology is None else arguments.topology.to_core(ranks, discovered)
-        pairs = [(source.to_core(), target) for source, target in zip(sources, targets, strict=True)]
-        plan = _C.plan_resharding(pairs, topology, arguments.strategy)
-        core = reshards.core.prepare(plan, arguments.requires_grad(), arguments.is_backward)
-    prepared = _Prepared(core, arguments, [target.local_shape(me) for target in targets])
-    if len(reshards.plans) >= _MAX_PLANS:
-        reshards.plans.pop(next(iter(reshards.plans)))
-    reshards.plans[arguments] = prepared
-    return prepared
-
-
-def _refuse(reshards: GroupReshards, xs: list[Any], dst_mesh: Any, text: str) -> None:
-    """Tells the other participants, as far as they can be known, that this rank's call will not come."""
-    ranks: set[int] = set()
-    is_named = len(xs) > 0
-    for mesh in [dst_mesh, *(getattr(x, "device_mesh", getattr(x, "mesh", None)) for x in xs)]:
-        try:
-            ranks.update(mesh_grid(mesh).ranks)
-        except (ValueError, TypeError):
-            is_named = False
-    members = sorted(rank for rank in ranks if rank in reshards.ranks)
-    if is_named and len(members) == len(ranks):
-        reshards.core.refuse(members, text)
-    else:
-        reshards.core.refuse_unnamed(members, text)
-
-
-def _check_outs(xs: list[Source], outs: list[DTensor], prepared: _Prepared) -> None:
+def _check_outs(xs: list[Source], outs: list[DTensor], prepared: Prepared) -> None:
     arguments = prepared.arguments
     if len(outs) != len(arguments.sources):
         raise ValueError(f"out= has {len(outs)} tensors, expected {len(arguments.sources)}")
@@ -281,122 +199,9 @@ def _memory_of(x: DTensor) -> int:
     return x._local_tensor.untyped_storage().data_ptr()
 
 
-class _Call:
-    """One call in flight."""
-
-    def __init__(self, reshards: GroupReshards, prepared: _Prepared) -> None:
-        self._reshards = reshards
-        self._prepared = prepared
-        self.work: Any = _CompletedWork()
-        self.key: Any = None
-
-    @property
-    def arguments(self) -> _Arguments:
-        return self._prepared.arguments
-
-    def run(
-        self, xs: Sequence[Source], outs: list[DTensor] | None, forward: Any = None, is_detached: bool = False
-    ) -> list[DTensor]:
-        """Starts the call; the results' memory is filled when it ends."""
-        arguments = self.arguments
-        locals_in = [x._local_tensor.detach() if isinstance(x, DTensor) else torch.empty(0, dtype=x.dtype) for x in xs]
-        if outs is not None:
-            locals_out = [out._local_tensor.detach() for out in outs]
-        else:
-            locals_out = [
-                empty_local(source.shape, source.dtype) if shape is None else torch.empty(shape, dtype=source.dtype)
-                for shape, source in zip(self._prepared.dst_shapes, arguments.sources, strict=True)
-            ]
-        if self._prepared.core is not None:
-            try:
-                self.work = self._reshards.core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached)
-            except ValueError as error:
-                self._reshards.core.refuse(arguments.ranks(), str(error))
-                raise
-            self.key = _C.call_key(self.work)
-        if outs is not None:
-            return list(outs)
-        targets = zip(locals_out, arguments.sources, arguments.dst_meshes, arguments.placements, strict=True)
-        return [
-            wrap_local(local, source.shape, device_mesh(mesh), placements)
-            for local, source, mesh, placements in targets
-        ]
-
-    def wait(self) -> None:
-        self.work.wait()
-
-    def backward(self, gradients: Sequence[Any], zeros: Sequence[DTensor]) -> list[DTensor]:
-        """The gradients on the source mesh, of those tensors that require one, in order."""
-        arguments = self.arguments
-        chosen = [i for i, source in enumerate(arguments.sources) if source.requires_grad]
-        incoming = [zeros[i] if gradients[i] is None else gradients[i] for i in chosen]
-        for i, gradient in zip(chosen, incoming, strict=True):
-            if not isinstance(gradient, DTensor):
-                raise RuntimeError(
-                    f"the gradient of tensor {i} is a plain {type(gradient).__name__}, expected a DTensor"
-                )
-        sources = [arguments.sources[i] for i in chosen]
-        back = _Arguments(
-            tuple(Spec.of(gradient).without_grad() for gradient in incoming),
-            tuple(source.mesh for source in sources),
-            tuple(tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements) for source in sources),
-            arguments.strategy,
-            arguments.topology,
-            is_backward=True,
-        )
-        with self._reshards as reshards:
-            call = _Call(reshards, _prepare(reshards, back))
-            # A rank that only gives gradients waits for nobody: so backwards may run in any order on it.
-            me = reshards.core.global_rank
-            gives_only = all(me not in mesh_grid(mesh).ranks for mesh in back.dst_meshes)
-            results = call.run(incoming, None, self.key, gives_only)
-            if not gives_only:
-                call.wait()
-        return results
-
-
-class _CompletedWork:
-    """The Work of a rank that takes no part."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-
 def _placeholder(spec: Spec) -> DTensor:
     """An empty DTensor for a rank that passes a spec: the leaf that its backward ends in."""
     mesh = device_mesh(spec.mesh)
     empty = wrap_local(empty_local(spec.shape, spec.dtype), spec.shape, mesh, spec.placements)
     empty.requires_grad_(spec.requires_grad)
     return empty
-
-
-class _Reshard(torch.autograd.Function):
-    """The identity on the global tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *xs: DTensor) -> tuple[DTensor, ...]:
-        results = call.run(xs, None)
-        call.wait()
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.results = [(y.shape, y.dtype, y.device_mesh, y.placements, y._local_tensor.shape) for y in results]
-        flags = [source.requires_grad for source in call.arguments.sources]
-        ctx.mark_non_differentiable(*(y for y, wanted in zip(results, flags, strict=True) if not wanted))
-        return tuple(results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        zeros = [
-            wrap_local(torch.zeros(local_shape, dtype=dtype), shape, mesh, placements)
-            for shape, dtype, mesh, placements, local_shape in ctx.results
-        ]
-        found = iter(call.backward(gradients, zeros))
-        return (None, *(next(found) if source.requires_grad else None for source in call.arguments.sources))
