@@ -22,8 +22,7 @@ OURS = {
     "interleaved_1f1b": ("interleaved_1f1b", True),
     "broadcast": ("1f1b", False),
 }
-"""Name to schedule and overlap; "broadcast" is the paper's name for 1F1B that communicates only while nothing is
-computed."""
+"""Name to schedule and overlap; "broadcast" is the paper's name for 1F1B whose senders wait for what they send."""
 
 INTERLEAVED = frozenset({"interleaved_1f1b"})
 """Methods with two stages on each mesh."""
@@ -44,10 +43,11 @@ def ranks_of_groups(name: str, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
 
 
 class Method:
-    """One engine with a model of its own. `schedule` and `is_overlapped` are what the simulator plays for it."""
+    """One engine with a model of its own. `schedule` and the two flags are what the simulator plays for it."""
 
     schedule: xm.Schedule
     is_overlapped: bool
+    blocks_receiver = True
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -70,6 +70,8 @@ class Method:
 
 class Ours(Method):
     """torch_xmesh's engine on the traced model."""
+
+    blocks_receiver = False
 
     def __init__(self, name: str, workload: Workload, grids: Sequence[Grid]) -> None:
         super().__init__(workload)

@@ -26,9 +26,10 @@ _TCP_WMEM = (4096, 16384, 65536)
 _GOODPUT = 0.955
 """Payload over nominal rate of one TCP stream, to choose a NIC rate before there is a NIC."""
 
-_UNET = {"samples": 1, "size": 32, "width": 64, "levels": 3}
+_UNET = {"samples": 1, "size": 32, "width": 128, "levels": 3}
 _GPT = {"samples": 16, "width": 256, "depth": 6}
-"""About half a MB per microbatch, so that bucket and buffers are small beside it, and about 30 ms of forward."""
+"""Half a MB to a MB per microbatch, so that bucket and buffers are small beside it, and 50 to 100 ms of forward: less
+work per byte wants NICs of so many bits per second that emulating them takes the cores away from the stages."""
 
 METHODS = {
     "paced": ("torch_1f1b", "torch_zb1p", "1f1b", "eager_1f1b", "interleaved_1f1b"),

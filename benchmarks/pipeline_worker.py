@@ -181,6 +181,7 @@ class Case:
             edges=edges,
             nic_bytes_per_s=self._job["nic_bytes_per_s"],
             overlap=method.is_overlapped or scale == 0,
+            blocks_receiver=method.blocks_receiver,
         )
         return xm.simulate(method.schedule, costs).makespan_seconds
 

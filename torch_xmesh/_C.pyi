@@ -245,6 +245,7 @@ def simulate_schedule(
     nic_bytes_per_s: float,
     latency_s: float,
     overlap: bool,
+    blocks_receiver: bool,
 ) -> dict[str, Any]:
     """Plays a schedule.
 

@@ -21,7 +21,16 @@ if torch.__version__.split(".")[:2] != BUILT_WITH_TORCH.split(".")[:2]:
 from torch_xmesh import backend as _backend
 from torch_xmesh.backend import Options
 from torch_xmesh.errors import PeerError, StageError
-from torch_xmesh.pipeline import PipelineEngine, Schedule, simulate, split_at
+from torch_xmesh.pipeline import (
+    Costs,
+    EdgeCosts,
+    PipelineEngine,
+    Schedule,
+    Simulation,
+    StageCosts,
+    simulate,
+    split_at,
+)
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.resharding import reshard, reshard_many
 from torch_xmesh.spec import Mesh, Spec, device_mesh, stage_meshes
@@ -31,13 +40,17 @@ from torch_xmesh.topology import Topology
 __version__ = "0.1.0"
 __all__ = [
     "Broadcast",
+    "Costs",
+    "EdgeCosts",
     "Mesh",
     "Options",
     "PeerError",
     "PipelineEngine",
     "ReshardingPlan",
     "Schedule",
+    "Simulation",
     "Spec",
+    "StageCosts",
     "StageError",
     "Topology",
     "__version__",

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from torch_xmesh import _C
 from torch_xmesh.backend import backend_of
+from torch_xmesh.topology import Topology
 
 
 class GroupReshards:
@@ -53,3 +54,11 @@ def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:
 def group_of(group: dist.ProcessGroup | None) -> "_C.ReshardGroup":
     """The C++ side of :func:`reshards_of`."""
     return reshards_of(group).core
+
+
+def core_topology(core: "_C.ReshardGroup", ranks: list[int], given: Topology | None) -> "_C.Topology":
+    """The hosts and links of `ranks`: as given, and as discovered where nothing is said of them."""
+    if given is not None and given.knows_hosts:
+        return given.to_core(ranks)
+    discovered = core.topology(ranks, (given or Topology()).links)
+    return discovered if given is None else given.to_core(ranks, discovered)

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from torch_xmesh import _C
-from torch_xmesh.group import GroupReshards
+from torch_xmesh.group import GroupReshards, core_topology
 from torch_xmesh.spec import AnyMesh, Spec, core_spec, device_mesh, empty_local, mesh_grid, wrap_local
 from torch_xmesh.topology import Topology
 
@@ -64,12 +64,7 @@ def prepare(reshards: GroupReshards, arguments: Arguments) -> Prepared:
     me = reshards.core.global_rank
     core = None
     if me in ranks:
-        links = (arguments.topology or Topology()).links
-        if arguments.topology is not None and arguments.topology.knows_hosts:
-            topology = arguments.topology.to_core(ranks)
-        else:
-            discovered = reshards.core.topology(ranks, links)
-            topology = discovered if arguments.topology is None else arguments.topology.to_core(ranks, discovered)
+        topology = core_topology(reshards.core, ranks, arguments.topology)
         pairs = [(source.to_core(), target) for source, target in zip(sources, targets, strict=True)]
         plan = _C.plan_resharding(pairs, topology, arguments.strategy)
         core = reshards.core.prepare(plan, arguments.requires_grad(), arguments.is_backward)

@@ -67,7 +67,7 @@ py::dict resultOf(const core::SimulatedSchedule& simulated) {
 /// Stages: (F, B, I, W) seconds each. Edges: (from, to, has_gradient), forward and backward (seconds, bytes).
 py::dict simulate(const Schedule& schedule, const std::vector<std::array<double, 4>>& stages,
                   const std::vector<std::tuple<EdgeTuple, TransferTuple, TransferTuple>>& edges, double nic_bytes_per_s, double latency_s,
-                  bool overlap) {
+                  bool overlap, bool blocks_receiver) {
   core::ScheduleCosts costs;
   for (const auto& [forward, backward, input, weight] : stages) {
     costs.stages.push_back({forward, backward, input, weight});
@@ -78,6 +78,7 @@ py::dict simulate(const Schedule& schedule, const std::vector<std::array<double,
   costs.nic_bytes_per_s = nic_bytes_per_s;
   costs.latency_s = latency_s;
   costs.overlap = overlap;
+  costs.blocks_receiver = blocks_receiver;
   core::SimulatedSchedule simulated;
   {
     const py::gil_scoped_release no_gil;
@@ -112,7 +113,7 @@ void bindPipelineCore(py::module_& module) {
   module.def("schedule_names", &core::scheduleNames);
   module.def("schedule_from_csv", &core::scheduleFromCsv, py::arg("text"), py::arg("name") = "csv", py::call_guard<py::gil_scoped_release>());
   module.def("simulate_schedule", &simulate, py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("nic_bytes_per_s"),
-             py::arg("latency_s"), py::arg("overlap"));
+             py::arg("latency_s"), py::arg("overlap"), py::arg("blocks_receiver"));
 }
 
 }  // namespace xmesh::bindings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -306,31 +305,6 @@ def load(rank: int, world_size: int, folder: str) -> None:
 def test_checkpoint_into_other_stages(tmp_path: Path) -> None:
     spawn(save, 3, str(tmp_path / "saved"), timeout=90)
     spawn(load, 2, str(tmp_path / "saved"), timeout=90)
-
-
-def trace(rank: int, world_size: int, folder: str) -> str:
-    run = Run("mlp", ("layers.2",), ([0], [1]))
-    engine, _ = built(run)
-    take_step(run, engine)
-    engine.trace(f"{folder}/trace.json")
-    engine.timeline(f"{folder}/timeline.png")
-    text = engine.summary()
-    assert str(engine.schedule).count("F") == 8
-    engine.close()
-    return text
-
-
-def test_trace_timeline_summary(tmp_path: Path) -> None:
-    summaries = spawn(trace, 2, str(tmp_path), timeout=60)
-    assert summaries[0] == summaries[1]
-    assert len(summaries[0].splitlines()) == 3
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    computed = [(event["pid"], event["name"]) for event in events if event["ph"] == "X" and "wait" not in event["name"]]
-    expected = {(rank, f"{rank}{kind}{mb}") for rank in range(2) for kind in "FB" for mb in range(4)}
-    assert set(computed) == expected
-    assert len(computed) == len(expected)
-    assert sum(event["ph"] == "b" for event in events) == 16
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
 def on_meta(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines: a model's stages on meshes of their own, schedules and their simulation."""
+"""The pipeline engine: a model cut into stages on meshes of their own, schedules, and their simulation."""
 
 from torch_xmesh.pipeline.engine import PipelineEngine
 from torch_xmesh.pipeline.partition import split_at

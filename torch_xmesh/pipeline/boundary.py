@@ -9,11 +9,12 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh import _C
-from torch_xmesh.group import GroupReshards
+from torch_xmesh.group import GroupReshards, core_topology
 from torch_xmesh.pipeline.microbatch import shard_sizes
 from torch_xmesh.pipeline.partition_values import ValueInfo
 from torch_xmesh.pipeline.stage_mesh import DEFAULT_AXIS, StageMesh, mesh_for_dtensor, places_of, stage_mesh
 from torch_xmesh.spec import Mesh, core_spec, normal_placements, placement_text
+from torch_xmesh.topology import Topology
 
 __all__ = [
     "DEFAULT_AXIS",
@@ -73,26 +74,29 @@ class Transfers:
         self._core.topology(list(self.ranks), _C.LinkModel())  # every rank is here
         self.traffic = _C.PipelineTraffic(reshards.core, list(self.ranks), name)
         self._plans: dict[Any, _C.PreparedPlan] = {}
-        self._topologies: dict[tuple[int, ...], _C.Topology] = {}
+        self._topologies: dict[tuple[tuple[int, ...], Topology | None], _C.Topology] = {}
         self._counts: dict[str, int] = {}
 
     def prepare(self, moves: Sequence[Move]) -> "_C.PreparedPlan":
         """The plan of a transfer, made once for equal moves. This rank must be on one of the meshes."""
         key = tuple(move.key() for move in moves)
         if key not in self._plans:
-            ranks = tuple(sorted({rank for move in moves for rank in (*move.src.ranks, *move.dst.ranks)}))
-            if ranks not in self._topologies:
-                self._topologies[ranks] = self._core.topology(list(ranks), _C.LinkModel())
-            pairs = [
-                (
-                    core_spec(move.shape, move.dtype, move.src, move.src_placements),
-                    core_spec(move.shape, move.dtype, move.dst, move.dst_placements),
-                )
-                for move in moves
-            ]
-            plan = _C.plan_resharding(pairs, self._topologies[ranks], "auto")
-            self._plans[key] = self._core.prepare(plan, "0" * len(moves), False)
+            self._plans[key] = self._core.prepare(self.plan(moves), "0" * len(moves), False)
         return self._plans[key]
+
+    def plan(self, moves: Sequence[Move], topology: Topology | None = None) -> "_C.ReshardingPlan":
+        """What any ranks move, on the links of `topology`, by default at nominal speeds."""
+        ranks = tuple(sorted({rank for move in moves for rank in (*move.src.ranks, *move.dst.ranks)}))
+        if (ranks, topology) not in self._topologies:
+            self._topologies[ranks, topology] = core_topology(self._core, list(ranks), topology)
+        pairs = [
+            (
+                core_spec(move.shape, move.dtype, move.src, move.src_placements),
+                core_spec(move.shape, move.dtype, move.dst, move.dst_placements),
+            )
+            for move in moves
+        ]
+        return _C.plan_resharding(pairs, self._topologies[ranks, topology], "auto")
 
     def start(self, lane: str, moves: Sequence[Move], tensors: Sequence[torch.Tensor] = ()) -> Pending:
         """Starts a transfer; `tensors` are this rank's local ones where it is on the source meshes."""

@@ -18,11 +18,13 @@ from torch_xmesh.pipeline.boundary import (
     places_of,
     stage_mesh,
 )
+from torch_xmesh.pipeline.engine_costs import costs_of
 from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
 from torch_xmesh.pipeline.engine_setup import next_name
 from torch_xmesh.pipeline.engine_step import EngineSteps
 from torch_xmesh.pipeline.partition import Partition, SplitAt
 from torch_xmesh.pipeline.schedule import Schedule
+from torch_xmesh.pipeline.simulation import Costs, StageCosts
 from torch_xmesh.pipeline.state import (
     OwnParameter,
     PipelineScaler,
@@ -35,6 +37,7 @@ from torch_xmesh.pipeline.state import (
 )
 from torch_xmesh.pipeline.trace_events import Event, chrome_trace, draw, events_of, table
 from torch_xmesh.spec import AnyMesh
+from torch_xmesh.topology import Topology
 
 
 class PipelineEngine:
@@ -62,7 +65,7 @@ class PipelineEngine:
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
         seed: of dropout.
         group: a process group on xmesh with all ranks of the meshes.
-        overlap: False sends and receives only while nothing is computed (for comparison).
+        overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
 
     Raises:
         ValueError: on every rank, for a mistake in the arguments or ranks that disagree.
@@ -291,6 +294,16 @@ class PipelineEngine:
         if optimizer is not None:
             load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
 
+    def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
+        """For :func:`simulate` with this engine's schedule: what the stages take, as given (one entry per stage), and
+        what a microbatch like the example takes from mesh to mesh, as its plans predict. No other rank is needed.
+
+        Args:
+            topology: link speeds, for example a calibrated file's; nominal ones without it.
+        """
+        place = self._place
+        return costs_of(self._transfers, place.boundaries, stages, topology, place.overlap)
+
     def trace(self, path: str | Path) -> None:
         """Writes the last step of all ranks as a Chrome trace. Called by all ranks; the first one writes."""
         events = self._events()
@@ -314,7 +327,7 @@ class PipelineEngine:
     def _events(self) -> list[Event]:
         edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
         with self._guarded():
-            mine = events_of(self._transfers.rank, self._place.core, edges)
+            mine = events_of(self._transfers.rank, self._place.core, edges, self._steps.after)
             return [event for events in self._transfers.gather("events", mine) for event in events]
 
     @contextlib.contextmanager

@@ -76,6 +76,7 @@ class EnginePlace:
         self.loss_fn = options.loss_fn
         self.scale_grads = options.scale_grads
         self.chunk_specs = options.chunk_specs
+        self.overlap = options.overlap
         self.names_stages = not isinstance(model, nn.Module)
         rank = transfers.rank
         try:

@@ -1,5 +1,8 @@
 """A pipeline engine's steps on one rank: cut the batch, run the schedule, bring losses and outputs home."""
 
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ class EngineSteps:
         loss: of the last one over the whole batch, or None.
         is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
         scaler: scales the losses, or None.
+        after: (name, begin, end) of what followed the last step's actions, in nanoseconds of the steady clock.
     """
 
     def __init__(self, place: EnginePlace, merge_spec: Any) -> None:
@@ -41,6 +45,7 @@ class EngineSteps:
         self.loss: float | None = None
         self.is_sync = True
         self.scaler: PipelineScaler | None = None
+        self.after: list[tuple[str, int, int]] = []
         self._place = place
         self._merge_spec = merge_spec
         self._sizes: dict[int, list[int]] = {}  # of microbatches, by samples of the batch
@@ -88,10 +93,14 @@ class EngineSteps:
             weights = [scale * weight for weight in place.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
             place.core.run(schedule, place.index, self.number, self._plans_for(sizes), inputs, is_train, weights)
+        self.after.clear()
         if is_train and place.sync.is_needed:
-            place.sync.end_step(self.is_sync)
-        self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
-        place.buffers.run()
+            with self._timed("gradients"):
+                place.sync.end_step(self.is_sync)
+        with self._timed("losses"):
+            self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
+        with self._timed("buffers"):
+            place.buffers.run()
         output = None
         if state.keeps_outputs:
             output = whole_outputs(
@@ -104,6 +113,12 @@ class EngineSteps:
             )
         self.number += 1
         return output
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        begin = time.monotonic_ns()
+        yield
+        self.after.append((name, begin, time.monotonic_ns()))
 
     def _agree_on_sizes(self, samples: int | None, target_samples: int | None, is_train: bool) -> list[int]:
         """Samples per microbatch, told by the leader to all: ranks in the middle see no batch."""

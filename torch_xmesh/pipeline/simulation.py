@@ -65,7 +65,9 @@ class Costs:
             way. The chain of stages at no cost without it.
         nic_bytes_per_s: of each place, one way; needed where an edge has bytes.
         latency_seconds: from the last byte sent until the value can be used.
-        overlap: False: communication blocks the compute thread on both sides.
+        overlap: False: after an action its place computes on only when what it made has left.
+        blocks_receiver: without overlap, a value also holds its receiver's computation, as in torch's 1F1B; with False
+            it may come while the receiver computes, as in ``PipelineEngine(overlap=False)``.
     """
 
     stages: Sequence[StageCosts]
@@ -73,6 +75,7 @@ class Costs:
     nic_bytes_per_s: float | None = None
     latency_seconds: float = 0.0
     overlap: bool = True
+    blocks_receiver: bool = True
 
     @classmethod
     def uniform(
@@ -160,6 +163,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     ]
     stages = [stage._row() for stage in costs.stages]
     rate = costs.nic_bytes_per_s or 0.0
-    return Simulation(
-        schedule, _C.simulate_schedule(schedule.core, stages, rows, rate, costs.latency_seconds, costs.overlap)
+    result = _C.simulate_schedule(
+        schedule.core, stages, rows, rate, costs.latency_seconds, costs.overlap, costs.blocks_receiver
     )
+    return Simulation(schedule, result)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _COLORS = {"F": "#7aa6dc", "B": "#8fc98f", "wait": "#dddddd", "transfer": "#d9a0a0"}
+_AFTER_COLOR = "#c8b6e2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Event:
 
     Attributes:
         lane: "compute", or "transfer" for what moved meanwhile.
-        name: the action ("2F0"), "wait 2F0", or what moved.
+        name: the action ("2F0"), "wait 2F0", what moved, or what follows the actions: "gradients" (their sums over data
+            shards and tied stages), "losses", "buffers".
     """
 
     rank: int
@@ -26,8 +28,11 @@ class Event:
     end_s: float
 
 
-def events_of(rank: int, core: Any, edges: Sequence[tuple[int, int]]) -> list[Event]:
-    """This rank's events of the last step; `core` is its C++ part, `edges` its (from, to) stages."""
+def events_of(
+    rank: int, core: Any, edges: Sequence[tuple[int, int]], after: Sequence[tuple[str, int, int]]
+) -> list[Event]:
+    """This rank's events of the last step; `core` is its C++ part, `edges` its (from, to) stages, `after` what it did
+    once the actions had ended: (name, begin, end) in nanoseconds."""
     spans = core.spans
     if not spans:
         return []
@@ -43,6 +48,10 @@ def events_of(rank: int, core: Any, edges: Sequence[tuple[int, int]]) -> list[Ev
         events.append(
             Event(rank, start if is_send else stop, "transfer", name, (begin - zero) / 1e9, (end - zero) / 1e9)
         )
+    stage = min(event.stage for event in events)
+    events += [
+        Event(rank, stage, "compute", name, (begin - zero) / 1e9, (end - zero) / 1e9) for name, begin, end in after
+    ]
     return events
 
 
@@ -80,32 +89,35 @@ def draw(events: Sequence[Event], path: Path) -> None:
                     row + 0.36, event.end_s - event.begin_s, 0.12, event.begin_s, color=_COLORS["transfer"], alpha=0.5
                 )
             continue
-        kind = "wait" if event.name.startswith("wait") else event.name.strip("0123456789")
-        axes.barh(
-            row, event.end_s - event.begin_s, 0.56, event.begin_s, color=_COLORS.get(kind, "#cccccc"), edgecolor="white"
-        )
-        if kind != "wait":
+        kind = _kind(event)
+        color = _COLORS.get(kind, _AFTER_COLOR)
+        axes.barh(row, event.end_s - event.begin_s, 0.56, event.begin_s, color=color, edgecolor="white")
+        if kind in ("F", "B"):
             axes.text((event.begin_s + event.end_s) / 2, row, event.name, ha="center", va="center", fontsize=6)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.set_title("computing (F, B), waiting (grey), receiving (red)")
+    axes.set_title("computing (F, B), waiting (grey), receiving (red), after the actions (violet)")
     figure.tight_layout()
     figure.savefig(path)
 
 
 def table(events: Sequence[Event]) -> str:
-    """Per rank: seconds of forwards, backwards and waiting, and the step's length."""
-    lines = [f"{'rank':>4} {'stages':>8} {'forward s':>10} {'backward s':>10} {'waiting s':>10} {'step s':>10}"]
+    """Per rank: seconds of forwards, backwards, waiting, and of sums and losses afterwards; and the step's length."""
+    columns = ("F", "B", "wait", "after")
+    heads = ("forward s", "backward s", "waiting s", "after s", "step s")
+    lines = [f"{'rank':>4} {'stages':>8} " + " ".join(f"{head:>10}" for head in heads)]
     for rank in sorted({event.rank for event in events}):
         mine = [event for event in events if event.rank == rank and event.lane == "compute"]
-        sums = dict.fromkeys(("F", "B", "wait"), 0.0)
+        sums = dict.fromkeys(columns, 0.0)
         for event in mine:
-            kind = "wait" if event.name.startswith("wait") else event.name.strip("0123456789")
-            sums[kind] = sums.get(kind, 0.0) + event.end_s - event.begin_s
+            kind = _kind(event)
+            sums[kind if kind in sums else "after"] += event.end_s - event.begin_s
         stages = ",".join(str(stage) for stage in sorted({event.stage for event in mine}))
-        length = max(event.end_s for event in mine)
-        lines.append(
-            f"{rank:>4} {stages:>8} {sums['F']:>10.4f} {sums['B']:>10.4f} {sums['wait']:>10.4f} {length:>10.4f}"
-        )
+        seconds = (*sums.values(), max(event.end_s for event in mine))
+        lines.append(f"{rank:>4} {stages:>8} " + " ".join(f"{one:>10.4f}" for one in seconds))
     return "\n".join(lines)
+
+
+def _kind(event: Event) -> str:
+    return "wait" if event.name.startswith("wait") else event.name.strip("0123456789")

@@ -86,7 +86,7 @@ struct PlaceState {
 class Simulation {
  public:
   Simulation(const ActionTable& table, const ScheduleCosts& costs)
-      : table_(table), costs_(costs), waits_for_(static_cast<size_t>(table.numNodes()), 0), flows_(table.schedule().numPlaces()) {
+      : table_(table), costs_(costs), blocks_receiver_(!costs.overlap && costs.blocks_receiver), waits_for_(static_cast<size_t>(table.numNodes()), 0), flows_(table.schedule().numPlaces()) {
     local_dependents_.resize(waits_for_.size());
     transfers_of_.resize(waits_for_.size());
     for (int32_t node = 0; node < table_.numNodes(); ++node) {
@@ -176,7 +176,7 @@ class Simulation {
 
   void startAction(int32_t index, double now) {
     PlaceState& state = places_[static_cast<size_t>(index)];
-    const bool is_blocked = !costs_.overlap && (state.num_unsent_values > 0 || state.num_incoming > 0);
+    const bool is_blocked = (!costs_.overlap && state.num_unsent_values > 0) || (blocks_receiver_ && state.num_incoming > 0);
     const int32_t node = state.next_node;
     if (state.is_computing || is_blocked || node == table_.firstNode(index + 1) || waits_for_[static_cast<size_t>(node)] > 0) {
       return;
@@ -194,7 +194,7 @@ class Simulation {
   bool startTransfer(int32_t index, double now) {
     Transfer& transfer = transfers_[static_cast<size_t>(index)];
     PlaceState& receiver = place(transfer.user);
-    if (flows_.isBusy(transfer.flow) || (!costs_.overlap && (receiver.is_computing || receiver.num_incoming > 0))) {
+    if (flows_.isBusy(transfer.flow) || (blocks_receiver_ && (receiver.is_computing || receiver.num_incoming > 0))) {
       return false;
     }
     ++receiver.num_incoming;
@@ -205,6 +205,7 @@ class Simulation {
 
   const ActionTable& table_;
   const ScheduleCosts& costs_;
+  const bool blocks_receiver_;
   std::vector<int32_t> waits_for_;                      ///< by node: values and actions that are not there yet
   std::vector<std::vector<int32_t>> local_dependents_;  ///< by node
   std::vector<std::vector<int32_t>> transfers_of_;      ///< by producing node

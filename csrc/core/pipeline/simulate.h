@@ -34,9 +34,10 @@ struct ScheduleCosts {
   std::vector<EdgeCost> edges;       ///< every edge; one without cost still orders its stages
   double nic_bytes_per_s = 0;        ///< one way, of each place; needed where an edge has bytes
   double latency_s = 0;              ///< from the last byte sent until the value can be used
-  /// True: transfers run beside computation. False (the paper's "Broadcast"): after each action the place's compute thread waits until the action's
-  /// values are sent, and a transfer takes the receiver's thread too: it starts only while that one does not compute.
+  /// True: transfers run beside computation. False: after each action the place's compute thread waits until the action's values are sent.
   bool overlap = true;
+  /// Without overlap: a transfer takes the receiver's compute thread too, one at a time; it starts only while that one does not compute.
+  bool blocks_receiver = true;
 };
 
 /// An action in time.
@@ -68,8 +69,8 @@ struct SimulatedSchedule {
 };
 
 /// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
-/// duplex: transfers from one place to another follow one another, those of different pairs share the NICs as TCP's flows do (`NicSharing`); without
-/// overlap a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
+/// duplex: transfers from one place to another follow one another, those of different pairs share the NICs as TCP's flows do (`NicSharing`); where
+/// receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
 /// validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
 
