@@ -47,7 +47,7 @@ def test_trace_timeline_summary(tmp_path: Path) -> None:
 
 
 class Skipping(nn.Module):
-    """Three layers; the first one's result goes to the third one too."""
+    """Three layers; the first one's result is added to the third one's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Skipping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        result: torch.Tensor = self.third(self.second(x) + x)
+        result: torch.Tensor = self.third(self.second(x)) + x
         return result
 
 
 def told_to_the_simulator(rank: int, world_size: int, hosts: dict[int, int]) -> float:
-    """Each edge takes what its reshard is planned to take; the sum of all that is asked about is on every rank."""
+    """Each edge takes what its reshard is planned to take, on every rank alike."""
     meshes = [xm.Mesh([0, 1]), xm.Mesh([2]), xm.Mesh([2])]
     engine = xm.PipelineEngine(
         Skipping(),
