@@ -3,20 +3,20 @@
 Run it with 7 processes: ``torchrun --nproc-per-node 7 examples/heterogeneous_meshes.py``.
 """
 
+import argparse
 import copy
-import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from training import add_pictures, assert_as_serial, draw_pictures, progress
 
 import torch_xmesh as xm
 from torch_xmesh.testing import serial_step
 
 MESHES = [xm.Mesh([0, 1]), xm.Mesh([[2, 3], [4, 5]]), xm.Mesh([6])]
 MICROBATCHES = 6
-STEPS = 20
 
 
 class Residual(nn.Module):
@@ -46,13 +46,8 @@ class Model(nn.Module):
         return result
 
 
-def main() -> None:
-    dist.init_process_group("xmesh")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if world != 7:
-        raise SystemExit(
-            f"expected 7 processes, got {world}: torchrun --nproc-per-node 7 examples/heterogeneous_meshes.py"
-        )
+def train(options: argparse.Namespace) -> None:
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Model()
     reference = copy.deepcopy(model)
@@ -66,11 +61,11 @@ def main() -> None:
         loss_fn=F.mse_loss,
     )
     if rank == 0:
-        print(engine.partition)
-        print(engine.schedule)
+        print(f"{engine.partition}\n{engine.schedule}")
     optimizer = torch.optim.SGD(engine.parameters(), 0.05)
     other = torch.optim.SGD(reference.parameters(), 0.05)
-    for step in range(STEPS):
+    losses: list[float] = []
+    for step in range(options.steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(24, 16, generator=generator)
         y = x.square().mean(dim=1, keepdim=True)
@@ -78,19 +73,29 @@ def main() -> None:
         other.zero_grad()
         engine.step(x, target=y)
         serial = serial_step(reference, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=MICROBATCHES)
-        expected = dict(reference.named_parameters())
-        for name, parameter in engine.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+        assert_as_serial(engine, reference, serial)
         optimizer.step()
         other.step()
+        losses.append(engine.last_loss() or 0.0)
         if rank == 0:
-            sys.stdout.write(
-                f"\rstep {step + 1}/{STEPS}, loss {engine.last_loss():.4f}, in one process {float(serial.loss):.4f}"
-            )
-            sys.stdout.flush()
-    if rank == 0:
-        print("\nevery gradient of every step equals the run in one process")
+            progress(step, options.steps, losses[-1])
+    draw_pictures(engine, losses, options)
     engine.close()
+    if rank == 0:
+        print(f"all {options.steps} steps equal one process; loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="all are compared with one process")
+    add_pictures(parser)
+    options = parser.parse_args()
+    dist.init_process_group("xmesh")
+    if (world := dist.get_world_size()) != 7:
+        raise SystemExit(
+            f"expected 7 processes, got {world}: torchrun --nproc-per-node 7 examples/heterogeneous_meshes.py"
+        )
+    train(options)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # From a bare clone to sharded tensors that move between real processes: sets up Python and torch, builds, runs the quickstart on 8 local ranks, then
-# trains a small GPT on two pipeline stages of different shape and draws what ran when into timeline.png.
+# trains a small GPT on two pipeline stages of different shape and draws its losses into losses.png and what ran when into timeline.png.
 #   XMESH_PYTHON=/path/python bash examples/run.sh      with an environment that has torch >= 2.11
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,5 +8,4 @@ source scripts/setup.sh
 setup_python plot
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 8 examples/quickstart.py "$@"
 say "a GPT on two stages of different shape"
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 3 examples/train_gpt.py --timeline timeline.png
-say "timeline.png shows what ran when"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 3 examples/train_gpt.py --losses losses.png --timeline timeline.png

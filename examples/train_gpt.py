@@ -8,13 +8,12 @@ numbers, is made here.
 import argparse
 import copy
 import random
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from training import assert_as_serial, draw_losses, progress
+from training import add_pictures, assert_as_serial, draw_pictures, progress
 
 import torch_xmesh as xm
 from torch_xmesh.testing import serial_step
@@ -138,14 +137,11 @@ def train(options: argparse.Namespace) -> None:
         losses.append(engine.last_loss() or 0.0)
         if rank == 0:
             progress(step, options.steps, losses[-1])
-    if options.timeline:
-        engine.timeline(options.timeline)
+    draw_pictures(engine, losses, options)
     summary = engine.summary()
     engine.close()
     if rank == 0:
         print(summary)
-        if options.losses:
-            draw_losses(losses, Path(options.losses))
         print(f"the first {options.check_steps} steps equal one process; loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[-1] < losses[0], f"the loss did not fall: {losses[0]} -> {losses[-1]}"
 
@@ -158,8 +154,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--timeline", help="draw the last step of all ranks into this file")
-    parser.add_argument("--losses", help="draw the loss curve into this file")
+    add_pictures(parser)
     options = parser.parse_args()
     dist.init_process_group("xmesh")
     if dist.get_world_size() < 2:

@@ -1,20 +1,19 @@
 """Trains a U-Transformer on two pipeline stages whose skip connections all cross the cut, and checks it against one
 process.
 
-Run it with 2 processes: ``torchrun --nproc-per-node 2 examples/train_unet_transformer.py --losses losses.png``.
+Run it with 2 processes: ``torchrun --nproc-per-node 2 examples/train_unet_transformer.py``.
 The encoder is the first stage, the decoder the second; the last rank has the decoder, all others are the encoder's data
 shards. The task, telling discs from boxes pixel by pixel on a noisy ground, is drawn here.
 """
 
 import argparse
 import copy
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from training import assert_as_serial, draw_losses, progress
+from training import add_pictures, assert_as_serial, draw_pictures, progress
 
 import torch_xmesh as xm
 from torch_xmesh.testing import serial_step
@@ -218,8 +217,7 @@ def train(options: argparse.Namespace) -> None:
         losses.append(engine.last_loss() or 0.0)
         if rank == 0:
             progress(step, options.steps, losses[-1])
-    if options.timeline:
-        engine.timeline(options.timeline)
+    draw_pictures(engine, losses, options)
     images, target = draw_batch(options.batch, options.size, options.steps)
     logits = engine.evaluate(images)
     if logits is not None:
@@ -227,8 +225,6 @@ def train(options: argparse.Namespace) -> None:
         print(f"pixels of new pictures told right: {right:.1%} (ground alone: {(target == 0).float().mean():.1%})")
     engine.close()
     if rank == 0:
-        if options.losses:
-            draw_losses(losses, Path(options.losses))
         print(f"the first {options.check_steps} steps equal one process; loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[-1] < losses[0], f"the loss did not fall: {losses[0]} -> {losses[-1]}"
 
@@ -242,8 +238,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="pixels of a picture's side")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--levels", type=int, default=3, help="skip connections")
-    parser.add_argument("--timeline", help="draw the last step of all ranks into this file")
-    parser.add_argument("--losses", help="draw the loss curve into this file")
+    add_pictures(parser)
     options = parser.parse_args()
     dist.init_process_group("xmesh")
     if dist.get_world_size() < 2:

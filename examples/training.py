@@ -1,9 +1,12 @@
-"""What the training examples share: the comparison with one process, a progress bar, the picture of the losses."""
+"""What the training examples share: the comparison with one process, a progress bar, the pictures."""
 
+import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_xmesh as xm
@@ -26,6 +29,31 @@ def progress(step: int, steps: int, loss: float) -> None:
     end = "\n" if step + 1 == steps else ""
     sys.stdout.write(f"\r[{'#' * done}{'.' * (30 - done)}] step {step + 1}/{steps}, loss {loss:.3f}{end}")
     sys.stdout.flush()
+
+
+def add_pictures(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`draw_pictures` reads."""
+    parser.add_argument("--losses", default="losses.png", help="draw the loss curve into this file (%(default)s)")
+    parser.add_argument("--timeline", help="draw the last step of all ranks into this file")
+
+
+def draw_pictures(engine: xm.PipelineEngine, losses: list[float], options: argparse.Namespace) -> None:
+    """The loss curve, and what ran when where that is asked for. Called by all ranks; the first one draws, and says
+    what it drew. Without matplotlib it says that instead."""
+    if dist.get_rank() == 0:
+        draw_or_say(options.losses, "the loss of each step", lambda path: draw_losses(losses, path))
+    if options.timeline:
+        draw_or_say(options.timeline, "what ran when in the last step", engine.timeline)
+
+
+def draw_or_say(path: str, what: str, draw: Callable[[Path], None]) -> None:
+    try:
+        draw(Path(path))
+        outcome = f"{path} shows {what}"
+    except ImportError as error:
+        outcome = f"{path} is left out: {error} (it needs matplotlib)"
+    if dist.get_rank() == 0:
+        print(outcome)
 
 
 def draw_losses(losses: list[float], path: Path) -> None:

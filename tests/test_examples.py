@@ -12,12 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def torchrun(processes: int, script: str, *arguments: str) -> str:
-    """What the script wrote; fails with it unless all of its processes ended well."""
+def torchrun(processes: int, script: str, *arguments: str, folder: Path, python_path: Path = ROOT) -> str:
+    """What the script, run in `folder`, wrote; fails with it unless all of its processes ended well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    search = f"{python_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
         [*command, str(ROOT / "examples" / script), *arguments],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -35,14 +37,45 @@ def is_png(path: Path) -> bool:
 def test_the_u_transformer_trains_as_in_one_process(tmp_path: Path, processes: int) -> None:
     pytest.importorskip("matplotlib")
     small = ("--steps", "6", "--batch", "8", "--microbatches", "4", "--size", "16", "--width", "4", "--levels", "2")
-    pictures = ("--losses", str(tmp_path / "losses.png"), "--timeline", str(tmp_path / "timeline.png"))
-    written = torchrun(processes, "train_unet_transformer.py", *small, *pictures)
+    written = torchrun(processes, "train_unet_transformer.py", *small, "--timeline", "timeline.png", folder=tmp_path)
     assert "the first 2 steps equal one process" in written
     assert "step 6/6" in written
     assert is_png(tmp_path / "losses.png")
     assert is_png(tmp_path / "timeline.png")
 
 
-def test_one_process_is_told_what_is_missing() -> None:
+SMALL_GPT = ("--steps", "6", "--batch", "8", "--microbatches", "4", "--width", "16", "--depth", "2")
+
+
+def test_the_gpt_trains_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = ("--losses", "curve.png", "--timeline", "timeline.png")
+    written = torchrun(3, "train_gpt.py", *SMALL_GPT, *pictures, folder=tmp_path)
+    assert "the first 2 steps equal one process" in written
+    assert "step 6/6" in written
+    assert "curve.png shows the loss of each step" in written
+    assert is_png(tmp_path / "curve.png")
+    assert is_png(tmp_path / "timeline.png")
+
+
+def test_without_matplotlib_the_pictures_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError(\"No module named 'matplotlib'\")\n")
+    pictures = ("--timeline", "timeline.png")
+    written = torchrun(2, "train_gpt.py", *SMALL_GPT, *pictures, folder=tmp_path, python_path=tmp_path)
+    assert "the first 2 steps equal one process" in written
+    assert "losses.png is left out: No module named 'matplotlib'" in written
+    assert "timeline.png is left out: No module named 'matplotlib'" in written
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_heterogeneous_meshes_train_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = torchrun(7, "heterogeneous_meshes.py", "--steps", "3", folder=tmp_path)
+    assert "all 3 steps equal one process" in written
+    assert "step 3/3" in written
+    assert is_png(tmp_path / "losses.png")
+
+
+def test_one_process_is_told_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="at least 2 processes"):
-        torchrun(1, "train_unet_transformer.py")
+        torchrun(1, "train_unet_transformer.py", folder=tmp_path)
