@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -18,15 +19,17 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 
 
-def run_as_typed(rank: int, world_size: int, script: str) -> None:
+def run_as_typed(rank: int, world_size: int, script: str, folder: str) -> None:
+    os.chdir(folder)
     exec(compile(script, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_python_runs_as_typed() -> None:
+def test_python_runs_as_typed(tmp_path: Path) -> None:
     script = "\n".join(blocks("python"))
     assert "init_process_group" in script
     assert "destroy_process_group" in script
-    spawn(run_as_typed, 4, script, backend=None)
+    spawn(run_as_typed, 4, script, str(tmp_path), backend=None)
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
 def test_picture_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
