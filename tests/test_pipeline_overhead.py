@@ -1,5 +1,6 @@
 """The overhead benchmark counts actions as torch does, and takes the bare stage away."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -31,3 +32,13 @@ def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
     assert record["cpu_us_all_threads_per_action"] == pytest.approx(480 / 16)
     assert record["bare_us"] == pytest.approx(160 / 8)
     assert (record["method"], record["stages"], record["microbatches"]) == ("1f1b", 2, 2)
+
+
+def test_every_method_is_measured_end_to_end() -> None:
+    records = pipeline_overhead.run(stages=(2,), rounds=1, steps_per_round=2)
+    assert [record["method"] for record in records] == ["1f1b", "eager_1f1b", "torch_1f1b"]
+    for record in records:
+        assert (record["stages"], record["microbatches"]) == (2, 16)
+        assert record["bare_us"] > 0
+        assert all(math.isfinite(value) for key, value in record.items() if key.startswith("cpu_us"))
+        assert record["cpu_us_per_compute_action"] == pytest.approx(2 * record["cpu_us_per_action"])
