@@ -5,7 +5,18 @@ from pathlib import Path
 
 from table import Record
 
-_COLORS = ("#0b6e4f", "#3a7ebf", "#e08e0b", "#b23a48", "#7a5195", "#8d8d8d", "#4c4c4c", "#c5b000")
+_COLORS = (
+    "#0b6e4f",
+    "#66b58f",
+    "#3a7ebf",
+    "#8fc1ea",
+    "#7a5195",
+    "#e08e0b",
+    "#b23a48",
+    "#b0b0b0",
+    "#4c4c4c",
+    "#c5b000",
+)
 
 
 def plot(path: Path, records: Sequence[Record], *, title: str, as_ratio: bool) -> None:
@@ -23,7 +34,8 @@ def plot(path: Path, records: Sequence[Record], *, title: str, as_ratio: bool) -
 
     cases = list(dict.fromkeys(record.case for record in records))
     strategies = list(dict.fromkeys(record.strategy for record in records))
-    figure, axes = pyplot.subplots(figsize=(max(7.0, 1.5 + 0.22 * len(cases) * (len(strategies) + 1.5)), 4.2))
+    width_inches = max(7.0, 1.5 + 0.17 * len(cases) * (len(strategies) + 1.5))
+    figure, axes = pyplot.subplots(figsize=(width_inches, 4.6), layout="constrained")
     width = 0.84 / len(strategies)
     for index, strategy in enumerate(strategies):
         for record in (r for r in records if r.strategy == strategy):
@@ -44,10 +56,11 @@ def plot(path: Path, records: Sequence[Record], *, title: str, as_ratio: bool) -
     axes.set_title(title, fontsize=9)
     handles = [Rectangle((0, 0), 1, 1, color=_COLORS[i % len(_COLORS)]) for i in range(len(strategies))]
     bound_line = Line2D([0], [0], color="black", lw=1.2)
-    axes.legend([*handles, bound_line], [*strategies, "lower bound"], fontsize=7, ncols=min(4, len(strategies) + 1))
-    axes.margins(y=0.18)
+    names = [*strategies, "lower bound"]
+    columns = min(len(names), int(width_inches / 1.6))
+    figure.legend([*handles, bound_line], names, fontsize=8, ncols=columns, loc="outside lower center", frameon=False)
+    axes.margins(x=0.01, y=0.12)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -25,9 +25,10 @@ from disturbance import ATTEMPTS, DISTURBED, StolenTime
 from methods import Method, RankData, XmeshMethod
 from overlaps import bound_seconds
 from rivals import is_rival, make_rival
+from run_budget import Cost, further_runs, shares
 from table import Record
 
-_SLOW = 1.15  # a method this many times slower than the fastest may get fewer runs when time is short
+_CHECKED_BYTES_PER_S = 1e9  # about what a run costs besides its transfers
 # Longer than ranks take to come out of a collective one after another.
 _START_IN_SECONDS = 0.05
 
@@ -72,7 +73,7 @@ class Worker:
         self._gloo: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._topology = self._make_topology() if backend == "xmesh" else None
-        self._deadline = self._now() + job["budget_seconds"]
+        self._deadline = float(job["deadline"])
 
     def _make_topology(self) -> Any:
         import torch_xmesh as xm
@@ -100,23 +101,29 @@ class Worker:
         dist.destroy_process_group()
 
     def measure(self, case: Case, left_share: float) -> list[Record]:
-        """Records of one case. `left_share` is the part of the remaining time that this case may take."""
+        """Records of one case, which may take `left_share` of the time that is left. Every method runs once; if it gets
+        a further run, that first one does not count."""
         torch.manual_seed(0)
+        now = self._now()
+        deadline = now + (self._deadline - now) * left_share
         data = RankData.make(case, self._rank)
         methods = {name: method for name in self._job["strategies"] if (method := self._make(name, data)) is not None}
         samples = {name: Samples() for name in methods}
-        for name, method in methods.items():
-            samples[name].runs.append(self._run_once(data, method, samples[name]))
+        first: dict[str, Run] = {}
+        costs: dict[str, Cost] = {}
         now = self._now()
-        deadline = now + (self._deadline - now) * left_share
-        runs = self._runs_of({name: samples[name].runs[0].seconds for name in methods}, deadline - now)
-        for name, count in runs.items():
-            if count > 0:
-                samples[name].runs.clear()
-        for run in range(self._job["runs"]):
+        for name, method in methods.items():
+            first[name] = self._run_once(data, method, samples[name])
+            began, now = now, self._now()
+            costs[name] = Cost(first[name].seconds, now - began)
+        wanted = int(self._job["runs"])
+        for done in range(wanted):
+            runs = further_runs(costs, wanted - done, deadline - self._now())
             for name, method in methods.items():
-                if run < runs[name]:
+                if runs[name] > 0:
                     samples[name].runs.append(self._run_undisturbed(data, method, samples[name], deadline))
+        for name in methods:
+            samples[name].runs = samples[name].runs or [first[name]]
         return [self._record(case, name, methods[name], samples[name]) for name in methods]
 
     def _make(self, name: str, data: RankData) -> Method | None:
@@ -142,16 +149,6 @@ class Worker:
         start = torch.tensor([time.monotonic()], dtype=torch.float64)
         dist.all_reduce(start, dist.ReduceOp.MAX, group=self._gloo)
         return float(start) + _START_IN_SECONDS
-
-    def _runs_of(self, first: dict[str, float], seconds: float) -> dict[str, int]:
-        """Further runs per method: all that were asked for, fewer for slow methods where `seconds` do not suffice for
-        all, none where they do not suffice for one. The product's own choice always gets all."""
-        wanted = int(self._job["runs"])
-        limit = _SLOW * min(first.values())
-        slow = {name: time for name, time in first.items() if time > limit and name != "auto"}
-        left = seconds - wanted * sum(time for name, time in first.items() if name not in slow)
-        slow_runs = max(0, min(wanted, int(left / sum(slow.values())))) if slow else wanted
-        return {name: slow_runs if name in slow else wanted for name in first}
 
     def _run_undisturbed(self, data: RankData, method: Method, samples: Samples, deadline: float) -> Run:
         """One run, repeated while other machines took too much of this one and there is time: the one that lost
@@ -186,8 +183,7 @@ class Worker:
         return run
 
     def _record(self, case: Case, name: str, method: Method, samples: Samples) -> Record:
-        devices = self._job["devices"]
-        bound = bound_seconds(case, lambda rank: rank // devices, self._job["nic_bytes_per_s"])
+        bound = _bound_seconds(self._job, case)
         seconds = samples.median("seconds")
         return Record(
             case=case.name,
@@ -208,6 +204,11 @@ class Worker:
         )
 
 
+def _bound_seconds(job: dict[str, Any], case: Case) -> float:
+    devices = job["devices"]
+    return bound_seconds(case, lambda rank: rank // devices, job["nic_bytes_per_s"])
+
+
 def _cpu_seconds() -> float:
     """User and system time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -221,9 +222,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(worker.close)
         lines = stack.enter_context(Path(job["records"]).open("w")) if os.environ["RANK"] == "0" else None
-        weights = [case.num_bytes for case in cases]
-        for index, case in enumerate(cases):
-            records = worker.measure(case, weights[index] / sum(weights[index:]))
+        weights = [_bound_seconds(job, case) + case.num_bytes / _CHECKED_BYTES_PER_S for case in cases]
+        for case, share in zip(cases, shares(weights), strict=True):
+            records = worker.measure(case, share)
             if lines is not None:
                 lines.writelines(json.dumps(record.to_json()) + "\n" for record in records)
                 lines.flush()

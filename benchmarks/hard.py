@@ -1,6 +1,8 @@
 """Which random layouts are hard: those where even the best broadcast plan is far from the bound, by the product's own
 simulator."""
 
+from collections.abc import Mapping, Sequence
+
 from cases import Case, random_case
 from overlaps import bound_seconds
 
@@ -13,8 +15,8 @@ _GOODPUT = 0.955  # of the nominal rate: what TCP over Ethernet carries
 _MAX_TRIES = 4000
 
 
-def best_broadcast_ratio(case: Case, *, devices: int, nic_bytes_per_s: float, bound: float) -> float:
-    """predicted / bound of the best of the broadcast strategies."""
+def best_broadcast_ratio(case: Case, *, devices: int, nic_bytes_per_s: Sequence[float], bound: float) -> float:
+    """predicted / bound of the best of the broadcast strategies. `nic_bytes_per_s`: of each host."""
     import numpy as np
     import torch
     from methods import placement
@@ -22,7 +24,10 @@ def best_broadcast_ratio(case: Case, *, devices: int, nic_bytes_per_s: float, bo
     import torch_xmesh as xm
 
     ranks = np.union1d(case.src_mesh, case.dst_mesh).tolist()
-    topology = xm.Topology(host_of={rank: rank // devices for rank in ranks}, nic_bytes_per_s=int(nic_bytes_per_s))
+    host_of = {rank: rank // devices for rank in ranks}
+    topology = xm.Topology(
+        host_of=host_of, nic_of_host={host: int(nic_bytes_per_s[host]) for host in set(host_of.values())}
+    )
     layout = case.tensors[0]
     spec = xm.Spec(
         layout.shape, getattr(torch, layout.dtype), xm.Mesh(case.src_mesh), [placement(text) for text in layout.src]
@@ -35,17 +40,20 @@ def best_broadcast_ratio(case: Case, *, devices: int, nic_bytes_per_s: float, bo
     return float(min(predicted)) / bound
 
 
-def hard_cases(count: int, *, first_seed: int, rate: str, num_bytes: int, hosts: int, devices: int) -> list[Case]:
+def hard_cases(
+    count: int, *, first_seed: int, rate: str, rate_of: Mapping[int, str], num_bytes: int, hosts: int, devices: int
+) -> list[Case]:
     """The first `count` layouts from `first_seed` on whose bound is at least 1 s and whose best broadcast plan exceeds
-    1.2 of it.
+    1.2 of it, at NICs of `rate`, 200mbit for "none", or of `rate_of` a host.
 
     Raises ValueError when too few are found in 4,000 seeds.
     """
-    nic_bytes_per_s = parse_rate("200mbit" if rate == "none" else rate) / 8 * _GOODPUT
+    usual = "200mbit" if rate == "none" else rate
+    nic_bytes_per_s = [parse_rate(rate_of.get(host, usual)) / 8 * _GOODPUT for host in range(hosts)]
     found: list[Case] = []
     for seed in range(first_seed, first_seed + _MAX_TRIES):
         case = random_case(seed, num_bytes=num_bytes, hosts=hosts, devices=devices)
-        bound = bound_seconds(case, lambda rank: rank // devices, [nic_bytes_per_s] * hosts)
+        bound = bound_seconds(case, lambda rank: rank // devices, nic_bytes_per_s)
         if bound < _MIN_BOUND_SECONDS:
             continue
         if best_broadcast_ratio(case, devices=devices, nic_bytes_per_s=nic_bytes_per_s, bound=bound) > _HARD:

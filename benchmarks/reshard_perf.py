@@ -7,7 +7,7 @@ defines every figure.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import loopback
@@ -18,13 +18,6 @@ from cluster_suite import Measurement, MeasurementError, Settings, main_exit_cod
 from hard import hard_cases
 from table import render, save
 
-_STRATEGIES = {
-    "table2": ("auto", "broadcast", "alpa", "send_recv", "torch_p2p", "torch_broadcast"),
-    "fig5": ("auto", "broadcast", "alpa", "send_recv", "torch_broadcast"),
-    "fig8": ("auto", "broadcast:naive+naive", "broadcast:size+naive", "broadcast:size+dfs", "broadcast:size+greedy"),
-    "refit": ("auto", "broadcast", "send_recv", "torch_p2p"),
-    "random": ("auto", "broadcast", "torch_p2p"),
-}
 _ALL = (
     "auto",
     "striped",
@@ -36,6 +29,21 @@ _ALL = (
     "torch_p2p",
     "torch_broadcast",
 )
+_STRATEGIES = {
+    "table2": _ALL,
+    "fig5": ("auto", "striped", "broadcast", "alpa", "send_recv", "torch_broadcast"),
+    "fig8": (
+        "auto",
+        "striped",
+        "broadcast:naive+naive",
+        "broadcast:size+naive",
+        "broadcast:size+dfs",
+        "broadcast:size+greedy",
+    ),
+    "refit": ("auto", "striped", "broadcast", "send_recv", "torch_p2p"),
+    "random": ("auto", "striped", "broadcast", "torch_p2p"),
+}
+_SEEDED = ("seeds", "first_seed", "hard")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -55,9 +63,11 @@ def num_bytes(text: str) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "loopback"], default="table2")
-    parser.add_argument("--case-file", type=Path, help="measure the cases of this JSON file instead of a suite's")
+    parser.add_argument(
+        "--case-file", type=Path, help="measure the cases of this JSON file; --suite then chooses the strategies only"
+    )
     parser.add_argument("--strategies", help="comma-separated, or 'all' (default: the suite's)")
-    parser.add_argument("--cases", help="comma-separated names: only these cases of the suite")
+    parser.add_argument("--cases", help="comma-separated names: only these of the cases")
     parser.add_argument("--hosts", type=int, default=5)
     parser.add_argument("--devices", type=int, default=4, help="per host")
     parser.add_argument("--rate", default="400mbit", help="NIC rate each way, or 'none' for plain localhost")
@@ -81,21 +91,37 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the records here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    is_file = options.case_file is not None and options.suite != "loopback"
+    where = "--case-file" if is_file else f"--suite {options.suite}"
+    for name in sorted(_without_effect(options)):
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} has no effect with {where}")
+    return options
 
 
-def choose_cases(options: argparse.Namespace) -> list[Case]:
+def _without_effect(options: argparse.Namespace) -> set[str]:
+    """Names of the options that the chosen measurement does not read."""
+    if options.suite == "loopback":
+        return set(vars(options)) - {"suite", "num_bytes", "runs", "no_shared_memory", "json", "plot"}
+    if options.case_file is not None:
+        return {"num_bytes", *_SEEDED}
+    return set() if options.suite == "random" else set(_SEEDED)
+
+
+def choose_cases(options: argparse.Namespace, rate_of: Mapping[int, str]) -> list[Case]:
+    """Raises ValueError for an unknown name and for a case that does not fit on the cluster."""
+    size = {"num_bytes": options.num_bytes, "hosts": options.hosts, "devices": options.devices}
     if options.case_file is not None:
         cases = read_cases(options.case_file)
         unfit = [case.name for case in cases if not fits(case, hosts=options.hosts, devices=options.devices)]
         if unfit:
             raise ValueError(f"{unfit} do not fit on {options.hosts} hosts x {options.devices} devices")
-        return cases
-    size = {"num_bytes": options.num_bytes, "hosts": options.hosts, "devices": options.devices}
-    if options.suite == "random" and options.hard:
-        return hard_cases(options.seeds, first_seed=options.first_seed, rate=options.rate, **size)
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    cases = suite_cases(options.suite, seeds=seeds, **size)
+    elif options.hard:
+        cases = hard_cases(options.seeds, first_seed=options.first_seed, rate=options.rate, rate_of=rate_of, **size)
+    else:
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        cases = suite_cases(options.suite, seeds=seeds, **size)
     if options.cases is None:
         return cases
     names = options.cases.split(",")
@@ -148,8 +174,9 @@ def report(options: argparse.Namespace, measurement: Measurement) -> None:
     """Prints the table; writes JSON and chart where asked."""
     title = f"suite {options.suite}" if options.case_file is None else f"cases of {options.case_file.name}"
     print(render(measurement.records, [f"torch_xmesh reshard_perf, {title}", *measurement.notes]))
+    chosen = {"suite": options.suite} if options.case_file is None else {"case_file": options.case_file.name}
     if options.json is not None:
-        save(options.json, measurement.records, {"suite": options.suite, **measurement.about})
+        save(options.json, measurement.records, {**chosen, **measurement.about})
     if options.plot is not None:
         subtitle = f"{title}: {measurement.about['cluster']}"
         plot(options.plot, measurement.records, title=subtitle, as_ratio=options.suite in ("table2", "refit", "random"))
@@ -165,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         else:
             settings = settings_of(options)
-            measurement = measure(choose_cases(options), choose_strategies(options), settings)
+            measurement = measure(choose_cases(options, settings.rate_of), choose_strategies(options), settings)
     except (ValueError, MeasurementError) as error:
         print(f"reshard_perf: {error}", file=sys.stderr)
         return 2
