@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Case, TensorLayout, table2
+from cluster_suite import machine_notes
 from hard import BROADCASTS
 from methods import placement
 from overlaps import bound_seconds, overlaps
@@ -214,6 +215,12 @@ def measure_random(num_seeds: int, strategies: Sequence[str]) -> list[PlanRecord
     return every
 
 
+def save(path: Path, records: Sequence[PlanRecord], about: dict[str, Any]) -> None:
+    """Writes `{"about": ..., "records": [...]}`, a line per record: there are 14,000 of `random` alone."""
+    lines = ",\n".join(json.dumps(asdict(record)) for record in records)
+    path.write_text(f'{{"about": {json.dumps(about)},\n"records": [\n{lines}\n]}}\n')
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000, help="number of random layouts (default 1000)")
@@ -223,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    machine = machine_notes()
+    print("\n".join(f"# {note}" for note in ("torch_xmesh plan_perf", *machine)))
     absent = [name for name in (*_CASE_STRATEGIES, *_RANDOM_STRATEGIES) if not _is_known(name)]
     if absent:
         print(f"# not in this build: {', '.join(dict.fromkeys(absent))}")
@@ -236,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seeds:
         records += measure_random(options.seeds, [name for name in _RANDOM_STRATEGIES if name not in absent])
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+        about = {"machine": machine, "repeats": options.repeats, "hosts": options.hosts, "seeds": options.seeds}
+        save(options.json, records, about)
     return 0
 
 
