@@ -27,7 +27,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
 
-STRATEGIES = ["auto", "send_recv", "broadcast", "broadcast:naive+naive", "broadcast:size+greedy,seed=3"]
+STRATEGIES = [
+    "auto", "send_recv", "broadcast", "broadcast:naive+naive", "broadcast:size+greedy,seed=3", "striped",
+    "local_allgather", "global_allgather", "alpa",
+]  # fmt: skip
 
 
 def random_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
@@ -35,14 +38,16 @@ def random_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
     for i in range(count):
         layout = random_layout(rng, world_size)
         strategy, as_spec = rng.choice(STRATEGIES), rng.random() < 0.5
-        y = xm.reshard(source_of(layout, as_spec=as_spec), layout.dst_mesh, layout.dst, strategy=strategy)
+        topology = rng.choice([None, xm.Topology(devices_per_host=2)])  # all on one host, or on three by the plan
+        source = source_of(layout, as_spec=as_spec)
+        y = xm.reshard(source, layout.dst_mesh, layout.dst, strategy=strategy, topology=topology)
         assert y.shape == torch.Size(layout.shape)
         assert y.placements == layout.dst
-        assert_same_bytes(y.to_local(), expected_of(layout), (i, strategy, layout))
+        assert_same_bytes(y.to_local(), expected_of(layout), (i, strategy, topology, layout))
 
 
 def test_random_layouts() -> None:
-    spawn(random_layouts, 6, 1, 150)
+    spawn(random_layouts, 6, 1, 250)
 
 
 @pytest.mark.soak
