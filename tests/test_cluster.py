@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -231,6 +232,34 @@ def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, co
         driver.send_signal(number)
         assert driver.wait(timeout=30) == code
     assert own_namespaces(driver.pid) == set()
+
+
+def test_the_command_line_passes_on_what_the_ranks_say_and_how_the_first_one_failed(
+    shaped: Cluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    script = (
+        "import os, sys, time\nprint('up', flush=True)\n"
+        "if os.environ['RANK'] == '0': open(sys.argv[1], 'w').close(); time.sleep(600)\n"
+        "open(sys.argv[1]).read(); print('no', 'more', end=''); sys.exit(7)"
+    )
+    command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --rate 100mbit -- -c".split()
+    done = subprocess.run(
+        [sys.executable, *command, script, str(gate)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=python_module_env(),
+    )
+    assert done.returncode == 7, done.stderr
+    head, goodput, *said = done.stdout.splitlines()
+    assert head.startswith("# 2 hosts x 1 devices, NICs shaped to 100mbit each way")
+    rate = re.fullmatch(r"# goodput: (\S+) Mbit/s \(\S+ MB/s\), median of 2 one-stream pairs \(\S+ to \S+\)", goodput)
+    assert rate, goodput
+    assert float(rate[1]) > 0
+    assert sorted(said) == ["[rank 0] up", "[rank 1] no more", "[rank 1] up"]
+    assert done.stderr == "# rank 1 on host 1 failed first, with exit code 7\n"
 
 
 def test_without_rights_it_runs_on_localhost_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
