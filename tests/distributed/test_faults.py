@@ -16,6 +16,7 @@ from layouts import Layout, source_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.reshard_call import _MAX_PLANS
 from torch_xmesh.testing import World, mark, spawn
 
 TIMEOUT = 4.0
@@ -168,17 +169,21 @@ def test_forked_child_leaves_the_group_alone() -> None:
     spawn(forked_child, 4)
 
 
-def many_reshards(rank: int, world_size: int, count: int) -> None:
-    """No growth of threads, descriptors or memory over many calls."""
+def many_reshards(rank: int, world_size: int, count: int, is_fresh: bool, max_plans: int) -> None:
+    """No growth of threads, descriptors or memory over many calls. Fresh layouts drive plans out of a full cache."""
     import random
 
     from layouts import assert_same_bytes, expected_of, random_layout
 
+    from torch_xmesh import reshard_call
+    from torch_xmesh.group import reshards_of
+
+    reshard_call._MAX_PLANS = max_plans
     rng = random.Random(5)
     layouts = [random_layout(rng, world_size) for _ in range(50)]
 
     def once(i: int) -> None:
-        layout = layouts[i % len(layouts)]
+        layout = random_layout(rng, world_size) if is_fresh else layouts[i % len(layouts)]
         y = xm.reshard(source_of(layout), layout.dst_mesh, layout.dst)
         if i % 10 == 0:
             assert_same_bytes(y.to_local(), expected_of(layout), layout)
@@ -189,12 +194,18 @@ def many_reshards(rank: int, world_size: int, count: int) -> None:
 
     for i in range(len(layouts) * 4):
         once(i)
+    plans = reshards_of(None).plans
+    while is_fresh and len(plans) < max_plans:
+        once(1)
+    first = next(iter(plans))
     dist.barrier()
     before = usage()
     for i in range(count):
         once(i)
     dist.barrier()
     after = usage()
+    assert len(plans) == max_plans if is_fresh else len(plans) <= len(layouts)
+    assert (first in plans) != is_fresh
     assert after[0] <= before[0], (before, after)
     assert after[1] <= before[1], (before, after)
     assert after[2] - before[2] < 16 << 20, (before, after)
@@ -202,10 +213,15 @@ def many_reshards(rank: int, world_size: int, count: int) -> None:
 
 
 def test_no_growth() -> None:
-    spawn(many_reshards, 4, 1000)
+    spawn(many_reshards, 4, 1000, False, _MAX_PLANS)
+
+
+def test_no_growth_where_plans_are_dropped() -> None:
+    spawn(many_reshards, 4, 500, True, 64)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_no_growth_over_ten_thousand() -> None:
-    spawn(many_reshards, 4, 10_000, timeout=1100)
+@pytest.mark.parametrize("is_fresh", [False, True], ids=["cached", "dropped"])
+def test_no_growth_over_ten_thousand(is_fresh: bool) -> None:
+    spawn(many_reshards, 4, 10_000, is_fresh, _MAX_PLANS, timeout=1100)
