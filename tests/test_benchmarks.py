@@ -211,3 +211,31 @@ def test_a_suite_end_to_end(tmp_path: Path) -> None:
     costs = json.loads((tmp_path / "out.json").read_text())["about"]["costs"]
     assert costs["local_bytes_per_s"] > 0
     assert ("message_us" in costs) == (rate != "none"), "on plain localhost there is one host"
+
+
+def test_a_case_file_under_every_strategy(tmp_path: Path) -> None:
+    """c7 and c9 on smaller meshes, with a dim that two ranks share unevenly, and a mesh onto itself."""
+    published = suite("table2")
+    entries: list[dict[str, Any]] = [
+        {"name": name, "shape": [96, 35, 24], "src_mesh": src_mesh, "dst_mesh": dst_mesh}
+        | {"src": list(published[name].tensors[0].src), "dst": list(published[name].tensors[0].dst)}
+        for name, src_mesh, dst_mesh in (("c7", "1x2", "2x2@2"), ("c9", "2x2", "2x1@4"))
+    ]
+    itself = bench_cases.random_case(27, num_bytes=MIB // 4, hosts=3, devices=2)
+    assert sorted(itself.src_mesh.flat) == sorted(itself.dst_mesh.flat) == list(range(6))
+    layout = itself.tensors[0]
+    entries.append(
+        {"name": "itself", "shape": list(layout.shape), "src": list(layout.src), "dst": list(layout.dst)}
+        | {"src_mesh": itself.src_mesh.tolist(), "dst_mesh": itself.dst_mesh.tolist()}
+    )
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps([*entries, entries[0] | {"name": "left out"}]))
+    records = run_suite(
+        tmp_path,
+        *("--case-file", str(path), "--cases", "c7,c9,itself", "--strategies", "all", "--runs", "1"),
+        *("--hosts", "3", "--devices", "2", "--rate", "none" if unavailable_reason() else "400mbit"),
+    )
+    strategies = "auto,striped,broadcast,local_allgather,global_allgather,alpa,send_recv,torch_p2p,torch_broadcast"
+    assert [(r["case"], r["strategy"]) for r in records] == list(product(("c7", "c9", "itself"), strategies.split(",")))
+    assert all(record["wrong"] == 0 and record["bound_seconds"] > 0 for record in records)
+    assert json.loads((tmp_path / "out.json").read_text())["about"]["case_file"] == "cases.json"
