@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--num-bytes", type=num_bytes, default=64 << 20, help="bytes of a case (default 64MiB)")
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each method (default 5)")
-    parser.add_argument("--budget-seconds", type=float, default=480.0, help="beyond it slow methods get fewer runs")
+    parser.add_argument("--budget-seconds", type=float, default=480.0, help="too few: slow methods get fewer runs")
     parser.add_argument("--seeds", type=int, default=10, help="random: number of layouts")
     parser.add_argument("--first-seed", type=int, default=0, help="random: the first seed")
     parser.add_argument(
