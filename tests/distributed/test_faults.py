@@ -99,6 +99,66 @@ def test_receiver_killed_at_random(turn: int) -> None:
         world.join()
 
 
+BULK = Layout((1 << 22,), torch.int32, xm.Mesh([0]), (Replicate(),), xm.Mesh([1]), (Replicate(),))  # 16 MiB
+
+RING_BYTES = 1 << 20  # kRingBytes in csrc/transport/shared_ring.h; a page before them says whose they are
+
+
+def rings() -> list[range]:
+    """Where rings in shared memory are mapped into this process."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "torch_xmesh-ring" in line]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
+
+
+def fill_a_ring(rank: int, world_size: int, go: Path) -> str | None:
+    """Rank 1 is stopped once it has posted its receives; then rank 0 sends sevens, and says when the ring holds them."""
+    source = source_of(BULK)
+    xm.reshard(source, BULK.dst_mesh, BULK.dst)
+    assert len(rings()) == 1, Path("/proc/self/maps").read_text()
+    if rank == 1:
+        _, work = xm.reshard(source, BULK.dst_mesh, BULK.dst, async_op=True)
+        tasks = Path("/proc/self/task").iterdir()
+        (network,) = (task for task in tasks if (task / "comm").read_text() == "xmesh_network\n")
+        while "(sleeping)" not in (network / "status").read_text():  # it has nothing left to do
+            time.sleep(0.005)
+        mark("posted")
+        work.wait()
+    go.read_text()  # a pipe, opened by the test
+    source.to_local().fill_(7)
+    _, work = xm.reshard(source, BULK.dst_mesh, BULK.dst, async_op=True)
+    (ring,) = rings()
+    held = b""
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        while held != b"\x07\0\0\0" * (RING_BYTES // 4):
+            time.sleep(0.005)
+            held = os.pread(memory.fileno(), RING_BYTES, ring.stop - RING_BYTES)
+    assert not work.is_completed()
+    mark("full")
+    with pytest.raises(xm.PeerError) as caught:
+        work.wait()
+    leave()
+    assert rings() == []
+    assert not [fd for fd in os.listdir("/proc/self/fd") if "torch_xmesh" in os.path.realpath(f"/proc/self/fd/{fd}")]
+    return f"{caught.value.ranks}: {caught.value}"
+
+
+def test_receiver_killed_behind_a_full_ring(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    with World(fill_a_ring, 2, go, init_kwargs={"timeout": datetime.timedelta(seconds=60)}) as world:
+        world.wait_mark(1, "posted")
+        world.signal(1, signal.SIGSTOP)
+        while "(stopped)" not in Path(f"/proc/{world.pids[1]}/status").read_text():
+            time.sleep(0.005)
+        go.write_text("")
+        world.wait_mark(0, "full")
+        world.signal(1, signal.SIGKILL)
+        outcome = world.wait(0, 60)
+        assert outcome.error is None, outcome.error
+        assert outcome.value.startswith("(1,)"), outcome.value
+        assert [outcome.exitcode for outcome in world.join()] == [0, -signal.SIGKILL]
+
+
 def crossed_calls(rank: int, world_size: int) -> None:
     """Two plans in different order: told apart at once with equal participants, at the timeout with others."""
     one = (xm.Spec((4, 4), torch.float32, xm.Mesh([0]), (Replicate(),)), xm.Mesh([1]))
