@@ -111,7 +111,7 @@ def rings() -> list[range]:
 
 
 def fill_a_ring(rank: int, world_size: int, go: Path) -> str | None:
-    """Rank 1 is stopped once it has posted its receives; then rank 0 sends sevens, and says when the ring holds them."""
+    """Rank 1 is stopped once its receives are posted; then rank 0 sends sevens, and says when the ring holds them."""
     source = source_of(BULK)
     xm.reshard(source, BULK.dst_mesh, BULK.dst)
     assert len(rings()) == 1, Path("/proc/self/maps").read_text()

@@ -26,7 +26,7 @@ UNPACED = 2**64 - 1
 
 def own_rates() -> list[int]:
     """The limits, in bytes per second, of those of this process's sockets that have one."""
-    rates = []
+    rates: list[int] = []
     for name in os.listdir("/proc/self/fd"):
         try:
             is_socket = os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
