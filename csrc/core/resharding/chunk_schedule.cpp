@@ -212,7 +212,7 @@ class Scheduler {
   /// Whether a holder that is not the owner may send a first copy to the receiver.
   bool maySendForOwner(int32_t atom, int32_t receiver) const {
     const int32_t owner = shipments_.atoms[static_cast<size_t>(atom)].owner;
-    return !taste_.spares_fresh || owed_[static_cast<size_t>(owner)] > to_come_[static_cast<size_t>(receiver)] - shipments_.chunk_bytes;
+    return owed_[static_cast<size_t>(owner)] > to_come_[static_cast<size_t>(receiver)] - shipments_.chunk_bytes;
   }
 
   bool isRelay(int32_t atom, int32_t receiver) const {
@@ -295,7 +295,7 @@ class Scheduler {
   uint64_t rankOf(int32_t atom, bool is_own) const {
     constexpr int64_t kMiddle = int64_t{1} << 30;
     const auto index = static_cast<size_t>(atom);
-    const int32_t rarity = is_own || !taste_.is_rarest_first ? -left_[index] : copies_[index];
+    const int32_t rarity = is_own ? -left_[index] : copies_[index];
     const bool is_reversed = !is_own && taste_.is_newest_first;
     const uint32_t low = is_reversed ? ~static_cast<uint32_t>(atom) : static_cast<uint32_t>(atom);
     return uint64_t{!is_own} << 63 | static_cast<uint64_t>(kMiddle + rarity) << 32 | low;

@@ -86,9 +86,11 @@ struct Candidate {
   double predicted_seconds = 0;
 };
 
+using CandidateRank = std::tuple<bool, int64_t, double>;
+
 /// Among equal predictions: direct sends last, since they all leave at once, and on real links they do not get the equal shares that the prediction
 /// gives them; then fewer streams per NIC first, since streams take turns less evenly than predicted; then the better prediction.
-std::tuple<bool, int64_t, double> rankOf(const Candidate& candidate, const Network& network) {
+CandidateRank rankOf(const Candidate& candidate, const Network& network) {
   return {candidate.strategy == "send_recv", streamsPerNic(candidate.messages, network), candidate.predicted_seconds};
 }
 
@@ -110,8 +112,12 @@ void runCandidates(ReshardingPlan& plan, const Network& network) {
     std::erase_if(candidates, [least](const Candidate& candidate) { return kEqualWithin * candidate.predicted_seconds > least; });
   }
   size_t best = 0;
-  for (size_t i = 1; i < candidates.size(); ++i) {
-    best = rankOf(candidates[i], network) < rankOf(candidates[best], network) ? i : best;
+  if (candidates.size() > 1) {
+    std::vector<CandidateRank> ranks;
+    for (const Candidate& candidate : candidates) {
+      ranks.push_back(rankOf(candidate, network));
+    }
+    best = static_cast<size_t>(std::min_element(ranks.begin(), ranks.end()) - ranks.begin());
   }
   plan.strategy = std::move(candidates[best].strategy);
   plan.messages = std::move(candidates[best].messages);

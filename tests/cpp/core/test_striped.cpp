@@ -27,9 +27,13 @@ Topology onHosts(const TensorPair& pair, int64_t devices_per_host) {
   return Topology::uniform(last + 1, devices_per_host, bytesOnly());
 }
 
-double ratioOf(const TensorPair& pair, int64_t devices_per_host, const char* strategy) {
-  const ReshardingPlan plan = planResharding({pair}, onHosts(pair, devices_per_host), parseStrategy(strategy));
+double ratioOn(const TensorPair& pair, const Topology& topology, const char* strategy) {
+  const ReshardingPlan plan = planResharding({pair}, topology, parseStrategy(strategy));
   return plan.lower_bound_seconds > 0 ? plan.predicted_seconds / plan.lower_bound_seconds : 1;
+}
+
+double ratioOf(const TensorPair& pair, int64_t devices_per_host, const char* strategy) {
+  return ratioOn(pair, onHosts(pair, devices_per_host), strategy);
 }
 
 TEST(Striped, PublishedCasesReachTheBound) {
@@ -136,29 +140,81 @@ TEST(Striped, SmallReductionsAndThoseOfOneContributionAreStars) {
   EXPECT_GT(numSums(1 << 20, {0, 1, 2, 3}, 4), 0);
 }
 
-/// Shard and Replicate on hosts of a few devices, disjoint, overlapping or identical.
+/// Shard and Replicate on ranks 0..15, disjoint, overlapping or identical, of a size that chunks can divide.
+TensorPair largeRandomPair(std::mt19937_64& rng) {
+  layouts::LayoutOptions options;
+  options.num_ranks = 16;
+  options.allow_partial = false;
+  options.allow_zero_size = false;
+  options.max_dims = 3;
+  TensorPair pair = layouts::randomPair(rng, options);
+  for (TensorSpec* spec : {&pair.src, &pair.dst}) {
+    spec->dtype = DType::parse("float32");
+    for (int64_t& extent : spec->shape) {
+      extent *= 60;
+    }
+    if (spec->shape.empty()) {
+      spec->shape = {200'000};
+    }
+  }
+  return pair;
+}
+
 TEST(Striped, StaysNearTheBoundAndBelowBroadcast) {
   for (uint64_t seed = 0; seed < 120; ++seed) {
     std::mt19937_64 rng(seed);
-    layouts::LayoutOptions options;
-    options.num_ranks = 16;
-    options.allow_partial = false;
-    options.allow_zero_size = false;
-    options.max_dims = 3;
-    TensorPair pair = layouts::randomPair(rng, options);
-    for (TensorSpec* spec : {&pair.src, &pair.dst}) {
-      spec->dtype = DType::parse("float32");
-      for (int64_t& extent : spec->shape) {
-        extent *= 60;
-      }
-      if (spec->shape.empty()) {
-        spec->shape = {200'000};
-      }
-    }
+    const TensorPair pair = largeRandomPair(rng);
     const double striped = ratioOf(pair, 2, "striped:num_chunks=64");
     EXPECT_LE(striped, 1.12) << "seed " << seed << " " << pair.src.str() << " -> " << pair.dst.str();
     EXPECT_LE(striped, 1.05 * ratioOf(pair, 2, "broadcast:num_chunks=64")) << "seed " << seed;
   }
+}
+
+TEST(Striped, StaysNearTheBoundWhereHostsHaveTheirOwnRates) {
+  constexpr uint64_t kNumSeeds = 120;
+  double total = 0;
+  for (uint64_t seed = 0; seed < kNumSeeds; ++seed) {
+    std::mt19937_64 rng(seed);
+    const TensorPair pair = largeRandomPair(rng);
+    std::map<int64_t, int64_t> nic_of_host;
+    for (int64_t host = 0; host < 8; ++host) {
+      nic_of_host[host] = layouts::randomInt(rng, 10, 40) * 1'000'000;
+    }
+    const Topology topology(Topology::uniform(16, 2).hostOfRanks(), bytesOnly(), nic_of_host);
+    const double striped = ratioOn(pair, topology, "striped:num_chunks=64");
+    EXPECT_LE(striped, 1.3) << "seed " << seed << " " << pair.src.str() << " -> " << pair.dst.str();
+    EXPECT_LE(striped, 1.05 * ratioOn(pair, topology, "broadcast:num_chunks=64")) << "seed " << seed;
+    total += striped;
+  }
+  EXPECT_LE(total, 1.015 * kNumSeeds) << "on average";
+}
+
+/// Hosts 0 to 2 hold: one tensor is on host 0 alone, the others on more and more of them. Together the sends level; of each by itself, host 0 sends
+/// an equal part of all.
+TEST(Striped, BalancesAListOfTensorsTogether) {
+  const DType dtype = DType::parse("float32");
+  const auto pairOf = [&](std::vector<int64_t> holders, int64_t needer) {
+    const auto count = static_cast<int64_t>(holders.size());
+    return TensorPair{{{1 << 20}, dtype, Mesh({count}, std::move(holders)), {Placement::replicate()}},
+                      {{1 << 20}, dtype, Mesh({1}, {needer}), {Placement::replicate()}}};
+  };
+  const std::vector<TensorPair> tensors = {pairOf({0, 1, 2}, 6), pairOf({0, 1}, 4), pairOf({0}, 3), pairOf({1, 2}, 5)};
+  const Topology topology = Topology::uniform(7, 1, bytesOnly());
+  const Strategy striped = parseStrategy("striped:num_chunks=64");
+  const ReshardingPlan plan = planResharding(tensors, topology, striped);
+  validatePlan(plan);
+  EXPECT_LE(plan.predicted_seconds, 1.05 * plan.lower_bound_seconds);
+  int64_t sent_by_first = 0;
+  double one_by_one_s = 0;
+  for (const TensorPair& pair : tensors) {
+    const ReshardingPlan alone = planResharding({pair}, topology, striped);
+    const std::map<int64_t, int64_t> sent = alone.bytesSent();
+    sent_by_first += sent.contains(0) ? sent.at(0) : 0;
+    one_by_one_s += alone.predicted_seconds;
+  }
+  EXPECT_GE(static_cast<double>(sent_by_first), 1.3 * static_cast<double>(plan.lower_bound_bytes))
+      << "its NIC alone takes longer than the joint plan";
+  EXPECT_GE(one_by_one_s, 2 * plan.predicted_seconds);
 }
 
 TEST(WaterFill, ReachesTheLinearProgram) {
