@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.cli import main, parse_mesh, parse_placements, parse_shape
+from torch_xmesh.testing import spawn
 
 CASE = {
     "--shape": "64,32,16",
@@ -198,6 +200,26 @@ def test_calibrate_needs_a_group(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.delenv("RANK", raising=False)
     assert main(["calibrate"]) == 2
     assert "torchrun" in capsys.readouterr().err
+
+
+def calibrate_on_a_host_of_its_own(rank: int, world_size: int, path: str) -> int:
+    os.environ["XMESH_HOST_ID"] = f"host{rank}"
+    return main(["calibrate", "--out", path, "--num-bytes", str(1 << 20)])
+
+
+def test_plans_read_what_calibrate_wrote(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    assert spawn(calibrate_on_a_host_of_its_own, 2, str(path), backend=None) == [0, 0]
+    topology = xm.Topology.load(path)
+    assert topology.links.is_measured
+    command = (
+        "plan --shape 1000000 --dtype uint8 --src-mesh 1 --src R --dst-mesh 1@1 --dst R --strategy send_recv --json"
+    )
+    assert main([*command.split(), "--topology", str(path)]) == 0
+    plan = xm.ReshardingPlan.from_json(capsys.readouterr().out)
+    assert plan.topology == topology
+    assert plan.bytes_received(1) == 1_000_000
+    assert plan.lower_bound_seconds >= 1_000_000 / topology.links.nic_bytes_per_s
 
 
 PLACEMENTS: list[tuple[str, list[Placement]]] = [

@@ -1,27 +1,58 @@
 """Measures the links of a running group: what ``torchrun ... -m torch_xmesh calibrate`` does.
 
-The model is alpha-beta with a cost per message: sending b bytes in k messages over a network interface takes
-``latency + k * message + b / rate`` (the model that plans are judged by).
+The model that plans are judged by: k messages of b bytes together take ``latency + k * message + b / rate`` from one
+host to another, where ``rate`` is the lower of the two hosts', and ``local_latency + b / local_rate`` inside a host.
+A call costs more than its messages do (Python, agreement, threads waking up), so nothing is taken from one call's
+duration: each number comes from the difference of two calls of the same ranks that differ in it alone.
+
+- rate: ``(b1 - b0) / (t1 - t0)`` of a large and a small transfer (:func:`rate_into`).
+- message: one tensor over one hop, cut into n messages and into one: ``(t_n - t_1) / (n - 1)`` (:func:`message_cost`).
+- latency: a value that n ranks contribute to goes to a root, and in the other call on from there through all ranks,
+  one after another: ``(t_chain - t_root) / (n - 1)`` is a hop, a message and its latency (:func:`hop_cost`).
+- a host's rate: the most of what all other hosts together send to it and what it sends to the fastest
+  (:func:`nic_rates`).
 """
 
+import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torch_xmesh.group import group_of
-from torch_xmesh.resharding import reshard, reshard_many
+from torch_xmesh.resharding import reshard_many
 from torch_xmesh.spec import Mesh, Spec, device_mesh, wrap_local
 from torch_xmesh.topology import Topology
 
-_NUM_SMALL = 512
+_NUM_MESSAGES = 64  # that one tensor is cut into
+_MESSAGE_BYTES = 16 << 10  # of each: shorter ones would travel many at once, as chunks of a plan do not
+_MOST_HOPS = 8  # of the chain that measures a hop
+_SMALL_REPEATS = 20  # times as many as of large calls: small ones end soon and are easily disturbed
+_MESSAGE_REPEATS = 5
 _LOCAL_FACTOR = 4  # inside a host bytes are so fast that few of them cannot be timed
 _LEAST_SHARE = 0.25
 _SAME_RATE = 0.05  # NICs that differ less are one rate
+_MOST_PASSES = 5  # over all hosts; two do unless NIC rates differ by orders of magnitude
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A call to be timed: tensors that lie as ``sources`` say go to one mesh, in one plan."""
+
+    sources: tuple[Spec, ...]
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    strategy: str
+
+
+#: Seconds that each move takes, the same on every rank; measured by turns, so that a disturbance hits all alike, and so
+#: many times as often as usual.
+Clock = Callable[[Sequence[Move], int], list[float]]
 
 
 def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
@@ -29,23 +60,25 @@ def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
 
     Args:
         num_bytes: size of the transfer that measures a network interface's rate, bytes; inside a host 4 times as many.
-        repeats: measurements of each kind; the fastest counts.
+        repeats: measurements of each kind, of short calls more; the fastest counts.
 
     Returns:
-        on every rank the same topology, with hosts as discovered and ``is_measured`` set.
+        on every rank the same topology, with hosts as discovered and ``is_measured`` set. A host's rate is seen up to
+        the sum of the other hosts'.
 
     Raises:
         ValueError: the default group is not on xmesh, or has one rank only.
     """
     ranks_of = _ranks_of_hosts()
     host_of = {rank: host for host, ranks in ranks_of.items() for rank in ranks}
+    clock = functools.partial(_seconds, repeats=repeats)
     fields: dict[str, float] = {}
-    nic_of = _nic_rates(ranks_of, num_bytes, repeats)
+    nic_of = {host: int(rate) for host, rate in nic_rates(ranks_of, clock, num_bytes).items()}
     if nic_of:
-        nic = int(statistics.median(nic_of.values()))
+        nic = statistics.median_low(nic_of.values())
         fields["nic_bytes_per_s"] = nic
         nic_of = {host: rate for host, rate in nic_of.items() if abs(rate - nic) > _SAME_RATE * nic}
-    fields |= measure_costs(num_bytes=_LOCAL_FACTOR * num_bytes, repeats=repeats)
+    fields |= link_costs(ranks_of, clock, _LOCAL_FACTOR * num_bytes)
     return Topology(host_of, nic_of_host=nic_of, is_measured=True, **fields)  # type: ignore[arg-type]
 
 
@@ -54,7 +87,7 @@ def measure_costs(*, num_bytes: int = 128 << 20, repeats: int = 3) -> dict[str, 
 
     Args:
         num_bytes: size of the transfer that measures the rate inside a host, bytes.
-        repeats: measurements of each kind; the fastest counts.
+        repeats: measurements of each kind, of short calls more; the fastest counts.
 
     Returns:
         on every rank the same arguments of :class:`Topology`: ``latency_us`` and ``message_us`` where there are several
@@ -63,15 +96,7 @@ def measure_costs(*, num_bytes: int = 128 << 20, repeats: int = 3) -> dict[str, 
     Raises:
         ValueError: the default group is not on xmesh, or has one rank only.
     """
-    ranks_of = list(_ranks_of_hosts().values())
-    costs: dict[str, float] = {}
-    if len(ranks_of) > 1:
-        costs |= _small_costs(ranks_of[0][0], ranks_of[1][0], repeats, local=False)
-    pair = next((ranks for ranks in ranks_of if len(ranks) > 1), None)
-    if pair is not None:
-        costs["local_bytes_per_s"] = int(_rate(pair[0], pair[1], num_bytes, repeats))
-        costs |= _small_costs(pair[0], pair[1], repeats, local=True)
-    return costs
+    return link_costs(_ranks_of_hosts(), functools.partial(_seconds, repeats=repeats), num_bytes)
 
 
 def _ranks_of_hosts() -> dict[int, list[int]]:
@@ -86,69 +111,117 @@ def _ranks_of_hosts() -> dict[int, list[int]]:
     return ranks_of
 
 
-def _nic_rates(ranks_of: dict[int, list[int]], num_bytes: int, repeats: int) -> dict[int, int]:
-    """Each host's rate to or from its neighbours, whichever is more; nothing for one host."""
+def link_costs(ranks_of: Mapping[int, list[int]], clock: Clock, num_bytes: int) -> dict[str, float]:
+    """What :func:`measure_costs` returns, for ranks by host and a clock."""
+    costs: dict[str, float] = {}
+    entrances = [ranks[0] for ranks in ranks_of.values()]
+    if len(entrances) > 1:
+        message = message_cost(entrances[0], entrances[1], clock)
+        hop = hop_cost(entrances, clock)
+        costs["latency_us"] = round(max(0.0, hop - message) * 1e6, 2)
+        costs["message_us"] = round(message * 1e6, 2)
+    neighbours = max(ranks_of.values(), key=len)
+    if len(neighbours) > 1:
+        costs["local_bytes_per_s"] = int(rate_into(neighbours[1:2], {tuple(neighbours[:1]): 1.0}, clock, num_bytes))
+        costs["local_latency_us"] = round(hop_cost(neighbours, clock) * 1e6, 2)
+    return costs
+
+
+def nic_rates(ranks_of: Mapping[int, list[int]], clock: Clock, num_bytes: int) -> dict[int, float]:
+    """Each host's bytes per second; nothing for one host.
+
+    A pass lets every host send to the one that is fastest so far, which sees the lower rate of the two, and then every
+    host receive from all others, each sending in proportion to what is known of it: so it sees its own rate or the sum
+    of the known ones, whichever is lower. Nothing known is ever above the truth, so another pass is needed only where
+    one found more. No host can be seen faster than all others together.
+    """
     hosts = list(ranks_of)
-    if len(hosts) < 2:
-        return {}
-    outgoing = [
-        _rate(ranks_of[host][0], ranks_of[hosts[(i + 1) % len(hosts)]][0], num_bytes, repeats)
-        for i, host in enumerate(hosts)
+    rates = dict.fromkeys(hosts, 0.0)
+    fastest = hosts[0]
+    for _ in range(_MOST_PASSES if len(hosts) > 1 else 0):
+        for host in hosts:
+            if host != fastest:
+                pair = rate_into(ranks_of[fastest], {tuple(ranks_of[host]): 1.0}, clock, num_bytes)
+                rates |= {end: max(rates[end], pair) for end in (host, fastest)}
+        seen_in_pairs = dict(rates)
+        for host in hosts:
+            slow_first = sorted(set(hosts) - {host}, key=lambda other: rates[other])
+            others = {tuple(ranks_of[other]): rates[other] for other in slow_first}
+            rates[host] = max(rates[host], rate_into(ranks_of[host], others, clock, num_bytes))
+        fastest = max(hosts, key=lambda host: rates[host])
+        if all(rates[host] <= (1 + _SAME_RATE) * seen_in_pairs[host] for host in hosts):
+            break
+    return rates if len(hosts) > 1 else {}
+
+
+def rate_into(targets: Sequence[int], sources: Mapping[tuple[int, ...], float], clock: Clock, num_bytes: int) -> float:
+    """Bytes per second from several sources, each one or more ranks, into ranks of one host.
+
+    Args:
+        sources: each one's share of the bytes, in any unit.
+        num_bytes: of the larger of the two transfers whose difference is the rate.
+    """
+    totals: list[int] = []
+    moves: list[Move] = []
+    for wanted in (num_bytes // 4, num_bytes):
+        unit = wanted / sum(sources.values())
+        specs = [
+            Spec((len(ranks) * max(1, round(share * unit / len(ranks))),), torch.uint8, Mesh(ranks), (Shard(0),))
+            for ranks, share in sources.items()
+        ]
+        totals.append(sum(spec.shape[0] for spec in specs))
+        moves.append(Move(tuple(specs), Mesh(targets), (Shard(0),), "send_recv"))
+    small_s, large_s = clock(moves, 1)
+    # The call's cost drops out of the difference, unless a disturbance was longer than the difference itself.
+    if large_s - small_s > _LEAST_SHARE * large_s:
+        return (totals[1] - totals[0]) / (large_s - small_s)
+    return totals[1] / large_s
+
+
+def message_cost(source: int, target: int, clock: Clock) -> float:
+    """Seconds that each further message of one tensor adds between two ranks of different hosts."""
+    spec = Spec((_NUM_MESSAGES * _MESSAGE_BYTES,), torch.uint8, Mesh([source]), (Replicate(),))
+    ways = [f"broadcast:num_chunks={num_messages}" for num_messages in (1, _NUM_MESSAGES)]
+    one, many = clock([Move((spec,), Mesh([target]), (Replicate(),), way) for way in ways], _MESSAGE_REPEATS)
+    return max(0.0, many - one) / (_NUM_MESSAGES - 1)
+
+
+def hop_cost(ranks: Sequence[int], clock: Clock) -> float:
+    """Seconds that a small message takes from one rank to the next, all of them inside one host or each on its own."""
+    chain = list(ranks[: _MOST_HOPS + 1])
+    spec = Spec((1,), torch.float32, Mesh(chain), (Partial("sum"),))
+    needers = [Mesh(chain[:1]), Mesh(chain)]
+    root, on_from_root = clock([Move((spec,), mesh, (Replicate(),), "broadcast") for mesh in needers], _SMALL_REPEATS)
+    return max(0.0, on_from_root - root) / (len(chain) - 1)
+
+
+def _seconds(moves: Sequence[Move], factor: int, *, repeats: int) -> list[float]:
+    """The clock of a running group: the shortest time from a common start until the last rank has all."""
+    inputs = [[_tensor(spec) for spec in move.sources] for move in moves]
+    rounds = [
+        [_timed(move, tensors) for move, tensors in zip(moves, inputs, strict=True)]
+        for _ in range(1 + factor * repeats)
     ]
-    return {host: int(max(outgoing[i], outgoing[i - 1])) for i, host in enumerate(hosts)}
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
-def _rate(source: int, target: int, num_bytes: int, repeats: int) -> float:
-    """Bytes per second from one rank to another."""
-    small, large = num_bytes // 4, num_bytes
-    seconds_small = _seconds(source, target, [small], repeats)
-    seconds_large = _seconds(source, target, [large], repeats)
-    # Latency drops out of the difference, unless a disturbance was longer than the difference itself.
-    seconds = seconds_large - seconds_small
-    return (large - small) / seconds if seconds > _LEAST_SHARE * seconds_large else large / seconds_large
-
-
-def _small_costs(source: int, target: int, repeats: int, *, local: bool) -> dict[str, float]:
-    """Latency of one small message, and what each further one adds, microseconds."""
-    one = _seconds(source, target, [4], repeats * 5)
-    many = _seconds(source, target, [4] * _NUM_SMALL, repeats)
-    message = max(0.0, (many - one) / (_NUM_SMALL - 1))
-    if local:
-        return {"local_latency_us": round(one * 1e6, 2)}
-    return {"latency_us": round(max(0.0, one - message) * 1e6, 2), "message_us": round(message * 1e6, 2)}
-
-
-def _seconds(source: int, target: int, sizes: list[int], repeats: int) -> float:
-    """The shortest time, over the group, from a common start to the arrival of all tensors."""
-    tensors = [_tensor(source, size) for size in sizes]
-    mesh = Mesh([target])
-
-    def move() -> None:
-        if dist.get_rank() not in (source, target):
-            return
-        if len(tensors) == 1:
-            reshard(tensors[0], mesh, (Replicate(),), strategy="send_recv")
-        else:
-            reshard_many(tensors, mesh, (Replicate(),), strategy="send_recv")
-
-    return min(_timed(move) for _ in range(repeats + 1))
-
-
-def _timed(move: Callable[[], None]) -> float:
+def _timed(move: Move, tensors: list[DTensor | Spec]) -> float:
     dist.barrier()
     start = time.perf_counter()
-    move()
+    if any(dist.get_rank() in mesh.ranks for mesh in (move.mesh, *(spec.mesh for spec in move.sources))):
+        reshard_many(tensors, move.mesh, move.placements, strategy=move.strategy)
     mine = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return float(mine)
 
 
-def _tensor(source: int, num_bytes: int) -> DTensor | Spec:
-    shape = torch.Size([num_bytes])
-    mesh = Mesh([source])
-    if dist.get_rank() != source:
-        return Spec(shape, torch.uint8, mesh, (Replicate(),))
-    return wrap_local(torch.zeros(shape, dtype=torch.uint8), shape, device_mesh(mesh), (Replicate(),))
+def _tensor(spec: Spec) -> DTensor | Spec:
+    """This rank's part of a tensor of one dim, whose shards are equal."""
+    if dist.get_rank() not in spec.mesh.ranks:
+        return spec
+    is_sharded = spec.placements[0] == Shard(0)
+    local = torch.ones(spec.shape[0] // (len(spec.mesh.ranks) if is_sharded else 1), dtype=spec.dtype)
+    return wrap_local(local, spec.shape, device_mesh(spec.mesh), spec.placements)
 
 
 def run(path: str, num_bytes: int) -> None:
