@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torch_xmesh.group import group_of
 from torch_xmesh.resharding import reshard_many
-from torch_xmesh.spec import Mesh, Spec, device_mesh, wrap_local
+from torch_xmesh.spec import Mesh, Spec, device_mesh, mesh_grid, wrap_local
 from torch_xmesh.topology import Topology
 
 _NUM_MESSAGES = 64  # that one tensor is cut into
@@ -208,7 +208,7 @@ def _seconds(moves: Sequence[Move], factor: int, *, repeats: int) -> list[float]
 def _timed(move: Move, tensors: list[DTensor | Spec]) -> float:
     dist.barrier()
     start = time.perf_counter()
-    if any(dist.get_rank() in mesh.ranks for mesh in (move.mesh, *(spec.mesh for spec in move.sources))):
+    if any(dist.get_rank() in mesh_grid(mesh).ranks for mesh in (move.mesh, *(spec.mesh for spec in move.sources))):
         reshard_many(tensors, move.mesh, move.placements, strategy=move.strategy)
     mine = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
@@ -217,10 +217,11 @@ def _timed(move: Move, tensors: list[DTensor | Spec]) -> float:
 
 def _tensor(spec: Spec) -> DTensor | Spec:
     """This rank's part of a tensor of one dim, whose shards are equal."""
-    if dist.get_rank() not in spec.mesh.ranks:
+    ranks = mesh_grid(spec.mesh).ranks
+    if dist.get_rank() not in ranks:
         return spec
-    is_sharded = spec.placements[0] == Shard(0)
-    local = torch.ones(spec.shape[0] // (len(spec.mesh.ranks) if is_sharded else 1), dtype=spec.dtype)
+    num_shards = len(ranks) if spec.placements[0] == Shard(0) else 1
+    local = torch.ones(spec.shape[0] // num_shards, dtype=spec.dtype)
     return wrap_local(local, spec.shape, device_mesh(spec.mesh), spec.placements)
 
 
