@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch_xmesh.pipeline.boundary import Move, Transfers
 from torch_xmesh.pipeline.dtensors import placements_on, waited
 from torch_xmesh.pipeline.stage_mesh import StageMesh
+from torch_xmesh.pipeline.trained import TrainedTogether
 from torch_xmesh.spec import Mesh, mesh_grid
 
 _BUCKET_BYTES = 25 << 20
@@ -83,101 +84,209 @@ class Tied:
     name: str
     holders: tuple[tuple[int, StageMesh], ...]
     parameter: nn.Parameter | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+
+
+@dataclasses.dataclass
+class _Line:
+    """This rank's parameters with copies on the other data shards, and the buckets of those that are trained."""
+
+    stage: int
+    mesh: Mesh
+    together: TrainedTogether
+    trained: tuple[bool, ...] = ()
+    buckets: list[list[nn.Parameter]] = dataclasses.field(default_factory=list)
+
+    def find_buckets(self) -> list[list[nn.Parameter]]:
+        trained = self.together.end()
+        if trained != self.trained:
+            self.trained = trained
+            self.buckets = _buckets([p for p, is_one in zip(self.together.parameters, trained, strict=True) if is_one])
+        return self.buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unsummed:
+    """What a step in no_sync left on a gradient that was there already.
+
+    Attributes:
+        summed: the gradient that was there, equal on all ranks that hold the parameter.
+        own: this rank's gradient of the steps since, or None.
+        shown: both together, as `.grad`.
+        version: of the memory of `shown`.
+    """
+
+    summed: torch.Tensor
+    own: torch.Tensor | None
+    shown: torch.Tensor
+    version: int
 
 
 class GradientSync:
     """Makes the gradients of one rank's parameters those of the whole batch.
 
-    What `.grad` held before a step is set aside and added again: a step adds its own gradient whatever was there.
+    What `.grad` held before a step is set aside and added again: a step adds its own gradient whatever was there. A
+    parameter takes part while it requires grad, or has since the last sum.
     """
 
     def __init__(
         self,
         transfers: Transfers,
-        parameters: Mapping[int, Sequence[nn.Parameter]],
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
         meshes: Sequence[StageMesh],
         tied: Sequence[Tied],
     ) -> None:
         self._transfers = transfers
-        self._tied = [one for one in tied if len(one.holders) > 1]
-        self._placements = {
-            (one.name, stage): self._placements_of(one, stage, m) for one in tied for stage, m in one.holders
-        }
-        self._lines: dict[Mesh, list[nn.Parameter]] = {}
-        lines: dict[int, tuple[int, Mesh]] = {}
-        for stage, found in sorted(parameters.items()):
-            line = meshes[stage].line
-            for parameter in found:
-                if not parameter.requires_grad:
-                    continue
-                _check_data_axis(parameter, meshes[stage], stage)
-                if id(parameter) not in lines:
-                    lines[id(parameter)] = stage, line
-                    if meshes[stage].num_shards > 1:
-                        self._lines.setdefault(line, []).append(parameter)
-                elif lines[id(parameter)][1] != line:
-                    raise ValueError(
-                        f"stages {lines[id(parameter)][0]} and {stage} share a parameter of shape "
-                        f"{tuple(parameter.shape)} and their ranks, but shard the batch otherwise: give both the "
-                        "same mesh and data_axis"
-                    )
-        members = {id(p): p for found in parameters.values() for p in found if p.requires_grad}
-        self._dtensors: list[nn.Parameter] = [p for p in members.values() if isinstance(p, DTensor)]
-        self._buckets = [(line, bucket) for line, members in self._lines.items() for bucket in _buckets(members)]
+        self._names = {p: f"{name} of stage {k}" for k, named in parameters.items() for name, p in named.items()}
+        self._tied = list(tied)
+        self._lies = self._placements_of_tied()
+        self._ties_together = [
+            TrainedTogether(
+                transfers,
+                f"tied/{one.name}/trained",
+                Mesh(sorted({rank for _, mesh in one.holders for rank in mesh.ranks})),
+                [(f"tied parameter {one.name}", one.parameter)],
+            )
+            for one in self._tied
+            if one.parameter is not None
+        ]
+        self._refused: dict[nn.Parameter, str] = {}  # why a parameter cannot be trained
+        self._lines = self._lines_of(parameters, meshes)
+        self._check_trained()
+        self._dtensors: list[nn.Parameter] = [p for p in self._names if isinstance(p, DTensor)]
+        found = [p for line in self._lines for p in line.together.parameters]
+        found += [one.parameter for one in self._tied if one.parameter is not None]
+        self._parameters = list(dict.fromkeys(found))
+        self._trained: set[nn.Parameter] = set()  # since the last sum
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
+        self._unsummed: dict[nn.Parameter, _Unsummed] = {}
         self._is_synced = True
 
-    def _placements_of(self, one: Tied, stage: int, mesh: StageMesh) -> tuple[Placement, ...]:
-        """How a holder's copy lies on its mesh: the holder tells all."""
-        mine = None
-        if self._transfers.rank in mesh.ranks:
-            if one.parameter is None:
-                raise ValueError(f"tied parameter {one.name} is not among the parameters of stage {stage}'s module")
-            mine = placements_on(mesh, one.parameter, f"tied parameter {one.name} of stage {stage}")
-        told: tuple[Placement, ...] = self._transfers.broadcast(f"tied/{one.name}/{stage}/lies", mesh.ranks[0], mine)
-        return told
+    def _lines_of(
+        self, parameters: Mapping[int, Mapping[str, nn.Parameter]], meshes: Sequence[StageMesh]
+    ) -> list[_Line]:
+        stage_of: dict[nn.Parameter, int] = {}
+        members: dict[Mesh, list[nn.Parameter]] = {}
+        for stage, named in sorted(parameters.items()):
+            line = meshes[stage].line
+            for parameter in named.values():
+                if (why := _why_not_summed(parameter, meshes[stage], stage)) is not None:
+                    self._refused[parameter] = why
+                first = stage_of.setdefault(parameter, stage)
+                if first == stage and meshes[stage].num_shards > 1:
+                    members.setdefault(line, []).append(parameter)
+                elif meshes[first].line != line:
+                    self._refused[parameter] = (
+                        f"stages {first} and {stage} share a parameter of shape {tuple(parameter.shape)} and their "
+                        "ranks, but shard the batch otherwise: give both the same mesh and data_axis"
+                    )
+        return [
+            _Line(stage, line, TrainedTogether(self._transfers, f"gradients/{stage}/trained", line, named))
+            for line, found in members.items()
+            for stage, named in [(stage_of[found[0]], [(self._names[p], p) for p in found])]
+        ]
+
+    def _placements_of_tied(self) -> dict[tuple[str, int], tuple[Placement, ...]]:
+        """How each holder's copy lies on its mesh, which the holders tell all."""
+        mine = {}
+        for one in self._tied:
+            for stage, mesh in one.holders:
+                if self._transfers.rank not in mesh.ranks:
+                    continue
+                if one.parameter is None:
+                    raise ValueError(f"tied parameter {one.name} is not among the parameters of stage {stage}'s module")
+                placements = placements_on(mesh, one.parameter, f"tied parameter {one.name} of stage {stage}")
+                mine[one.name, stage] = placements, (tuple(one.parameter.shape), one.parameter.dtype)
+        told = {}
+        for others in self._transfers.gather("tied", mine) if self._tied else []:
+            told.update(others)
+        for one in self._tied:
+            kinds = {stage: told[one.name, stage][1] for stage, _ in one.holders}
+            if len(set(kinds.values())) > 1:
+                raise ValueError(f"tied parameter {one.name} has other shapes or dtypes by stage: {kinds}")
+        return {where: placements for where, (placements, _) in told.items()}
 
     def _tied_move(self, one: Tied, start: int, end: int) -> Move:
         """From the copy of holder number `start` to that of holder number `end`."""
         (stage, src), (to, dst) = one.holders[start], one.holders[end]
-        there, here = self._placements[one.name, stage], self._placements[one.name, to]
-        return Move(one.shape, one.dtype, src.grid, there, dst.grid, here)
+        there, here = self._lies[one.name, stage], self._lies[one.name, to]
+        assert one.parameter is not None
+        return Move(tuple(one.parameter.shape), one.parameter.dtype, src.grid, there, dst.grid, here)
 
     @property
     def is_needed(self) -> bool:
         """Whether any parameter has copies with gradients of their own, or one that may lie otherwise than it."""
-        return bool(self._buckets) or bool(self._tied) or bool(self._dtensors)
+        return bool(self._parameters) or bool(self._dtensors) or bool(self._refused)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        found = {id(p): p for _, bucket in self._buckets for p in bucket}
-        found.update({id(one.parameter): one.parameter for one in self._tied if one.parameter is not None})
-        return list(found.values())
+    def _check_trained(self) -> None:
+        for parameter, why in self._refused.items():
+            if parameter.requires_grad:
+                raise ValueError(why)
 
-    def begin_step(self) -> None:
-        """Sets aside what is summed already."""
-        for parameter in self._parameters():
-            if self._is_synced:
-                if parameter.grad is not None:
-                    self._set_aside[parameter] = parameter.grad
-                    parameter.grad = None
-            elif parameter.grad is None:  # the user dropped the gradients of the steps before
-                self._set_aside.pop(parameter, None)
+    def begin_step(self, is_sync: bool) -> None:
+        """Sets aside what is summed already, and tells the other ranks what is trained if the step ends in a sum.
+
+        Raises:
+            ValueError: a parameter that was frozen till now cannot be trained, or a gradient was changed where its
+                parts cannot be told apart.
+        """
+        self._check_trained()
+        for parameter in self._parameters:
+            if parameter in self._unsummed:
+                self._take_apart(parameter, self._unsummed.pop(parameter))
+            elif self._is_synced and parameter.grad is not None:
+                self._set_aside[parameter] = parameter.grad
+                parameter.grad = None
+        self._trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
+        if is_sync:
+            for together in (*(line.together for line in self._lines), *self._ties_together):
+                together.begin(self._trained)
+
+    def _take_apart(self, parameter: nn.Parameter, left: _Unsummed) -> None:
+        """Of a gradient that a step in no_sync has left: what is summed and what is this rank's own."""
+        grad = parameter.grad
+        if grad is None:  # the user dropped the gradients of the steps before
+            return
+        if left.own is None or (grad is left.shown and local_of(grad)._version == left.version):
+            self._set_aside[parameter] = grad if left.own is None else left.summed
+            parameter.grad = left.own
+        elif local_of(grad).any():
+            raise ValueError(
+                f"the gradient of {self._names[parameter]} was changed after a step in no_sync that added to a sum of "
+                "earlier steps: which part of it is summed cannot be told; drop it (zero_grad), or change it after a "
+                "step outside no_sync"
+            )
 
     def end_step(self, is_sync: bool) -> None:
-        """Sums the step's gradients, or leaves that to a later step."""
+        """Sums the step's gradients, or leaves that to a later step.
+
+        Raises:
+            ValueError: ranks train other parameters.
+        """
         self._is_synced = is_sync
         if not is_sync:
+            self._show()
             return
         for dtensor in self._dtensors:
             settle_gradient(dtensor)
-        for number, (line, bucket) in enumerate(self._buckets):
-            self._sum_bucket(f"gradients/{number}", line, bucket)
+        for line in self._lines:
+            for number, bucket in enumerate(line.find_buckets()):
+                self._sum_bucket(f"gradients/{line.stage}/{number}", line.mesh, bucket)
+        trained = {p for together in self._ties_together if together.end()[0] for p in together.parameters}
         for one in self._tied:
-            self._sum_tied(one)
+            if one.parameter in trained:
+                self._sum_tied(one)
         for parameter, held in self._set_aside.items():
             parameter.grad = held if parameter.grad is None else held.add_(parameter.grad)
+        self._set_aside.clear()
+        self._trained.clear()
+
+    def _show(self) -> None:
+        """Puts what was set aside back into `.grad`, beside what the step has added."""
+        for parameter, summed in self._set_aside.items():
+            settle_gradient(parameter)
+            own = parameter.grad
+            shown = parameter.grad = summed if own is None else summed + own
+            self._unsummed[parameter] = _Unsummed(summed, own, shown, local_of(shown)._version)
         self._set_aside.clear()
 
     def _sum_bucket(self, lane: str, line: Mesh, bucket: Sequence[nn.Parameter]) -> None:
@@ -264,14 +373,15 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-def _check_data_axis(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> None:
-    """Raises ValueError for a parameter that something else than this shards over the data axis."""
+def _why_not_summed(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> str | None:
+    """Of a parameter that something else than this shards over the data axis: why it cannot be trained."""
     if not isinstance(parameter, DTensor) or mesh.num_shards == 1:
-        return
+        return None
     shared = set(mesh_grid(parameter.device_mesh).ranks) & (set(mesh.line.ranks) - {mesh.rank})
-    if shared:
-        raise ValueError(
-            f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)}, "
-            "the stage's data axis: its gradients would be reduced twice (FSDP averages them where the pipeline sums); "
-            "pass data_axis=None, or shard parameters over the other axes"
-        )
+    if not shared:
+        return None
+    return (
+        f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)}, "
+        "the stage's data axis: its gradients would be reduced twice (FSDP averages them where the pipeline sums); "
+        "pass data_axis=None, or shard parameters over the other axes"
+    )

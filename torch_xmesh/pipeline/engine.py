@@ -44,7 +44,8 @@ class PipelineEngine:
     """Trains (or evaluates) a model cut into stages, each on its own mesh. Made by every rank of the meshes alike.
 
     Args:
-        model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's).
+        model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's;
+            a parameter that stages share is tied if every rank of their meshes passes the modules of all of them).
         example_args, example_kwargs: one microbatch's arguments; only shapes and dtypes count, meta tensors will do.
         meshes: one mesh per stage; repeat a mesh to put several stages on its ranks.
         split: ``split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
@@ -147,6 +148,8 @@ class PipelineEngine:
     ) -> Any:
         """One training step: forward and backward of every microbatch; gradients are added to ``.grad``.
 
+        Between steps parameters may be frozen and unfrozen, alike on all ranks that hold them.
+
         Args:
             args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
                 a DTensor is sharded already.
@@ -202,7 +205,8 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside leave the sum over the data axis (and tied parameters) to the next step outside."""
+        """Steps inside leave the sum over the data axis (and tied parameters) to the next step outside; until then
+        ``.grad`` has only this rank's part of what they add."""
         before, self._steps.is_sync = self._steps.is_sync, False
         try:
             yield

@@ -18,6 +18,7 @@ from torch_xmesh.pipeline.boundary import (
     mesh_for_dtensor,
 )
 from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
+from torch_xmesh.pipeline.engine_agreement import check_kind, exchange_of, with_agreed_ties
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork
 from torch_xmesh.pipeline.outputs import BufferSync
@@ -91,8 +92,7 @@ class EnginePlace:
             self._prepare_stages(options.parallelize, options.seed)
             self.core = self._make_core(options.overlap)
             self.tied = self._tied_parameters(places)
-            own = {stage: list(parameters.values()) for stage, parameters in self.named.items()}
-            self.sync = GradientSync(transfers, own, self.meshes, self.tied)
+            self.sync = GradientSync(transfers, self.named, self.meshes, self.tied)
             modules = {stage: work.program.module for stage, work in self.works.items()}
             self.buffers = BufferSync(transfers, modules, self.meshes)
             self._meet(options.overlap, options.seed)
@@ -108,6 +108,7 @@ class EnginePlace:
     def _cut(
         self, model: Any, args: Any, kwargs: Any, split: SplitAt | str | None, memory_limit_bytes: int | None
     ) -> Partition:
+        check_kind(self.transfers, model, split)
         num_stages = len(self.meshes)
         specs = {"args_chunk_spec": self.chunk_specs["args"], "kwargs_chunk_spec": self.chunk_specs["kwargs"]}
         if isinstance(model, nn.Module) and split == "auto":
@@ -117,21 +118,16 @@ class EnginePlace:
                 chosen = choose_split(model, args, kwargs, num_stages, memory_limit_bytes=memory_limit_bytes, **specs)
             split = self.transfers.broadcast("split", leader, chosen)
 
-        def exchange(stage: int, signature: Any) -> Any:
-            root = self.meshes[stage].ranks[0]
-            if self.transfers.rank == root and signature is None:
-                raise ValueError(f"stage {stage} is None on rank {root}, which is on its mesh: pass its module there")
-            return self.transfers.broadcast(f"signature/{stage}", root, signature)
-
-        return partition(
+        cut = partition(
             model,
             args,
             kwargs,
             split,
             num_stages=num_stages,
-            exchange=None if isinstance(model, nn.Module) or None not in model else exchange,
+            exchange=None if isinstance(model, nn.Module) else exchange_of(self.transfers, self.meshes),
             **specs,
         )
+        return with_agreed_ties(cut, self.transfers, self.meshes)
 
     def _checked(self, given: Mapping[str, Placed] | None) -> Mapping[str, Placed]:
         crossing = [
@@ -189,17 +185,12 @@ class EnginePlace:
             by_place: dict[int, tuple[int, str]] = {}
             for stage, name in group:
                 by_place.setdefault(places[stage], (stage, name))
-            stage, name = group[0]
-            module = self.partition.stages[stage].module
-            known = {plain_name(one): p for one, p in module.named_parameters(remove_duplicate=False)}
-            original = known.get(name)
-            if original is None:
-                raise ValueError(f"parallelize renamed {name} of stage {stage}, which is tied to another stage's")
             mine = by_place.get(self.index)
             parameter = None if mine is None else self.named[mine[0]].get(mine[1])
             holders = tuple((k, self.meshes[k]) for k, _ in sorted(by_place.values()))
-            if len(holders) > 1 and original.requires_grad:
-                tied.append(Tied(name, holders, parameter, tuple(original.shape), original.dtype))
+            stage, name = group[0]
+            if len(holders) > 1:
+                tied.append(Tied(f"{stage}.{name}" if self.names_stages else name, holders, parameter))
         return tied
 
     def _meet(self, overlap: bool, seed: int) -> None:

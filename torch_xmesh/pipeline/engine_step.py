@@ -86,7 +86,7 @@ class EngineSteps:
             state.targets = local_microbatches(target, target_specs, sizes, place.meshes[-1], "target")
         schedule = place.schedule.core if is_train else place.schedule.core.forwards()
         if is_train and place.sync.is_needed:
-            place.sync.begin_step()
+            place.sync.begin_step(self.is_sync)
         weights = []
         if is_last and is_train:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()

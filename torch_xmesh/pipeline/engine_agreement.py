@@ -1,0 +1,81 @@
+"""What the ranks of a pipeline find out together about their models: of what kind they are, what ready stages return,
+and which parameters stages share."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from torch_xmesh.pipeline.boundary import StageMesh, Transfers
+from torch_xmesh.pipeline.partition import Partition, StageSignature
+from torch_xmesh.pipeline.partition_ready import Exchange
+
+
+def check_kind(transfers: Transfers, model: Any, split: Any) -> None:
+    """Raises ValueError where ranks disagree on what decides who tells whom what."""
+    mine = "a module" if isinstance(model, nn.Module) else "a list of stage modules"
+    if isinstance(split, str):
+        mine += f" with split={split!r}"
+    told = transfers.gather("model", mine)
+    for rank, other in zip(transfers.ranks, told, strict=True):
+        if other != told[0]:
+            raise ValueError(
+                f"ranks disagree on the model: rank {transfers.ranks[0]} has {told[0]}, rank {rank} has {other}"
+            )
+
+
+def exchange_of(transfers: Transfers, meshes: Sequence[StageMesh]) -> Exchange:
+    """For ready stages: the first rank of a stage's mesh tells all what the stage returns; who has its module compares.
+
+    Its ValueErrors: a rank of the stage's mesh has no module, or a rank has another one.
+    """
+
+    def exchange(stage: int, signature: StageSignature | None) -> StageSignature:
+        root = meshes[stage].ranks[0]
+        if transfers.rank in meshes[stage].ranks and signature is None:
+            raise ValueError(
+                f"stage {stage} is None on rank {transfers.rank}, which is on its mesh: pass its module there"
+            )
+        told: StageSignature = transfers.broadcast(f"signature/{stage}", root, signature)
+        if signature is not None and _of_tensors(signature) != _of_tensors(told):
+            raise ValueError(
+                f"ranks disagree on stage {stage}: on rank {root} it returns {_of_tensors(told)}, on rank "
+                f"{transfers.rank} {_of_tensors(signature)}"
+            )
+        return told
+
+    return exchange
+
+
+def _of_tensors(signature: StageSignature) -> tuple[Any, ...]:
+    positions = signature.tensor_positions
+    return signature.structure, [(at, signature.leaves[at]) for at in positions], signature.fixed_batch
+
+
+def with_agreed_ties(cut: Partition, transfers: Transfers, meshes: Sequence[StageMesh]) -> Partition:
+    """The partition with the ties of all ranks: a rank sees those between stages whose modules it has.
+
+    Raises:
+        ValueError: on every rank, where a rank that runs one of the stages has not all of their modules, or has them
+            with parameters of their own.
+    """
+    seen = [[tuple(group) for group in groups] for groups in transfers.gather("ties", cut.tied_parameters)]
+    agreed: dict[tuple[tuple[int, str], ...], None] = {}
+    for groups, finder in zip(seen, transfers.ranks, strict=True):
+        for group in groups:
+            stages = {stage for stage, _ in group}
+            for rank in sorted({rank for stage in stages for rank in meshes[stage].ranks}):
+                found = [other for other in seen[transfers.ranks.index(rank)] if set(group) <= set(other)]
+                if not found:
+                    raise ValueError(
+                        f"ranks disagree on tied parameters: {_text(group)} are one on rank {finder}, not on rank "
+                        f"{rank}; where stages share a parameter, every rank of their meshes needs the modules of all "
+                        "of them, with that parameter in each"
+                    )
+                agreed.update(dict.fromkeys(found))
+    return dataclasses.replace(cut, tied_parameters=[list(group) for group in sorted(agreed)])
+
+
+def _text(group: Sequence[tuple[int, str]]) -> str:
+    return " and ".join(f"{name} of stage {stage}" for stage, name in group)
