@@ -128,6 +128,29 @@ def test_scaler() -> None:
     spawn(scale, 2, timeout=60)
 
 
+def scale_disabled(rank: int, world_size: int) -> None:
+    run = Run("mlp", ("layers.2",), ([0], [1]))
+    engine, reference = built(run)
+    mine, theirs = torch.optim.SGD(engine.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
+    scaler = engine.scaler(torch.amp.GradScaler("cpu", enabled=False))
+    take_step(run, engine)
+    oracle(run, reference)
+    scaler.unscale_(mine)
+    same_gradients(engine, reference)
+    scaler.step(mine)
+    scaler.update()
+    theirs.step()
+    assert scaler.get_scale() == 1.0
+    expected = dict(reference.named_parameters())
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], msg=about(name))
+    engine.close()
+
+
+def test_scaler_that_is_disabled() -> None:
+    spawn(scale_disabled, 2, timeout=60)
+
+
 def evaluate(rank: int, world_size: int) -> None:
     run = Run("mlp_dropout", ("layers.1", "layers.3"), ([0], [1], [2, 3]))
     engine, reference = built(run)

@@ -278,12 +278,13 @@ class PipelineEngine:
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """This rank's stages as DTensors under the model's own names; torch.distributed.checkpoint saves and loads
-        them, also into another number of stages or other meshes.
+        them, also into another number of stages or other meshes. Parameters that no stage uses are with the first.
 
         Returns:
-            name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}}.
+            name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}}, where its options (lr,
+            betas, ...) are "name/param_groups.key"; a scheduler adds some, so make it before this.
         """
-        model = model_state(self._modules(), self._keeps)
+        model = model_state(self._modules(), self._keeps, self._place.unused)
         if optimizer is None:
             return model
         return {"model": model, "optimizer": optimizer_state(optimizer, self._own_parameters())}
@@ -294,7 +295,8 @@ class PipelineEngine:
         Raises:
             ValueError: a key is missing or has another shape.
         """
-        load_model_state(self._modules(), self._keeps, state if optimizer is None else state["model"])
+        model = state if optimizer is None else state["model"]
+        load_model_state(self._modules(), self._keeps, self._place.unused, model)
         if optimizer is not None:
             load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
 

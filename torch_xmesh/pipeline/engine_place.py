@@ -58,6 +58,7 @@ class EnginePlace:
         index: this rank's place in the schedule; `stages` are the place's.
         works, named: by stage of this rank, its work, and its parameters by name.
         edges: those that begin or end here, as `core` counts them.
+        unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
         names_stages: parameters are named after their stage, since the model came as a list.
     """
 
@@ -89,6 +90,7 @@ class EnginePlace:
             self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
             self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
             self.stages = [k for k, place in enumerate(places) if place == self.index]
+            self.unused = self._unused_parameters(model)
             self._prepare_stages(options.parallelize, options.seed)
             self.core = self._make_core(options.overlap)
             self.tied = self._tied_parameters(places)
@@ -128,6 +130,11 @@ class EnginePlace:
             **specs,
         )
         return with_agreed_ties(cut, self.transfers, self.meshes)
+
+    def _unused_parameters(self, model: Any) -> dict[str, tuple[nn.Parameter, StageMesh]]:
+        names = self.partition.unused_parameters if 0 in self.stages else ()
+        found = {name: model.get_parameter(name) for name in names}
+        return {name: (parameter, self.meshes[0]) for name, parameter in found.items() if not parameter.is_meta}
 
     def _checked(self, given: Mapping[str, Placed] | None) -> Mapping[str, Placed]:
         crossing = [

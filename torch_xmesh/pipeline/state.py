@@ -87,7 +87,8 @@ class _StandIn:
 
 class PipelineScaler:
     """A ``torch.amp.GradScaler`` for a pipeline: the engine's steps scale their losses by it, and an overflow in one
-    stage skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step."""
+    stage skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step.
+    A disabled one does nothing, here as there; it is disabled on all ranks."""
 
     def __init__(self, transfers: Transfers, scaler: "torch.amp.GradScaler") -> None:
         self._transfers = transfers
@@ -101,6 +102,8 @@ class PipelineScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale, and shares whether any rank found one that is not finite."""
+        if not self._scaler.is_enabled():
+            return
         self._unscale_locals(optimizer)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         mine = torch.zeros(1, dtype=torch.float64)
@@ -148,19 +151,30 @@ class PipelineScaler:
         self._scaler.load_state_dict(state)
 
 
-def model_state(modules: Iterable[tuple[str, nn.Module, StageMesh]], keeps: Callable[[str], bool]) -> dict[str, Any]:
-    """Parameters and buffers of this rank's stages as DTensors on their meshes; (prefix, module, mesh) per stage."""
+def model_state(
+    modules: Iterable[tuple[str, nn.Module, StageMesh]],
+    keeps: Callable[[str], bool],
+    unused: Mapping[str, tuple[nn.Parameter, StageMesh]],
+) -> dict[str, Any]:
+    """Parameters and buffers of this rank's stages as DTensors on their meshes; (prefix, module, mesh) per stage.
+
+    `unused` are parameters that no stage has, and the mesh on which they are kept.
+    """
     state: dict[str, Any] = {}
     for prefix, module, mesh in modules:
         for found, value in module.state_dict().items():
             name = prefix + plain_name(found)
             if keeps(name):
                 state.setdefault(name, on_mesh(value, mesh) if isinstance(value, torch.Tensor) else value)
+    state.update({name: on_mesh(parameter.detach(), mesh) for name, (parameter, mesh) in unused.items()})
     return state
 
 
 def load_model_state(
-    modules: Iterable[tuple[str, nn.Module, StageMesh]], keeps: Callable[[str], bool], given: Mapping[str, Any]
+    modules: Iterable[tuple[str, nn.Module, StageMesh]],
+    keeps: Callable[[str], bool],
+    unused: Mapping[str, tuple[nn.Parameter, StageMesh]],
+    given: Mapping[str, Any],
 ) -> None:
     """Copies values of :func:`model_state`'s form into this rank's stages.
 
@@ -173,15 +187,19 @@ def load_model_state(
             name = prefix + plain_name(own)
             if not keeps(name):
                 continue
-            if name not in given:
-                raise ValueError(f"the state dict has no {name!r}, which this rank's stage needs")
-            found = given[name]
-            if isinstance(value, torch.Tensor) and tuple(found.shape) != tuple(value.shape):
-                raise ValueError(
-                    f"{name} has shape {tuple(found.shape)} in the state dict, expected {tuple(value.shape)}"
-                )
-            local[own] = _placed_as(value, found)
-        module.load_state_dict(local, strict=False, assign=any(p.is_meta for p in module.parameters()))
+            local[own] = _placed_as(value, _given(name, value, given))
+        module.load_state_dict(local, strict=False)
+    for name, (parameter, _) in unused.items():
+        parameter.detach().copy_(_placed_as(parameter, _given(name, parameter, given)))
+
+
+def _given(name: str, value: Any, given: Mapping[str, Any]) -> Any:
+    if name not in given:
+        raise ValueError(f"the state dict has no {name!r}, which this rank's stage needs")
+    found = given[name]
+    if isinstance(value, torch.Tensor) and tuple(found.shape) != tuple(value.shape):
+        raise ValueError(f"{name} has shape {tuple(found.shape)} in the state dict, expected {tuple(value.shape)}")
+    return found
 
 
 def _placed_as(value: Any, found: Any) -> Any:
@@ -191,26 +209,38 @@ def _placed_as(value: Any, found: Any) -> Any:
     return local_of(found) if isinstance(found, DTensor) and not isinstance(value, DTensor) else found
 
 
+_GROUP = "param_groups."
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter]) -> dict[str, Any]:
-    """The optimizer's state under "name/key", tensors of a parameter's shape as DTensors where the parameter lies.
+    """The optimizer's state under "name/key", tensors of a parameter's shape as DTensors where the parameter lies; and
+    the options of the parameter's group (lr, betas, ...) under "name/param_groups.key".
 
     A fresh optimizer gets its state first, so that a checkpoint can be loaded into it.
     """
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     _init_optim_state(optimizer)
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[str, Any] = {}
     for own in parameters:
         for key, value in optimizer.state.get(own.parameter, {}).items():
             is_shaped = isinstance(value, torch.Tensor) and value.shape == own.parameter.shape and value.dim() > 0
             state[f"{own.name}/{key}"] = on_mesh(value, own.mesh) if is_shaped else value
+        for key, value in groups.get(own.parameter, {}).items():
+            if key != "params":
+                state[f"{own.name}/{_GROUP}{key}"] = value
     return state
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any]
 ) -> None:
-    """Copies what :func:`optimizer_state` gave into the optimizer. Raises ValueError for a missing key."""
+    """Copies what :func:`optimizer_state` gave into the optimizer.
+
+    Raises:
+        ValueError: a key is missing, or parameters of one group had different options.
+    """
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     _init_optim_state(optimizer)
@@ -219,11 +249,46 @@ def load_optimizer_state(
         for key, value in state.items():
             if f"{own.name}/{key}" not in given:
                 raise ValueError(f"the optimizer's state has no {own.name}/{key}")
-            found = given[f"{own.name}/{key}"]
-            if isinstance(value, torch.Tensor):
-                local_of(value).copy_(local_of(found))
-            else:
-                state[key] = found
+            state[key] = _filled(value, given[f"{own.name}/{key}"])
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in given.items():
+        name, _, option = key.rpartition(f"/{_GROUP}")
+        options.setdefault(name, {})[option] = value
+    names = {own.parameter: own.name for own in parameters}
+    for group in optimizer.param_groups:
+        saved = {names[p]: options.get(names[p], {}) for p in group["params"] if p in names}
+        if saved:
+            _load_group(group, saved)
+
+
+def _load_group(group: dict[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """The options of a group are those that each of its parameters had; `saved` has them by parameter."""
+    first = next(iter(saved))
+    for key in group:
+        if key != "params" and key not in saved[first]:
+            raise ValueError(f"the optimizer's state has no {first}/{_GROUP}{key}")
+    for key, value in saved[first].items():
+        for name, options in saved.items():
+            if key not in options or not _is_same(options[key], value):
+                raise ValueError(
+                    f"{first} and {name} are in one group of the optimizer, but had {key} {value} and "
+                    f"{options.get(key)}: make the optimizer with groups like those that were saved"
+                )
+        group[key] = _filled(group.get(key), value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _filled(value: Any, found: Any) -> Any:
+    """A tensor keeps its memory."""
+    if not isinstance(value, torch.Tensor):
+        return found
+    local_of(value).copy_(local_of(torch.as_tensor(found)))
+    return value
 
 
 def on_mesh(tensor: torch.Tensor, mesh: StageMesh) -> DTensor:
