@@ -49,6 +49,30 @@ def test_meshes_differ_in_order_and_shape() -> None:
     assert xm.Mesh([0, 1]) != [0, 1]
 
 
+def test_names_of_axes_are_no_part_of_a_mesh() -> None:
+    named, plain = xm.Mesh(GRID, axis_names=("dp", "tp")), xm.Mesh(GRID)
+    assert (named, hash(named)) == (plain, hash(plain))
+    assert (named.axis_names, plain.axis_names) == (("dp", "tp"), None)
+    assert repr(named) == "Mesh([[0, 1], [2, 3]], axis_names=('dp', 'tp'))"
+    assert [(twin, twin.axis_names) for twin in copies(named)] == [(named, ("dp", "tp"))] * 3
+    assert mesh_grid(named).axis_names is None
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        (("dp",), "2 axes has as many distinct names"),
+        (("dp", "dp"), "2 axes has as many distinct names"),
+        ("dp", "sequence of strings"),
+        ((0, 1), "sequence of strings"),
+        (2, "sequence of strings"),
+    ],
+)
+def test_mesh_refuses_names(names: Any, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        xm.Mesh(GRID, axis_names=names)
+
+
 @pytest.mark.parametrize(
     ("ranks", "pattern"),
     [
@@ -73,6 +97,9 @@ def test_device_mesh_counts_as_its_ranks() -> None:
     assert mesh_grid(mesh) == xm.Mesh(GRID)
     assert xm.stage_meshes(mesh, "pp") == [xm.Mesh([0, 1]), xm.Mesh([2, 3])]
     assert xm.stage_meshes(mesh, -1) == [xm.Mesh([0, 2]), xm.Mesh([1, 3])]
+    assert [[m.axis_names for m in xm.stage_meshes(mesh, axis)] for axis in (0, -1)] == [[("dp",)] * 2, [("pp",)] * 2]
+    assert xm.stage_meshes(xm.stage_meshes(mesh, "pp")[1], "dp") == [xm.Mesh(2), xm.Mesh(3)]
+    assert xm.stage_meshes(xm.Mesh(GRID), 1)[0].axis_names is None
     for axis in ("tp", 2, -3):
         with pytest.raises(ValueError, match="axis"):
             xm.stage_meshes(mesh, axis)

@@ -22,14 +22,16 @@ class Mesh:
     Args:
         ranks: an integer array of any shape (nested lists, numpy, torch) of distinct GLOBAL ranks; its dimensions are
             the axes.
+        axis_names: one name per axis, as ``mesh_dim_names`` of a ``DeviceMesh``; a pipeline's ``data_axis`` may be one
+            of them. Meshes that differ in names only are equal.
 
     Raises:
-        ValueError: a rank is negative or repeats, or the nesting is ragged.
+        ValueError: a rank is negative or repeats, the nesting is ragged, or there is not one name per axis.
     """
 
-    __slots__ = ("_ranks", "_shape")
+    __slots__ = ("_axis_names", "_ranks", "_shape")
 
-    def __init__(self, ranks: Any) -> None:
+    def __init__(self, ranks: Any, *, axis_names: Sequence[str] | None = None) -> None:
         try:
             grid = torch.as_tensor(ranks)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -40,6 +42,7 @@ class Mesh:
         self._ranks = tuple(grid.flatten().tolist())
         if len(set(self._ranks)) != len(self._ranks) or any(rank < 0 for rank in self._ranks):
             raise ValueError(f"the ranks of a mesh are distinct and not negative, got {ranks!r}")
+        self._axis_names = None if axis_names is None else _checked_names(axis_names, len(self._shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,6 +53,11 @@ class Mesh:
         """Global ranks, row-major."""
         return self._ranks
 
+    @property
+    def axis_names(self) -> tuple[str, ...] | None:
+        """One name per axis, or None."""
+        return self._axis_names
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and (self._shape, self._ranks) == (other._shape, other._ranks)
 
@@ -57,10 +65,23 @@ class Mesh:
         return hash((self._shape, self._ranks))
 
     def __repr__(self) -> str:
-        return f"Mesh({torch.tensor(self._ranks, dtype=torch.int64).reshape(self._shape).tolist()})"
+        names = "" if self._axis_names is None else f", axis_names={self._axis_names}"
+        return f"Mesh({_array_of(self).tolist()}{names})"
 
 
 AnyMesh = Mesh | DeviceMesh
+
+
+def _checked_names(names: Sequence[str], num_axes: int) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"axis_names is a sequence of strings, got {names!r}")
+    if len(names) != num_axes or len(set(names)) != num_axes:
+        raise ValueError(f"a mesh of {num_axes} axes has as many distinct names, got {tuple(names)}")
+    return tuple(names)
+
+
+def _array_of(mesh: Mesh) -> torch.Tensor:
+    return torch.tensor(mesh.ranks, dtype=torch.int64).reshape(mesh.shape)
 
 
 class Spec:
@@ -147,17 +168,30 @@ class Spec:
 
 
 @functools.lru_cache(maxsize=4096)
-def _grid_of_device_mesh(mesh: DeviceMesh) -> Mesh:
-    return Mesh(mesh.mesh)
+def _grid_of(mesh: AnyMesh) -> Mesh:
+    return Mesh(mesh.mesh if isinstance(mesh, DeviceMesh) else _array_of(mesh))
 
 
 def mesh_grid(mesh: AnyMesh) -> Mesh:
-    """The ranks of either kind of mesh. Raises ValueError for anything else."""
-    if isinstance(mesh, Mesh):
+    """The ranks of either kind of mesh, without names. Raises ValueError for anything else."""
+    if isinstance(mesh, Mesh) and mesh.axis_names is None:
         return mesh
-    if isinstance(mesh, DeviceMesh):
-        return _grid_of_device_mesh(mesh)
+    if isinstance(mesh, Mesh | DeviceMesh):
+        return _grid_of(mesh)
     raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
+
+
+def axis_names(mesh: AnyMesh) -> tuple[str, ...] | None:
+    """The names of a mesh's axes, None where they have none."""
+    return mesh.axis_names if isinstance(mesh, Mesh) else mesh.mesh_dim_names
+
+
+def named_axis(mesh: AnyMesh, name: str, what: str) -> int:
+    """The axis of that name. Raises ValueError, about `what`, where there is none."""
+    names = axis_names(mesh) or ()
+    if name not in names:
+        raise ValueError(f"{what} has no axis {name!r}; its axes are {names or 'not named: give an index'}")
+    return names.index(name)
 
 
 def normal_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
@@ -225,7 +259,8 @@ def core_spec(
 
 @functools.lru_cache(maxsize=1024)
 def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
-    """A ``DeviceMesh`` for a :class:`Mesh`, without process groups of its own; a ``DeviceMesh`` is returned as it is.
+    """A ``DeviceMesh`` for a :class:`Mesh`, without process groups of its own and without names, so that tensors on
+    equal meshes meet; a ``DeviceMesh`` is returned as it is.
 
     Raises:
         ValueError: ``mesh`` is neither.
@@ -234,8 +269,7 @@ def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
         return mesh
     if not isinstance(mesh, Mesh):
         raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
-    grid = torch.tensor(mesh.ranks, dtype=torch.int).reshape(mesh.shape)
-    return DeviceMesh(device_type, grid, _init_backend=False)
+    return DeviceMesh(device_type, _array_of(mesh), _init_backend=False)
 
 
 def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
@@ -257,7 +291,7 @@ def empty_local(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty([0] * max(len(shape), 1), dtype=dtype)
 
 
-def stage_meshes(world_mesh: DeviceMesh, axis: str | int) -> list[Mesh]:
+def stage_meshes(world_mesh: AnyMesh, axis: str | int) -> list[Mesh]:
     """The meshes of all stages, on every rank in the same order: ``world_mesh`` cut along one axis.
 
     Args:
@@ -265,16 +299,17 @@ def stage_meshes(world_mesh: DeviceMesh, axis: str | int) -> list[Mesh]:
         axis: the pipeline axis, by name or index; it disappears from the results.
 
     Returns:
-        one :class:`Mesh` per index of the axis, with the remaining axes in order.
+        one :class:`Mesh` per index of the axis, with the remaining axes and their names in order.
 
     Raises:
         ValueError: no such axis.
     """
-    names = world_mesh.mesh_dim_names or ()
+    grid = _array_of(mesh_grid(world_mesh))
     if isinstance(axis, str):
-        if axis not in names:
-            raise ValueError(f"the mesh has no axis {axis!r}; its axes are {names}")
-        axis = names.index(axis)
-    if not -world_mesh.ndim <= axis < world_mesh.ndim:
-        raise ValueError(f"axis {axis} is out of range for a mesh of {world_mesh.ndim} axes")
-    return [Mesh(grid) for grid in world_mesh.mesh.unbind(axis)]
+        axis = named_axis(world_mesh, axis, "the mesh")
+    if not -grid.dim() <= axis < grid.dim():
+        raise ValueError(f"axis {axis} is out of range for a mesh of {grid.dim()} axes")
+    axis %= grid.dim()
+    names = axis_names(world_mesh)
+    rest = None if names is None else [*names[:axis], *names[axis + 1 :]]
+    return [Mesh(part, axis_names=rest) for part in grid.unbind(axis)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -44,7 +45,7 @@ class Run:
     model: str
     split: tuple[str, ...]
     meshes: tuple[Any, ...]
-    schedule: str = "auto"
+    schedule: str | xm.Schedule = "auto"
     microbatches: int = 4
     samples: int = 8
     overlap: bool = True
@@ -151,7 +152,8 @@ def compare(engine: Any, reference: Any, expected: Any, output: Any, losses: lis
             assert want is None or not want.any(), f"{where}: {name} has no gradient"
             assert parameter.grad is None or not parameter.grad.any(), f"{where}: {name} has a gradient"
             continue
-        torch.testing.assert_close(parameter.grad, want, **bounds, msg=about(f"{where}: {name}"))
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(gradient, want, **bounds, msg=about(f"{where}: {name}"))
     assert engine.last_loss() == pytest.approx(float(expected.loss), rel=1e-5), where
     if output is not None:
         torch.testing.assert_close(torch.stack(losses), torch.stack(expected.losses), **bounds, msg=about(where))

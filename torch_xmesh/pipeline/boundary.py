@@ -12,7 +12,7 @@ from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards, core_topology
 from torch_xmesh.pipeline.microbatch import shard_sizes
 from torch_xmesh.pipeline.partition_values import ValueInfo
-from torch_xmesh.pipeline.stage_mesh import DEFAULT_AXIS, StageMesh, mesh_for_dtensor, places_of, stage_mesh
+from torch_xmesh.pipeline.stage_mesh import DEFAULT_AXIS, StageMesh, places_of, stage_mesh
 from torch_xmesh.spec import Mesh, core_spec, normal_placements, placement_text
 from torch_xmesh.topology import Topology
 
@@ -26,7 +26,6 @@ __all__ = [
     "StageMesh",
     "Transfers",
     "edges_of",
-    "mesh_for_dtensor",
     "places_of",
     "stage_mesh",
 ]

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.boundary import StageMesh
-from torch_xmesh.pipeline.microbatch import TensorChunkSpec, common_size, leaf_specs, shard_sizes
+from torch_xmesh.pipeline.microbatch import TensorChunkSpec, common_size, shard_sizes
 from torch_xmesh.pipeline.partition import Partition
 from torch_xmesh.pipeline.partition_values import ValueName
 from torch_xmesh.spec import mesh_grid
@@ -97,8 +97,3 @@ def _shards_of_dtensor(
             f"samples would cut into {mine}: pass a batch whose shards divide evenly into microbatches"
         )
     return list(torch.split(local, mine, dim))
-
-
-def specs_of(tree: Any, spec: Any, what: str) -> list[Any]:
-    """One chunk spec per leaf."""
-    return leaf_specs(tree, spec, what)

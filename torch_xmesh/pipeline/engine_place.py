@@ -15,7 +15,6 @@ from torch_xmesh.pipeline.boundary import (
     StageMesh,
     Transfers,
     edges_of,
-    mesh_for_dtensor,
 )
 from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
 from torch_xmesh.pipeline.engine_agreement import check_kind, exchange_of, with_agreed_ties
@@ -25,6 +24,7 @@ from torch_xmesh.pipeline.outputs import BufferSync
 from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.profile import choose_split
 from torch_xmesh.pipeline.schedule import Schedule
+from torch_xmesh.spec import device_mesh
 
 _LOOKAHEAD = 4
 
@@ -154,7 +154,7 @@ class EnginePlace:
         for stage in self.stages:
             program = self.partition.stages[stage]
             if parallelize is not None:
-                made = parallelize(stage, program.module, mesh_for_dtensor(self.meshes[stage].mesh))
+                made = parallelize(stage, program.module, device_mesh(self.meshes[stage].mesh))
                 if not isinstance(made, nn.Module):
                     raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
                 program.module = made

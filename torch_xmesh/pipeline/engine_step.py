@@ -13,12 +13,11 @@ from torch_xmesh.pipeline.engine_batch import (
     microbatch_columns,
     model_inputs,
     num_samples,
-    specs_of,
 )
 from torch_xmesh.pipeline.engine_place import EnginePlace
 from torch_xmesh.pipeline.engine_stage import StepState
 from torch_xmesh.pipeline.engine_told import told_by, told_by_shards
-from torch_xmesh.pipeline.microbatch import loss_weights, microbatch_sizes
+from torch_xmesh.pipeline.microbatch import leaf_specs, loss_weights, microbatch_sizes
 from torch_xmesh.pipeline.outputs import whole_outputs
 from torch_xmesh.pipeline.state import PipelineScaler
 
@@ -69,9 +68,9 @@ class EngineSteps:
         tree = (args, kwargs)
         specs = []
         if takes_inputs:
-            specs = specs_of(args, place.chunk_specs["args"], "args")
-            specs += specs_of(kwargs, place.chunk_specs["kwargs"], "kwargs")
-        target_specs = [] if target is None else specs_of(target, place.chunk_specs["target"], "target")
+            specs = leaf_specs(args, place.chunk_specs["args"], "args")
+            specs += leaf_specs(kwargs, place.chunk_specs["kwargs"], "kwargs")
+        target_specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], "target")
         if takes_inputs and not specs:
             stage = next(k for k in place.stages if place.partition.stages[k].model_inputs)
             raise ValueError(

@@ -150,9 +150,6 @@ class StageProgram:
     def parameter_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.module.named_parameters())
 
-    def buffer_names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.module.named_buffers())
-
 
 @dataclasses.dataclass(frozen=True)
 class ReadyAdapter:

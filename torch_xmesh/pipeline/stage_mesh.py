@@ -5,12 +5,11 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh.pipeline.microbatch import shard_sizes
 from torch_xmesh.pipeline.partition_values import ValueInfo
-from torch_xmesh.spec import AnyMesh, Mesh, device_mesh, mesh_grid
+from torch_xmesh.spec import AnyMesh, Mesh, mesh_grid, named_axis
 
 DEFAULT_AXIS = "default"
 
@@ -97,9 +96,9 @@ class StageMesh:
             for axis, placement in enumerate(placements)
         )
 
-    def samples(self, num_samples: int, shard: int | None = None) -> int:
+    def samples(self, num_samples: int) -> int:
         """How many of a microbatch's samples this rank has."""
-        return shard_sizes(num_samples, self.num_shards)[self.shard if shard is None else shard]
+        return shard_sizes(num_samples, self.num_shards)[self.shard]
 
 
 def stage_mesh(mesh: AnyMesh, data_axis: str | int | None, has_parallelize: bool, stage: int, rank: int) -> StageMesh:
@@ -119,12 +118,7 @@ def stage_mesh(mesh: AnyMesh, data_axis: str | int | None, has_parallelize: bool
             raise ValueError(f"data_axis {data_axis} is out of range for stage {stage}'s mesh of {axes} axes")
         chosen = data_axis % axes
     else:
-        names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
-        if data_axis not in names:
-            raise ValueError(
-                f"stage {stage}'s mesh has no axis {data_axis!r}; its axes are {names or 'not named: give an index'}"
-            )
-        chosen = names.index(data_axis)
+        chosen = named_axis(mesh, data_axis, f"stage {stage}'s mesh")
     return StageMesh(mesh, chosen, rank)
 
 
@@ -149,8 +143,3 @@ def places_of(meshes: Sequence[StageMesh]) -> list[int]:
             known.append(ranks)
         places.append(known.index(ranks))
     return places
-
-
-def mesh_for_dtensor(mesh: AnyMesh) -> DeviceMesh:
-    """The mesh that DTensors of a stage are given."""
-    return device_mesh(mesh)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torch_xmesh.pipeline.boundary import Transfers
 from torch_xmesh.pipeline.data_parallel import local_of, plain_name, settle_gradient
-from torch_xmesh.pipeline.stage_mesh import StageMesh, mesh_for_dtensor
-from torch_xmesh.spec import mesh_grid, wrap_local
+from torch_xmesh.pipeline.stage_mesh import StageMesh
+from torch_xmesh.spec import device_mesh, mesh_grid, wrap_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,5 +294,5 @@ def on_mesh(tensor: torch.Tensor, mesh: StageMesh) -> DTensor:
     """A tensor that all ranks of a stage have as a DTensor of the stage's mesh; a DTensor stays as it is."""
     if isinstance(tensor, DTensor):
         return tensor
-    device_mesh: DeviceMesh = mesh_for_dtensor(mesh.mesh)
-    return wrap_local(tensor.detach(), tensor.shape, device_mesh, (Replicate(),) * device_mesh.ndim)
+    on = device_mesh(mesh.mesh)
+    return wrap_local(tensor.detach(), tensor.shape, on, (Replicate(),) * on.ndim)
