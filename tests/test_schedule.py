@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torch_xmesh.pipeline import Costs, EdgeCosts, Schedule, StageCosts, simulate
+from torch_xmesh.pipeline.engine_setup import schedule_of
 
 
 def torch_rows(text: str) -> list[list[Any]]:
@@ -90,6 +91,22 @@ def test_validate_marks_the_cell() -> None:
     Schedule.from_csv("0F0\n1F0\n").validate(forward_only=True)
     with pytest.raises(ValueError, match=r"0B0 \(or 0I0 and 0W0\) is missing"):
         Schedule.from_csv("0F0\n1F0\n").validate()
+
+
+def test_engine_refuses_a_split_backward() -> None:
+    whole = Schedule.make("1f1b", 2, 2)
+    assert schedule_of(whole, [0, 1], 2) is whole
+    split = "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,1W0,1B1\n"
+    Schedule.from_csv(split).validate()
+    for given in (split, Schedule.from_csv(split)):
+        with pytest.raises(ValueError) as caught:
+            schedule_of(given, [0, 1], 2)
+        assert str(caught.value) == (
+            "schedule 'csv', place 1, cell 1: 1I0 is part of a split backward; this version runs full backward only: "
+            "1B0 in place of 1I0 and 1W0\n"
+            "stage 0 | F0   F1   B0   B1\n"
+            "stage 1 | F0   >I0< F1   W0   B1\n"
+        )
 
 
 def test_simulate() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
@@ -229,6 +229,8 @@ class Schedule:
     def to_csv(self) -> str: ...
     def validate(self, edges: Sequence[tuple[int, int, bool]], is_forward_only: bool = False) -> None:
         """``edges``: (from stage, to stage, has gradient). Raises ValueError with the bad cell marked."""
+    def refuse_cell(self, place: int, cell: int, message: str) -> NoReturn:
+        """Raises ValueError with the message and the cell marked."""
     def forwards(self) -> Schedule:
         """Its forward actions alone."""
     def __eq__(self, other: Schedule, /) -> bool: ...  # type: ignore[override]

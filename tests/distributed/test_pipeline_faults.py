@@ -218,6 +218,8 @@ def mistake(rank: int, world_size: int, which: str) -> str:
             make(([0, 1], [1]))
         elif which == "schedule":
             make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1B0,1F0,1F1,1B1,1F2,1B2,1F3,1B3\n")
+        elif which == "split backward":
+            make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0I1,0W1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
         elif which == "one rank":
             make(TWO, boundary_placements={"nothing": ((), False)} if rank == 1 else None)
         else:
@@ -247,6 +249,7 @@ def mistake(rank: int, world_size: int, which: str) -> str:
         ("meshes", "makes 3 stages, but there are 2 meshes"),
         ("overlap", "stages 0 and 1 share rank 1 but not all ranks"),
         ("schedule", ">.*<"),
+        ("split backward", r"this version runs full backward only(.|\n)*>I1<"),
         ("one rank", "names value 'nothing'"),
         ("target", "target is missing on rank 1, which has the last stage"),
         ("batch", "the batch is missing on rank 0: its stage 0 takes"),
