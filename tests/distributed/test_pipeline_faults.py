@@ -139,6 +139,39 @@ def test_loss_raises() -> None:
         assert "loss_fn must return a scalar tensor, got a tensor of shape (2, 4)" in text
 
 
+class Fickle(nn.Module):
+    """Returns another shape where its data is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y[:, :3] if x.max() > 1 else y
+
+
+def returns_another_shape(rank: int, world_size: int, meshes: Any) -> tuple[int, int, str]:
+    stages = [Fickle(), nn.Linear(4, 4), nn.Linear(4, 4)][: len(meshes)]
+    engine, _ = make(meshes, model=stages, split=None)
+    x, y = batch()
+    engine.step(x, target=y)
+    dist.barrier()  # a failure ends what others are still at
+    x[5] = 2
+    with pytest.raises(xm.StageError) as caught:
+        engine.step(x, target=y)
+    engine.close()
+    return caught.value.stage, caught.value.microbatch, str(caught.value)
+
+
+@pytest.mark.parametrize(("meshes", "failing", "rows"), [(THREE, 0, 2), (([0, 1], [2]), 1, 1)])
+def test_stage_returns_another_shape(meshes: Any, failing: int, rows: int) -> None:
+    for stage, microbatch, text in spawn(returns_another_shape, 3, meshes, timeout=60):
+        assert (stage, microbatch) == (0, 2)
+        assert f"stage 0 failed on rank {failing} in microbatch 2 of step 1: ValueError: value" in text
+        assert f"of stage 0 has shape [{rows}, 3] in microbatch 2, expected [{rows}, 4] on rank {failing}" in text
+
+
 class HeldLosses(list[torch.Tensor]):
     """Holds its rank inside the step until every rank is at a barrier."""
 

@@ -238,6 +238,12 @@ class Boundaries:
         one, other = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
         return (one.grid, one.data_axis) == (other.grid, other.data_axis)
 
+    def sent_shape(self, info: ValueInfo, num_samples: int) -> tuple[int, ...]:
+        """Of a value, or of the stack of all data shards' values, in a microbatch of `num_samples` samples."""
+        if info.producer is not None and self.is_stacked(info):
+            return self.meshes[info.producer].global_shape(info, num_samples)
+        return info.shape_for(num_samples)
+
     def moves(self, edge: Edge, num_samples: int, is_gradient: bool) -> list[Move]:
         """What a microbatch of `num_samples` samples moves over an edge."""
         moves = []
@@ -245,7 +251,7 @@ class Boundaries:
         for info in edge.values:
             if is_gradient and not info.is_differentiable:
                 continue
-            shape = src.global_shape(info, num_samples) if self.is_stacked(info) else info.shape_for(num_samples)
+            shape = self.sent_shape(info, num_samples)
             start, end = self.placements(info, edge.from_stage), self.placements(info, edge.to_stage)
             if is_gradient:
                 moves.append(Move(shape, info.dtype, dst.grid, dst.gradient_placements(info, end), src.grid, start))

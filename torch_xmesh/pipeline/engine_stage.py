@@ -12,6 +12,7 @@ from torch_xmesh.pipeline.boundary import Boundaries, StageMesh
 from torch_xmesh.pipeline.dtensors import activation_mesh, to_local, with_waited_gradient
 from torch_xmesh.pipeline.partition import Partition
 from torch_xmesh.pipeline.seeds import dropout_rng, dropout_seed
+from torch_xmesh.spec import core_spec
 
 
 class StepState:
@@ -62,6 +63,7 @@ class StageWork:
         self._is_stacked = [boundaries.is_stacked(info) for info in self._outputs]
         self._shard = mesh.shard
         self._samples: dict[int, int] = {}  # of this rank, by samples of the microbatch
+        self._shapes: dict[int, list[torch.Size]] = {}  # of this rank's outputs as sent, by samples of the microbatch
         self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
         self._takes_as_sent = not self._has_dtensors and not any(
             boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
@@ -99,7 +101,8 @@ class StageWork:
             return list(outputs), self._finish(step, microbatch, samples, outputs)
         if len(outputs) != len(self._outputs):
             raise ValueError(f"stage {self.stage} returned {len(outputs)} tensors, expected {len(self._outputs)}")
-        return [self._sent(index, output) for index, output in enumerate(outputs)], None
+        shapes = self._sent_shapes(step.sizes[microbatch])
+        return [self._sent(index, output, shapes[index], microbatch) for index, output in enumerate(outputs)], None
 
     def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
         if self._takes_as_sent:
@@ -124,7 +127,18 @@ class StageWork:
     def _activation_mesh(self) -> tuple[DeviceMesh, tuple[int, ...]]:
         return activation_mesh(self.mesh, self.program.module)
 
-    def _sent(self, index: int, output: torch.Tensor) -> torch.Tensor:
+    def _sent_shapes(self, size: int) -> list[torch.Size]:
+        """What this rank's part of each output looks like in a microbatch of `size` samples."""
+        if size not in self._shapes:
+            wholes = (self._boundaries.sent_shape(info, size) for info in self._outputs)
+            specs = (
+                core_spec(whole, info.dtype, self.mesh.grid, placements)
+                for whole, info, placements in zip(wholes, self._outputs, self._placements, strict=True)
+            )
+            self._shapes[size] = [torch.Size(spec.local_shape(self.mesh.rank) or ()) for spec in specs]
+        return self._shapes[size]
+
+    def _sent(self, index: int, output: torch.Tensor, shape: torch.Size, microbatch: int) -> torch.Tensor:
         info = self._outputs[index]
         if output.dtype != info.dtype:
             raise ValueError(
@@ -132,7 +146,16 @@ class StageWork:
                 "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
             )
         local = self._local(index, output)
-        return local.unsqueeze(0) if self._is_stacked[index] else local
+        if self._is_stacked[index]:
+            local = local.unsqueeze(0)
+        if local.shape != shape:
+            is_stacked = int(self._is_stacked[index])
+            raise ValueError(
+                f"value {info.name} of stage {self.stage} has shape {list(local.shape[is_stacked:])} in microbatch "
+                f"{microbatch}, expected {list(shape[is_stacked:])} on rank {self.mesh.rank}: the shape of its example "
+                "run, with this microbatch's samples"
+            )
+        return local
 
     def _local(self, index: int, output: torch.Tensor) -> torch.Tensor:
         if type(output) is torch.Tensor:
