@@ -63,7 +63,7 @@ class StageWork:
         self._is_stacked = [boundaries.is_stacked(info) for info in self._outputs]
         self._shard = mesh.shard
         self._samples: dict[int, int] = {}  # of this rank, by samples of the microbatch
-        self._shapes: dict[int, list[torch.Size]] = {}  # of this rank's outputs as sent, by samples of the microbatch
+        self._shapes: dict[int, list[torch.Size]] = {}  # of this rank's outputs, by samples of the microbatch
         self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
         self._takes_as_sent = not self._has_dtensors and not any(
             boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
@@ -101,7 +101,10 @@ class StageWork:
             return list(outputs), self._finish(step, microbatch, samples, outputs)
         if len(outputs) != len(self._outputs):
             raise ValueError(f"stage {self.stage} returned {len(outputs)} tensors, expected {len(self._outputs)}")
-        shapes = self._sent_shapes(step.sizes[microbatch])
+        size = step.sizes[microbatch]
+        shapes = self._shapes.get(size)
+        if shapes is None:
+            shapes = self._shapes[size] = self._expected_shapes(size)
         return [self._sent(index, output, shapes[index], microbatch) for index, output in enumerate(outputs)], None
 
     def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
@@ -127,16 +130,13 @@ class StageWork:
     def _activation_mesh(self) -> tuple[DeviceMesh, tuple[int, ...]]:
         return activation_mesh(self.mesh, self.program.module)
 
-    def _sent_shapes(self, size: int) -> list[torch.Size]:
-        """What this rank's part of each output looks like in a microbatch of `size` samples."""
-        if size not in self._shapes:
-            wholes = (self._boundaries.sent_shape(info, size) for info in self._outputs)
-            specs = (
-                core_spec(whole, info.dtype, self.mesh.grid, placements)
-                for whole, info, placements in zip(wholes, self._outputs, self._placements, strict=True)
-            )
-            self._shapes[size] = [torch.Size(spec.local_shape(self.mesh.rank) or ()) for spec in specs]
-        return self._shapes[size]
+    def _expected_shapes(self, size: int) -> list[torch.Size]:
+        """Of this rank's part of each output in a microbatch of `size` samples."""
+        shapes = []
+        for info, placements, is_stacked in zip(self._outputs, self._placements, self._is_stacked, strict=True):
+            spec = core_spec(self._boundaries.sent_shape(info, size), info.dtype, self.mesh.grid, placements)
+            shapes.append(torch.Size((spec.local_shape(self.mesh.rank) or [])[int(is_stacked) :]))
+        return shapes
 
     def _sent(self, index: int, output: torch.Tensor, shape: torch.Size, microbatch: int) -> torch.Tensor:
         info = self._outputs[index]
@@ -146,16 +146,13 @@ class StageWork:
                 "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
             )
         local = self._local(index, output)
-        if self._is_stacked[index]:
-            local = local.unsqueeze(0)
         if local.shape != shape:
-            is_stacked = int(self._is_stacked[index])
             raise ValueError(
-                f"value {info.name} of stage {self.stage} has shape {list(local.shape[is_stacked:])} in microbatch "
-                f"{microbatch}, expected {list(shape[is_stacked:])} on rank {self.mesh.rank}: the shape of its example "
-                "run, with this microbatch's samples"
+                f"value {info.name} of stage {self.stage} has shape {list(local.shape)} in microbatch {microbatch}, "
+                f"expected {list(shape)} on rank {self.mesh.rank}: the shape of its example run, with this "
+                "microbatch's samples"
             )
-        return local
+        return local.unsqueeze(0) if self._is_stacked[index] else local
 
     def _local(self, index: int, output: torch.Tensor) -> torch.Tensor:
         if type(output) is torch.Tensor:
