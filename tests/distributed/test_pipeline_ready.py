@@ -27,6 +27,11 @@ def stages(is_tied: bool = False) -> nn.Sequential:
     return nn.Sequential(one, two, nn.Sequential(three, four))
 
 
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
 def make(given: nn.Module | Given, meshes: tuple[list[int], ...] = ONE_EACH) -> xm.PipelineEngine:
     return xm.PipelineEngine(
         given,
@@ -72,7 +77,7 @@ def test_lists_of_stages(has: dict[int, tuple[int, ...]], is_tied: bool) -> None
 def mistake(rank: int, world_size: int, which: str) -> str:
     whole = stages(is_tied=which.startswith("tie"))
     given: Given = list(whole)
-    meshes = ONE_EACH
+    meshes: tuple[list[int], ...] = ONE_EACH
     if which == "tie on one rank" and rank == 2:
         given[0] = None
     elif which == "tie in no stage's rank":
@@ -80,8 +85,7 @@ def mistake(rank: int, world_size: int, which: str) -> str:
     elif which == "no module":
         meshes, given = SHARDED, [None if rank == 1 else whole[0], whole[1]]
     elif which == "other module" and rank == 1:
-        given[0] = nn.Linear(4, 4, dtype=torch.float64).requires_grad_(False)
-        given[0].forward = lambda x: x.double()  # type: ignore[method-assign]
+        given[0] = Doubled()
     with pytest.raises(ValueError) as caught:
         make(whole if which == "a module" and rank == 2 else given, meshes)
     return str(caught.value)
