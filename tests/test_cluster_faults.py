@@ -25,7 +25,7 @@ by_strategy = pytest.mark.parametrize("strategy", FAILING_HOST)
 
 # Rank 0 feeds ranks 1 and 2: 2 MiB a time, every element checked. The first element says which call is the last: the
 # one that rank 0 begins once there is a file "last". After a PeerError a rank stays, so that nobody is blamed for
-# leaving, until the test has opened its pipe.
+# leaving, until the test has opened its pipe. A line is one string, hence one write: no half of it is ever read.
 WORKER = """
 import datetime, os, sys, time
 from pathlib import Path
@@ -49,14 +49,15 @@ while not is_last:
         y = xm.reshard(x, target, (Replicate(),), strategy=strategy).to_local()
     except xm.PeerError as error:
         took = time.monotonic() - start
-        print("PEER_ERROR", error.ranks, "in time" if took < timeout + 5 else f"late: {took:.1f} s", flush=True)
+        verdict = "in time" if took < timeout + 5 else "late"
+        print(f"PEER_ERROR {error.ranks} {verdict}: {took:.1f} s", flush=True)
         (folder / f"leave{rank}").read_text()
         break
     got = whole if rank == 0 else y
     is_last = bool(got[0])
     assert torch.equal(got[1:], whole[1:])
     start, ended = ended, time.monotonic()
-    print("call", call, "took", ended - start, "s", flush=True)
+    print(f"call {call} took {ended - start} s", flush=True)
     call += 1
 else:
     plan = xm.plan_resharding(spec, target, (Replicate(),), strategy=strategy)
