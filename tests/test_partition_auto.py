@@ -14,18 +14,19 @@ from models import cases
 from partition_cases import assert_same, cut
 
 from torch_xmesh.pipeline.partition import SplitAt
-from torch_xmesh.pipeline.profile import UnitCost, balance, choose_split
+from torch_xmesh.pipeline.profile import balance, choose_split
+from torch_xmesh.pipeline.profile_memory import UnitCost
 
 
 def test_balance_is_optimal_and_keeps_the_memory_limit() -> None:
     seconds = [5.0, 1.0, 1.0, 1.0, 4.0, 2.0]
-    units = [UnitCost(str(index), value, 10, 1) for index, value in enumerate(seconds)]
-    assert balance(units, 3, None, 1) == [1, 4]
-    assert balance(units, 3, 90, 1) == [2, 4]
+    units = [UnitCost(str(index), value, {index: 10}, {index: 1}) for index, value in enumerate(seconds)]
+    assert balance(units, 3, None, [1] * 3) == [1, 4]
+    assert balance(units, 3, 90, [1] * 3) == [2, 4]
     with pytest.raises(ValueError, match="no split into 3 stages keeps memory_limit_bytes=80"):
-        balance(units, 3, 80, 1)
+        balance(units, 3, 80, [1] * 3)
     with pytest.raises(ValueError, match="fewer than 7 stages"):
-        balance(units, 7, None, 1)
+        balance(units, 7, None, [1] * 7)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "export", "lstm", "moe"])

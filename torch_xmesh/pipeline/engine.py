@@ -62,7 +62,10 @@ class PipelineEngine:
             the buffers (batch norm's statistics) of the first one.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
             (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
-        memory_limit_bytes: per stage, for ``split="auto"``.
+        memory_limit_bytes: for ``split="auto"`` only: what no stage may exceed; ValueError if no split keeps it. It
+            counts parameters with gradients and two optimizer states, and what a stage receives and autograd keeps of
+            as many microbatches as the schedule has in flight there; all before `parallelize` and `data_axis` share it
+            out over ranks. Stages on the same ranks have the limit each.
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
         seed: of dropout.
         group: a process group on xmesh with all ranks of the meshes.

@@ -21,7 +21,7 @@ from torch_xmesh.pipeline.engine_agreement import check_kind, exchange_of, with_
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork
 from torch_xmesh.pipeline.outputs import BufferSync
-from torch_xmesh.pipeline.partition import Partition, SplitAt, partition
+from torch_xmesh.pipeline.partition import Partition, SplitAt, check_limit, partition
 from torch_xmesh.pipeline.profile import choose_split
 from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.spec import device_mesh
@@ -82,8 +82,8 @@ class EnginePlace:
         self.names_stages = not isinstance(model, nn.Module)
         rank = transfers.rank
         try:
-            self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
             self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
+            self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
             self.boundaries = Boundaries(
                 edges_of(self.partition.values), self.meshes, self._checked(options.boundary_placements)
             )
@@ -111,13 +111,22 @@ class EnginePlace:
         self, model: Any, args: Any, kwargs: Any, split: SplitAt | str | None, memory_limit_bytes: int | None
     ) -> Partition:
         check_kind(self.transfers, model, split)
+        check_limit(split, memory_limit_bytes)
         num_stages = len(self.meshes)
         specs = {"args_chunk_spec": self.chunk_specs["args"], "kwargs_chunk_spec": self.chunk_specs["kwargs"]}
         if isinstance(model, nn.Module) and split == "auto":
             leader = self.transfers.ranks[0]
             chosen: Any = None
             if self.transfers.rank == leader:
-                chosen = choose_split(model, args, kwargs, num_stages, memory_limit_bytes=memory_limit_bytes, **specs)
+                chosen = choose_split(
+                    model,
+                    args,
+                    kwargs,
+                    num_stages,
+                    memory_limit_bytes=memory_limit_bytes,
+                    microbatches_in_flight=self.schedule.peak_in_flight,
+                    **specs,
+                )
             split = self.transfers.broadcast("split", leader, chosen)
 
         cut = partition(

@@ -8,7 +8,7 @@ Nothing of the model is run, copied or changed.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,13 +79,15 @@ def partition(
             None for a list or one stage.
         num_stages: checked against `split` where that says it.
         args_chunk_spec: which dim holds the samples, as for ``torch.distributed.pipelining``; dim 0 by default.
+        memory_limit_bytes: per stage, for split="auto": see `choose_split`.
         exchange: needed for a list with None: see `Exchange`.
         device: where a model or arguments on meta will run; default: the device of what is not on meta, else the CPU.
 
     Raises:
         ValueError: the model cannot be traced, a split point is unknown or out of order, the number of stages
-            differs, or a value cannot cross.
+            differs, a value cannot cross, or no split keeps the limit.
     """
+    check_limit(split, memory_limit_bytes)
     arguments = sorted_arguments(example_args, example_kwargs)
     specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
     samples = batch_size(*arguments, args_chunk_spec, kwargs_chunk_spec)
@@ -110,6 +112,15 @@ def partition(
     if split is None or not split.names:
         return _partition_ready([model], arguments, specs, samples, exchange, device)
     return _partition_traced(model, arguments, specs, samples, split, device)
+
+
+def check_limit(split: SplitAt | str | None, memory_limit_bytes: int | None) -> None:
+    """Raises ValueError for a limit that nothing would keep."""
+    if memory_limit_bytes is not None and split != "auto":
+        raise ValueError(
+            f'memory_limit_bytes={memory_limit_bytes} is for split="auto", which chooses where stages start; '
+            f"split is {split!r}"
+        )
 
 
 def _device_of(model: Any, arguments: Any) -> torch.device:
@@ -162,7 +173,7 @@ def trace_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: 
             ) from error
 
 
-def opened_modules(names: Sequence[str]) -> frozenset[str]:
+def opened_modules(names: Iterable[str]) -> frozenset[str]:
     """The modules that tracing must look into so that stages can start before the named ones: all that contain one."""
     parts = [name.split(".") for name in names]
     return frozenset(".".join(part[:depth]) for part in parts for depth in range(len(part)))

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -14,26 +14,11 @@ from torch_xmesh.pipeline.microbatch import leaf_specs
 from torch_xmesh.pipeline.partition import SplitAt, opened_modules, trace_model
 from torch_xmesh.pipeline.partition_sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.partition_values import sorted_arguments
+from torch_xmesh.pipeline.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes, tensors_in
 from torch_xmesh.pipeline.trace import Traced, enter_modes
 
-_PARAMETER_COPIES = 4
-"""Parameter, gradient and two optimizer states."""
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitCost:
-    """One module call with the operations that follow it up to the next: where a stage may start.
-
-    Attributes:
-        name: the module to start a stage at.
-        seconds: forward and backward, measured; for a model on meta, a figure proportional to the operations.
-        parameter_bytes, activation_bytes: for one microbatch.
-    """
-
-    name: str
-    seconds: float
-    parameter_bytes: int
-    activation_bytes: int
+_Figure = TypeVar("_Figure")
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def choose_split(
@@ -43,7 +28,7 @@ def choose_split(
     num_stages: int,
     *,
     memory_limit_bytes: int | None = None,
-    microbatches_in_flight: int | None = None,
+    microbatches_in_flight: Sequence[int] | None = None,
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
     repeats: int = 3,
@@ -53,26 +38,38 @@ def choose_split(
     The figures are measured here, so another process may get another answer: agree on one.
 
     Args:
-        memory_limit_bytes: per stage, for parameters with gradients and two optimizer states, and
-            `microbatches_in_flight` (default: num_stages) microbatches' activations.
+        memory_limit_bytes: per stage, for parameters with gradients and two optimizer states, and what the
+            microbatches in flight hold: what autograd keeps of them for backward, and what the stage receives.
+        microbatches_in_flight: by stage, the schedule's peak; num_stages each without it.
 
     Raises:
         ValueError: fewer module calls than stages, or no split keeps the limit.
     """
     if num_stages < 1:
         raise ValueError(f"num_stages must be at least 1, got {num_stages}")
-    if num_stages == 1:
+    if num_stages == 1 and memory_limit_bytes is None:
         return SplitAt(())
     arguments = sorted_arguments(example_args, example_kwargs)
     specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
-    units = _refined_costs(model, arguments, specs, num_stages, repeats)
-    flight = num_stages if microbatches_in_flight is None else microbatches_in_flight
-    starts = balance(units, num_stages, memory_limit_bytes, flight)
-    return SplitAt(tuple(units[start].name for start in starts))
+    profile = Profile(model, arguments, specs, repeats)
+    profile.refine(num_stages)
+    flight = [num_stages] * num_stages if microbatches_in_flight is None else microbatches_in_flight
+    while True:
+        units = profile.units if memory_limit_bytes is None else profile.units_with_memory()
+        try:
+            starts = balance(units, num_stages, memory_limit_bytes, flight)
+        except ValueError:
+            if profile.open([unit.name for unit in units]):
+                continue
+            raise
+        return SplitAt(tuple(units[start].name for start in starts))
 
 
 def balance(
-    units: Sequence[UnitCost], num_stages: int, memory_limit_bytes: int | None, microbatches_in_flight: int
+    units: Sequence[UnitCost],
+    num_stages: int,
+    memory_limit_bytes: int | None,
+    microbatches_in_flight: Sequence[int],
 ) -> list[int]:
     """The first unit of each stage but the first: minimises the slowest stage's seconds, then the sum of squares
     (exact, O(n^2 * stages)).
@@ -86,16 +83,13 @@ def balance(
             f"the model has {count} module calls at which a stage may start ({[u.name for u in units]}), fewer "
             f"than {num_stages} stages"
         )
+    needed = {} if memory_limit_bytes is None else needed_bytes(units)
 
-    def cost(first: int, end: int) -> tuple[float, float] | None:
-        part = units[first:end]
-        needed = (
-            sum(u.parameter_bytes for u in part) * _PARAMETER_COPIES
-            + sum(u.activation_bytes for u in part) * microbatches_in_flight
-        )
-        if memory_limit_bytes is not None and needed > memory_limit_bytes:
+    def cost(stage: int, first: int, end: int) -> tuple[float, float] | None:
+        in_flight = microbatches_in_flight[stage]
+        if memory_limit_bytes is not None and needed[first, end].total(in_flight) > memory_limit_bytes:
             return None
-        seconds = sum(u.seconds for u in part)
+        seconds = sum(u.seconds for u in units[first:end])
         return seconds, seconds * seconds
 
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0.0, 0.0, ())}
@@ -103,51 +97,129 @@ def balance(
         for end in range(stage, count + 1):
             options = []
             for first in range(stage - 1, end):
-                before, own = best.get((stage - 1, first)), cost(first, end)
+                before, own = best.get((stage - 1, first)), cost(stage - 1, first, end)
                 if before is not None and own is not None:
                     options.append((max(before[0], own[0]), before[1] + own[1], (*before[2], first)))
             if options:
                 best[stage, end] = min(options)
     if (num_stages, count) not in best:
-        smallest = max(
-            u.parameter_bytes * _PARAMETER_COPIES + u.activation_bytes * microbatches_in_flight for u in units
-        )
+        fewest = min(microbatches_in_flight)
+        largest = max(needed[unit, unit + 1].total(fewest) for unit in range(count))
         raise ValueError(
             f"no split into {num_stages} stages keeps memory_limit_bytes={memory_limit_bytes}: the largest single "
-            f"module call needs {smallest} bytes, "
-            "all together "
-            f"{sum(u.parameter_bytes * _PARAMETER_COPIES + u.activation_bytes * microbatches_in_flight for u in units)}"
+            f"module call needs {largest} bytes, all together {needed[0, count].total(fewest)}, with {fewest} "
+            f"microbatches in flight (by stage: {list(microbatches_in_flight)})"
         )
     return list(best[num_stages, count][2][1:])
 
 
-def _refined_costs(
-    model: nn.Module, arguments: Any, specs: Sequence[Any], num_stages: int, repeats: int
-) -> list[UnitCost]:
-    """Costs per module call; modules are opened, where that can be traced, until none takes half a stage's share."""
-    opened, closed = frozenset({""}), set[str]()
-    units = _costs(model, trace_model(model, arguments, specs, opened), arguments, repeats)
-    while True:
-        share = sum(unit.seconds for unit in units) / num_stages
-        large = [
-            u.name
-            for u in units
-            if u.seconds > share / 2 and u.name not in closed and _can_open(model.get_submodule(u.name))
-        ]
+class Profile:
+    """Costs per module call of a model; modules are opened, where that can be traced, for finer ones.
+
+    Attributes:
+        units: one per first call of a module; other nodes belong to the call before them.
+    """
+
+    def __init__(self, model: nn.Module, arguments: _Arguments, specs: Sequence[Any], repeats: int) -> None:
+        self._model, self._arguments, self._specs = model, arguments, specs
+        self._on_meta = any(parameter.is_meta for parameter in model.parameters())
+        self._repeats = 1 if self._on_meta else repeats
+        self._opened, self._closed = frozenset({""}), set[str]()
+        self._measure(trace_model(model, arguments, specs, self._opened))
+
+    def refine(self, num_stages: int) -> None:
+        """Opens modules until none takes half a stage's share of the time."""
+        is_finer = True
+        while is_finer:
+            share = sum(unit.seconds for unit in self.units) / num_stages
+            is_finer = self.open([unit.name for unit in self.units if unit.seconds > share / 2])
+
+    def open(self, names: Sequence[str]) -> bool:
+        """Looks into modules from now on; False if none of them can be opened."""
+        large = [n for n in names if n not in self._closed and _can_open(self._model.get_submodule(n))]
         if not large:
-            return units
+            return False
+        before = self._opened
         for name in large:
-            trial = opened | {name} | opened_modules([name])
+            trial = self._opened | {name} | opened_modules([name])
             try:
-                traced = trace_model(model, arguments, specs, trial)
+                traced = trace_model(self._model, self._arguments, self._specs, trial)
                 if traced.training is not None:
                     raise ValueError(f"{name} differs between train() and eval()")
             except ValueError:
-                closed.add(name)
+                self._closed.add(name)
                 continue
-            opened = trial
-        closed.update(large)
-        units = _costs(model, trace_model(model, arguments, specs, opened), arguments, repeats)
+            self._opened = trial
+        self._closed.update(large)
+        if self._opened == before:
+            return False
+        self._measure(trace_model(self._model, self._arguments, self._specs, self._opened))
+        return True
+
+    def units_with_memory(self) -> list[UnitCost]:
+        """The same, with what they hold."""
+        memory = self._walk(lambda inputs: _kept_meter(self._model, self._traced, inputs))
+        parameters: list[dict[int, int]] = [{} for _ in self.units]
+        kept: list[dict[int, int]] = [{} for _ in self.units]
+        reads: list[dict[str, Read]] = [{} for _ in self.units]
+        for node, found in memory.items() if self.units else ():
+            unit = self._unit_of[node]
+            for parameter in _parameters_of(self._model, self._traced, node):
+                parameters[unit][id(parameter)] = parameter.numel() * parameter.element_size()
+            kept[unit].update(found.kept)
+            self._add_reads(reads[unit], unit, node.all_input_nodes, memory)
+        if self.units:  # the last stage hands the model's outputs through
+            outputs = [leaf for leaf in pytree.tree_leaves(self._traced.output) if isinstance(leaf, fx.Node)]
+            self._add_reads(reads[-1], len(self.units) - 1, outputs, memory)
+        return [
+            dataclasses.replace(unit, parameters=parameters[index], kept=kept[index], reads=reads[index])
+            for index, unit in enumerate(self.units)
+        ]
+
+    def _add_reads(
+        self, reads: dict[str, Read], unit: int, nodes: Sequence[fx.Node], memory: Mapping[fx.Node, NodeMemory]
+    ) -> None:
+        for node in nodes:
+            if node in memory and self._unit_of[node] != unit:
+                reads[node.name] = Read(self._unit_of[node], memory[node].storages, memory[node].num_bytes)
+
+    def _measure(self, traced: Traced) -> None:
+        self._traced = traced
+        meter = _count_operations if self._on_meta else _measure
+        runs = [self._walk(lambda inputs: meter) for _ in range(self._repeats)]
+        self._unit_of: dict[fx.Node, int] = {}
+        names: dict[str, float] = {}
+        begun, known = set[str](), {name for name, _ in self._model.named_modules(remove_duplicate=False)} - {""}
+        is_flat = all(node.op != "call_module" for node in traced.graph.nodes)
+        for node in traced.graph.nodes:
+            owner = next((path for path in reversed(node.meta["modules"]) if path in known), None)
+            if owner is not None and owner not in begun and (node.op == "call_module" or is_flat):
+                names[owner] = 0.0
+            begun |= opened_modules(f"{path}.*" for path in node.meta["modules"])
+            self._unit_of[node] = max(0, len(names) - 1)
+        listed = list(names)
+        for node in runs[0] if names else ():
+            names[listed[self._unit_of[node]]] += min(run[node] for run in runs)
+        self.units = [UnitCost(name, seconds) for name, seconds in names.items()]
+
+    def _walk(self, make_meter: Callable[[list[torch.Tensor]], "_Meter[_Figure]"]) -> dict[fx.Node, _Figure]:
+        """A figure per node that computes; buffers, gradients and random state are kept."""
+        model = self._model
+        examples = tensors_in(self._arguments)
+        if self._on_meta:
+            with Sandbox(model) as sandbox:
+                inputs = [sandbox.fake(example) for example in examples]
+                return _walk(model, self._traced, inputs, make_meter(inputs))
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        real = [torch.zeros(e.shape, dtype=e.dtype, device=device) if e.is_meta else e.detach() for e in examples]
+        kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            with hooks_off(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                return _walk(model, self._traced, real, make_meter(real))
+        finally:
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)
 
 
 def _can_open(module: nn.Module) -> bool:
@@ -155,91 +227,59 @@ def _can_open(module: nn.Module) -> bool:
     return not library and any(True for _ in module.children())
 
 
-def _costs(model: nn.Module, traced: Traced, arguments: Any, repeats: int) -> list[UnitCost]:
-    """One unit per first call of a module; other nodes belong to the call before them."""
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    measured = [_seconds_of_nodes(model, traced, arguments, on_meta) for _ in range(1 if on_meta else repeats)]
-    units: list[UnitCost] = []
-    seen: set[int] = set()
-    started: set[str] = set()
-    is_flat = all(node.op != "call_module" for node in traced.graph.nodes)
-    for index, node in enumerate(traced.graph.nodes):
-        seconds, activation = min(run[index][0] for run in measured), measured[0][index][1]
-        owner = next((path for path in reversed(node.meta["modules"]) if path), None)
-        if owner is not None and owner not in started and (node.op == "call_module" or is_flat):
-            started.add(owner)
-            units.append(UnitCost(owner, 0.0, 0, 0))
-        held = [] if node.op not in ("call_module", "get_attr") else _new_tensors(model, traced, node, seen)
-        size = sum(parameter.numel() * parameter.element_size() for parameter in held)
-        if units:
-            last = units[-1]
-            units[-1] = UnitCost(
-                last.name, last.seconds + seconds, last.parameter_bytes + size, last.activation_bytes + activation
-            )
-    return units
-
-
-def _new_tensors(model: nn.Module, traced: Traced, node: fx.Node, seen: set[int]) -> Iterator[nn.Parameter]:
-    if node.op == "call_module":
-        candidates = list(model.get_submodule(str(node.target)).parameters())
-    else:
+def _attribute(model: nn.Module, traced: Traced, node: fx.Node) -> Any:
+    """What a get_attr node reads."""
+    value = traced.constants.get(str(node.target))
+    if value is None:
         parent, _, field = str(node.target).rpartition(".")
-        found = None if node.target in traced.constants else getattr(model.get_submodule(parent), field)
-        candidates = [found] if isinstance(found, nn.Parameter) else []
-    for parameter in candidates:
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            yield parameter
+        value = getattr(model.get_submodule(parent), field)
+    return value
 
 
-def _seconds_of_nodes(model: nn.Module, traced: Traced, arguments: Any, on_meta: bool) -> list[tuple[float, int]]:
-    """Seconds (forward and backward) and bytes made, per node; buffers, gradients and random state are kept."""
-    examples = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    if on_meta:
-        with Sandbox(model) as sandbox:
-            return _walk(model, traced, [sandbox.fake(example) for example in examples], _count_operations)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    real = [torch.zeros(e.shape, dtype=e.dtype, device=device) if e.is_meta else e.detach() for e in examples]
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        with hooks_off(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            return _walk(model, traced, real, _measure)
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+def _parameters_of(model: nn.Module, traced: Traced, node: fx.Node) -> Iterator[nn.Parameter]:
+    """The parameters that a node reads."""
+    read = [_attribute(model, traced, source) for source in node.all_input_nodes if source.op == "get_attr"]
+    if node.op == "call_module":
+        read.append(model.get_submodule(str(node.target)))
+    for value in read:
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, nn.Parameter):
+            yield value
 
 
-_Meter = Callable[[Callable[[], Any], list[torch.Tensor]], tuple[Any, float]]
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A node that computes: `run` it on `copies` of the values `given` by others; gradients flow into `leaves`."""
+
+    run: Callable[[], Any]
+    leaves: list[torch.Tensor]
+    given: list[Any]
+    copies: list[Any]
 
 
-def _walk(model: nn.Module, traced: Traced, inputs: list[torch.Tensor], meter: _Meter) -> list[tuple[float, int]]:
+_Meter = Callable[[_Call], tuple[Any, _Figure]]
+
+
+def _walk(
+    model: nn.Module, traced: Traced, inputs: list[torch.Tensor], meter: _Meter[_Figure]
+) -> dict[fx.Node, _Figure]:
     environment: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
-    found = []
+    found = {}
     for node in traced.graph.nodes:
-        seconds = 0.0
         if node.op == "placeholder":
-            value: Any = next(remaining)
+            environment[node] = next(remaining)
         elif node.op == "get_attr":
-            value = traced.constants.get(node.target)
-            if value is None:
-                parent, _, field = str(node.target).rpartition(".")
-                value = getattr(model.get_submodule(parent), field)
+            environment[node] = _attribute(model, traced, node)
         else:
-            detached = pytree.tree_map_only(
-                torch.Tensor, _input_of, [environment[source] for source in node.all_input_nodes]
-            )
-            local = dict(zip(node.all_input_nodes, detached, strict=True))
+            given = [environment[source] for source in node.all_input_nodes]
+            copies = pytree.tree_map_only(torch.Tensor, _input_of, given)
+            local = dict(zip(node.all_input_nodes, copies, strict=True))
             module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-            leaves = [leaf for leaf in pytree.tree_leaves(detached) if isinstance(leaf, torch.Tensor)]
-            leaves += list(module.parameters()) if module is not None else []
-            value, seconds = meter(_caller(node, module, local), [leaf for leaf in leaves if leaf.requires_grad])
-        environment[node] = value
-        made = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        found.append(
-            (seconds, 0 if node.op == "get_attr" else sum(leaf.numel() * leaf.element_size() for leaf in made))
-        )
+            leaves = tensors_in(copies) + (list(module.parameters()) if module is not None else [])
+            leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            environment[node], found[node] = meter(_Call(_caller(node, module, local), leaves, given, copies))
     return found
 
 
@@ -262,13 +302,13 @@ def _input_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_().clone() if floating and tensor.requires_grad else tensor.detach()
 
 
-def _measure(call: Callable[[], Any], leaves: list[torch.Tensor]) -> tuple[Any, float]:
-    start = _now(leaves)
-    value = call()
-    outputs = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if outputs and leaves:
-        torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
-    return value, _now(leaves) - start
+def _measure(call: _Call) -> tuple[Any, float]:
+    start = _now(call.leaves)
+    value = call.run()
+    outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    if outputs and call.leaves:
+        torch.autograd.grad(outputs, call.leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
+    return value, _now(call.leaves) - start
 
 
 def _now(leaves: list[torch.Tensor]) -> float:
@@ -277,8 +317,15 @@ def _now(leaves: list[torch.Tensor]) -> float:
     return time.perf_counter()
 
 
-def _count_operations(call: Callable[[], Any], leaves: list[torch.Tensor]) -> tuple[Any, float]:
+def _count_operations(call: _Call) -> tuple[Any, float]:
     with FlopCounterMode(display=False) as counter:
-        value = call()
-    entries = sum(leaf.numel() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        value = call.run()
+    entries = sum(tensor.numel() for tensor in tensors_in(value))
     return value, float(3 * counter.get_total_flops() + 10 * entries)
+
+
+def _kept_meter(model: nn.Module, traced: Traced, inputs: list[torch.Tensor]) -> _Meter[NodeMemory]:
+    there = [*model.parameters(), *model.buffers(), *traced.constants.values(), *inputs]
+    there += [value for module in model.modules() for value in vars(module).values()]
+    meter = KeptMeter(tensor for tensor in there if isinstance(tensor, torch.Tensor))
+    return lambda call: meter(call.run, call.given, call.copies)
