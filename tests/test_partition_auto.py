@@ -50,3 +50,35 @@ def test_auto_opens_modules_and_balances_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))), nn.Linear(32, 1))
     assert choose_split(model, (torch.empty(4, 32, device="meta"),), None, 4) == SplitAt(("0.2", "0.4", "0.6"))
+
+
+class Residual(nn.Module):
+    """Computes after the module that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Shaped(nn.Module):
+    """torch.fx cannot trace it, torch.export can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] > 4:
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+def test_a_stage_of_an_exported_graph_starts_where_its_module_begins() -> None:
+    model, x = Shaped(), torch.ones(4, 8)
+    assert choose_split(model, (x,), None, 3) == SplitAt(("blocks.1.inner", "blocks.2.inner"))
+    with pytest.raises(ValueError, match="fewer than 4 stages"):
+        choose_split(model, (x,), None, 4)
