@@ -60,7 +60,8 @@ class Residual(nn.Module):
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
+        result: torch.Tensor = x + self.inner(x)
+        return result
 
 
 class Shaped(nn.Module):

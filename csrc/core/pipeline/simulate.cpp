@@ -86,7 +86,11 @@ struct PlaceState {
 class Simulation {
  public:
   Simulation(const ActionTable& table, const ScheduleCosts& costs)
-      : table_(table), costs_(costs), blocks_receiver_(!costs.overlap && costs.blocks_receiver), waits_for_(static_cast<size_t>(table.numNodes()), 0), flows_(table.schedule().numPlaces()) {
+      : table_(table),
+        costs_(costs),
+        blocks_receiver_(!costs.overlap && costs.blocks_receiver),
+        waits_for_(static_cast<size_t>(table.numNodes()), 0),
+        flows_(table.schedule().numPlaces()) {
     local_dependents_.resize(waits_for_.size());
     transfers_of_.resize(waits_for_.size());
     for (int32_t node = 0; node < table_.numNodes(); ++node) {
