@@ -70,8 +70,8 @@ struct SimulatedSchedule {
 
 /// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
 /// duplex: transfers from one place to another follow one another, those of different pairs share the NICs as TCP's flows do (`NicSharing`); where
-/// receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
-/// validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
+/// receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a
+/// schedule that validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
 
 /// By stage: the most microbatches between their F and the end of their B or W (those whose activations are held).
