@@ -21,7 +21,10 @@ HOSTS = 3
 TIMEOUT = 6.0
 # The host whose link fails, by strategy. In the last two rank 1 passes on to rank 2 what it gets from rank 0.
 FAILING_HOST = {"send_recv": 2, "broadcast": 1, "striped": 1}
-by_strategy = pytest.mark.parametrize("strategy", FAILING_HOST)
+by_strategy = pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[] if name == "broadcast" else [pytest.mark.soak]) for name in FAILING_HOST],
+)
 
 # Rank 0 feeds ranks 1 and 2: 2 MiB a time, every element checked. The first element says which call is the last: the
 # one that rank 0 begins once there is a file "last". After a PeerError a rank stays, so that nobody is blamed for
