@@ -51,7 +51,7 @@ def test_not_built_is_one_clear_sentence(tmp_path: Path) -> None:
     assert _import_copy(tmp_path, None).startswith("ImportError: torch_xmesh is not built here; run `pip install")
 
 
-@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the repository")
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="runs on any machine, from a clone of the repository")
 def test_metadata(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]

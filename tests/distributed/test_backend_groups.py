@@ -109,7 +109,7 @@ def _split_by_dist(rank: int, size: int) -> Any:
 SPLIT = [[2, "xmesh", [0, 1]]] * 2 + [[2, "xmesh", [2, 3]]] * 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="binds the groups to a GPU that is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on machines without a GPU, which it would bind groups to")
 def test_split_group_of_dist() -> None:
     assert spawn(_split_by_dist, 4) == SPLIT
 
@@ -122,7 +122,7 @@ def _bound_to_cpu(rank: int, size: int) -> Any:
     return [row.item(), _sum(pair) if rank < 2 else None, _split_by_dist(rank, size)]
 
 
-@pytest.mark.skipif(TORCH < (2, 15), reason="c10d binds groups to cpu:0 from 2.15 on")
+@pytest.mark.skipif(TORCH < (2, 15), reason="runs on any machine, with torch 2.15 or newer (groups bound to cpu:0)")
 def test_bound_to_cpu() -> None:
     found = spawn(_bound_to_cpu, 4, init_kwargs={"device_id": torch.device("cpu:0")})
     assert found == [[1, 2, SPLIT[0]], [1, 2, SPLIT[1]], [5, None, SPLIT[2]], [5, None, SPLIT[3]]]
