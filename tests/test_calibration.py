@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate
 
 import torch_xmesh as xm
 from torch_xmesh import calibration
-from torch_xmesh.calibration import Clock, Move, calibrate, link_costs, measure_costs, nic_rates
+from torch_xmesh.calibration import Clock, Move, Timing, calibrate, link_costs, measure_costs, nic_rates
+from torch_xmesh.spec import mesh_grid
 from torch_xmesh.testing import spawn
 from torch_xmesh.testing.cluster import Cluster
 
@@ -39,15 +40,22 @@ def links_of(megabytes_per_s: Sequence[int]) -> xm.Topology:
     )
 
 
-def clock_of(truth: xm.Topology) -> Clock:
-    """A clock that shows what the event simulator says, and the cost of a call."""
+def clock_of(truth: xm.Topology, message_cpu_s: float = 0.0) -> Clock:
+    """A clock that shows what the event simulator says, and the cost of a call; of a rank's CPU, that of the messages
+    that it passes on, and of the call."""
 
-    def clock(moves: Sequence[Move], factor: int) -> list[float]:
+    def clock(moves: Sequence[Move], factor: int) -> list[Timing]:
         plans = [
             xm.plan_resharding(list(m.sources), m.mesh, m.placements, strategy=m.strategy, topology=truth)
             for m in moves
         ]
-        return [CALL_S + plan.predicted_seconds for plan in plans]
+        return [
+            Timing(
+                CALL_S + plan.predicted_seconds,
+                CALL_S + message_cpu_s * plan.num_messages / len(mesh_grid(move.mesh).ranks),
+            )
+            for plan, move in zip(plans, moves, strict=True)
+        ]
 
     return clock
 
@@ -85,6 +93,12 @@ def test_costs_do_not_contain_the_calls(num_hosts: int) -> None:
     if num_hosts > 1:
         assert costs["latency_us"] == pytest.approx(37.0, abs=0.1)
         assert costs["message_us"] == pytest.approx(4.5, abs=0.1)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 5])
+def test_a_message_costs_no_less_than_the_rank_that_passes_it_on_computes(num_hosts: int) -> None:
+    clock = clock_of(links_of([1000] * num_hosts), message_cpu_s=20e-6)
+    assert link_costs(hosts_of(num_hosts), clock, 128 << 20)["message_us"] == pytest.approx(20.0, abs=0.1)
 
 
 def join(rank: int) -> None:

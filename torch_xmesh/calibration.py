@@ -6,7 +6,9 @@ A call costs more than its messages do (Python, agreement, threads waking up), s
 duration: each number comes from the difference of two calls of the same ranks that differ in it alone.
 
 - rate: ``(b1 - b0) / (t1 - t0)`` of a large and a small transfer (:func:`rate_into`).
-- message: one tensor over one hop, cut into n messages and into one: ``(t_n - t_1) / (n - 1)`` (:func:`message_cost`).
+- message: one tensor over one hop, cut into n messages and into one: ``(t_n - t_1) / (n - 1)``; at least the CPU time
+  that a rank needs to receive a message and pass it on, since one thread does that for all of a rank's messages
+  (:func:`message_cost`).
 - latency: a value that n ranks contribute to goes to a root, and in the other call on from there through all ranks,
   one after another: ``(t_chain - t_root) / (n - 1)`` is a hop, a message and its latency (:func:`hop_cost`).
 - a host's rate: the most of what all other hosts together send to it and what it sends to the fastest
@@ -19,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,9 +53,16 @@ class Move:
     strategy: str
 
 
-#: Seconds that each move takes, the same on every rank; measured by turns, so that a disturbance hits all alike, and so
-#: many times as often as usual.
-Clock = Callable[[Sequence[Move], int], list[float]]
+class Timing(NamedTuple):
+    """What a call takes."""
+
+    seconds: float  # until the last rank has all
+    cpu_seconds: float  # of all threads of the rank that needs most
+
+
+#: What each move takes, the same on every rank; measured by turns, so that a disturbance hits all alike, and so many
+#: times as often as usual.
+Clock = Callable[[Sequence[Move], int], list[Timing]]
 
 
 def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
@@ -71,7 +81,7 @@ def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
     """
     ranks_of = _ranks_of_hosts()
     host_of = {rank: host for host, ranks in ranks_of.items() for rank in ranks}
-    clock = functools.partial(_seconds, repeats=repeats)
+    clock = functools.partial(_timings, repeats=repeats)
     fields: dict[str, float] = {}
     nic_of = {host: int(rate) for host, rate in nic_rates(ranks_of, clock, num_bytes).items()}
     if nic_of:
@@ -96,7 +106,7 @@ def measure_costs(*, num_bytes: int = 128 << 20, repeats: int = 3) -> dict[str, 
     Raises:
         ValueError: the default group is not on xmesh, or has one rank only.
     """
-    return link_costs(_ranks_of_hosts(), functools.partial(_seconds, repeats=repeats), num_bytes)
+    return link_costs(_ranks_of_hosts(), functools.partial(_timings, repeats=repeats), num_bytes)
 
 
 def _ranks_of_hosts() -> dict[int, list[int]]:
@@ -116,7 +126,7 @@ def link_costs(ranks_of: Mapping[int, list[int]], clock: Clock, num_bytes: int) 
     costs: dict[str, float] = {}
     entrances = [ranks[0] for ranks in ranks_of.values()]
     if len(entrances) > 1:
-        message = message_cost(entrances[0], entrances[1], clock)
+        message = message_cost(entrances, clock)
         hop = hop_cost(entrances, clock)
         costs["latency_us"] = round(max(0.0, hop - message) * 1e6, 2)
         costs["message_us"] = round(message * 1e6, 2)
@@ -171,48 +181,64 @@ def rate_into(targets: Sequence[int], sources: Mapping[tuple[int, ...], float], 
         ]
         totals.append(sum(spec.shape[0] for spec in specs))
         moves.append(Move(tuple(specs), Mesh(targets), (Shard(0),), "send_recv"))
-    small_s, large_s = clock(moves, 1)
+    small_s, large_s = (timing.seconds for timing in clock(moves, 1))
     # The call's cost drops out of the difference, unless a disturbance was longer than the difference itself.
     if large_s - small_s > _LEAST_SHARE * large_s:
         return (totals[1] - totals[0]) / (large_s - small_s)
     return totals[1] / large_s
 
 
-def message_cost(source: int, target: int, clock: Clock) -> float:
-    """Seconds that each further message of one tensor adds between two ranks of different hosts."""
-    spec = Spec((_NUM_MESSAGES * _MESSAGE_BYTES,), torch.uint8, Mesh([source]), (Replicate(),))
-    ways = [f"broadcast:num_chunks={num_messages}" for num_messages in (1, _NUM_MESSAGES)]
-    one, many = clock([Move((spec,), Mesh([target]), (Replicate(),), way) for way in ways], _MESSAGE_REPEATS)
-    return max(0.0, many - one) / (_NUM_MESSAGES - 1)
+def message_cost(ranks: Sequence[int], clock: Clock) -> float:
+    """Seconds that each further message of one tensor costs, on a hop or the rank that passes it on.
+
+    Args:
+        ranks: each on a host of its own; a chain of them passes on.
+    """
+    chain = _chain(ranks)
+    spec = Spec((_NUM_MESSAGES * _MESSAGE_BYTES,), torch.uint8, Mesh(chain[:1]), (Replicate(),))
+    moves = [
+        Move((spec,), Mesh(targets), (Replicate(),), f"broadcast:num_chunks={num_messages}")
+        for targets in (chain[1:2], chain[1:])
+        for num_messages in (1, _NUM_MESSAGES)
+    ]
+    one, many, one_passed_on, many_passed_on = clock(moves, _MESSAGE_REPEATS)
+    on_a_hop = many.seconds - one.seconds
+    on_a_rank = many_passed_on.cpu_seconds - one_passed_on.cpu_seconds
+    return max(0.0, on_a_hop, on_a_rank) / (_NUM_MESSAGES - 1)
 
 
 def hop_cost(ranks: Sequence[int], clock: Clock) -> float:
     """Seconds that a small message takes from one rank to the next, all of them inside one host or each on its own."""
-    chain = list(ranks[: _MOST_HOPS + 1])
+    chain = _chain(ranks)
     spec = Spec((1,), torch.float32, Mesh(chain), (Partial("sum"),))
     needers = [Mesh(chain[:1]), Mesh(chain)]
     root, on_from_root = clock([Move((spec,), mesh, (Replicate(),), "broadcast") for mesh in needers], _SMALL_REPEATS)
-    return max(0.0, on_from_root - root) / (len(chain) - 1)
+    return max(0.0, on_from_root.seconds - root.seconds) / (len(chain) - 1)
 
 
-def _seconds(moves: Sequence[Move], factor: int, *, repeats: int) -> list[float]:
-    """The clock of a running group: the shortest time from a common start until the last rank has all."""
+def _chain(ranks: Sequence[int]) -> list[int]:
+    return list(ranks[: _MOST_HOPS + 1])
+
+
+def _timings(moves: Sequence[Move], factor: int, *, repeats: int) -> list[Timing]:
+    """The clock of a running group: the least of each kind, from a common start on."""
     inputs = [[_tensor(spec) for spec in move.sources] for move in moves]
     rounds = [
         [_timed(move, tensors) for move, tensors in zip(moves, inputs, strict=True)]
         for _ in range(1 + factor * repeats)
     ]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    return [Timing(*map(min, zip(*timings, strict=True))) for timings in zip(*rounds, strict=True)]
 
 
-def _timed(move: Move, tensors: list[DTensor | Spec]) -> float:
+def _timed(move: Move, tensors: list[DTensor | Spec]) -> Timing:
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     if any(dist.get_rank() in mesh_grid(mesh).ranks for mesh in (move.mesh, *(spec.mesh for spec in move.sources))):
         reshard_many(tensors, move.mesh, move.placements, strategy=move.strategy)
-    mine = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    cpu_seconds = time.process_time() - cpu_start
+    mine = torch.tensor([time.perf_counter() - start, cpu_seconds], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return float(mine)
+    return Timing(*mine.tolist())
 
 
 def _tensor(spec: Spec) -> DTensor | Spec:
