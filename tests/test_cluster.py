@@ -255,7 +255,9 @@ def test_the_command_line_passes_on_what_the_ranks_say_and_how_the_first_one_fai
     assert done.returncode == 7, done.stderr
     head, goodput, *said = done.stdout.splitlines()
     assert head.startswith("# 2 hosts x 1 devices, NICs shaped to 100mbit each way")
-    rate = re.fullmatch(r"# goodput: (\S+) Mbit/s \(\S+ MB/s\), the most of 2 one-stream pairs \(median \S+, least \S+\)", goodput)
+    rate = re.fullmatch(
+        r"# goodput: (\S+) Mbit/s \(\S+ MB/s\), the most of 2 one-stream pairs \(median \S+, least \S+\)", goodput
+    )
     assert rate, goodput
     assert float(rate[1]) > 0
     assert sorted(said) == ["[rank 0] up", "[rank 1] no more", "[rank 1] up"]
