@@ -13,6 +13,7 @@ import pytest
 
 from torch_xmesh.testing import cluster as cluster_module
 from torch_xmesh.testing.cluster import Cluster, NetworkError, NotShapedError, network, parse_rate, sweep
+from torch_xmesh.testing.cluster.goodput import nic_rates
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -171,6 +172,11 @@ def test_a_cut_link_delivers_after_restore(shaped: Cluster, tmp_path: Path) -> N
         shaped.restore(1)
         job.wait_for_output("got second", rank=2)
     assert job.wait(timeout=30) == [0, 0, 0, 0]
+
+
+def test_a_disturbed_pair_does_not_lower_what_a_nic_carries() -> None:
+    pairs = {(0, 1): 11.9e6, (1, 0): 5e6, (1, 2): 20e6, (2, 1): 11e6, (0, 2): 11e6, (2, 0): 11e6}
+    assert nic_rates(pairs, [100_000_000, 200_000_000, 200_000_000], 3) == pytest.approx([11.9e6, 23.8e6, 23.8e6])
 
 
 def test_goodput_follows_the_shaped_rates(shaped: Cluster) -> None:

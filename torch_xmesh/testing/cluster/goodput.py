@@ -14,7 +14,7 @@ _PROBE = str(Path(__file__).with_name("goodput_probe.py"))
 class Goodput:
     """Measured payload rates. `pairs[(src, dst)]` is the rate from host to host in bytes/s; `nic_bytes_per_s[host]` is
     what the host's NIC carries one way: its nominal rate times the largest measured / nominal of any pair, since a
-    disturbance of the machine only ever lowers one (without nominal rates, the median of all pairs)."""
+    disturbance of the machine only ever lowers one (without nominal rates, the largest of any pair)."""
 
     pairs: Mapping[tuple[int, int], float]
     nic_bytes_per_s: Sequence[float]
@@ -71,7 +71,7 @@ def measure_goodput(
             receiver.wait()
             if receiver.stdout is not None:
                 receiver.stdout.close()
-    return Goodput(pairs, _nic_rates(pairs, nominal_bits_per_s, num_hosts))
+    return Goodput(pairs, nic_rates(pairs, nominal_bits_per_s, num_hosts))
 
 
 def _read_line(receiver: "subprocess.Popen[str]", what: str) -> list[str]:
@@ -89,13 +89,14 @@ def _read_rate(receiver: "subprocess.Popen[str]", src: int, dst: int) -> float:
     return float(_read_line(receiver, f"the stream from host {src} to host {dst}")[1])
 
 
-def _nic_rates(
+def nic_rates(
     pairs: Mapping[tuple[int, int], float], nominal_bits_per_s: Sequence[int] | None, num_hosts: int
 ) -> list[float]:
+    """What each host's NIC carries one way, bytes/s (see :class:`Goodput`)."""
     if not pairs:
         return [bits / 8 for bits in nominal_bits_per_s] if nominal_bits_per_s else []
     if nominal_bits_per_s is None:
-        return [statistics.median(pairs.values())] * num_hosts
+        return [max(pairs.values())] * num_hosts
     nominal = [bits / 8 for bits in nominal_bits_per_s]
     efficiency = max(rate / min(nominal[src], nominal[dst]) for (src, dst), rate in pairs.items())
     return [efficiency * rate for rate in nominal]
