@@ -33,7 +33,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", default="unet,gpt", help="real: which models")
     parser.add_argument("--forward-ms", type=float, default=25.0, help="paced, meshes: F of a stage; B is twice that")
     parser.add_argument("--no-shaping", action="store_true", help="plain localhost")
-    parser.add_argument("--budget-seconds", type=float, default=450.0, help="beyond it every method gets fewer runs")
+    parser.add_argument(
+        "--budget-seconds", type=float, help="beyond it every method gets fewer runs (real: 1000, others: 450)"
+    )
     parser.add_argument("--timelines", type=Path, help="draw the last step of our methods into this folder")
     parser.add_argument("--json", type=Path, help="write the records here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
@@ -44,6 +46,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     suite = options.suite
     microbatches = options.microbatches or ([16, 8] if suite == "paced" else [16])
     budget = options.budget_seconds
+    if budget is None:
+        budget = 1000.0 if suite == "real" else 450.0
     if suite == "real":
         budget /= len(options.models.split(",")) * len(options.ratios)
     return Settings(

@@ -19,17 +19,29 @@ from torch_xmesh.testing.cluster import Cluster
 
 _WORKER = Path(__file__).with_name("pipeline_worker.py")
 _START_SECONDS = 150.0
-_BURST = "32kb"
-_TCP_WMEM = (4096, 16384, 65536)
-"""What a NIC or a socket takes at once must be small beside a message, else sends look free."""
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What a NIC (`burst`) and a socket (`tcp_wmem`: least, initial, most bytes) take at once. It must be small beside a
+    message, else sends look free; a smaller burst costs CPU time, and a smaller socket has to be refilled more often."""
+
+    burst: str
+    tcp_wmem: tuple[int, int, int]
+
+    @classmethod
+    def beside(cls, message_bytes: float) -> "_Buffers":
+        """About a ninth of a message for a NIC and a fifth for a socket."""
+        scale = max(1, int(message_bytes / 300_000))
+        return cls(f"{32 * scale}kb", (4096, 16384, 65536 * scale))
+
 
 _GOODPUT = 0.955
 """Payload over nominal rate of one TCP stream, to choose a NIC rate before there is a NIC."""
 
 _UNET = {"samples": 1, "size": 32, "width": 128, "levels": 3}
-_GPT = {"samples": 16, "width": 256, "depth": 6}
-"""Half a MB to a MB per microbatch, so that bucket and buffers are small beside it, and 50 to 100 ms of forward: less
-work per byte wants NICs of so many bits per second that emulating them takes the cores away from the stages."""
+_GPT = {"samples": 32, "width": 256, "depth": 6}
+"""A MB per microbatch and 50 to 70 ms of forward: smaller messages want buckets so small, and less work per byte so
+many bits per second, that emulating the NICs takes the cores away from the stages."""
 
 METHODS = {
     "paced": ("torch_1f1b", "torch_zb1p", "1f1b", "eager_1f1b", "interleaved_1f1b"),
@@ -97,7 +109,7 @@ def _paced(settings: Settings) -> Measurement:
             for microbatches in settings.microbatches
         ]
 
-    return _on_cluster(settings, cases, hosts=settings.stages, devices=1, rate="200mbit")
+    return _on_200mbit(settings, cases, hosts=settings.stages, devices=1)
 
 
 def _meshes(settings: Settings) -> Measurement:
@@ -130,7 +142,7 @@ def _meshes(settings: Settings) -> Measurement:
             for name, meshes in pairs.items()
         ]
 
-    return _on_cluster(settings, cases, hosts=2, devices=2, rate="200mbit")
+    return _on_200mbit(settings, cases, hosts=2, devices=2)
 
 
 def _real(settings: Settings) -> Measurement:
@@ -148,12 +160,19 @@ def _real(settings: Settings) -> Measurement:
                 "methods": list(settings.methods),
                 "variants": {str(SIGNAL): {**sizes, "is_signal": True}, str(ratio): sizes},
             }
+            rate = f"{bits_per_s // 1000}kbit"
             parts.append(
-                _on_cluster(settings, partial(_only, case), hosts=2, devices=1, rate=f"{bits_per_s // 1000}kbit")
+                _on_cluster(settings, partial(_only, case), hosts=2, devices=1, rate=rate, message_bytes=num_bytes)
             )
     records = [record for part in parts for record in part.records]
     notes = list(dict.fromkeys(note for part in parts for note in part.notes))
     return Measurement(records, notes, {**parts[0].about, "clusters": [part.about["cluster"] for part in parts]})
+
+
+def _on_200mbit(settings: Settings, cases: Any, *, hosts: int, devices: int) -> Measurement:
+    """Paced stages: what a ratio means in bytes follows from the forward's time."""
+    message_bytes = min(settings.ratios) * settings.forward_s * 200e6 / 8 * _GOODPUT
+    return _on_cluster(settings, cases, hosts=hosts, devices=devices, rate="200mbit", message_bytes=message_bytes)
 
 
 def _only(case: dict[str, Any], nic_bytes_per_s: float) -> list[dict[str, Any]]:
@@ -176,10 +195,12 @@ def _forward_and_bytes(kind: str, sizes: dict[str, Any]) -> tuple[float, int]:
     return max(forwards), workload.boundary_bytes()[0]
 
 
-def _on_cluster(settings: Settings, cases: Any, *, hosts: int, devices: int, rate: str) -> Measurement:
+def _on_cluster(
+    settings: Settings, cases: Any, *, hosts: int, devices: int, rate: str, message_bytes: float
+) -> Measurement:
     """`cases(nic_bytes_per_s)` gives the descriptions that the workers run on one set of processes."""
-    wanted = rate if settings.is_shaped else None
-    with Cluster(hosts=hosts, devices=devices, rate=wanted, burst=_BURST, tcp_wmem=_TCP_WMEM) as cluster:
+    wanted, buffers = rate if settings.is_shaped else None, _Buffers.beside(message_bytes)
+    with Cluster(hosts=hosts, devices=devices, rate=wanted, burst=buffers.burst, tcp_wmem=buffers.tcp_wmem) as cluster:
         goodput = cluster.goodput()
         nic_bytes_per_s = statistics.median(goodput.nic_bytes_per_s) if cluster.is_shaped else 24e6
         with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
@@ -199,7 +220,7 @@ def _on_cluster(settings: Settings, cases: Any, *, hosts: int, devices: int, rat
             seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
             run_workers(cluster, _WORKER, path, seconds)
             lines = Path(folder, "records.jsonl").read_text().splitlines()
-        notes = [*machine_notes(), f"{cluster.description}, burst {_BURST}, goodput {goodput}"]
+        notes = [*machine_notes(), f"{cluster.description}, burst {buffers.burst}, goodput {goodput}"]
         about = {
             "machine": machine_notes(),
             "cluster": cluster.description,
