@@ -3,11 +3,11 @@
 #include <cstdint>
 
 #include "core/resharding/plan.h"
+#include "transport/transport.h"
 
 namespace xmesh::runtime {
 
-inline constexpr int32_t kChannelBits = 3;
-inline constexpr int32_t kNumChannels = 1 << kChannelBits;
+inline constexpr int32_t kNumChannels = 1 << transport::kChannelBits;
 
 /// Messages of one channel between two ranks keep their order; channels overtake one another. Channel 0 takes what its sender has from the start, and
 /// what goes into a reduction. What a rank passes on has its channel by the slice, since slices mostly come from different ranks: the late one of two

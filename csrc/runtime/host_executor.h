@@ -94,7 +94,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool postReceive(int32_t index);
   bool prepareReduction(int32_t index);
   std::byte* receiveTarget(int32_t index);
-  transport::OperationId operationOf(int32_t channel) const { return operation_ << kChannelBits | static_cast<uint64_t>(channel); }
+  transport::OperationId operationOf(int32_t channel) const { return operation_ << transport::kChannelBits | static_cast<uint64_t>(channel); }
   void closeChannels();
   /// The first send not posted of a send's channel, or -1.
   int32_t& nextSendLike(int32_t send) {

@@ -124,6 +124,7 @@ class TcpSender final : private FdHandler {
   void breakDown(const std::string& what, int error);
 
   void schedule(OperationId operation, Stream& stream);
+  void makeRunnable(OperationId operation);
   bool mayGo(const Stream& stream) const { return !stream.messages.empty() && stream.num_sent < stream.num_granted; }
   void encodeNotices();
   void copySmallMessages();
@@ -161,7 +162,7 @@ class TcpSender final : private FdHandler {
   std::map<OperationId, int64_t> ready_;
   std::optional<int64_t> ring_taken_;  ///< to be told
   std::unordered_map<OperationId, Stream> streams_;
-  std::deque<OperationId> runnable_;
+  std::deque<OperationId> runnable_;  ///< of one reshard's channels the lowest cookie first
   std::optional<Frame> frame_;
 };
 

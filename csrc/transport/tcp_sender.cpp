@@ -165,7 +165,24 @@ void TcpSender::grant(OperationId operation, int64_t count) {
 void TcpSender::schedule(OperationId operation, Stream& stream) {
   if (!stream.is_scheduled && mayGo(stream)) {
     stream.is_scheduled = true;
-    runnable_.push_back(operation);
+    makeRunnable(operation);
+  }
+}
+
+/// At the end, where messages of the same reshard change places with it until their cookies ascend.
+void TcpSender::makeRunnable(OperationId operation) {
+  const auto cookie = [this](OperationId runnable) { return streams_.at(runnable).messages.front().cookie; };
+  runnable_.push_back(operation);
+  size_t place = runnable_.size() - 1;
+  for (size_t i = place; i-- > 0;) {
+    if (runnable_[i] >> kChannelBits != operation >> kChannelBits) {
+      continue;
+    }
+    if (cookie(runnable_[i]) <= cookie(operation)) {
+      return;
+    }
+    std::swap(runnable_[i], runnable_[place]);
+    place = i;
   }
 }
 
@@ -293,7 +310,7 @@ void TcpSender::finishFrame() {
   if (message.offset == message.num_bytes) {
     finishMessage(frame.operation, stream);
   } else {
-    runnable_.push_back(frame.operation);
+    makeRunnable(frame.operation);
   }
 }
 

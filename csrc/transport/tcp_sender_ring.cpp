@@ -60,7 +60,7 @@ int64_t TcpSender::copyToRing() {
   if (message.offset == message.num_bytes) {
     finishMessage(operation, stream);
   } else {
-    runnable_.push_back(operation);
+    makeRunnable(operation);
   }
   return num_bytes;
 }

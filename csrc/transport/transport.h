@@ -6,8 +6,10 @@
 
 namespace xmesh::transport {
 
-/// One channel of one reshard in flight; chosen by the caller, the same number on every rank, never reused on one transport.
+/// One channel (the lowest kChannelBits) of one reshard in flight (the rest); chosen by the caller, the same number on every rank, never reused on
+/// one transport.
 using OperationId = uint64_t;
+inline constexpr int32_t kChannelBits = 3;
 
 enum class CompletionKind {
   kHost,    ///< each message's completion is told to the host: HostTransport
@@ -34,7 +36,8 @@ class Transport {
 /// Threading: everything but post() is called on the transport's own thread; callbacks come on it and may call back in.
 /// Matching: the k-th send of an operation to a peer meets the k-th recv that the peer posted for that operation from this rank; their sizes must be
 /// equal. A send moves bytes only once its receive is posted (the receiver's posting is told to the sender), so an operation that is not
-/// received yet never blocks another one on the same connection. Buffers belong to the transport until the completion or close().
+/// received yet never blocks another one on the same connection. Of the messages to one peer that may move at the same time those of one reshard
+/// should leave by ascending cookie: that is the order in which they are needed. Buffers belong to the transport until the completion or close().
 class HostTransport : public Transport {
  public:
   CompletionKind completionKind() const final { return CompletionKind::kHost; }

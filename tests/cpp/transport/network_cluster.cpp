@@ -18,6 +18,7 @@ class Recorder::Operation final : public OperationEvents {
   void onReceived(int64_t cookie) override {
     const std::lock_guard lock(recorder_.monitor_.mutex);
     recorder_.told.received[id_].push_back(cookie);
+    recorder_.told.received_of_all.push_back(cookie);
     recorder_.monitor_.changed.notify_all();
   }
 

@@ -25,6 +25,7 @@ struct Told {
   };
   std::map<OperationId, std::vector<int64_t>> sent;      ///< cookies in order
   std::map<OperationId, std::vector<int64_t>> received;  ///< cookies in order
+  std::vector<int64_t> received_of_all;                  ///< of all operations
   std::vector<std::pair<int32_t, std::string>> controls;
   std::vector<Loss> losses;
 };

@@ -10,7 +10,10 @@
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <iterator>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "transport/alone.h"
 
@@ -130,6 +133,40 @@ TEST(TcpNetwork, PaceSetsTheRateOfTheConnection) {
   EXPECT_EQ(rate(), 25'000'000U);
   cluster.call(0, [&] { cluster.network(0).pace(1, 0); });
   EXPECT_EQ(rate(), ~uint64_t{0});
+}
+
+TEST(TcpNetwork, ChannelsOfAReshardGoByCookieAndReshardsInTurns) {
+  constexpr OperationId kReshard = 1 << kChannelBits;
+  const std::vector<std::pair<OperationId, int64_t>> sends{{kReshard, 2},     {kReshard, 3},     {kReshard, 5},      {kReshard + 1, 0},
+                                                           {kReshard + 1, 1}, {kReshard + 2, 4}, {2 * kReshard, 10}, {2 * kReshard, 11}};
+  for (const bool shared_memory : {true, false}) {
+    for (const size_t num_bytes : {size_t{100}, size_t{3} << 20}) {
+      TcpNetworkOptions options;
+      options.shared_memory = shared_memory;
+      TcpCluster cluster(2, options);
+      const std::vector<char> data(num_bytes);
+      std::vector<std::vector<char>> got(sends.size(), std::vector<char>(num_bytes));
+      for (const OperationId operation : {kReshard, kReshard + 1, kReshard + 2, 2 * kReshard}) {
+        cluster.open(0, operation);
+        cluster.open(1, operation);
+      }
+      for (size_t i = 0; i < sends.size(); ++i) {
+        cluster.recv(1, sends[i].first, 0, got[i], sends[i].second);
+      }
+      ASSERT_TRUE(cluster.fenceBoth(0, 1));
+      cluster.call(0, [&] {
+        for (const auto& [operation, cookie] : sends) {
+          cluster.network(0).send(operation, 1, data.data(), static_cast<int64_t>(num_bytes), cookie);
+        }
+      });
+      ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received_of_all.size() == sends.size(); }));
+      std::vector<int64_t> of_the_first;
+      std::vector<int64_t> all = cluster.told(1).received_of_all;
+      std::copy_if(all.begin(), all.end(), std::back_inserter(of_the_first), [](int64_t cookie) { return cookie < 10; });
+      EXPECT_EQ(of_the_first, (std::vector<int64_t>{0, 1, 2, 3, 4, 5}));
+      EXPECT_LT(std::find(all.begin(), all.end(), 11), std::find(all.begin(), all.end(), 5));
+    }
+  }
 }
 
 TEST(TcpNetwork, LeavesNoDescriptorAndNoThread) {
