@@ -20,10 +20,13 @@ from torch_xmesh.testing.cluster import Cluster
 _WORKER = Path(__file__).with_name("pipeline_worker.py")
 _START_SECONDS = 150.0
 
+
 @dataclass(frozen=True)
 class _Buffers:
-    """What a NIC (`burst`) and a socket (`tcp_wmem`: least, initial, most bytes) take at once. It must be small beside a
-    message, else sends look free; a smaller burst costs CPU time, and a smaller socket has to be refilled more often."""
+    """What a NIC (`burst`) and a socket (`tcp_wmem`: least, initial, most bytes) take at once.
+
+    It must be small beside a message, else sends look free; a smaller burst costs CPU time, and a smaller socket has to
+    be refilled more often."""
 
     burst: str
     tcp_wmem: tuple[int, int, int]
@@ -166,7 +169,10 @@ def _real(settings: Settings) -> Measurement:
             )
     records = [record for part in parts for record in part.records]
     notes = list(dict.fromkeys(note for part in parts for note in part.notes))
-    return Measurement(records, notes, {**parts[0].about, "clusters": [part.about["cluster"] for part in parts]})
+    about = {**parts[0].about, "clusters": [part.about["cluster"] for part in parts]}
+    if about["is_shaped"]:
+        about["cluster"] = "2 hosts x 1 devices, NICs shaped for each model and ratio (network namespaces, veth, tbf)"
+    return Measurement(records, notes, about)
 
 
 def _on_200mbit(settings: Settings, cases: Any, *, hosts: int, devices: int) -> Measurement:
