@@ -22,7 +22,7 @@ _START_SECONDS = 150.0
 
 
 @dataclass(frozen=True)
-class _Buffers:
+class Buffers:
     """What a NIC (`burst`) and a socket (`tcp_wmem`: least, initial, most bytes) take at once.
 
     It must be small beside a message, else sends look free; a smaller burst costs CPU time, and a smaller socket has to
@@ -32,7 +32,7 @@ class _Buffers:
     tcp_wmem: tuple[int, int, int]
 
     @classmethod
-    def beside(cls, message_bytes: float) -> "_Buffers":
+    def beside(cls, message_bytes: float) -> "Buffers":
         """About a ninth of a message for a NIC and a fifth for a socket."""
         scale = max(1, int(message_bytes / 300_000))
         return cls(f"{32 * scale}kb", (4096, 16384, 65536 * scale))
@@ -205,7 +205,7 @@ def _on_cluster(
     settings: Settings, cases: Any, *, hosts: int, devices: int, rate: str, message_bytes: float
 ) -> Measurement:
     """`cases(nic_bytes_per_s)` gives the descriptions that the workers run on one set of processes."""
-    wanted, buffers = rate if settings.is_shaped else None, _Buffers.beside(message_bytes)
+    wanted, buffers = rate if settings.is_shaped else None, Buffers.beside(message_bytes)
     with Cluster(hosts=hosts, devices=devices, rate=wanted, burst=buffers.burst, tcp_wmem=buffers.tcp_wmem) as cluster:
         goodput = cluster.goodput()
         nic_bytes_per_s = statistics.median(goodput.nic_bytes_per_s) if cluster.is_shaped else 24e6

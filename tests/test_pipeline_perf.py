@@ -20,6 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import pipeline_models  # noqa: E402
 import pipeline_readme  # noqa: E402
 from pipeline_methods import ranks_of_groups  # noqa: E402
+from pipeline_suites import Buffers  # noqa: E402
 from pipeline_table import Record, plot_overhead, render, render_overhead, rival_of  # noqa: E402
 from pipeline_worker import count_wrong, serial_gradients  # noqa: E402
 
@@ -88,6 +89,13 @@ def test_every_byte_of_a_paced_message_shows_in_a_gradient() -> None:
     workload.model.zero_grad()
     changed = serial_gradients(workload)
     assert any(count_wrong({name: changed[name]}, {name: expected[name]}) for name in expected)
+
+
+@pytest.mark.parametrize("message_bytes", [2.8e5, 5.9e5, 1.2e6, 5e6])
+def test_nics_and_sockets_take_little_of_a_message_at_once(message_bytes: float) -> None:
+    buffers = Buffers.beside(message_bytes)
+    assert int(buffers.burst.removesuffix("kb")) * 1024 < message_bytes / 8
+    assert message_bytes / 10 < buffers.tcp_wmem[2] < message_bytes / 4
 
 
 def test_wrong_gradients_are_counted() -> None:
