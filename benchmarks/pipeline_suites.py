@@ -43,7 +43,7 @@ _GOODPUT = 0.955
 
 _UNET = {"samples": 1, "size": 32, "width": 128, "levels": 3}
 _GPT = {"samples": 32, "width": 256, "depth": 6}
-"""A MB per microbatch and 50 to 70 ms of forward: smaller messages want buckets so small, and less work per byte so
+"""A MB per microbatch and 50 to 80 ms of forward: smaller messages want buckets so small, and less work per byte so
 many bits per second, that emulating the NICs takes the cores away from the stages."""
 
 METHODS = {
