@@ -12,7 +12,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -61,19 +61,32 @@ class Worker:
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
         self._rank = int(os.environ["RANK"])
-        backend = "gloo" if all(is_rival(name) for name in job["strategies"]) else "xmesh"
-        options = None
-        if backend == "xmesh":
+        self._has_product = not all(is_rival(name) for name in job["strategies"])
+        options = self._options()
+        dist.init_process_group("xmesh" if self._has_product else "gloo", **options)
+        self._gloo: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self._topology = self._make_topology() if self._has_product else None
+        self._deadline = float(job["deadline"])
+
+    def _options(self) -> dict[str, Any]:
+        """Of a group on the product's backend, or of the default one where only rivals are measured."""
+        options: dict[str, Any] = {"timeout": timedelta(seconds=self._job["timeout_seconds"])}
+        if self._has_product:
             import torch_xmesh as xm
 
-            options = xm.Options()
-            options.shared_memory = job["shared_memory"]
-        timeout = timedelta(seconds=job["timeout_seconds"])
-        dist.init_process_group(backend, timeout=timeout, pg_options=options)
-        self._gloo: dist.ProcessGroup = dist.new_group(backend="gloo")
-        self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._topology = self._make_topology() if backend == "xmesh" else None
-        self._deadline = float(job["deadline"])
+            options["pg_options"] = xm.Options()
+            options["pg_options"].shared_memory = self._job["shared_memory"]
+        return options
+
+    @contextlib.contextmanager
+    def _group_of_a_case(self) -> Iterator[dist.ProcessGroup | None]:
+        """Connections of the case's own: TCP lets those that earlier cases congested keep more on the way."""
+        group: dist.ProcessGroup | None = (
+            dist.new_group(backend="xmesh", **self._options()) if self._has_product else None
+        )
+        yield group
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def _make_topology(self) -> Any:
         import torch_xmesh as xm
@@ -106,8 +119,17 @@ class Worker:
         torch.manual_seed(0)
         now = self._now()
         deadline = now + (self._deadline - now) * left_share
-        data = RankData.make(case, self._rank)
-        methods = {name: method for name in self._job["strategies"] if (method := self._make(name, data)) is not None}
+        with self._group_of_a_case() as group:
+            data = RankData.make(case, self._rank)
+            made = {name: self._make(name, data, group) for name in self._job["strategies"]}
+            methods = {name: method for name, method in made.items() if method is not None}
+            samples = self._measure_methods(data, methods, deadline)
+            for method in methods.values():
+                method.close()
+        return [self._record(case, name, methods[name], samples[name]) for name in methods]
+
+    def _measure_methods(self, data: RankData, methods: dict[str, Method], deadline: float) -> dict[str, Samples]:
+        """The methods' runs, alternating."""
         samples = {name: Samples() for name in methods}
         first: dict[str, Run] = {}
         costs: dict[str, Cost] = {}
@@ -124,14 +146,14 @@ class Worker:
                     samples[name].runs.append(self._run_undisturbed(data, method, samples[name], deadline))
         for name in methods:
             samples[name].runs = samples[name].runs or [first[name]]
-        return [self._record(case, name, methods[name], samples[name]) for name in methods]
+        return samples
 
-    def _make(self, name: str, data: RankData) -> Method | None:
+    def _make(self, name: str, data: RankData, group: dist.ProcessGroup | None) -> Method | None:
         """The method, or None (said once) where the product cannot plan the case with it."""
         if is_rival(name):
-            return make_rival(name, data, self._gloo, self._subgroups)
+            return make_rival(name, data, self._gloo)
         try:
-            return XmeshMethod(data, name, self._topology)
+            return XmeshMethod(data, name, self._topology, group)
         except ValueError as error:
             if self._rank == 0:
                 print(f"skipped: {data.case.name} {name}: {error}", flush=True)

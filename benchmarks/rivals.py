@@ -78,16 +78,20 @@ class TorchP2P(_Rival):
 
 
 class TorchBroadcast(_Rival):
-    def __init__(self, data: RankData, group: dist.ProcessGroup, groups: dict[tuple[int, ...], Any]) -> None:
-        """`groups` caches sub-groups over cases; it must be the same on every rank of the cluster, which all call
-        this."""
+    def __init__(self, data: RankData, group: dist.ProcessGroup) -> None:
+        """Makes the sub-groups; all ranks of the cluster call this."""
         super().__init__(data, group)
-        self._groups = groups
+        self._groups: dict[tuple[int, ...], Any] = {}
         for part in self._parts:
             members = _members(part)
             self.num_messages += len(members) - 1
-            if len(members) > 2 and members not in groups:
-                groups[members] = dist.new_group(list(members), backend="gloo")
+            if len(members) > 2 and members not in self._groups:
+                self._groups[members] = dist.new_group(list(members), backend="gloo")
+
+    def close(self) -> None:
+        for members, group in self._groups.items():
+            if self._data.rank in members:
+                dist.destroy_process_group(group)
 
     def run(self) -> Sequence[torch.Tensor]:
         rank = self._data.rank
@@ -123,11 +127,11 @@ def _members(part: Overlap) -> tuple[int, ...]:
     return tuple(sorted({part.holders[0], *(set(part.needers) - set(part.holders))}))
 
 
-def make_rival(name: str, data: RankData, group: dist.ProcessGroup, groups: dict[tuple[int, ...], Any]) -> Method:
+def make_rival(name: str, data: RankData, group: dist.ProcessGroup) -> Method:
     """The rival called `name`; every rank of the cluster must call this in the same order."""
     if name == "torch_p2p":
         return TorchP2P(data, group)
-    return TorchBroadcast(data, group, groups)
+    return TorchBroadcast(data, group)
 
 
 RIVALS = ("torch_p2p", "torch_broadcast")
