@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torch_xmesh.pipeline import Costs, EdgeCosts, Schedule, StageCosts, simulate
@@ -58,6 +60,39 @@ def test_torch_reads_and_validates_our_csv(name: str) -> None:
     places = torch_schedules._validate_schedule(dict(enumerate(rows)), 4, 4, 6)
     assert places == {0: 0, 1: 1, 2: 2, 3: 3}
     assert [[str(cell) for cell in row if cell] for row in rows] == [schedule.actions(place) for place in range(4)]
+
+
+@hypothesis.given(
+    name=st.sampled_from(Schedule.names()),
+    raw=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    num_microbatches=st.integers(1, 9),
+)
+def test_torch_plays_every_schedule_on_any_places(name: str, raw: list[int], num_microbatches: int) -> None:
+    """Torch checks that F comes before B, and its simulator plays all lists to their ends: each action once."""
+    places = [sorted(set(raw)).index(place) for place in raw]
+    schedule = Schedule.make(name, len(places), num_microbatches, place_of_stage=places)
+    schedule.validate()
+    rows = dict(enumerate(torch_rows(schedule.to_csv())))
+    torch_schedules._validate_schedule(rows, len(rows), len(places), num_microbatches)
+    lists = {place: [cell for cell in row if cell is not None] for place, row in rows.items()}
+    sends = torch_schedules._add_send_recv(lists, lambda stage: places[stage], len(places))
+    played = torch_schedules._simulate_comms_compute(sends, lambda stage: places[stage], len(places))
+    done = sorted(str(cell) for row in played.values() for cell in row if cell is not None)
+    everything = [f"{s}{kind}{m}" for s in range(len(places)) for m in range(num_microbatches) for kind in "FB"]
+    assert [cell for cell in done if "_" not in cell] == sorted(everything)
+
+
+def test_auto_by_places() -> None:
+    """Stages dealt out in turn are interleaved, any others run eagerly; nobody keeps all microbatches."""
+    for places, name in (
+        ([0, 1, 2], "eager_1f1b"),
+        ([0, 1, 0, 1], "interleaved_1f1b"),
+        ([0, 1, 1, 0], "eager_1f1b"),
+        ([0, 0, 1, 1], "eager_1f1b"),
+    ):
+        schedule = schedule_of("auto", places, 16)
+        assert schedule.name == name
+        assert max(schedule.peak_in_flight) < 16
 
 
 def test_csv_round_trip(tmp_path: Path) -> None:

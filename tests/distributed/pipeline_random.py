@@ -65,11 +65,7 @@ def draw(seed: int, world_size: int) -> RandomPipeline:
             continue
         meshes.append(torch.tensor(groups[place]).reshape(shape).tolist())
         axes.append(axis)
-    schedules = ["gpipe"]
-    if num_places == num_stages:
-        schedules = ["gpipe", "1f1b", "eager_1f1b", "eager_1f1b"]
-    elif places == [stage % num_places for stage in range(num_stages)] and num_stages % num_places == 0:
-        schedules.append("interleaved_1f1b")
+    schedules = xm.Schedule.names()
     microbatches = rng.randint(1, 7)
     return RandomPipeline(
         seed,

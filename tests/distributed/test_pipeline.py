@@ -34,6 +34,12 @@ SHARED = [
     Run("gpt", ("blocks.2",), ([0], [0])),
     Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [0]), "gpipe"),
     Run("mlp", SPLITS[4], ([0, 1], [2, 3], [0, 1], [2, 3]), "interleaved_1f1b"),
+    Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [0]), "1f1b", 5, 11),
+    Run("gpt", ("blocks.1", "blocks.2", "head"), ([0, 1], [2], [2], [0, 1]), "interleaved_1f1b", 5, 10),
+    Run("mlp", SPLITS[4], ([0], [0], [1, 2], [1, 2]), "1f1b", 4, 9),
+    Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [1]), "eager_1f1b"),
+    Run("mlp", SPLITS[4], ([3], [0], [3], [1]), "auto", 7, 15),
+    Run("mlp", SPLITS[4], ([0], [1], [1], [0]), "eager_1f1b", overlap=False),
 ]
 OFF = [
     Run("mlp", SPLITS[4], tuple(ONE["4"]), "1f1b", overlap=False),

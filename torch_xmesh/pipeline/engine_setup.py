@@ -28,7 +28,7 @@ def schedule_of(given: str | Schedule, places: list[int], num_microbatches: int)
         schedule = given
     elif given == "auto":
         cyclic = places == [stage % num_places for stage in range(num_stages)]
-        name = "eager_1f1b" if num_places == num_stages else "interleaved_1f1b" if cyclic else "gpipe"
+        name = "interleaved_1f1b" if cyclic and num_places < num_stages else "eager_1f1b"
         schedule = Schedule.make(name, num_stages, num_microbatches, place_of_stage=places)
     elif "," in given or "\n" in given:
         schedule = Schedule.from_csv(given)

@@ -33,10 +33,10 @@ class Schedule:
             name: for example ``"eager_1f1b"``.
             num_stages: positive.
             num_microbatches: positive; fewer than stages will do.
-            place_of_stage: one place per stage, numbered from 0; stage s is on place s without it.
+            place_of_stage: one place per stage, numbered from 0, in any pattern; stage s is on place s without it.
 
         Raises:
-            ValueError: an unknown name, or places that this schedule cannot be made for.
+            ValueError: an unknown name, or places that are not numbered 0 to their count, each with a stage.
         """
         if num_stages < 1 or num_microbatches < 1:
             raise ValueError(

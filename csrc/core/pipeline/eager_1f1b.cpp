@@ -3,11 +3,11 @@
 namespace xmesh::core {
 
 Schedule eagerOneFOneB(const PipelineShape& shape) {
-  std::vector<int32_t> peak;
-  for (int32_t stage = 0; stage < shape.num_stages; ++stage) {
-    peak.push_back(2 * (shape.num_stages - stage) - 1);
+  std::vector<int32_t> most = depths(shape);
+  for (int32_t& count : most) {
+    count = 2 * count - 1;
   }
-  return alternate("eager_1f1b", shape, peak);
+  return asReady("eager_1f1b", shape, {std::move(most), {}});
 }
 
 }  // namespace xmesh::core

@@ -28,19 +28,30 @@ std::vector<std::string> scheduleNames();
 /// All forwards, then all backwards (Huang et al., 2019). A place with several stages: its stages' forwards one stage after the other, its backwards
 /// in the reverse order of stages.
 Schedule gpipe(const PipelineShape& shape);
-/// Stage i of n starts with min(m, n - i) forwards, then alternates (Narayanan et al., 2021): that many microbatches are in flight at most.
-/// One stage per place.
+/// Stage i of n starts with min(m, n - i) forwards, then alternates (Narayanan et al., 2021): that many microbatches are in flight at most. Where
+/// places have several stages, n - i counts the runs of neighbouring stages on one place (`depths`); a place runs a backward as soon as one is ready,
+/// else the forward of its latest stage that is.
 Schedule oneFOneB(const PipelineShape& shape);
 /// Stage i of n starts with min(m, 2(n - i) - 1) forwards, then alternates (AlpaComm, section 4): one more action stands between producing a value
-/// and using it on the next stage, under which its transfer hides. One stage per place.
+/// and using it on the next stage, under which its transfer hides. Several stages per place: as in 1f1b, with this bound.
 Schedule eagerOneFOneB(const PipelineShape& shape);
 /// Stage s on place s mod p, v stages per place (Narayanan et al., 2021, section 2.2). Microbatches go in max(1, m / p) rounds of equal size, the
-/// first ones one larger where m does not divide; for those that divide it is the order of torch's ScheduleInterleaved1F1B.
+/// first ones one larger where m does not divide; for those that divide it is the order of torch's ScheduleInterleaved1F1B. Other places (a V,
+/// uneven ones) take the same rounds: a ready backward first, else the ready forward of the earliest round, and there of the earliest stage; each
+/// stage with as many microbatches in flight as in eager_1f1b.
 Schedule interleavedOneFOneB(const PipelineShape& shape);
 
-/// Shared by the generators: stage i runs min(m, peak_in_flight[i]) forwards first, then one backward, one forward in turn until forwards end, then
-/// the remaining backwards. Throws InvalidArgument, naming the schedule, where a place has several stages.
-Schedule alternate(const std::string& name, const PipelineShape& shape, const std::vector<int32_t>& peak_in_flight);
+/// What a place prefers among what is ready.
+struct ReadyRule {
+  std::vector<int32_t> most_in_flight;  ///< by stage, positive: a forward beyond it is not ready
+  /// By microbatch, ascending: earlier rounds first, and in a round the earliest stage's forward. Empty: the latest stage's forward.
+  std::vector<int32_t> round_of_microbatch;
+};
+/// Each place runs what is ready, backwards first (of the earliest round, there of the latest stage), when every action takes one unit of time and
+/// communication none. Takes any places.
+Schedule asReady(const std::string& name, const PipelineShape& shape, const ReadyRule& rule);
+/// By stage: how many runs of neighbouring stages on one place begin with its own and end with the last; n - i where each has a place of its own.
+std::vector<int32_t> depths(const PipelineShape& shape);
 /// The same lists, each action moved to the earliest cell that its dependencies (stages as a chain) allow when every action takes one cell.
 /// Throws InvalidArgument for a schedule that deadlocks.
 Schedule alignCells(const Schedule& schedule);

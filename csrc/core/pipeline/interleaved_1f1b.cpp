@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "core/error.h"
 #include "core/pipeline/generators.h"
 
 namespace xmesh::core {
@@ -21,21 +20,26 @@ std::vector<Action> passOf(ActionKind kind, const std::vector<int32_t>& stages, 
   return out;
 }
 
-}  // namespace
-
-Schedule interleavedOneFOneB(const PipelineShape& shape) {
-  const int32_t num_places = shape.numPlaces();
-  for (int32_t stage = 0; stage < shape.num_stages; ++stage) {
-    const int32_t place = shape.place_of_stage[static_cast<size_t>(stage)];
-    require(place == stage % num_places && shape.num_stages % num_places == 0,
-            "schedule 'interleaved_1f1b' puts equally many stages on each place, stage s on place s mod " + std::to_string(num_places) + ", got " +
-                std::to_string(shape.num_stages) + " stages with stage " + std::to_string(stage) + " on place " + std::to_string(place));
-  }
-  const int32_t num_rounds = std::max(1, shape.num_microbatches / num_places);
-  std::vector<int32_t> round_sizes(static_cast<size_t>(num_rounds), shape.num_microbatches / num_rounds);
+std::vector<int32_t> roundSizes(const PipelineShape& shape) {
+  const int32_t num_rounds = std::max(1, shape.num_microbatches / shape.numPlaces());
+  std::vector<int32_t> sizes(static_cast<size_t>(num_rounds), shape.num_microbatches / num_rounds);
   for (int32_t i = 0; i < shape.num_microbatches % num_rounds; ++i) {
-    ++round_sizes[static_cast<size_t>(i)];
+    ++sizes[static_cast<size_t>(i)];
   }
+  return sizes;
+}
+
+bool isCyclic(const PipelineShape& shape) {
+  for (int32_t stage = 0; stage < shape.num_stages; ++stage) {
+    if (shape.place_of_stage[static_cast<size_t>(stage)] != stage % shape.numPlaces()) {
+      return false;
+    }
+  }
+  return shape.num_stages % shape.numPlaces() == 0;
+}
+
+Schedule cyclic(const PipelineShape& shape, const std::vector<int32_t>& round_sizes) {
+  const int32_t num_places = shape.numPlaces();
   Schedule schedule{"interleaved_1f1b", shape.num_stages, shape.num_microbatches, shape.place_of_stage, {}};
   schedule.cells.resize(static_cast<size_t>(num_places));
   const int64_t stages_per_place = shape.num_stages / num_places;
@@ -56,6 +60,23 @@ Schedule interleavedOneFOneB(const PipelineShape& shape) {
     }
   }
   return schedule;
+}
+
+}  // namespace
+
+Schedule interleavedOneFOneB(const PipelineShape& shape) {
+  const std::vector<int32_t> round_sizes = roundSizes(shape);
+  if (isCyclic(shape)) {
+    return cyclic(shape, round_sizes);
+  }
+  ReadyRule rule{depths(shape), {}};
+  for (int32_t& count : rule.most_in_flight) {
+    count = 2 * count - 1;
+  }
+  for (size_t round = 0; round < round_sizes.size(); ++round) {
+    rule.round_of_microbatch.insert(rule.round_of_microbatch.end(), static_cast<size_t>(round_sizes[round]), static_cast<int32_t>(round));
+  }
+  return asReady("interleaved_1f1b", shape, rule);
 }
 
 }  // namespace xmesh::core

@@ -2,12 +2,6 @@
 
 namespace xmesh::core {
 
-Schedule oneFOneB(const PipelineShape& shape) {
-  std::vector<int32_t> peak;
-  for (int32_t stage = 0; stage < shape.num_stages; ++stage) {
-    peak.push_back(shape.num_stages - stage);
-  }
-  return alternate("1f1b", shape, peak);
-}
+Schedule oneFOneB(const PipelineShape& shape) { return asReady("1f1b", shape, {depths(shape), {}}); }
 
 }  // namespace xmesh::core

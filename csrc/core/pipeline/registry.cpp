@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "core/pipeline/generators.h"
+#include "core/pipeline/validate.h"
 
 namespace xmesh::core {
 namespace {
@@ -54,7 +55,9 @@ Schedule makeSchedule(const std::string& name, int32_t num_stages, int32_t num_m
   for (const Generator& generator : kGenerators) {
     if (generator.name == name) {
       checkShape(shape);
-      return alignCells(generator.make(shape));
+      Schedule schedule = alignCells(generator.make(shape));
+      validateSchedule(schedule, chainEdges(num_stages));
+      return schedule;
     }
     known += (known.empty() ? "'" : ", '") + std::string(generator.name) + "'";
   }
