@@ -18,6 +18,12 @@ from torch_xmesh.pipeline.boundary import (
     places_of,
     stage_mesh,
 )
+from torch_xmesh.pipeline.checkpoint import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
 from torch_xmesh.pipeline.engine_costs import costs_of
 from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
 from torch_xmesh.pipeline.engine_setup import next_name
@@ -30,10 +36,6 @@ from torch_xmesh.pipeline.state import (
     PipelineScaler,
     clip_gradients,
     is_counted,
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
 )
 from torch_xmesh.pipeline.trace_events import Event, chrome_trace, draw, events_of, table
 from torch_xmesh.spec import AnyMesh
@@ -120,7 +122,6 @@ class PipelineEngine:
         if rank not in ranks:
             raise ValueError(f"rank {rank} is on no stage's mesh: only ranks {ranks} make this pipeline")
         self._is_closed = False
-        self._model_names: set[str] | None = set(model.state_dict()) if isinstance(model, nn.Module) else None
         self._transfers = Transfers(self._reshards, ranks, next_name(self._reshards, ranks))
         specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
         options = PlaceOptions(
@@ -284,24 +285,39 @@ class PipelineEngine:
         them, also into another number of stages or other meshes. Parameters that no stage uses are with the first.
 
         Returns:
-            name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}}, where its options (lr,
-            betas, ...) are "name/param_groups.key"; a scheduler adds some, so make it before this.
+            name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}, "step": n}. The
+            optimizer's options (lr, betas, ...) are "name/param_groups.key"; a scheduler adds some, so make it before
+            this. n counts the training steps done: dropout goes on from there.
+
+        Raises:
+            ValueError: a module's own ``state_dict`` leaves a parameter out.
         """
-        model = model_state(self._modules(), self._keeps, self._place.unused)
+        model = model_state(self._modules(), self._place.unused)
         if optimizer is None:
             return model
-        return {"model": model, "optimizer": optimizer_state(optimizer, self._own_parameters())}
+        found = optimizer_state(optimizer, self._own_parameters())
+        return {"model": model, "optimizer": found, "step": self._steps.number}
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Takes what :meth:`state_dict` gives, filled by torch.distributed.checkpoint, or a model's state dict.
 
+        With `optimizer`, the steps that follow are bitwise those that would have followed where it was saved, if the
+        stages and meshes are the same.
+
         Raises:
             ValueError: a key is missing or has another shape.
         """
-        model = state if optimizer is None else state["model"]
-        load_model_state(self._modules(), self._keeps, self._place.unused, model)
-        if optimizer is not None:
-            load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
+        if optimizer is None:
+            load_model_state(self._modules(), self._place.unused, state)
+            return
+        if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
+            raise ValueError(
+                f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
+                "state_dict(optimizer) gave"
+            )
+        load_model_state(self._modules(), self._place.unused, state["model"])
+        load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
+        self._steps.number = int(state["step"])
 
     def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
         """For :func:`simulate` with this engine's schedule: what the stages take, as given (one entry per stage), and
@@ -356,9 +372,6 @@ class PipelineEngine:
             (f"{stage}." if self._place.names_stages else "", self.stage_module(stage), self._place.meshes[stage])
             for stage in self._place.stages
         ]
-
-    def _keeps(self, name: str) -> bool:
-        return self._model_names is None or name in self._model_names
 
     def _own_parameters(self) -> list[OwnParameter]:
         lent = {id(one.parameter) for one in self._place.tied if one.holders[0][0] not in self._place.stages}

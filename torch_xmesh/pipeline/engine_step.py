@@ -32,7 +32,7 @@ class EngineSteps:
     """The steps of one place, one after another.
 
     Attributes:
-        number: steps done so far.
+        number: training steps done so far; dropout is seeded by it.
         loss: of the last one over the whole batch, or None.
         is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
         scaler: scales the losses, or None.
@@ -45,6 +45,7 @@ class EngineSteps:
         self.is_sync = True
         self.scaler: PipelineScaler | None = None
         self.after: list[tuple[str, int, int]] = []
+        self._turn = 0  # runs so far, of step() or evaluate()
         self._place = place
         self._merge_spec = merge_spec
         self._sizes: dict[int, list[int]] = {}  # of microbatches, by samples of the batch
@@ -56,7 +57,7 @@ class EngineSteps:
     def run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
         """One step; everything as in PipelineEngine.step and evaluate."""
         place = self._place
-        place.transfers.traffic.begin_turn(self.number + 1)
+        place.transfers.traffic.begin_turn(self._turn + 1)
         takes_inputs = any(place.partition.stages[k].model_inputs for k in place.stages)
         is_last = place.has_last
         args, kwargs = (tuple(args), dict(sorted(kwargs.items()))) if takes_inputs else ((), {})
@@ -91,7 +92,7 @@ class EngineSteps:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             weights = [scale * weight for weight in place.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            place.core.run(schedule, place.index, self.number, self._plans_for(sizes), inputs, is_train, weights)
+            place.core.run(schedule, place.index, self._turn, self._plans_for(sizes), inputs, is_train, weights)
         self.after.clear()
         if is_train and place.sync.is_needed:
             with self._timed("gradients"):
@@ -110,7 +111,8 @@ class EngineSteps:
                 state.outputs,
                 self._merge_spec,
             )
-        self.number += 1
+        self._turn += 1
+        self.number += int(is_train)
         return output
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ from torch_xmesh.pipeline.partition_values import (
     sorted_arguments,
 )
 from torch_xmesh.pipeline.stage_module import GraphCut
-from torch_xmesh.pipeline.trace import Traced, UntraceableError, source_line, trace_fx
+from torch_xmesh.pipeline.trace import Traced, UntraceableError, refuse_compiled, source_line, trace_fx
 from torch_xmesh.pipeline.trace_export import trace_export
 
 __all__ = [
@@ -182,6 +182,7 @@ def opened_modules(names: Iterable[str]) -> frozenset[str]:
 def _partition_traced(
     model: nn.Module, arguments: Any, specs: list[Any], samples: int | None, split: SplitAt, device: torch.device
 ) -> Partition:
+    refuse_compiled(model, [""])
     names = [_canonical_name(model, name) for name in split.names]
     traced = trace_model(model, arguments, specs, opened_modules(names))
     starts = _stage_starts(traced, names)

@@ -1,19 +1,19 @@
-"""Training around a step: gradient norms, loss scaling, and checkpoints that know no stages."""
+"""Training around a step: gradient norms and loss scaling over the whole model."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torch_xmesh.pipeline.boundary import Transfers
-from torch_xmesh.pipeline.data_parallel import local_of, plain_name, settle_gradient
+from torch_xmesh.pipeline.data_parallel import local_of, settle_gradient
 from torch_xmesh.pipeline.stage_mesh import StageMesh
-from torch_xmesh.spec import device_mesh, mesh_grid, wrap_local
+from torch_xmesh.spec import mesh_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,151 +148,3 @@ class PipelineScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The scaler's."""
         self._scaler.load_state_dict(state)
-
-
-def model_state(
-    modules: Iterable[tuple[str, nn.Module, StageMesh]],
-    keeps: Callable[[str], bool],
-    unused: Mapping[str, tuple[nn.Parameter, StageMesh]],
-) -> dict[str, Any]:
-    """Parameters and buffers of this rank's stages as DTensors on their meshes; (prefix, module, mesh) per stage.
-
-    `unused` are parameters that no stage has, and the mesh on which they are kept.
-    """
-    state: dict[str, Any] = {}
-    for prefix, module, mesh in modules:
-        for found, value in module.state_dict().items():
-            name = prefix + plain_name(found)
-            if keeps(name):
-                state.setdefault(name, on_mesh(value, mesh) if isinstance(value, torch.Tensor) else value)
-    state.update({name: on_mesh(parameter.detach(), mesh) for name, (parameter, mesh) in unused.items()})
-    return state
-
-
-def load_model_state(
-    modules: Iterable[tuple[str, nn.Module, StageMesh]],
-    keeps: Callable[[str], bool],
-    unused: Mapping[str, tuple[nn.Parameter, StageMesh]],
-    given: Mapping[str, Any],
-) -> None:
-    """Copies values of :func:`model_state`'s form into this rank's stages.
-
-    Raises:
-        ValueError: a key is missing, or has another shape.
-    """
-    for prefix, module, _ in modules:
-        local: dict[str, Any] = {}
-        for own, value in module.state_dict().items():
-            name = prefix + plain_name(own)
-            if not keeps(name):
-                continue
-            local[own] = _placed_as(value, _given(name, value, given))
-        module.load_state_dict(local, strict=False)
-    for name, (parameter, _) in unused.items():
-        parameter.detach().copy_(_placed_as(parameter, _given(name, parameter, given)))
-
-
-def _given(name: str, value: Any, given: Mapping[str, Any]) -> Any:
-    if name not in given:
-        raise ValueError(f"the state dict has no {name!r}, which this rank's stage needs")
-    found = given[name]
-    if isinstance(value, torch.Tensor) and tuple(found.shape) != tuple(value.shape):
-        raise ValueError(f"{name} has shape {tuple(found.shape)} in the state dict, expected {tuple(value.shape)}")
-    return found
-
-
-def _placed_as(value: Any, found: Any) -> Any:
-    """What was found, as a tensor of the kind that is to be replaced; a whole tensor becomes this rank's shard."""
-    if isinstance(value, DTensor) and isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
-        return distribute_tensor(found.detach(), value.device_mesh, value.placements, src_data_rank=None)
-    return local_of(found) if isinstance(found, DTensor) and not isinstance(value, DTensor) else found
-
-
-_GROUP = "param_groups."
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter]) -> dict[str, Any]:
-    """The optimizer's state under "name/key", tensors of a parameter's shape as DTensors where the parameter lies; and
-    the options of the parameter's group (lr, betas, ...) under "name/param_groups.key".
-
-    A fresh optimizer gets its state first, so that a checkpoint can be loaded into it.
-    """
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    _init_optim_state(optimizer)
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    state: dict[str, Any] = {}
-    for own in parameters:
-        for key, value in optimizer.state.get(own.parameter, {}).items():
-            is_shaped = isinstance(value, torch.Tensor) and value.shape == own.parameter.shape and value.dim() > 0
-            state[f"{own.name}/{key}"] = on_mesh(value, own.mesh) if is_shaped else value
-        for key, value in groups.get(own.parameter, {}).items():
-            if key != "params":
-                state[f"{own.name}/{_GROUP}{key}"] = value
-    return state
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any]
-) -> None:
-    """Copies what :func:`optimizer_state` gave into the optimizer.
-
-    Raises:
-        ValueError: a key is missing, or parameters of one group had different options.
-    """
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    _init_optim_state(optimizer)
-    for own in parameters:
-        state = optimizer.state.get(own.parameter, {})
-        for key, value in state.items():
-            if f"{own.name}/{key}" not in given:
-                raise ValueError(f"the optimizer's state has no {own.name}/{key}")
-            state[key] = _filled(value, given[f"{own.name}/{key}"])
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in given.items():
-        name, _, option = key.rpartition(f"/{_GROUP}")
-        options.setdefault(name, {})[option] = value
-    names = {own.parameter: own.name for own in parameters}
-    for group in optimizer.param_groups:
-        saved = {names[p]: options.get(names[p], {}) for p in group["params"] if p in names}
-        if saved:
-            _load_group(group, saved)
-
-
-def _load_group(group: dict[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """The options of a group are those that each of its parameters had; `saved` has them by parameter."""
-    first = next(iter(saved))
-    for key in group:
-        if key != "params" and key not in saved[first]:
-            raise ValueError(f"the optimizer's state has no {first}/{_GROUP}{key}")
-    for key, value in saved[first].items():
-        for name, options in saved.items():
-            if key not in options or not _is_same(options[key], value):
-                raise ValueError(
-                    f"{first} and {name} are in one group of the optimizer, but had {key} {value} and "
-                    f"{options.get(key)}: make the optimizer with groups like those that were saved"
-                )
-        group[key] = _filled(group.get(key), value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
-def _filled(value: Any, found: Any) -> Any:
-    """A tensor keeps its memory."""
-    if not isinstance(value, torch.Tensor):
-        return found
-    local_of(value).copy_(local_of(torch.as_tensor(found)))
-    return value
-
-
-def on_mesh(tensor: torch.Tensor, mesh: StageMesh) -> DTensor:
-    """A tensor that all ranks of a stage have as a DTensor of the stage's mesh; a DTensor stays as it is."""
-    if isinstance(tensor, DTensor):
-        return tensor
-    on = device_mesh(mesh.mesh)
-    return wrap_local(tensor.detach(), tensor.shape, on, (Replicate(),) * on.ndim)

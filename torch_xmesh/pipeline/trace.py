@@ -14,7 +14,7 @@ import linecache
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -83,6 +83,7 @@ def trace_fx(
         UntraceableError: see there.
         ValueError: an opened module has hooks.
     """
+    refuse_compiled(model, opened)
     for name in sorted(opened):
         if any(getattr(model.get_submodule(name), hooks) for hooks in _HOOKS):
             raise ValueError(
@@ -98,6 +99,18 @@ def trace_fx(
     if other is None or not merge_modes(own, other, training):
         own.training = training
     return own
+
+
+def refuse_compiled(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises ValueError for a compiled module among those that tracing looks into: it would run uncompiled."""
+    for name in sorted(names):
+        module = model.get_submodule(name)
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"a stage starts inside {_called(name)} ({type(module).__name__}), which is compiled: it would run "
+                "uncompiled; compile the modules inside that no stage cuts, or whole stages: "
+                "parallelize=lambda stage, module, mesh: torch.compile(module)"
+            )
 
 
 def source_line(error: BaseException) -> str:

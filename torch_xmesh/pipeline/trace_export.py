@@ -12,7 +12,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.trace import Traced, merge_modes
+from torch_xmesh.pipeline.trace import Traced, merge_modes, refuse_compiled
 
 
 def trace_export(
@@ -26,8 +26,9 @@ def trace_export(
         specs: a chunk spec per leaf of `arguments`; the dims to cut are dynamic where the model allows it.
 
     Raises:
-        Exception: whatever torch.export raises.
+        Exception: whatever torch.export raises; ValueError for compiled modules.
     """
+    refuse_compiled(model, [name for name, _ in model.named_modules()])
     training = model.training
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         arguments = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), arguments)
