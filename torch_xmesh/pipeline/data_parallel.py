@@ -125,7 +125,7 @@ class GradientSync:
     """Makes the gradients of one rank's parameters those of the whole batch.
 
     What `.grad` held before a step is set aside and added again: a step adds its own gradient whatever was there. A
-    parameter takes part while it requires grad, or has since the last sum.
+    parameter takes part while it requires grad, or has since the last sum. `tied` are the parameters of several places.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GradientSync:
     ) -> None:
         self._transfers = transfers
         self._names = {p: f"{name} of stage {k}" for k, named in parameters.items() for name, p in named.items()}
-        self._tied = list(tied)
+        self.tied = list(tied)
         self._lies = self._placements_of_tied()
         self._ties_together = [
             TrainedTogether(
@@ -146,7 +146,7 @@ class GradientSync:
                 Mesh(sorted({rank for _, mesh in one.holders for rank in mesh.ranks})),
                 [(f"tied parameter {one.name}", one.parameter)],
             )
-            for one in self._tied
+            for one in self.tied
             if one.parameter is not None
         ]
         self._refused: dict[nn.Parameter, str] = {}  # why a parameter cannot be trained
@@ -154,7 +154,7 @@ class GradientSync:
         self._check_trained()
         self._dtensors: list[nn.Parameter] = [p for p in self._names if isinstance(p, DTensor)]
         found = [p for line in self._lines for p in line.together.parameters]
-        found += [one.parameter for one in self._tied if one.parameter is not None]
+        found += [one.parameter for one in self.tied if one.parameter is not None]
         self._parameters = list(dict.fromkeys(found))
         self._trained: set[nn.Parameter] = set()  # since the last sum
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
@@ -188,7 +188,7 @@ class GradientSync:
     def _placements_of_tied(self) -> dict[tuple[str, int], tuple[Placement, ...]]:
         """How each holder's copy lies on its mesh, which the holders tell all."""
         mine = {}
-        for one in self._tied:
+        for one in self.tied:
             for stage, mesh in one.holders:
                 if self._transfers.rank not in mesh.ranks:
                     continue
@@ -197,15 +197,15 @@ class GradientSync:
                 placements = placements_on(mesh, one.parameter, f"tied parameter {one.name} of stage {stage}")
                 mine[one.name, stage] = placements, (tuple(one.parameter.shape), one.parameter.dtype)
         told = {}
-        for others in self._transfers.gather("tied", mine) if self._tied else []:
+        for others in self._transfers.gather("tied", mine) if self.tied else []:
             told.update(others)
-        for one in self._tied:
+        for one in self.tied:
             kinds = {stage: told[one.name, stage][1] for stage, _ in one.holders}
             if len(set(kinds.values())) > 1:
                 raise ValueError(f"tied parameter {one.name} has other shapes or dtypes by stage: {kinds}")
         return {where: placements for where, (placements, _) in told.items()}
 
-    def _tied_move(self, one: Tied, start: int, end: int) -> Move:
+    def tied_move(self, one: Tied, start: int, end: int) -> Move:
         """From the copy of holder number `start` to that of holder number `end`."""
         (stage, src), (to, dst) = one.holders[start], one.holders[end]
         there, here = self._lies[one.name, stage], self._lies[one.name, to]
@@ -272,7 +272,7 @@ class GradientSync:
             for number, bucket in enumerate(line.find_buckets()):
                 self._sum_bucket(f"gradients/{line.stage}/{number}", line.mesh, bucket)
         trained = {p for together in self._ties_together if together.end()[0] for p in together.parameters}
-        for one in self._tied:
+        for one in self.tied:
             if one.parameter in trained:
                 self._sum_tied(one)
         for parameter, held in self._set_aside.items():
@@ -323,7 +323,7 @@ class GradientSync:
             if is_owner or rank in mesh.ranks:
                 there = self._transfers.start(
                     f"tied/{one.name}/{stage}",
-                    [self._tied_move(one, number, 0)],
+                    [self.tied_move(one, number, 0)],
                     [] if is_owner or total is None else [total],
                 )
                 if is_owner:
@@ -335,7 +335,7 @@ class GradientSync:
             if is_owner or rank in mesh.ranks:
                 back = self._transfers.start(
                     f"tied/{one.name}/{stage}/back",
-                    [self._tied_move(one, 0, number)],
+                    [self.tied_move(one, 0, number)],
                     [total] if is_owner and total is not None else [],
                 )
                 received = back.wait()

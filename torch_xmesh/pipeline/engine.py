@@ -28,6 +28,7 @@ from torch_xmesh.pipeline.engine_costs import costs_of
 from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
 from torch_xmesh.pipeline.engine_setup import next_name
 from torch_xmesh.pipeline.engine_step import EngineSteps
+from torch_xmesh.pipeline.init_sync import InitSync
 from torch_xmesh.pipeline.partition import Partition, SplitAt
 from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.pipeline.simulation import Costs, StageCosts
@@ -72,6 +73,8 @@ class PipelineEngine:
         seed: of dropout.
         group: a process group on xmesh with all ranks of the meshes.
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
+        init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
+            that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
 
     Raises:
         ValueError: on every rank, for a mistake in the arguments or ranks that disagree.
@@ -101,6 +104,7 @@ class PipelineEngine:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         overlap: bool = True,
+        init_sync: InitSync = True,
     ) -> None:
         self._reshards = reshards_of(group)
         rank = self._reshards.core.global_rank
@@ -136,6 +140,7 @@ class PipelineEngine:
             specs,
             seed,
             overlap,
+            init_sync,
         )
         self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stage_meshes, places, options)
         self._steps = EngineSteps(self._place, output_merge_spec)

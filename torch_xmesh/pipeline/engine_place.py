@@ -20,6 +20,14 @@ from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, p
 from torch_xmesh.pipeline.engine_agreement import check_kind, exchange_of, with_agreed_ties
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork
+from torch_xmesh.pipeline.init_sync import (
+    InitSync,
+    check_option,
+    copies_of_parts,
+    copies_on_mesh,
+    make_equal,
+    make_ties_equal,
+)
 from torch_xmesh.pipeline.outputs import BufferSync
 from torch_xmesh.pipeline.partition import Partition, SplitAt, check_limit, partition
 from torch_xmesh.pipeline.profile import choose_split
@@ -44,6 +52,7 @@ class PlaceOptions:
     chunk_specs: Mapping[str, Any]
     seed: int
     overlap: bool
+    init_sync: InitSync
 
 
 class EnginePlace:
@@ -91,10 +100,12 @@ class EnginePlace:
             self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
             self.stages = [k for k, place in enumerate(places) if place == self.index]
             self.unused = self._unused_parameters(model)
-            self._prepare_stages(options.parallelize, options.seed)
+            check_option(options.init_sync)
+            self._prepare_stages(options)
             self.core = self._make_core(options.overlap)
             self.tied = self._tied_parameters(places)
             self.sync = GradientSync(transfers, self.named, self.meshes, self.tied)
+            make_ties_equal(transfers, self.sync, options.init_sync)
             modules = {stage: work.program.module for stage, work in self.works.items()}
             self.buffers = BufferSync(transfers, modules, self.meshes)
             self._meet(options.overlap, options.seed)
@@ -156,10 +167,15 @@ class EnginePlace:
                 )
         return given or {}
 
-    def _prepare_stages(self, parallelize: Any, seed: int) -> None:
+    def _prepare_stages(self, options: PlaceOptions) -> None:
+        parallelize = options.parallelize
+        modules = {stage: self.partition.stages[stage].module for stage in self.stages}
+        if not self.names_stages:
+            before = [c for stage, module in modules.items() for c in copies_on_mesh(stage, module, self.meshes[stage])]
+            make_equal(self.transfers, before, options.init_sync)
         self.works: dict[int, StageWork] = {}
         self.named: dict[int, dict[str, nn.Parameter]] = {}
-        ties = ties_of({stage: self.partition.stages[stage].module for stage in self.stages})
+        ties = ties_of(modules)
         for stage in self.stages:
             program = self.partition.stages[stage]
             if parallelize is not None:
@@ -168,7 +184,7 @@ class EnginePlace:
                     raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
                 program.module = made
             self.works[stage] = StageWork(
-                self.partition, stage, self.meshes[stage], self.boundaries, self.loss_fn, seed, self.scale_grads
+                self.partition, stage, self.meshes[stage], self.boundaries, self.loss_fn, options.seed, self.scale_grads
             )
             self.named[stage] = {plain_name(name): one for name, one in program.module.named_parameters()}
             if empty := [name for name, parameter in self.named[stage].items() if parameter.is_meta]:
@@ -176,7 +192,11 @@ class EnginePlace:
                     f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
                     "(module.to_empty(device='cpu'), then initialise or load_state_dict)"
                 )
-        check_ties(ties, {stage: self.partition.stages[stage].module for stage in self.stages})
+        modules = {stage: self.partition.stages[stage].module for stage in self.stages}
+        check_ties(ties, modules)
+        is_done = parallelize is None and not self.names_stages
+        parts = [c for stage, module in modules.items() for c in copies_of_parts(stage, module, self.meshes[stage])]
+        make_equal(self.transfers, [] if is_done else parts, options.init_sync)
 
     def _make_core(self, overlap: bool) -> "_C.PipelinePlace":
         stages = []

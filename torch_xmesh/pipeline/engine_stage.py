@@ -98,7 +98,10 @@ class StageWork:
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         outputs = self.program(*self._wrapped(inputs, step.sizes[microbatch]))
         if self.is_last:
-            return list(outputs), self._finish(step, microbatch, samples, outputs)
+            loss = self._finish(step, microbatch, samples, outputs)
+            if loss is not None and step.is_train and not loss.requires_grad:
+                self._check_untrained(inputs)
+            return list(outputs), loss
         if len(outputs) != len(self._outputs):
             raise ValueError(f"stage {self.stage} returned {len(outputs)} tensors, expected {len(self._outputs)}")
         size = step.sizes[microbatch]
@@ -180,6 +183,14 @@ class StageWork:
         share = samples / step.sizes[microbatch] if self._scale_grads else 1.0
         step.losses[microbatch] = loss.detach() if share == 1.0 else loss.detach() * share
         return loss
+
+    def _check_untrained(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A loss that carries no gradient is right only where nothing before it is trained."""
+        if any(one.requires_grad for one in (*inputs, *self.program.module.parameters())):
+            raise ValueError(
+                "loss_fn returned a loss that does not require grad, while parameters are trained: compute it from the "
+                "output without detach(), item() or no_grad()"
+            )
 
     def loss_weights(self, sizes: Sequence[int]) -> list[float]:
         """By microbatch, the weight of this rank's loss in the step's."""
