@@ -264,8 +264,6 @@ def fsdp(rank: int, world_size: int, is_root: bool) -> None:
     train_and_compare(engine, reference, lambda n: (torch.randn(n, 6), torch.randn(n, 3)), F.mse_loss)
     assert all(isinstance(value, DTensor) and value.placements == (Shard(0),) for value in engine.state_dict().values())
     engine.close()
-    with pytest.raises(ValueError, match="the stage's data axis: its gradients would be reduced twice"):
-        make(0)
 
 
 @pytest.mark.parametrize("is_root", [False, True], ids=["layers", "layers and root"])

@@ -4,7 +4,7 @@ Both are sums in a fixed order at a fixed place, the end of the step: every copy
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -125,7 +125,8 @@ class GradientSync:
     """Makes the gradients of one rank's parameters those of the whole batch.
 
     What `.grad` held before a step is set aside and added again: a step adds its own gradient whatever was there. A
-    parameter takes part while it requires grad, or has since the last sum. `tied` are the parameters of several places.
+    parameter takes part while it requires grad, or has since the last sum. `tied` are the parameters of several places,
+    `summed` those that come summed over the data axis.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class GradientSync:
         parameters: Mapping[int, Mapping[str, nn.Parameter]],
         meshes: Sequence[StageMesh],
         tied: Sequence[Tied],
+        summed: Collection[nn.Parameter] = (),
     ) -> None:
         self._transfers = transfers
         self._names = {p: f"{name} of stage {k}" for k, named in parameters.items() for name, p in named.items()}
@@ -149,6 +151,7 @@ class GradientSync:
             for one in self.tied
             if one.parameter is not None
         ]
+        self._summed = set(summed)
         self._refused: dict[nn.Parameter, str] = {}  # why a parameter cannot be trained
         self._lines = self._lines_of(parameters, meshes)
         self._check_trained()
@@ -169,6 +172,8 @@ class GradientSync:
         for stage, named in sorted(parameters.items()):
             line = meshes[stage].line
             for parameter in named.values():
+                if parameter in self._summed:
+                    continue
                 if (why := _why_not_summed(parameter, meshes[stage], stage)) is not None:
                     self._refused[parameter] = why
                 first = stage_of.setdefault(parameter, stage)
@@ -210,7 +215,7 @@ class GradientSync:
         (stage, src), (to, dst) = one.holders[start], one.holders[end]
         there, here = self._lies[one.name, stage], self._lies[one.name, to]
         assert one.parameter is not None
-        return Move(tuple(one.parameter.shape), one.parameter.dtype, src.grid, there, dst.grid, here)
+        return Move(tuple(one.parameter.shape), one.parameter.dtype, src.whole, there, dst.whole, here)
 
     @property
     def is_needed(self) -> bool:
@@ -382,6 +387,6 @@ def _why_not_summed(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> str
         return None
     return (
         f"a parameter of stage {stage} of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(shared)}, "
-        "the stage's data axis: its gradients would be reduced twice (FSDP averages them where the pipeline sums); "
-        "pass data_axis=None, or shard parameters over the other axes"
+        "the stage's data axis, where nobody sums its gradients: shard it with fully_shard or over the other axes, or "
+        "pass data_axis=None"
     )

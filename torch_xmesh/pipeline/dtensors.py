@@ -10,20 +10,20 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from torch_xmesh.pipeline.stage_mesh import StageMesh
+from torch_xmesh.pipeline.stage_mesh import StageMesh, coordinate_in
 from torch_xmesh.spec import Mesh, device_mesh, mesh_grid
 
 
 def slice_of(mesh: StageMesh, axes: Sequence[int]) -> Mesh:
-    """The ranks with which this one differs in `axes` only."""
-    grid = torch.tensor(mesh.ranks).reshape(mesh.grid.shape)
-    at = [slice(None) if axis in axes else index for axis, index in enumerate(mesh.coordinate)]
-    return Mesh(grid[tuple(at)])
+    """The ranks with which this one differs in these axes of the user's mesh only."""
+    ranks = torch.tensor(mesh.ranks).reshape(mesh.whole.shape)
+    at = [slice(None) if axis in axes else i for axis, i in enumerate(coordinate_in(mesh.whole, mesh.rank))]
+    return Mesh(ranks[tuple(at)])
 
 
 def spanned_axes(mesh: StageMesh, other: DeviceMesh) -> tuple[int, ...] | None:
-    """The axes of a stage's mesh that `other` is this rank's slice along; None if it is no such slice."""
-    axes = range(len(mesh.grid.shape))
+    """The axes of the user's mesh that `other` is this rank's slice along; None if it is no such slice."""
+    axes = range(len(mesh.whole.shape))
     grid = mesh_grid(other)
     for chosen in itertools.combinations(axes, len(grid.shape)):
         if slice_of(mesh, chosen) == grid:
@@ -32,19 +32,20 @@ def spanned_axes(mesh: StageMesh, other: DeviceMesh) -> tuple[int, ...] | None:
 
 
 def activation_mesh(mesh: StageMesh, module: nn.Module) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """Where a stage sees DTensors, and the axes of its mesh that this is: all but the data axis, whose shards a stage
+    """Where a stage sees DTensors, and the axes of its grid that this is: all but the data axis, whose shards a stage
     knows nothing of. The mesh of the module's own DTensor parameters if there is one, so that they can meet."""
-    axes = tuple(axis for axis in range(len(mesh.grid.shape)) if axis != mesh.data_axis)
+    axes = tuple(axis for axis in range(len(mesh.whole.shape)) if axis not in mesh.data_axes)
+    of_grid = tuple(mesh.axis_of(axis) for axis in axes)
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and spanned_axes(mesh, parameter.device_mesh) == axes:
-            return parameter.device_mesh, axes
-    if len(axes) == len(mesh.grid.shape):
-        return device_mesh(mesh.mesh), axes
+            return parameter.device_mesh, of_grid
+    if len(axes) == len(mesh.whole.shape):
+        return device_mesh(mesh.mesh), of_grid
     names = mesh.mesh.mesh_dim_names if isinstance(mesh.mesh, DeviceMesh) else None
     if names and axes:
         assert isinstance(mesh.mesh, DeviceMesh)
-        return mesh.mesh[tuple(names[axis] for axis in axes)], axes
-    return device_mesh(slice_of(mesh, axes)), axes
+        return mesh.mesh[tuple(names[axis] for axis in axes)], of_grid
+    return device_mesh(slice_of(mesh, axes)), of_grid
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,18 +83,18 @@ def with_waited_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placements_on(mesh: StageMesh, parameter: nn.Parameter, what: str) -> tuple[Placement, ...]:
-    """How a parameter lies on the whole mesh of its stage.
+    """How a parameter lies on the user's mesh of its stage.
 
     Raises:
         ValueError: it is a DTensor on another mesh.
     """
-    placements: list[Placement] = [Replicate()] * len(mesh.grid.shape)
+    placements: list[Placement] = [Replicate()] * len(mesh.whole.shape)
     if isinstance(parameter, DTensor):
         axes = spanned_axes(mesh, parameter.device_mesh)
         if axes is None:
             raise ValueError(
                 f"{what} is a DTensor on {mesh_grid(parameter.device_mesh)}, which is no slice of the stage's "
-                f"{mesh.grid}"
+                f"{mesh.whole}"
             )
         for axis, placement in zip(axes, parameter.placements, strict=True):
             placements[axis] = placement
@@ -101,7 +102,7 @@ def placements_on(mesh: StageMesh, parameter: nn.Parameter, what: str) -> tuple[
 
 
 def to_local(tensor: torch.Tensor, mesh: StageMesh, placements: Sequence[Placement], what: str) -> torch.Tensor:
-    """This rank's part of what a stage returns, with `placements` on the stage's mesh; a plain tensor is that part.
+    """This rank's part of what a stage returns, with `placements` on the stage's grid; a plain tensor is that part.
 
     Raises:
         ValueError: a DTensor on another mesh than the stage's or a slice of it.
@@ -111,9 +112,9 @@ def to_local(tensor: torch.Tensor, mesh: StageMesh, placements: Sequence[Placeme
     axes = spanned_axes(mesh, tensor.device_mesh)
     if axes is None:
         raise ValueError(
-            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)}, which is no slice of the stage's {mesh.grid}"
+            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)}, which is no slice of the stage's {mesh.whole}"
         )
-    wanted = tuple(placements[axis] for axis in axes)
+    wanted = tuple(placements[mesh.axis_of(axis)] for axis in axes)
     return _settled(tensor.redistribute(placements=wanted).to_local(grad_placements=wanted))
 
 

@@ -59,8 +59,13 @@ class PipelineEngine:
         loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
             train.
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
-            to make a stage of a model on the meta device real.
-        data_axis: the mesh axis over which a stage's batch is sharded: a name, an index or None; or a list, one per
+            to make a stage of a model on the meta device real. ``fully_shard`` (FSDP2) may be called there, over the
+            whole data axis or over others: gradients are reduced once, at the end of a step, to the sums that plain
+            parameters get; with ``reshard_after_forward=False`` parameters stay gathered from a step's first use of
+            them to its end. Inside no_sync() FSDP2 keeps what it has not reduced to itself: ``.grad`` does not show it,
+            and zero_grad() does not drop it.
+        data_axis: the mesh axis over which a stage's batch is sharded: a name, an index, None, or a tuple of axes that
+            together are one (for ``fully_shard`` on two axes, which replicates over the first); or a list, one per
             stage. Default: axis 0; with `parallelize` None for meshes of one axis. After a step all data shards have
             the buffers (batch norm's statistics) of the first one.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default

@@ -83,11 +83,11 @@ def _shards_of_dtensor(
     tensor: DTensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str
 ) -> list[torch.Tensor]:
     dim = dim % tensor.dim()
-    expected = tuple(Shard(dim) if axis == mesh.data_axis else Replicate() for axis in range(len(mesh.grid.shape)))
-    if mesh_grid(tensor.device_mesh) != mesh.grid or tuple(tensor.placements) != expected:
+    expected = tuple(Shard(dim) if axis in mesh.data_axes else Replicate() for axis in range(len(mesh.whole.shape)))
+    if mesh_grid(tensor.device_mesh) != mesh.whole or tuple(tensor.placements) != expected:
         raise ValueError(
             f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, "
-            f"expected {expected} on the stage's {mesh.grid}"
+            f"expected {expected} on the stage's {mesh.whole}"
         )
     mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in sizes]
     local = tensor.to_local().detach()

@@ -20,6 +20,7 @@ from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, p
 from torch_xmesh.pipeline.engine_agreement import check_kind, exchange_of, with_agreed_ties
 from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork
+from torch_xmesh.pipeline.fully_sharded import FullySharded
 from torch_xmesh.pipeline.init_sync import (
     InitSync,
     check_option,
@@ -104,9 +105,10 @@ class EnginePlace:
             self._prepare_stages(options)
             self.core = self._make_core(options.overlap)
             self.tied = self._tied_parameters(places)
-            self.sync = GradientSync(transfers, self.named, self.meshes, self.tied)
-            make_ties_equal(transfers, self.sync, options.init_sync)
             modules = {stage: work.program.module for stage, work in self.works.items()}
+            self.sharded = FullySharded(transfers, modules, self.meshes)
+            self.sync = GradientSync(transfers, self.named, self.meshes, self.tied, self.sharded.parameters)
+            make_ties_equal(transfers, self.sync, options.init_sync)
             self.buffers = BufferSync(transfers, modules, self.meshes)
             self._meet(options.overlap, options.seed)
         except BaseException as error:
@@ -233,7 +235,7 @@ class EnginePlace:
         """Compares what ranks must agree on; a difference is a ValueError on all of them."""
         self.transfers.traffic.meet(
             [
-                ("meshes", "; ".join(f"{mesh.grid} data axis {mesh.data_axis}" for mesh in self.meshes)),
+                ("meshes", "; ".join(f"{mesh.whole} data axes {mesh.data_axes}" for mesh in self.meshes)),
                 ("number of microbatches", str(self.num_microbatches)),
                 ("schedule", f"{self.schedule.name} {digest(self.schedule.to_csv())}"),
                 ("partition of the model", digest(describe_values(self.partition))),

@@ -85,7 +85,8 @@ class EngineSteps:
         if is_last and target is not None:
             state.targets = local_microbatches(target, target_specs, sizes, place.meshes[-1], "target")
         schedule = place.schedule.core if is_train else place.schedule.core.forwards()
-        if is_train and place.sync.is_needed:
+        if is_train:
+            place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
         weights = []
         if is_last and is_train:
@@ -94,9 +95,11 @@ class EngineSteps:
         with torch.set_grad_enabled(is_train):
             place.core.run(schedule, place.index, self._turn, self._plans_for(sizes), inputs, is_train, weights)
         self.after.clear()
-        if is_train and place.sync.is_needed:
+        if is_train and (place.sync.is_needed or place.sharded.is_needed):
             with self._timed("gradients"):
+                place.sharded.end_step(self.is_sync)
                 place.sync.end_step(self.is_sync)
+        place.sharded.release()
         with self._timed("losses"):
             self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
         with self._timed("buffers"):
@@ -141,6 +144,7 @@ class EngineSteps:
             sizes = microbatch_sizes(told[0], self._place.num_microbatches)
             self._place.boundaries.check_samples(sizes[0])
             self._place.boundaries.check_samples(sizes[-1])
+            self._place.sharded.check_samples(sizes)
             self._sizes[told[0]] = sizes
         return self._sizes[told[0]]
 

@@ -72,18 +72,14 @@ def _named(stage: int, name: str) -> str:
 
 
 def _ranks_of_part(tensor: torch.Tensor, mesh: StageMesh) -> tuple[int, ...]:
-    data = set() if mesh.data_axis is None else {mesh.data_axis}
-    if not isinstance(tensor, DTensor):
-        return slice_of(mesh, sorted(data)).ranks
-    axes = spanned_axes(mesh, tensor.device_mesh)
-    replicated = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    if axes is not None:
-        return slice_of(mesh, sorted({axes[i] for i in replicated} | (data - set(axes)))).ranks
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return (mesh.rank,)
-    at = [slice(None) if axis in replicated else index for axis, index in enumerate(coordinate)]
-    return tuple(tensor.device_mesh.mesh[tuple(at)].flatten().tolist())
+    copied = set(mesh.data_axes)
+    if isinstance(tensor, DTensor):
+        axes = spanned_axes(mesh, tensor.device_mesh)
+        if axes is None:
+            return (mesh.rank,)
+        replicated = (isinstance(placement, Replicate) for placement in tensor.placements)
+        copied = (copied - set(axes)) | {axis for axis, is_copy in zip(axes, replicated, strict=True) if is_copy}
+    return slice_of(mesh, sorted(copied)).ranks
 
 
 def make_equal(transfers: Transfers, copies: Sequence[Copy], mode: InitSync) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,32 +21,60 @@ class StageMesh:
 
     Attributes:
         mesh: as the user gave it.
-        data_axis: the axis over which the batch is sharded, or None.
+        data_axes: its axes over which the batch is sharded: none, one, or several that together are one data axis.
         rank: this process's global rank, which may be outside.
     """
 
     mesh: AnyMesh
-    data_axis: int | None
+    data_axes: tuple[int, ...]
     rank: int
 
     @property
-    def grid(self) -> Mesh:
+    def whole(self) -> Mesh:
+        """The ranks as the user gave them."""
         return mesh_grid(self.mesh)
+
+    @functools.cached_property
+    def grid(self) -> Mesh:
+        """The ranks with one data axis at most: several are one, where the first of them is, the last one counting
+        fastest."""
+        if len(self.data_axes) < 2:
+            return self.whole
+        ranks = torch.tensor(self.whole.ranks).reshape(self.whole.shape)
+        order: list[int] = []
+        for axis in self._grid_axes:
+            order.extend(self.data_axes if axis == self.data_axes[0] else (axis,))
+        shape = [self.num_shards if axis == self.data_axes[0] else self.whole.shape[axis] for axis in self._grid_axes]
+        return Mesh(ranks.permute(order).reshape(shape))
+
+    @functools.cached_property
+    def _grid_axes(self) -> tuple[int, ...]:
+        """By axis of the grid, the first axis of the mesh in it."""
+        return tuple(axis for axis in range(len(self.whole.shape)) if axis not in self.data_axes[1:])
+
+    def axis_of(self, axis: int) -> int:
+        """Where an axis of the mesh is in the grid."""
+        return self._grid_axes.index(self.data_axes[0] if axis in self.data_axes else axis)
+
+    @property
+    def data_axis(self) -> int | None:
+        """The grid's."""
+        return self.axis_of(self.data_axes[0]) if self.data_axes else None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.grid.ranks
+        """In the mesh's order."""
+        return self.whole.ranks
 
     @property
     def num_shards(self) -> int:
         """Parts of the batch."""
-        return 1 if self.data_axis is None else self.grid.shape[self.data_axis]
+        return math.prod(self.whole.shape[axis] for axis in self.data_axes)
 
     @functools.cached_property
     def coordinate(self) -> tuple[int, ...]:
-        """This rank's, one index per axis."""
-        index = torch.tensor(self.ranks.index(self.rank))
-        return tuple(int(i) for i in torch.unravel_index(index, self.grid.shape)) if self.grid.shape else ()
+        """This rank's in the grid, one index per axis."""
+        return coordinate_in(self.grid, self.rank)
 
     @property
     def shard(self) -> int:
@@ -57,7 +86,7 @@ class StageMesh:
         """The ranks with which this one differs in the data axis only, in its order."""
         if self.data_axis is None:
             return Mesh([self.rank])
-        grid = torch.tensor(self.ranks).reshape(self.grid.shape)
+        grid = torch.tensor(self.grid.ranks).reshape(self.grid.shape)
         at = [slice(None) if axis == self.data_axis else i for axis, i in enumerate(self.coordinate)]
         return Mesh(grid[tuple(at)])
 
@@ -101,25 +130,43 @@ class StageMesh:
         return shard_sizes(num_samples, self.num_shards)[self.shard]
 
 
-def stage_mesh(mesh: AnyMesh, data_axis: str | int | None, has_parallelize: bool, stage: int, rank: int) -> StageMesh:
+def coordinate_in(grid: Mesh, rank: int) -> tuple[int, ...]:
+    """A rank's, one index per axis."""
+    index = torch.tensor(grid.ranks.index(rank))
+    return tuple(int(i) for i in torch.unravel_index(index, grid.shape)) if grid.shape else ()
+
+
+DataAxis = str | int | tuple[str | int, ...] | None
+
+
+def stage_mesh(mesh: AnyMesh, data_axis: DataAxis, has_parallelize: bool, stage: int, rank: int) -> StageMesh:
     """A stage's mesh with its data axis resolved.
 
     Raises:
         ValueError: no mesh, or no such axis.
     """
-    grid = mesh_grid(mesh)
-    axes = len(grid.shape)
+    axes = len(mesh_grid(mesh).shape)
+    chosen: tuple[int, ...] = ()
     if data_axis == DEFAULT_AXIS:
-        chosen = None if axes == 0 or (has_parallelize and axes == 1) else 0
-    elif data_axis is None:
-        chosen = None
-    elif isinstance(data_axis, int):
-        if not -axes <= data_axis < axes:
-            raise ValueError(f"data_axis {data_axis} is out of range for stage {stage}'s mesh of {axes} axes")
-        chosen = data_axis % axes
-    else:
-        chosen = named_axis(mesh, data_axis, f"stage {stage}'s mesh")
+        chosen = () if axes == 0 or (has_parallelize and axes == 1) else (0,)
+    elif data_axis is not None:
+        several = data_axis if isinstance(data_axis, tuple) else (data_axis,)
+        chosen = tuple(_axis_index(mesh, axis, axes, stage) for axis in several)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"data_axis {data_axis} names an axis of stage {stage}'s mesh twice")
     return StageMesh(mesh, chosen, rank)
+
+
+def _axis_index(mesh: AnyMesh, axis: str | int, num_axes: int, stage: int) -> int:
+    if isinstance(axis, str):
+        return named_axis(mesh, axis, f"stage {stage}'s mesh")
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ValueError(
+            f"data_axis of stage {stage} is an axis's name, its index, a tuple of them or None, got {axis!r}"
+        )
+    if not -num_axes <= axis < num_axes:
+        raise ValueError(f"data_axis {axis} is out of range for stage {stage}'s mesh of {num_axes} axes")
+    return axis % num_axes
 
 
 def places_of(meshes: Sequence[StageMesh]) -> list[int]:

@@ -43,7 +43,7 @@ def is_counted(parameter: nn.Parameter, mesh: StageMesh) -> bool:
         covered = set(mesh_grid(parameter.device_mesh).ranks)
     else:
         covered = {mesh.rank}
-    grid = torch.tensor(mesh.ranks).reshape(mesh.grid.shape)
+    grid = torch.tensor(mesh.grid.ranks).reshape(mesh.grid.shape)
     for axis, index in enumerate(mesh.coordinate):
         at = [slice(None) if a == axis else i for a, i in enumerate(mesh.coordinate)]
         line = set(grid[tuple(at)].tolist())
