@@ -154,7 +154,6 @@ class GradientSync:
         self._summed = set(summed)
         self._refused: dict[nn.Parameter, str] = {}  # why a parameter cannot be trained
         self._lines = self._lines_of(parameters, meshes)
-        self._check_trained()
         self._dtensors: list[nn.Parameter] = [p for p in self._names if isinstance(p, DTensor)]
         found = [p for line in self._lines for p in line.together.parameters]
         found += [one.parameter for one in self.tied if one.parameter is not None]
@@ -163,6 +162,7 @@ class GradientSync:
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
         self._unsummed: dict[nn.Parameter, _Unsummed] = {}
         self._is_synced = True
+        self.check_step()
 
     def _lines_of(
         self, parameters: Mapping[int, Mapping[str, nn.Parameter]], meshes: Sequence[StageMesh]
@@ -222,19 +222,28 @@ class GradientSync:
         """Whether any parameter has copies with gradients of their own, or one that may lie otherwise than it."""
         return bool(self._parameters) or bool(self._dtensors) or bool(self._refused)
 
-    def _check_trained(self) -> None:
-        for parameter, why in self._refused.items():
-            if parameter.requires_grad:
-                raise ValueError(why)
-
-    def begin_step(self, is_sync: bool) -> None:
-        """Sets aside what is summed already, and tells the other ranks what is trained if the step ends in a sum.
+    def check_step(self) -> None:
+        """Whether a step may begin; nothing is changed.
 
         Raises:
             ValueError: a parameter that was frozen till now cannot be trained, or a gradient was changed where its
                 parts cannot be told apart.
         """
-        self._check_trained()
+        for parameter, why in self._refused.items():
+            if parameter.requires_grad:
+                raise ValueError(why)
+        for parameter, left in self._unsummed.items():
+            grad = parameter.grad
+            if grad is not None and not self._is_as_left(grad, left) and local_of(grad).any():
+                raise ValueError(
+                    f"the gradient of {self._names[parameter]} was changed after a step in no_sync that added to a sum "
+                    "of earlier steps: which part of it is summed cannot be told; drop it (zero_grad), or change it "
+                    "after a step outside no_sync"
+                )
+
+    def begin_step(self, is_sync: bool) -> None:
+        """Sets aside what is summed already, and tells the other ranks what is trained if the step ends in a sum; after
+        `check_step`."""
         for parameter in self._parameters:
             if parameter in self._unsummed:
                 self._take_apart(parameter, self._unsummed.pop(parameter))
@@ -249,17 +258,13 @@ class GradientSync:
     def _take_apart(self, parameter: nn.Parameter, left: _Unsummed) -> None:
         """Of a gradient that a step in no_sync has left: what is summed and what is this rank's own."""
         grad = parameter.grad
-        if grad is None:  # the user dropped the gradients of the steps before
-            return
-        if left.own is None or (grad is left.shown and local_of(grad)._version == left.version):
+        if grad is not None and self._is_as_left(grad, left):  # else the user dropped the gradients of the steps before
             self._set_aside[parameter] = grad if left.own is None else left.summed
             parameter.grad = left.own
-        elif local_of(grad).any():
-            raise ValueError(
-                f"the gradient of {self._names[parameter]} was changed after a step in no_sync that added to a sum of "
-                "earlier steps: which part of it is summed cannot be told; drop it (zero_grad), or change it after a "
-                "step outside no_sync"
-            )
+
+    @staticmethod
+    def _is_as_left(grad: torch.Tensor, left: _Unsummed) -> bool:
+        return left.own is None or (grad is left.shown and local_of(grad)._version == left.version)
 
     def end_step(self, is_sync: bool) -> None:
         """Sums the step's gradients, or leaves that to a later step.

@@ -25,6 +25,7 @@ from torch_xmesh.pipeline.checkpoint import (
     optimizer_state,
 )
 from torch_xmesh.pipeline.engine_costs import costs_of
+from torch_xmesh.pipeline.engine_facts import StepRefusedError
 from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
 from torch_xmesh.pipeline.engine_setup import next_name
 from torch_xmesh.pipeline.engine_step import EngineSteps
@@ -166,7 +167,8 @@ class PipelineEngine:
 
         Args:
             args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
-                a DTensor is sharded already.
+                a DTensor is sharded already, over the stage's data axis. Where one is, each shard is cut into
+                microbatches of its own; samples of plain tensors, the target and the output keep to their batch order.
             target: on the last stage's ranks.
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
@@ -175,8 +177,8 @@ class PipelineEngine:
             the merged output on the last stage's ranks, None elsewhere.
 
         Raises:
-            ValueError: arguments that do not fit, on every rank. StageError: a stage raised. PeerError: a rank is lost.
-            The engine cannot be used after any of them; close it.
+            ValueError: arguments that do not fit, on every rank; nothing was computed, the next step may do.
+            StageError: a stage raised. PeerError: a rank is lost. The engine cannot be used after these; close it.
         """
         if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
@@ -374,6 +376,8 @@ class PipelineEngine:
             self._transfers.traffic.check()
             try:
                 yield
+            except StepRefusedError as refused:
+                raise refused.reason from None
             except BaseException as error:
                 raise self._failure(error) from error
 

@@ -11,32 +11,48 @@ from torch_xmesh.pipeline.boundary import StageMesh
 from torch_xmesh.pipeline.microbatch import TensorChunkSpec, common_size, shard_sizes
 from torch_xmesh.pipeline.partition import Partition
 from torch_xmesh.pipeline.partition_values import ValueName
+from torch_xmesh.pipeline.sample_order import SampleOrder
 from torch_xmesh.spec import mesh_grid
 
 
-def num_samples(tree: Any, specs: Sequence[Any]) -> int | None:
-    """Samples in a tree of arguments, None where nothing of it is to cut.
+def num_samples(tree: Any, specs: Sequence[Any], what: str) -> int | None:
+    """Samples in a tree of arguments, None where nothing of it is to cut; messages call its leaves `what`.
 
     Raises:
         ValueError: its tensors disagree.
     """
-    return common_size((tuple(pytree.tree_leaves(tree)), {}), specs, "argument") if specs else None
+    return common_size(tree, specs, what) if specs else None
 
 
-def local_microbatches(tree: Any, specs: Sequence[Any], sizes: Sequence[int], mesh: StageMesh, what: str) -> list[Any]:
-    """This rank's data shard of every microbatch of `tree`, one tree per microbatch; views of the tensors given.
-
-    A plain tensor is the whole batch: microbatch by microbatch, each in DTensor's shards. A DTensor is cut by shards.
+def num_batch_shards(tree: Any, specs: Sequence[Any], mesh: StageMesh, what: str) -> int | None:
+    """Into how many shards the DTensors of a tree are cut that are to be cut into microbatches; None if none is.
 
     Raises:
         ValueError: a DTensor that lies otherwise than the stage's batch.
     """
-    columns, structure = microbatch_columns(tree, specs, sizes, mesh, what)
-    return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+    for position, (leaf, spec) in enumerate(zip(pytree.tree_leaves(tree), specs, strict=True)):
+        if isinstance(leaf, DTensor) and isinstance(spec, TensorChunkSpec):
+            _check_placed(leaf, spec.split_dim, mesh, f"{what}, tensor {position}")
+            if mesh.num_shards > 1:
+                return mesh.num_shards
+    return None
+
+
+def local_microbatches(tree: Any, specs: Sequence[Any], order: SampleOrder, mesh: StageMesh, what: str) -> list[Any]:
+    """This rank's data shard of every microbatch of `tree`, one tree per microbatch; views of the tensors given, where
+    they can be.
+
+    A plain tensor is the whole batch, in its samples' order; a DTensor is sharded as the stage's batch.
+
+    Raises:
+        ValueError: a DTensor that lies otherwise than the stage's batch.
+    """
+    columns, structure = microbatch_columns(tree, specs, order, mesh, what)
+    return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(order.sizes))]
 
 
 def microbatch_columns(
-    tree: Any, specs: Sequence[Any], sizes: Sequence[int], mesh: StageMesh, what: str
+    tree: Any, specs: Sequence[Any], order: SampleOrder, mesh: StageMesh, what: str
 ) -> tuple[list[Sequence[Any]], pytree.TreeSpec]:
     """What `local_microbatches` cuts, by leaf: its part of every microbatch; and the structure of the leaves."""
     leaves, structure = pytree.tree_flatten(tree)
@@ -45,11 +61,13 @@ def microbatch_columns(
         where = f"{what}, tensor {position}"
         if not isinstance(spec, TensorChunkSpec):
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(sizes))
-        elif isinstance(leaf, DTensor):
-            columns.append(_shards_of_dtensor(leaf, spec.split_dim, sizes, mesh, where))
+            columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
+        elif not isinstance(leaf, DTensor):
+            columns.append(_shards_of_whole(leaf, spec.split_dim, order, mesh, where))
+        elif mesh.num_shards == 1:
+            columns.append(_shards_of_whole(leaf.to_local(), spec.split_dim, order, mesh, where))
         else:
-            columns.append(_shards_of_whole(leaf, spec.split_dim, sizes, mesh, where))
+            columns.append(_shards_of_dtensor(leaf, spec.split_dim, order, mesh, where))
     return columns, structure
 
 
@@ -70,18 +88,23 @@ def model_inputs(
 
 
 def _shards_of_whole(
-    tensor: torch.Tensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str
+    tensor: torch.Tensor, dim: int, order: SampleOrder, mesh: StageMesh, what: str
 ) -> Sequence[torch.Tensor]:
-    if tensor.size(dim) != sum(sizes):
-        raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(sizes)}")
-    num_shards = mesh.num_shards
-    parts = list(sizes) if num_shards == 1 else [part for size in sizes for part in shard_sizes(size, num_shards)]
-    return torch.split(tensor.detach(), parts, dim)[0 if num_shards == 1 else mesh.shard :: num_shards]
+    if tensor.size(dim) != sum(order.sizes):
+        raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(order.sizes)}")
+    tensor, num_shards = tensor.detach(), mesh.num_shards
+    if order.num_shards == 1:
+        parts = [part for size in order.sizes for part in shard_sizes(size, num_shards)]
+        return torch.split(tensor, parts, dim)[0 if num_shards == 1 else mesh.shard :: num_shards]
+    found = []
+    for microbatch, size in enumerate(order.sizes):
+        shards = shard_sizes(size, num_shards)
+        begin = sum(shards[: mesh.shard])
+        found.append(order.part(tensor, dim, microbatch, begin, begin + shards[mesh.shard]))
+    return found
 
 
-def _shards_of_dtensor(
-    tensor: DTensor, dim: int, sizes: Sequence[int], mesh: StageMesh, what: str
-) -> list[torch.Tensor]:
+def _check_placed(tensor: DTensor, dim: int, mesh: StageMesh, what: str) -> None:
     dim = dim % tensor.dim()
     expected = tuple(Shard(dim) if axis in mesh.data_axes else Replicate() for axis in range(len(mesh.whole.shape)))
     if mesh_grid(tensor.device_mesh) != mesh.whole or tuple(tensor.placements) != expected:
@@ -89,11 +112,16 @@ def _shards_of_dtensor(
             f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, "
             f"expected {expected} on the stage's {mesh.whole}"
         )
-    mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in sizes]
+
+
+def _shards_of_dtensor(tensor: DTensor, dim: int, order: SampleOrder, mesh: StageMesh, what: str) -> list[torch.Tensor]:
+    _check_placed(tensor, dim, mesh, what)
+    mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in order.sizes]
     local = tensor.to_local().detach()
     if local.size(dim) != sum(mine):
         raise ValueError(
-            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of {list(sizes)} "
-            f"samples would cut into {mine}: pass a batch whose shards divide evenly into microbatches"
+            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of "
+            f"{list(order.sizes)} samples would cut into {mine}: pass a batch whose shards divide evenly into "
+            "microbatches"
         )
     return list(torch.split(local, mine, dim))

@@ -1,6 +1,7 @@
 """A pipeline engine's steps on one rank: cut the batch, run the schedule, bring losses and outputs home."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,20 +13,35 @@ from torch_xmesh.pipeline.engine_batch import (
     local_microbatches,
     microbatch_columns,
     model_inputs,
+    num_batch_shards,
     num_samples,
 )
+from torch_xmesh.pipeline.engine_facts import StepAgreement, StepFacts, StepRefusedError, scale_bits
 from torch_xmesh.pipeline.engine_place import EnginePlace
 from torch_xmesh.pipeline.engine_stage import StepState
-from torch_xmesh.pipeline.engine_told import told_by, told_by_shards
-from torch_xmesh.pipeline.microbatch import leaf_specs, loss_weights, microbatch_sizes
+from torch_xmesh.pipeline.engine_told import told_by_shards
+from torch_xmesh.pipeline.microbatch import leaf_specs, loss_weights
 from torch_xmesh.pipeline.outputs import whole_outputs
+from torch_xmesh.pipeline.sample_order import SampleOrder
 from torch_xmesh.pipeline.state import PipelineScaler
 
-_FACTS = (
-    "the batch has {} samples",
-    "step() (1) or evaluate() (0): {}",
-    "gradients are summed in this step (0 in no_sync): {}",
-)
+
+@dataclasses.dataclass
+class _Given:
+    """A step's arguments on this rank, checked as far as one rank can.
+
+    Attributes:
+        inputs, targets: cut by `order`; None before.
+    """
+
+    tree: Any
+    specs: list[Any]
+    target: Any
+    target_specs: list[Any]
+    facts: StepFacts
+    order: SampleOrder | None = None
+    inputs: dict[int, list[list[torch.Tensor]]] = dataclasses.field(default_factory=dict)
+    targets: list[Any] = dataclasses.field(default_factory=list)
 
 
 class EngineSteps:
@@ -48,52 +64,36 @@ class EngineSteps:
         self._turn = 0  # runs so far, of step() or evaluate()
         self._place = place
         self._merge_spec = merge_spec
-        self._sizes: dict[int, list[int]] = {}  # of microbatches, by samples of the batch
+        self._orders: dict[tuple[int, int], SampleOrder] = {}  # by samples and shards of the batch
         self._plans: dict[tuple[int, ...], list[_C.EdgePlans]] = {}
-        self._leader = self._find_leader()
-        self._facts = told_by(place.transfers, "step", self._leader, 3)
+        self._agreement = StepAgreement(place.transfers)
         self._shared_losses = told_by_shards(place.transfers, "losses", place.meshes[-1], place.num_microbatches + 1)
 
     def run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
-        """One step; everything as in PipelineEngine.step and evaluate."""
+        """One step; everything as in PipelineEngine.step and evaluate.
+
+        Raises:
+            StepRefusedError: nothing has been computed; a later step may do.
+        """
         place = self._place
         place.transfers.traffic.begin_turn(self._turn + 1)
-        takes_inputs = any(place.partition.stages[k].model_inputs for k in place.stages)
         is_last = place.has_last
-        args, kwargs = (tuple(args), dict(sorted(kwargs.items()))) if takes_inputs else ((), {})
-        if is_last and is_train and target is None:
-            raise ValueError(
-                f"target is missing on rank {place.transfers.rank}, which has the last stage ({len(place.meshes) - 1})"
-            )
-        target = target if is_last else None
-        tree = (args, kwargs)
-        specs = []
-        if takes_inputs:
-            specs = leaf_specs(args, place.chunk_specs["args"], "args")
-            specs += leaf_specs(kwargs, place.chunk_specs["kwargs"], "kwargs")
-        target_specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], "target")
-        if takes_inputs and not specs:
-            stage = next(k for k in place.stages if place.partition.stages[k].model_inputs)
-            raise ValueError(
-                f"the batch is missing on rank {place.transfers.rank}: its stage {stage} takes "
-                f"{list(place.partition.stages[stage].model_inputs)}"
-            )
-        sizes = self._agree_on_sizes(num_samples(tree, specs), num_samples(target, target_specs), is_train)
+        given, order = self._agree(args, kwargs, target, return_outputs, is_train)
+        sizes = list(order.sizes)
         state = place.forward.step = StepState(self.number, sizes, is_train)
         state.keeps_outputs = return_outputs and is_last
-        inputs = self._bind(tree, specs, sizes)
-        if is_last and target is not None:
-            state.targets = local_microbatches(target, target_specs, sizes, place.meshes[-1], "target")
+        self._cut(given, order)
+        state.targets = given.targets
         schedule = place.schedule.core if is_train else place.schedule.core.forwards()
         if is_train:
             place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
         weights = []
         if is_last and is_train:
-            scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+            scale = self._loss_scale()
             weights = [scale * weight for weight in place.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            place.core.run(schedule, place.index, self._turn, self._plans_for(sizes), inputs, is_train, weights)
+            place.core.run(schedule, place.index, self._turn, self._plans_for(sizes), given.inputs, is_train, weights)
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):
             with self._timed("gradients"):
@@ -101,7 +101,7 @@ class EngineSteps:
                 place.sync.end_step(self.is_sync)
         place.sharded.release()
         with self._timed("losses"):
-            self._share_losses(state, is_last, losses, has_losses=is_train or target is not None)
+            self._share_losses(state, is_last, losses, has_losses=is_train or given.target is not None)
         with self._timed("buffers"):
             place.buffers.run()
         output = None
@@ -110,7 +110,7 @@ class EngineSteps:
                 place.transfers,
                 place.partition,
                 place.meshes,
-                sizes,
+                order,
                 state.outputs,
                 self._merge_spec,
             )
@@ -124,45 +124,105 @@ class EngineSteps:
         yield
         self.after.append((name, begin, time.monotonic_ns()))
 
-    def _agree_on_sizes(self, samples: int | None, target_samples: int | None, is_train: bool) -> list[int]:
-        """Samples per microbatch, told by the leader to all: ranks in the middle see no batch."""
-        leader = self._leader
-        if samples is not None and target_samples is not None and samples != target_samples:
-            raise ValueError(f"the target has {target_samples} samples, the arguments have {samples}")
-        mine = target_samples if samples is None else samples
-        rank = self._place.transfers.rank
-        if rank == leader and mine is None:
-            raise ValueError(
-                "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
-            )
-        facts = [mine or 0, int(is_train), int(self.is_sync)]
-        told = self._facts.exchange(torch.tensor(facts) if rank == leader else None).tolist()
-        for name, one, other in zip(_FACTS, told, facts, strict=True):
-            if one != other and not (name is _FACTS[0] and mine is None):
-                raise ValueError(f"ranks disagree: {name.format(one)} on rank {leader}, {other} on rank {rank}")
-        if told[0] not in self._sizes:
-            sizes = microbatch_sizes(told[0], self._place.num_microbatches)
-            self._place.boundaries.check_samples(sizes[0])
-            self._place.boundaries.check_samples(sizes[-1])
-            self._place.sharded.check_samples(sizes)
-            self._sizes[told[0]] = sizes
-        return self._sizes[told[0]]
+    def _agree(
+        self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool
+    ) -> tuple[_Given, SampleOrder]:
+        """Checks the arguments on every rank before any of them computes; ranks in the middle see no batch."""
+        given, failure = None, None
+        try:
+            given = self._take(args, kwargs, target, return_outputs, is_train)
+        except Exception as error:
+            failure = error
+        try:
+            text = None if failure is None else str(failure) or type(failure).__name__
+            facts = self._agreement.agree(None if given is None else given.facts, text)
+        except StepRefusedError as refused:
+            raise refused if failure is None else StepRefusedError(failure) from failure
+        assert given is not None
+        try:  # what all ranks find alike
+            samples = facts.target if facts.arguments is None else facts.arguments
+            if samples is None:
+                raise ValueError(
+                    "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
+                )
+            return given, self._order_of(samples, facts.shards or 1)
+        except ValueError as error:
+            raise StepRefusedError(error) from error
 
-    def _find_leader(self) -> int:
-        """The rank that sees the batch, or the target if no batch is cut."""
-        for stage, program in enumerate(self._place.partition.stages):
-            if any(self._place.partition.values[name].batch_dim is not None for name in program.model_inputs):
-                return self._place.meshes[stage].ranks[0]
-        return self._place.meshes[-1].ranks[0]
+    def _take(self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool) -> _Given:
+        place = self._place
+        rank, last = place.transfers.rank, place.meshes[-1]
+        takers = [stage for stage in place.stages if place.partition.stages[stage].model_inputs]
+        tree = (tuple(args), dict(sorted(kwargs.items()))) if takers else ((), {})
+        target = target if place.has_last else None
+        if place.has_last and is_train and target is None:
+            raise ValueError(f"target is missing on rank {rank}, which has the last stage ({len(place.meshes) - 1})")
+        specs = []
+        if takers:
+            specs = leaf_specs(tree[0], place.chunk_specs["args"], "args")
+            specs += leaf_specs(tree[1], place.chunk_specs["kwargs"], "kwargs")
+            if not specs:
+                raise ValueError(
+                    f"the batch is missing on rank {rank}: its stage {takers[0]} takes "
+                    f"{list(place.partition.stages[takers[0]].model_inputs)}"
+                )
+        target_specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], "target")
+        samples, of_target = num_samples(tree, specs, "argument"), num_samples(target, target_specs, "target")
+        if samples is not None and of_target is not None and samples != of_target:
+            raise ValueError(f"the target has {of_target} samples, the arguments have {samples}")
+        shards = {num_batch_shards(tree, specs, place.meshes[stage], "the batch") for stage in takers}
+        shards.add(num_batch_shards(target, target_specs, last, "target") if target_specs else None)
+        if len(shards - {None}) > 1:
+            raise ValueError(f"tensors of one batch are sharded over {sorted(s for s in shards if s)} data shards")
+        known = next((one for one in shards if one), None)
+        given = _Given(
+            tree,
+            specs,
+            target,
+            target_specs,
+            StepFacts(
+                samples,
+                of_target,
+                known,
+                int(is_train),
+                int(self.is_sync),
+                int(target is not None) if place.has_last else None,
+                int(return_outputs) if place.has_last else None,
+                scale_bits(self._loss_scale()) if place.has_last and is_train else None,
+            ),
+        )
+        if is_train:
+            place.sync.check_step()
+        if (both := samples if samples is not None else of_target) is not None:
+            self._cut(given, self._order_of(both, known or 1))
+        return given
 
-    def _bind(self, tree: Any, specs: list[Any], sizes: list[int]) -> dict[int, list[list[torch.Tensor]]]:
-        """By stage and microbatch, the model's inputs that the stage takes."""
-        bound = {}
-        for stage in self._place.stages:
-            if self._place.partition.stages[stage].model_inputs:
-                columns, structure = microbatch_columns(tree, specs, sizes, self._place.meshes[stage], "the batch")
-                bound[stage] = model_inputs(self._place.partition, stage, columns, structure, sizes)
-        return bound
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def _order_of(self, samples: int, shards: int) -> SampleOrder:
+        if (samples, shards) not in self._orders:
+            order = SampleOrder.of(samples, self._place.num_microbatches, shards)
+            self._place.boundaries.check_samples(order.sizes[0])
+            self._place.boundaries.check_samples(order.sizes[-1])
+            self._place.sharded.check_samples(order.sizes)
+            self._orders[samples, shards] = order
+        return self._orders[samples, shards]
+
+    def _cut(self, given: _Given, order: SampleOrder) -> None:
+        """The model's inputs that each stage takes, by microbatch, and the targets."""
+        if given.order == order:
+            return
+        place = self._place
+        for stage in place.stages:
+            if place.partition.stages[stage].model_inputs:
+                columns, structure = microbatch_columns(
+                    given.tree, given.specs, order, place.meshes[stage], "the batch"
+                )
+                given.inputs[stage] = model_inputs(place.partition, stage, columns, structure, order.sizes)
+        if given.target is not None:
+            given.targets = local_microbatches(given.target, given.target_specs, order, place.meshes[-1], "target")
+        given.order = order
 
     def _plans_for(self, sizes: list[int]) -> list["_C.EdgePlans"]:
         place, key = self._place, tuple(sizes)

@@ -4,7 +4,6 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.boundary import Move, StageMesh, Transfers
-from torch_xmesh.spec import Mesh
 
 
 class Told:
@@ -26,13 +25,6 @@ class Told:
         self._count += 1
         traffic.wait(call)
         return received
-
-
-def told_by(transfers: Transfers, lane: str, rank: int, length: int) -> Told:
-    """Integers of one rank."""
-    everywhere = (Replicate(),)
-    move = Move((length,), torch.int64, Mesh([rank]), everywhere, transfers.everyone, everywhere)
-    return Told(transfers, lane, move)
 
 
 def told_by_shards(transfers: Transfers, lane: str, mesh: StageMesh, length: int) -> Told:

@@ -19,6 +19,7 @@ __all__ = [
     "loss_weights",
     "merge_outputs",
     "microbatch_sizes",
+    "output_specs",
     "shard_sizes",
     "split_microbatches",
     "split_tree",
@@ -190,11 +191,17 @@ def merge_outputs(outputs: Sequence[Any], merge_spec: Any = None) -> Any:
     for index, (_, other) in enumerate(flat):
         if other != structure:
             raise ValueError(f"microbatch {index}'s output has the structure {other}, microbatch 0's has {structure}")
-    specs = leaf_specs(outputs[0], merge_spec, "output")
-    if merge_spec is None:
-        specs = [TensorChunkSpec(0) if isinstance(leaf, torch.Tensor) else Replicate() for leaf in flat[0][0]]  # type: ignore[no-untyped-call]
+    specs = output_specs(outputs[0], merge_spec)
     merged = [_merge_leaf([leaves[index] for leaves, _ in flat], spec) for index, spec in enumerate(specs)]
     return pytree.tree_unflatten(merged, structure)
+
+
+def output_specs(output: Any, merge_spec: Any) -> list[Any]:
+    """How `merge_outputs` merges each leaf of an output."""
+    if merge_spec is None:
+        leaves = pytree.tree_leaves(output)
+        return [TensorChunkSpec(0) if isinstance(leaf, torch.Tensor) else Replicate() for leaf in leaves]  # type: ignore[no-untyped-call]
+    return leaf_specs(output, merge_spec, "output")
 
 
 def _merge_leaf(parts: list[Any], spec: Any) -> Any:

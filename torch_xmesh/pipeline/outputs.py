@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.boundary import Move, Pending, Transfers
 from torch_xmesh.pipeline.data_parallel import local_of
-from torch_xmesh.pipeline.microbatch import merge_outputs, shard_sizes
+from torch_xmesh.pipeline.microbatch import TensorChunkSpec, merge_outputs, output_specs, shard_sizes
 from torch_xmesh.pipeline.partition import Partition, ValueInfo
+from torch_xmesh.pipeline.partition_values import ValueName
+from torch_xmesh.pipeline.sample_order import SampleOrder
 from torch_xmesh.pipeline.stage_mesh import StageMesh
 from torch_xmesh.spec import Mesh
 
@@ -20,18 +23,18 @@ def whole_outputs(
     transfers: Transfers,
     partition: Partition,
     meshes: Sequence[StageMesh],
-    sizes: Sequence[int],
+    order: SampleOrder,
     outputs: Mapping[int, Mapping[str, torch.Tensor]],
     merge_spec: Any,
 ) -> Any:
     """The model's output for the whole batch, on every rank of the last stage.
 
     Args:
-        sizes: samples per microbatch.
+        order: the samples of each microbatch.
         outputs: this rank's output values by microbatch and name; a microbatch of which it has no sample is missing.
         merge_spec: as for `merge_outputs`, which merges data shards as it merges microbatches.
     """
-    last = meshes[-1]
+    last, sizes = meshes[-1], order.sizes
     infos = [_as_made(partition.values[name], meshes) for name in partition.outputs.names]
     moving = [info for info in infos if info.batch_dim is not None or info.varies] if last.num_shards > 1 else []
     pending: list[Pending | None] = []
@@ -51,7 +54,19 @@ def whole_outputs(
             trees.extend(partition.outputs.unflatten(part) for part in _by_shard(infos, values, last, size))
         else:
             trees.append(partition.outputs.unflatten(values))
-    return merge_outputs(trees, merge_spec)
+    merged = merge_outputs(trees, merge_spec)
+    return merged if order.num_shards == 1 else _in_batch_order(merged, trees[0], partition, merge_spec, order)
+
+
+def _in_batch_order(merged: Any, example: Any, partition: Partition, merge_spec: Any, order: SampleOrder) -> Any:
+    """Puts the samples of what was concatenated along its batch dim where the batch has them."""
+    leaves, structure = pytree.tree_flatten(merged)
+    specs = output_specs(example, merge_spec)
+    for position, (spec, leaf) in enumerate(zip(specs, partition.outputs.leaves, strict=True)):
+        dim = partition.values[leaf.name].batch_dim if isinstance(leaf, ValueName) else None
+        if dim is not None and isinstance(spec, TensorChunkSpec) and spec.split_dim % leaves[position].dim() == dim:
+            leaves[position] = order.restored(leaves[position], dim)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def _as_made(info: ValueInfo, meshes: Sequence[StageMesh]) -> ValueInfo:

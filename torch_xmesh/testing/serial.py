@@ -77,7 +77,8 @@ def serial_step(
         partition: a partition of `model`: its stages run in turn and dropout is seeded for each. Without it the model
             is one stage.
         seed, step: what dropout's seeds are made of, see `dropout_seed`.
-        shard_first: cut into data shards first and each shard into microbatches: what a sharded batch does.
+        shard_first: cut into data shards first and each shard into microbatches: what a sharded batch does. The merged
+            output is in the batch's order all the same.
         backward: False for losses and outputs only.
 
     Returns:
@@ -110,8 +111,9 @@ def serial_step(
         ran = [(count, done) for count, done in both if done is not None]
         sizes.append(sum(count for count, _ in ran))
         losses.append(_weighted_sum([done[0] for _, done in ran], [count for count, _ in ran], scale_grads))
-        if return_outputs:
-            outputs.append(merge_outputs([done[1] for _, done in ran], output_merge_spec))
+    if return_outputs:
+        lines = results if shard_first else list(zip(*results, strict=True))
+        outputs = [merge_outputs([done[1] for done in line if done is not None], output_merge_spec) for line in lines]
     merged = merge_outputs(outputs, output_merge_spec) if return_outputs else None
     return SerialResult(losses, _weighted_sum(losses, sizes, scale_grads), merged)
 
