@@ -183,8 +183,16 @@ class ReshardGroup:
     def timeout(self, arg1: timedelta, /) -> None: ...
     def topology(self, ranks: Sequence[int], links: LinkModel) -> Topology:
         """Hosts of global ranks as they published them. Waits for ranks not there yet; PeerError at the timeout."""
-    def prepare(self, plan: ReshardingPlan, requires_grad: str, is_backward: bool) -> PreparedPlan:
-        """``requires_grad``: one letter, 0 or 1, per tensor."""
+    def prepare(
+        self,
+        plan: ReshardingPlan,
+        requires_grad: str,
+        is_backward: bool,
+        labels: Sequence[str] = [],
+        entries: Sequence[tuple[str, str]] = [],
+    ) -> PreparedPlan:
+        """``requires_grad``: one letter, 0 or 1, per tensor; ``labels``: a name per tensor, or none at all;
+        ``entries``: what ranks compare besides."""
     def begin(
         self,
         prepared: PreparedPlan,

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards, core_topology
 from torch_xmesh.spec import AnyMesh, Spec, core_spec, device_mesh, empty_local, mesh_grid, wrap_local
+from torch_xmesh.tensor_tree import Source, TensorTree
 from torch_xmesh.topology import Topology
 
-Source = DTensor | Spec
 _MAX_PLANS = 4096
 
 
@@ -27,6 +28,8 @@ class Arguments:
     strategy: str
     topology: Topology | None
     is_backward: bool
+    labels: tuple[str, ...] = ()  # one name per tensor; empty: by number
+    entries: tuple[tuple[str, str], ...] = ()  # what ranks compare besides, before the tensors
 
     def ranks(self) -> list[int]:
         meshes = {mesh_grid(mesh) for mesh in self.dst_meshes} | {mesh_grid(source.mesh) for source in self.sources}
@@ -67,7 +70,9 @@ def prepare(reshards: GroupReshards, arguments: Arguments) -> Prepared:
         topology = core_topology(reshards.core, ranks, arguments.topology)
         pairs = [(source.to_core(), target) for source, target in zip(sources, targets, strict=True)]
         plan = _C.plan_resharding(pairs, topology, arguments.strategy)
-        core = reshards.core.prepare(plan, arguments.requires_grad(), arguments.is_backward)
+        core = reshards.core.prepare(
+            plan, arguments.requires_grad(), arguments.is_backward, arguments.labels, arguments.entries
+        )
     prepared = Prepared(core, arguments, [target.local_shape(me) for target in targets])
     if len(reshards.plans) >= _MAX_PLANS:
         reshards.plans.pop(next(iter(reshards.plans)))
@@ -75,20 +80,31 @@ def prepare(reshards: GroupReshards, arguments: Arguments) -> Prepared:
     return prepared
 
 
-def refuse(reshards: GroupReshards, xs: list[Any], dst_mesh: Any, text: str) -> None:
+def refuse(reshards: GroupReshards, xs: Any, dst_mesh: Any, text: str) -> None:
     """Tells the other participants, as far as they can be known, that this rank's call will not come."""
+    meshes, is_named = _meshes_of_sources(xs)
+    found = pytree.tree_leaves(dst_mesh)
     ranks: set[int] = set()
-    is_named = len(xs) > 0
-    for mesh in [dst_mesh, *(getattr(x, "device_mesh", getattr(x, "mesh", None)) for x in xs)]:
+    for mesh in [*meshes, *found]:
         try:
             ranks.update(mesh_grid(mesh).ranks)
         except (ValueError, TypeError):
             is_named = False
     members = sorted(rank for rank in ranks if rank in reshards.ranks)
-    if is_named and len(members) == len(ranks):
+    if is_named and found and len(members) == len(ranks):
         reshards.core.refuse(members, text)
     else:
         reshards.core.refuse_unnamed(members, text)
+
+
+def _meshes_of_sources(xs: Any) -> tuple[list[Any], bool]:
+    """The source meshes that can be seen, and whether these are all."""
+    try:
+        sources = TensorTree(xs).tensors
+    except ValueError:
+        found = [x for x in pytree.tree_leaves(xs) if isinstance(x, DTensor | Spec)]
+        return [x.device_mesh if isinstance(x, DTensor) else x.mesh for x in found], False
+    return [x.device_mesh if isinstance(x, DTensor) else x.mesh for x in sources], len(sources) > 0
 
 
 class Call:
@@ -153,6 +169,7 @@ class Call:
             arguments.strategy,
             arguments.topology,
             is_backward=True,
+            labels=tuple(arguments.labels[i] for i in chosen) if arguments.labels else (),
         )
         with self._reshards as reshards:
             call = Call(reshards, prepare(reshards, back))
@@ -182,9 +199,10 @@ class DifferentiableReshard(torch.autograd.Function):
     """The identity on the global tensors."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *xs: DTensor) -> tuple[DTensor, ...]:
+    def forward(ctx: Any, call: Call, is_async: bool, *xs: DTensor) -> tuple[DTensor, ...]:
         results = call.run(xs, None)
-        call.wait()
+        if not is_async:
+            call.wait()
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.results = [(y.shape, y.dtype, y.device_mesh, y.placements, y._local_tensor.shape) for y in results]
@@ -201,4 +219,4 @@ class DifferentiableReshard(torch.autograd.Function):
             for shape, dtype, mesh, placements, local_shape in ctx.results
         ]
         found = iter(call.backward(gradients, zeros))
-        return (None, *(next(found) if source.requires_grad else None for source in call.arguments.sources))
+        return (None, None, *(next(found) if source.requires_grad else None for source in call.arguments.sources))

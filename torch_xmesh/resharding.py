@@ -2,18 +2,19 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.group import reshards_of
-from torch_xmesh.plan import placements_per_tensor
-from torch_xmesh.reshard_call import Arguments, Call, DifferentiableReshard, Prepared, Source, prepare, refuse
+from torch_xmesh.reshard_call import Arguments, Call, DifferentiableReshard, Prepared, prepare, refuse
 from torch_xmesh.spec import (
     AnyMesh,
+    Mesh,
     Spec,
     device_mesh,
     empty_local,
@@ -21,9 +22,8 @@ from torch_xmesh.spec import (
     normal_placements,
     wrap_local,
 )
+from torch_xmesh.tensor_tree import Source, TensorTree, is_placements
 from torch_xmesh.topology import Topology
-
-_T = TypeVar("_T")
 
 
 def reshard(
@@ -46,7 +46,8 @@ def reshard(
         dst_placements: Shard, Replicate or _StridedShard per axis of ``dst_mesh`` (not Partial).
         strategy: "auto", "broadcast", "send_recv", ... (see :func:`plan_resharding`), or an options object.
         group: a process group on ``xmesh`` with every rank of both meshes; None is the default group.
-        async_op: return at once with a Work; ``x`` and the result belong to the operation until ``Work.wait()``.
+        async_op: return at once with a Work; ``x`` and the result belong to the operation until ``Work.wait()``. The
+            result has its place in autograd's graph at once.
         out: a DTensor on ``dst_mesh`` with these placements; its local tensor receives the bytes. Builds no graph.
         topology: hosts and link speeds; default: hosts as discovered, nominal speeds.
 
@@ -64,13 +65,13 @@ def reshard(
     Floating Partial sums are added in one fixed order, bf16 and fp16 in fp32: all replicas are bitwise equal.
     """
     outs = None if out is None else [out]
-    results, work = _reshard([x], dst_mesh, dst_placements, strategy, group, async_op, outs, topology)
+    results, work = _reshard([x], True, dst_mesh, dst_placements, strategy, group, async_op, outs, topology)
     return (results[0], work) if async_op else results[0]
 
 
 def reshard_many(
-    xs: Sequence[Source] | Mapping[str, Source],
-    dst_mesh: AnyMesh,
+    xs: Sequence[Any] | Mapping[Any, Any],
+    dst_mesh: Any,
     dst_placements: Any,
     *,
     strategy: object = "auto",
@@ -82,116 +83,135 @@ def reshard_many(
     """Moves many DTensors in one plan that is balanced across them; otherwise like :func:`reshard`.
 
     Args:
-        xs: a list or a dict of DTensors or specs, the same on every rank and in the same order.
-        dst_placements: placements for all, or per tensor: a list, or a dict with the keys of ``xs``.
-        out: a list or dict of DTensors like ``xs``.
+        xs: DTensors or specs in lists, tuples and dicts, nested as a state dict may be. Ranks compare the names: the
+            order of a dict does not matter. What is no tensor is passed through; its name and type are compared.
+        dst_mesh: a mesh for all, or a container of meshes.
+        dst_placements: placements for all, or a container of placements. A container is shaped like ``xs``, with the
+            same keys; a value where ``xs`` has a list or dict is for all tensors in it.
+        out: a container of DTensors shaped like ``xs``.
 
     Returns:
-        a list or dict like ``xs``; with ``async_op`` a pair of it and a Work.
+        a container like ``xs``, in its order; with ``async_op`` a pair of it and a Work.
 
     Raises:
-        As :func:`reshard`; ValueError also for an empty list or keys that do not match.
+        As :func:`reshard`; ValueError also without a tensor, or for names that differ. A call that names no tensor is
+        taken for the next one that others make with this rank and those of ``dst_mesh``.
     """
-    if isinstance(xs, Mapping):
-        keys = list(xs)
-        try:
-            placements = (
-                _in_key_order(dst_placements, keys, "dst_placements")
-                if isinstance(dst_placements, Mapping)
-                else dst_placements
-            )
-            outs = None if out is None else _in_key_order(out, keys, "out")
-        except ValueError as error:
-            with reshards_of(group) as reshards:
-                refuse(reshards, list(xs.values()), dst_mesh, str(error))
-            raise
-        results, work = _reshard(list(xs.values()), dst_mesh, placements, strategy, group, async_op, outs, topology)
-        named = dict(zip(keys, results, strict=True))
-        return (named, work) if async_op else named
-    outs = None if out is None else list(out)
-    results, work = _reshard(list(xs), dst_mesh, dst_placements, strategy, group, async_op, outs, topology)
-    return (results, work) if async_op else results
-
-
-def _in_key_order(values: Mapping[str, _T], keys: list[str], what: str) -> list[_T]:
-    if set(values) != set(keys):
-        odd = sorted(set(values) ^ set(keys))
-        raise ValueError(f"{what} and the tensors have different keys: {odd[0]!r} is in one of them only")
-    return [values[key] for key in keys]
+    return _reshard(xs, False, dst_mesh, dst_placements, strategy, group, async_op, out, topology)
 
 
 def _reshard(
-    xs: list[Source],
-    dst_mesh: AnyMesh,
+    xs: Any,
+    is_single: bool,
+    dst_mesh: Any,
     dst_placements: Any,
     strategy: object,
     group: dist.ProcessGroup | None,
     async_op: bool,
-    outs: list[DTensor] | None,
+    out: Any,
     topology: Topology | None,
-) -> tuple[list[DTensor], Any]:
+) -> Any:
+    """The results in a container like ``xs``; with ``async_op`` (or ``is_single``) a pair of it and a Work."""
     with reshards_of(group) as reshards:
         try:
-            arguments = _normal_arguments(xs, dst_mesh, dst_placements, strategy, topology)
+            if is_single:
+                _check_single(xs[0], dst_mesh)
+            tree = TensorTree(xs)
+            arguments = _normal_arguments(tree, dst_mesh, dst_placements, strategy, topology)
             prepared = prepare(reshards, arguments)
             wants_grad = any(source.requires_grad for source in arguments.sources)
-            if wants_grad and (async_op or outs is not None):
-                option = "async_op=True" if async_op else "out="
-                raise ValueError(f"{option} cannot be used with a tensor that requires grad: detach it first")
-            if outs is not None:
-                _check_outs(xs, outs, prepared)
+            if wants_grad and out is not None:
+                raise ValueError("out= cannot be used with a tensor that requires grad: detach it first")
+            outs = None if out is None else _normal_outs(tree, out, prepared)
         except ValueError as error:
             refuse(reshards, xs, dst_mesh, str(error))
             raise
         call = Call(reshards, prepared)
         if wants_grad:
-            tensors = [_placeholder(x) if isinstance(x, Spec) else x for x in xs]
-            return list(DifferentiableReshard.apply(call, *tensors)), None  # type: ignore[no-untyped-call]
-        results = call.run(xs, outs)
-        if not async_op:
-            call.wait()
-        return results, call.work
+            tensors = [_placeholder(x) if isinstance(x, Spec) else x for x in tree.tensors]
+            results = list(DifferentiableReshard.apply(call, async_op, *tensors))  # type: ignore[no-untyped-call]
+        else:
+            results = call.run(tree.tensors, outs)
+            if not async_op:
+                call.wait()
+        moved = tree.rebuild(results)
+        return (moved, call.work) if async_op or is_single else moved
+
+
+def _check_single(x: Any, dst_mesh: Any) -> None:
+    if not isinstance(x, DTensor | Spec):
+        raise ValueError(f"tensor 0: expected a DTensor or an xm.Spec, got {type(x).__name__}")
+    mesh_grid(dst_mesh)
 
 
 def _normal_arguments(
-    xs: list[Source], dst_mesh: AnyMesh, dst_placements: Any, strategy: object, topology: Topology | None
+    tree: TensorTree, dst_mesh: Any, dst_placements: Any, strategy: object, topology: Topology | None
 ) -> Arguments:
-    if not xs:
+    if not tree.tensors:
         raise ValueError("there is no tensor to reshard: the list is empty")
-    for i, x in enumerate(xs):
-        if not isinstance(x, DTensor | Spec):
-            raise ValueError(f"tensor {i}: expected a DTensor or an xm.Spec, got {type(x).__name__}")
     enabled = torch.is_grad_enabled()
-    specs = [Spec.of(x) if isinstance(x, DTensor) else x for x in xs]
+    specs = [Spec.of(x) if isinstance(x, DTensor) else x for x in tree.tensors]
     sources = specs if enabled else [spec.without_grad() for spec in specs]
-    placements = placements_per_tensor(dst_placements, len(xs))
+    if isinstance(dst_placements, Placement) or not isinstance(dst_placements, Sequence | Mapping):
+        raise ValueError(
+            f"destination placements are a sequence with one placement per mesh axis, got {dst_placements!r}"
+        )
+    placements = tree.spread(dst_placements, is_placements, "dst_placements", "one placement per mesh axis")
     normal = tuple(normal_placements(p, len(s.shape)) for p, s in zip(placements, sources, strict=True))
-    mesh_grid(dst_mesh)
-    meshes = (dst_mesh,) * len(xs)
-    return Arguments(tuple(sources), meshes, normal, _canonical(str(strategy)), topology, is_backward=False)
+    meshes = meshes_of(tree, dst_mesh)
+    return Arguments(
+        tuple(sources),
+        tuple(meshes),
+        normal,
+        _canonical(str(strategy)),
+        topology,
+        is_backward=False,
+        labels=tree.labels,
+        entries=tree.entries,
+    )
+
+
+def meshes_of(tree: TensorTree, dst_mesh: Any) -> list[AnyMesh]:
+    """The destination mesh of each tensor."""
+    if not any(isinstance(leaf, Mesh | torch.distributed.DeviceMesh) for leaf in pytree.tree_leaves(dst_mesh)):
+        mesh_grid(dst_mesh)  # says what was expected
+    return tree.spread(dst_mesh, _is_mesh, "dst_mesh", "a mesh")
+
+
+def _is_mesh(value: Any) -> bool:
+    return isinstance(value, Mesh | torch.distributed.DeviceMesh)
 
 
 _canonical = functools.lru_cache(maxsize=256)(_C.canonical_strategy)
 
 
-def _check_outs(xs: list[Source], outs: list[DTensor], prepared: Prepared) -> None:
+def _normal_outs(tree: TensorTree, out: Any, prepared: Prepared) -> list[DTensor]:
+    """The DTensors to receive into, checked."""
+    if isinstance(out, torch.Tensor) or not isinstance(out, Sequence | Mapping):
+        raise ValueError(f"out= is a container of DTensors like the tensors', got {type(out).__name__}")
     arguments = prepared.arguments
-    if len(outs) != len(arguments.sources):
-        raise ValueError(f"out= has {len(outs)} tensors, expected {len(arguments.sources)}")
-    for i, (out, source, placements) in enumerate(zip(outs, arguments.sources, arguments.placements, strict=True)):
-        if not isinstance(out, DTensor):
-            raise ValueError(f"out= of tensor {i}: expected a DTensor, got {type(out).__name__}")
-        if out.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"out= of tensor {i} requires grad: detach it first")
+    outs: list[DTensor] = tree.spread(out, lambda value: isinstance(value, torch.Tensor), "out=", "a DTensor")
+    for i, (given, source, placements) in enumerate(zip(outs, arguments.sources, arguments.placements, strict=True)):
+        what = f"out= of tensor {tree.label(i)}"
+        if not isinstance(given, DTensor):
+            raise ValueError(f"{what}: expected a DTensor, got {type(given).__name__}")
+        if given.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{what} requires grad: detach it first")
         expected = Spec(source.shape, source.dtype, arguments.dst_meshes[i], placements)
-        given = Spec.of(out).without_grad()
-        if given != expected:
-            raise ValueError(f"out= of tensor {i}: expected {expected}, got {given}")
-    held = {_memory_of(x) for x in xs if isinstance(x, DTensor) and x._local_tensor.numel() > 0}
+        spec = Spec.of(given).without_grad()
+        if spec != expected:
+            raise ValueError(f"{what}: expected {expected}, got {spec}")
+    _check_memory(tree, outs)
+    return outs
+
+
+def _check_memory(tree: TensorTree, outs: list[DTensor]) -> None:
+    held = {_memory_of(x) for x in tree.tensors if isinstance(x, DTensor) and x._local_tensor.numel() > 0}
     for i, out in enumerate(outs):
         if out._local_tensor.numel() > 0 and _memory_of(out) in held:
             raise ValueError(
-                f"out= of tensor {i} shares memory with a source: its bytes would be overwritten while in use"
+                f"out= of tensor {tree.label(i)} shares memory with a source: "
+                "its bytes would be overwritten while in use"
             )
 
 

@@ -62,9 +62,11 @@ runtime::LocalTensor localOf(const at::Tensor& tensor) {
 }
 
 runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& terms, int64_t max_message_bytes) {
-  runtime::CallFields fields = {{"number of tensors", std::to_string(plan.tensors.size())}};
+  runtime::CallFields fields = terms.entries;
+  fields.emplace_back("number of tensors", std::to_string(plan.tensors.size()));
   for (size_t i = 0; i < plan.tensors.size(); ++i) {
-    const std::string tensor = plan.tensors.size() == 1 ? "" : " of tensor " + std::to_string(i);
+    const bool is_alone = plan.tensors.size() == 1 && terms.labels.empty();
+    const std::string tensor = is_alone ? "" : " of tensor " + (terms.labels.empty() ? std::to_string(i) : terms.labels.at(i));
     const auto& [src, dst] = plan.tensors[i];
     fields.emplace_back("shape" + tensor, core::shapeStr(src.shape));
     fields.emplace_back("dtype" + tensor, src.dtype.name);
@@ -88,7 +90,9 @@ std::string summaryOf(const core::ReshardingPlan& plan, const CallTerms& terms) 
   const auto& [src, dst] = plan.tensors.front();
   std::string out = (terms.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
                     core::placementsStr(src.placements) + " -> " + core::placementsStr(dst.placements);
-  return plan.tensors.size() > 1 ? "tensor 0 of " + std::to_string(plan.tensors.size()) + ": " + out : out;
+  return plan.tensors.size() > 1
+             ? "tensor " + (terms.labels.empty() ? "0" : terms.labels.front()) + " of " + std::to_string(plan.tensors.size()) + ": " + out
+             : out;
 }
 
 /// The network told to bind and admit; made inside the service, which it reports to.

@@ -27,6 +27,8 @@ struct ReshardGroupOptions {
 struct CallTerms {
   std::string requires_grad;  ///< one letter per tensor
   bool is_backward = false;
+  std::vector<std::string> labels = {};  ///< one name per tensor; empty where they are numbered
+  runtime::CallFields entries = {};      ///< what is compared before the tensors: the names and kinds of a container's entries
 };
 
 /// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain

@@ -77,6 +77,26 @@ CallFields unpackFields(std::string_view packed) {
   return out;
 }
 
+namespace {
+
+/// "entry ['b']: rank 0 has it, rank 2 has not" for the first field that one of them lacks; empty if they have the same ones.
+std::string missingField(const CallFields& left, const CallFields& right, const std::string& left_rank, const std::string& right_rank) {
+  const auto lacks = [](const CallFields& fields, const std::string& name) {
+    return std::none_of(fields.begin(), fields.end(), [&](const auto& field) { return field.first == name; });
+  };
+  for (size_t i = 0; i < std::max(left.size(), right.size()); ++i) {
+    if (i < left.size() && lacks(right, left[i].first)) {
+      return left[i].first + ": " + left_rank + " has it, " + right_rank + " has not";
+    }
+    if (i < right.size() && lacks(left, right[i].first)) {
+      return right[i].first + ": " + right_rank + " has it, " + left_rank + " has not";
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
 std::string firstDifference(const std::string& mine, int64_t my_rank, const std::string& theirs, int64_t their_rank) {
   const CallFields left = unpackFields(mine);
   const CallFields right = unpackFields(theirs);
@@ -84,7 +104,8 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
   const std::string right_rank = "rank " + std::to_string(their_rank);
   for (size_t i = 0; i < std::max(left.size(), right.size()); ++i) {
     if (i >= left.size() || i >= right.size() || left[i].first != right[i].first) {
-      return "number of tensors: " + left_rank + " and " + right_rank + " pass lists of different length";
+      const std::string missing = missingField(left, right, left_rank, right_rank);
+      return missing.empty() ? "the names of the tensors: " + left_rank + " and " + right_rank + " have them in different order" : missing;
     }
     if (left[i].second != right[i].second) {
       return left[i].first + ": " + left_rank + " has " + left[i].second + ", " + right_rank + " has " + right[i].second;

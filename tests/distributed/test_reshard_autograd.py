@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -104,11 +105,32 @@ def lists_with_integers(rank: int, world_size: int) -> None:
     check_gradient(b, torch.zeros(6), source, (Replicate(),), rank)
 
 
+def asynchronous(rank: int, world_size: int) -> None:
+    """Two in flight at once, waited for in the other order; one call's gradient stays in the graph before it."""
+    whole = torch.arange(42.0).reshape(6, 7)
+    x = leaf(whole, FRONT, (Shard(0), Shard(1)), rank)
+    doubled: Any = 2 * x
+    first, first_work = xm.reshard(doubled, BACK, (Shard(1),), async_op=True)
+    second, second_work = xm.reshard(x, BACK, (Replicate(),), async_op=True)
+    second_work.wait()
+    first_work.wait()
+    assert first.requires_grad
+    assert second.grad_fn is not None
+    assert_same_bytes(first.to_local().detach(), 2 * local_part(whole, BACK, (Shard(1),), rank), "first")
+    assert_same_bytes(second.to_local().detach(), local_part(whole, BACK, (Replicate(),), rank), "second")
+    (first.to_local() * local_part(whole, BACK, (Shard(1),), rank)).sum().backward()
+    check_gradient(x, 2 * whole, FRONT, (Shard(0), Shard(1)), rank)
+    with torch.no_grad():
+        third, third_work = xm.reshard(x, BACK, (Shard(0),), async_op=True)
+    third_work.wait()
+    assert not third.requires_grad
+    second.to_local(grad_placements=(Partial("sum"),)).sum().backward()
+    check_gradient(x, 2 * whole + 3, FRONT, (Shard(0), Shard(1)), rank)
+
+
 def refusals(rank: int, world_size: int) -> None:
     x = leaf(torch.ones(4), xm.Mesh([0, 1]), (Shard(0),), rank)
     out = dtensor_of(local_part(torch.zeros(4), BACK, (Shard(0),), rank), (4,), BACK, (Shard(0),))
-    with pytest.raises(ValueError, match="async_op=True"):
-        xm.reshard(x, BACK, (Shard(0),), async_op=True)
     with pytest.raises(ValueError, match="out="):
         xm.reshard(x, BACK, (Shard(0),), out=out)
     with torch.no_grad():
@@ -127,6 +149,7 @@ def everything(rank: int, world_size: int) -> None:
         partial_source_and_partial_gradient,
         backwards_in_any_order,
         lists_with_integers,
+        asynchronous,
         refusals,
     ):
         check(rank, world_size)
