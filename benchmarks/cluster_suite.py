@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from cases import Case
-from table import Record
+from progress import Listener
+from table import LiveTable, Record, cells, wrong_note
 
 from torch_xmesh.testing.cluster import Cluster, Goodput
 
@@ -46,23 +47,33 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Records and what has to be said with them: `notes` head the table, `about` goes into the JSON."""
+    """Records, and what has to be said with them in the JSON."""
 
     records: list[Record]
-    notes: list[str]
     about: dict[str, Any]
 
 
-def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings) -> Measurement:
-    """Runs every case under every strategy, alternating, on one set of processes.
+def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings, live: LiveTable) -> Measurement:
+    """Runs every case under every strategy, alternating, on one set of processes; rows go into `live` as they are
+    measured.
 
     Raises MeasurementError when a rank fails or the processes do not end in time.
     """
     deadline = time.monotonic() + settings.budget_seconds
+    listener = Listener(lambda rows: live.rows([cells(Record(**row)) for row in rows]))
+    listener.say("building the cluster, measuring its links")
     with Cluster(
-        hosts=settings.hosts, devices=settings.devices, rate=settings.rate, rate_of=settings.rate_of
+        hosts=settings.hosts,
+        devices=settings.devices,
+        rate=settings.rate,
+        rate_of=settings.rate_of,
+        output=listener.stream,
     ) as cluster:
         goodput = cluster.goodput()
+        notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}"]
+        if not settings.shared_memory:
+            notes.append("the product shares no memory inside hosts")
+        live.begin(notes)
         nic_bytes_per_s = list(goodput.nic_bytes_per_s) or [1e9]
         with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
             job = {
@@ -82,14 +93,15 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             job_path.write_text(json.dumps(job))
             left = max(0.0, deadline - time.monotonic())
             seconds = left + settings.timeout_seconds + _OVERTIME_SECONDS
+            listener.say(f"starting {cluster.world_size} processes")
             written = run_workers(cluster, _WORKER, job_path, seconds)
             skipped = [line for line in written.splitlines() if line.startswith("skipped: ")]
             costs = [line for line in written.splitlines() if line.startswith("costs: ")]
             lines = Path(folder, "records.jsonl").read_text().splitlines()
+        listener.end()
         records = [Record(**json.loads(line)) for line in lines]
-        notes = [*machine_notes(), cluster.description, f"goodput: {_goodput_note(cluster, goodput)}", *costs, *skipped]
-        if not settings.shared_memory:
-            notes.append("the product shares no memory inside hosts")
+        for note in (*costs, *skipped, wrong_note(records)):
+            live.note(note)
         about = {
             "machine": machine_notes(),
             "cluster": cluster.description,
@@ -100,7 +112,7 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             "shared_memory": settings.shared_memory,
             "skipped": skipped,
         }
-    return Measurement(records, notes, about)
+    return Measurement(records, about)
 
 
 def run_workers(cluster: Cluster, script: Path, job_path: Path, seconds: float) -> str:

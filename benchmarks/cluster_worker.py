@@ -24,6 +24,7 @@ from cases import Case
 from disturbance import ATTEMPTS, DISTURBED, StolenTime
 from methods import Method, RankData, XmeshMethod
 from overlaps import bound_seconds
+from progress import tell, tell_rows
 from rivals import is_rival, make_rival
 from run_budget import Cost, further_runs, shares
 from table import Record
@@ -135,6 +136,7 @@ class Worker:
         costs: dict[str, Cost] = {}
         now = self._now()
         for name, method in methods.items():
+            self._tell(data, name, "first run")
             first[name] = self._run_once(data, method, samples[name])
             began, now = now, self._now()
             costs[name] = Cost(first[name].seconds, now - began)
@@ -143,10 +145,15 @@ class Worker:
             runs = further_runs(costs, wanted - done, deadline - self._now())
             for name, method in methods.items():
                 if runs[name] > 0:
+                    self._tell(data, name, f"run {done + 1} of {wanted}")
                     samples[name].runs.append(self._run_undisturbed(data, method, samples[name], deadline))
         for name in methods:
             samples[name].runs = samples[name].runs or [first[name]]
         return samples
+
+    def _tell(self, data: RankData, name: str, run: str) -> None:
+        if self._rank == 0:
+            tell(data.case.name, name, run, self._deadline - time.monotonic())
 
     def _make(self, name: str, data: RankData, group: dist.ProcessGroup | None) -> Method | None:
         """The method, or None (said once) where the product cannot plan the case with it."""
@@ -250,8 +257,7 @@ def main() -> None:
             if lines is not None:
                 lines.writelines(json.dumps(record.to_json()) + "\n" for record in records)
                 lines.flush()
-                best = min(records, key=lambda record: record.seconds)
-                print(f"{case.name}: fastest {best.strategy} {best.seconds:.3f} s", flush=True)
+                tell_rows([record.to_json() for record in records])
 
 
 if __name__ == "__main__":

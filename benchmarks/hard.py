@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from cases import Case, random_case
 from overlaps import bound_seconds
+from progress import Progress
 
 from torch_xmesh.testing.cluster import parse_rate
 
@@ -51,7 +52,9 @@ def hard_cases(
     usual = "200mbit" if rate == "none" else rate
     nic_bytes_per_s = [parse_rate(rate_of.get(host, usual)) / 8 * _GOODPUT for host in range(hosts)]
     found: list[Case] = []
+    progress = Progress()
     for seed in range(first_seed, first_seed + _MAX_TRIES):
+        progress.say(f"looking for hard layouts: {len(found)} of {count}, seed {seed}")
         case = random_case(seed, num_bytes=num_bytes, hosts=hosts, devices=devices)
         bound = bound_seconds(case, lambda rank: rank // devices, nic_bytes_per_s)
         if bound < _MIN_BOUND_SECONDS:
@@ -59,5 +62,6 @@ def hard_cases(
         if best_broadcast_ratio(case, devices=devices, nic_bytes_per_s=nic_bytes_per_s, bound=bound) > _HARD:
             found.append(case)
         if len(found) == count:
+            progress.clear()
             return found
     raise ValueError(f"random --hard: {len(found)} of {count} hard layouts within {_MAX_TRIES} seeds from {first_seed}")

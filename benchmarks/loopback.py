@@ -22,22 +22,29 @@ import torch.distributed as dist
 from cases import S0, Case, TensorLayout
 from cluster_suite import Measurement, MeasurementError, machine_notes
 from methods import RankData, XmeshMethod, placement
-from table import Record
+from progress import Listener, tell, tell_rows
+from table import LiveTable, Record, cells, wrong_note
 
 from torch_xmesh.testing.cluster import Cluster
 
 _TIMEOUT_SECONDS = 420.0
 _ALL_REDUCE_REPEATS = 1000
 _SMALL_REPEATS = 500
-RIVAL, CONTROL, OURS = "gloo", "gloo_control", "xmesh"
+RIVAL, CONTROL, OURS, OURS_CPP = "gloo", "gloo_control", "xmesh", "xmesh_cpp"
+METHODS = (RIVAL, OURS, OURS_CPP, CONTROL)
+CASES = ("reshard-large", "reshard-4B", "all_reduce-4B")
 
 Block = Callable[[], None]
 
 
-def measure(*, num_bytes: int, runs: int, shared_memory: bool = True) -> Measurement:
-    """Runs the three comparisons. Raises MeasurementError when a rank fails."""
+def measure(*, num_bytes: int, runs: int, live: LiveTable, shared_memory: bool = True) -> Measurement:
+    """Runs the three comparisons; rows go into `live` as they are measured. Raises MeasurementError when a rank
+    fails."""
+    cluster_note = "2 ranks on loopback" + ("" if shared_memory else ", sharing no memory")
+    live.begin([*machine_notes(), cluster_note, "bound = gloo's median; cpu = both ranks, per operation"])
+    listener = Listener(lambda rows: live.rows([cells(Record(**row)) for row in rows]))
     with (
-        Cluster(hosts=1, devices=2, rate=None) as cluster,
+        Cluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster,
         tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
     ):
         records_path = Path(folder, "records.json")
@@ -56,9 +63,9 @@ def measure(*, num_bytes: int, runs: int, shared_memory: bool = True) -> Measure
         if job.failed_rank is not None:
             raise MeasurementError(f"rank {job.failed_rank.rank} failed; it wrote:\n{job.failed_rank.output}")
         records = [Record(**entry) for entry in json.loads(records_path.read_text())]
-    cluster_note = "2 ranks on loopback" + ("" if shared_memory else ", sharing no memory")
-    notes = [*machine_notes(), cluster_note, "bound = gloo's median; cpu = both ranks, per operation"]
-    return Measurement(records, notes, {"machine": machine_notes(), "cluster": cluster_note, "runs": runs})
+    listener.end()
+    live.note(wrong_note(records))
+    return Measurement(records, {"machine": machine_notes(), "cluster": cluster_note, "runs": runs})
 
 
 class _Comparison:
@@ -75,8 +82,13 @@ class _Comparison:
         seconds: dict[str, list[float]] = {name: [] for name in self._blocks}
         cpu: dict[str, list[float]] = {name: [] for name in self._blocks}
         wrong = dict.fromkeys(self._blocks, 0)
+        began = time.monotonic()
         for round_index in range(runs + 1):
             for name, block in self._blocks.items():
+                if dist.get_rank() == 0:
+                    tell(
+                        self._case, name, f"round {round_index} of {runs}", began + _TIMEOUT_SECONDS - time.monotonic()
+                    )
                 took, used, bad = _time_block(block, group, count_wrong)
                 wrong[name] += bad
                 if round_index > 0:
@@ -169,7 +181,7 @@ def _reshard(case_name: str, num_bytes: int, repeats: int, runs: int, group: dis
     layout = TensorLayout((num_bytes // 4,), "float32", (S0,), (S0,))
     data = RankData.make(Case(case_name, np.array([0]), np.array([1]), (layout,)), dist.get_rank())
     raw = _raw(data, group)
-    operations = {RIVAL: raw, OURS: XmeshMethod(data, "auto", None).run, "xmesh_cpp": _prepared(data), CONTROL: raw}
+    operations = {RIVAL: raw, OURS: XmeshMethod(data, "auto", None).run, OURS_CPP: _prepared(data), CONTROL: raw}
     blocks = {name: _repeat(operation, repeats) for name, operation in operations.items()}
 
     def count_wrong() -> int:
@@ -181,7 +193,7 @@ def _reshard(case_name: str, num_bytes: int, repeats: int, runs: int, group: dis
     return _Comparison(case_name, num_bytes, repeats, blocks).run(runs, group, count_wrong)
 
 
-def _all_reduce(repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
+def _all_reduce(case_name: str, repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
     """A 4-byte all_reduce through xmesh (the default group) and through gloo."""
     value = torch.ones(1)
     doublings = 100  # a float holds 127
@@ -197,7 +209,7 @@ def _all_reduce(repeats: int, runs: int, group: dist.ProcessGroup) -> list[Recor
     on_gloo = _repeat(lambda: double(group), repeats // doublings)
     on_xmesh = _repeat(lambda: double(None), repeats // doublings)
     blocks = {RIVAL: on_gloo, OURS: on_xmesh, CONTROL: on_gloo}
-    return _Comparison("all_reduce-4B", 4, repeats, blocks).run(runs, group, count_wrong)
+    return _Comparison(case_name, 4, repeats, blocks).run(runs, group, count_wrong)
 
 
 def _worker(arguments: Sequence[str]) -> None:
@@ -208,9 +220,17 @@ def _worker(arguments: Sequence[str]) -> None:
     options.shared_memory = job["shared_memory"]
     dist.init_process_group("xmesh", pg_options=options)
     group = dist.new_group(backend="gloo")
-    records = _reshard("reshard-large", job["num_bytes"], 1, job["runs"], group)
-    records += _reshard("reshard-4B", 4, _SMALL_REPEATS, job["runs"], group)
-    records += _all_reduce(_ALL_REDUCE_REPEATS, job["runs"], group)
+    large, small, all_reduce = CASES
+    records: list[Record] = []
+
+    def done(found: list[Record]) -> None:
+        records.extend(found)
+        if os.environ["RANK"] == "0":
+            tell_rows([record.to_json() for record in found])
+
+    done(_reshard(large, job["num_bytes"], 1, job["runs"], group))
+    done(_reshard(small, 4, _SMALL_REPEATS, job["runs"], group))
+    done(_all_reduce(all_reduce, _ALL_REDUCE_REPEATS, job["runs"], group))
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         Path(job["records"]).write_text(json.dumps([record.to_json() for record in records]))

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster_suite import MeasurementError
+from progress import Listener, ignore_rows, tell
 from torch import nn
 
 from torch_xmesh.testing.cluster import Cluster
@@ -46,8 +47,10 @@ def run(
     rounds: int = 6,
     steps_per_round: int = 25,
     methods: Sequence[str] = METHODS,
+    on_records: Callable[[list[dict[str, Any]]], None] = ignore_rows,
 ) -> list[dict[str, Any]]:
-    """Measures every number of stages with every number of microbatches, one process per stage.
+    """Measures every number of stages with every number of microbatches, one process per stage; `on_records` gets the
+    records of each as soon as they are measured.
 
     Returns:
         one record per point and method: method, stages, microbatches, bare_us (the bare stage, per compute action),
@@ -65,13 +68,16 @@ def run(
                 "steps": steps_per_round,
                 "methods": list(methods),
             }
-            records += _measure(num_stages, job)
+            found = _measure(num_stages, job)
+            on_records(found)
+            records += found
     return records
 
 
 def _measure(num_stages: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+    listener = Listener(ignore_rows)
     with (
-        Cluster(hosts=1, devices=num_stages, rate=None) as cluster,
+        Cluster(hosts=1, devices=num_stages, rate=None, output=listener.stream) as cluster,
         tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
     ):
         path = Path(folder, "records.json")
@@ -83,6 +89,7 @@ def _measure(num_stages: int, job: dict[str, Any]) -> list[dict[str, Any]]:
             raise MeasurementError(f"{error}; rank 0 wrote:\n{ranks.ranks[0].output}") from error
         if ranks.failed_rank is not None:
             raise MeasurementError(f"rank {ranks.failed_rank.rank} failed; it wrote:\n{ranks.failed_rank.output}")
+        listener.end()
         records: list[dict[str, Any]] = json.loads(path.read_text())
         return records
 
@@ -169,8 +176,12 @@ def _time(step: Step, steps: int) -> list[tuple[int, int]]:
 def _medians(steps: dict[str, Step], rounds: int, steps_per_round: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Microseconds per step of this rank: a row per entry of `steps`, columns calling thread and all threads."""
     samples: dict[str, list[tuple[int, int]]] = {name: [] for name in steps}
+    began = time.monotonic()
     for round_index in range(rounds + 1):
         for name, step in steps.items():
+            if dist.get_rank() == 0:
+                left = _TIMEOUT_SECONDS - (time.monotonic() - began)
+                tell(f"{len(steps) - 1} methods", name, f"round {round_index} of {rounds}", left)
             dist.barrier(group=group)
             found = _time(step, steps_per_round)
             samples[name] += found if round_index > 0 else []
@@ -241,16 +252,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Prints a table of what `run` finds."""
     options = _parse(arguments)
-    found = run(
-        stages=options.stages, microbatches=options.microbatches, rounds=options.rounds, methods=options.methods
-    )
     print(f"{'method':12} stages  m  us/action  us/compute action  us/action, all threads  bare us/compute action")
-    for one in found:
-        print(
-            f"{one['method']:12} {one['stages']:6} {one['microbatches']:2} {one['cpu_us_per_action']:10.1f} "
-            f"{one['cpu_us_per_compute_action']:18.1f} {one['cpu_us_all_threads_per_action']:23.1f} "
-            f"{one['bare_us']:23.1f}"
-        )
+
+    def show(found: list[dict[str, Any]]) -> None:
+        for one in found:
+            print(
+                f"{one['method']:12} {one['stages']:6} {one['microbatches']:2} {one['cpu_us_per_action']:10.1f} "
+                f"{one['cpu_us_per_compute_action']:18.1f} {one['cpu_us_all_threads_per_action']:23.1f} "
+                f"{one['bare_us']:23.1f}",
+                flush=True,
+            )
+
+    run(
+        stages=options.stages,
+        microbatches=options.microbatches,
+        rounds=options.rounds,
+        methods=options.methods,
+        on_records=show,
+    )
 
 
 if __name__ == "__main__":

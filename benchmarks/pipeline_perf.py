@@ -13,7 +13,8 @@ from pathlib import Path
 
 from cluster_suite import MeasurementError, machine_notes
 from pipeline_suites import METHODS, Settings, measure
-from pipeline_table import plot, plot_overhead, render, render_overhead, save
+from pipeline_table import live_table, plot, plot_overhead, render_overhead, save
+from table import wrong_note
 
 _SUITES = ("paced", "real", "meshes", "overhead")
 
@@ -85,11 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_overhead(options)
         if options.timelines is not None:
             options.timelines.mkdir(parents=True, exist_ok=True)
-        measurement = measure(settings_of(options))
+        settings = settings_of(options)
+        live = live_table(settings.methods)
+        live.note(f"torch_xmesh pipeline_perf, suite {options.suite}")
+        measurement = measure(settings, live)
     except (ValueError, MeasurementError) as error:
         print(f"pipeline_perf: {error}", file=sys.stderr)
         return 2
-    print(render(measurement.records, [f"torch_xmesh pipeline_perf, suite {options.suite}", *measurement.notes]))
+    live.note(wrong_note(measurement.records))
     if options.json is not None:
         records = [record.to_json() for record in measurement.records]
         save(options.json, records, {"suite": options.suite, **measurement.about})

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from cluster_suite import machine_notes, run_workers
 from pipeline_models import make
-from pipeline_table import Record
+from pipeline_table import Record, rows
 from pipeline_worker import SIGNAL, stage_seconds
+from progress import Listener
+from table import LiveTable
 
 from torch_xmesh.testing.cluster import Cluster
 
@@ -74,22 +76,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Records and what has to be said with them: `notes` head the table, `about` goes into the JSON."""
+    """Records, and what has to be said with them in the JSON."""
 
     records: list[Record]
-    notes: list[str]
     about: dict[str, Any]
 
 
-def measure(settings: Settings) -> Measurement:
-    """Runs a suite. Raises MeasurementError when a rank fails or does not end in time, ValueError for methods that the
-    suite does not have."""
+def measure(settings: Settings, live: LiveTable) -> Measurement:
+    """Runs a suite; rows go into `live` as they are measured.
+
+    Raises MeasurementError when a rank fails or does not end in time, ValueError for methods that the suite does not
+    have.
+    """
     if unknown := sorted(set(settings.methods) - set(METHODS[settings.suite])):
         raise ValueError(f"suite {settings.suite} has no {unknown}; it has {list(METHODS[settings.suite])}")
-    return {"paced": _paced, "real": _real, "meshes": _meshes}[settings.suite](settings)
+    return {"paced": _paced, "real": _real, "meshes": _meshes}[settings.suite](settings, live)
 
 
-def _paced(settings: Settings) -> Measurement:
+def _paced(settings: Settings, live: LiveTable) -> Measurement:
     def cases(nic_bytes_per_s: float) -> list[dict[str, Any]]:
         return [
             {
@@ -112,10 +116,10 @@ def _paced(settings: Settings) -> Measurement:
             for microbatches in settings.microbatches
         ]
 
-    return _on_200mbit(settings, cases, hosts=settings.stages, devices=1)
+    return _on_200mbit(settings, live, cases, hosts=settings.stages, devices=1)
 
 
-def _meshes(settings: Settings) -> Measurement:
+def _meshes(settings: Settings, live: LiveTable) -> Measurement:
     """Two stages that wait, on two hosts with two devices each."""
     pairs = {
         "2x1->1x2": [[[0], [1]], [[2, 3]]],
@@ -145,10 +149,10 @@ def _meshes(settings: Settings) -> Measurement:
             for name, meshes in pairs.items()
         ]
 
-    return _on_200mbit(settings, cases, hosts=2, devices=2)
+    return _on_200mbit(settings, live, cases, hosts=2, devices=2)
 
 
-def _real(settings: Settings) -> Measurement:
+def _real(settings: Settings, live: LiveTable) -> Measurement:
     """A cluster for each model and ratio, its NICs as fast as the ratio wants them for the forward measured here."""
     parts = []
     for kind in settings.models:
@@ -165,20 +169,21 @@ def _real(settings: Settings) -> Measurement:
             }
             rate = f"{bits_per_s // 1000}kbit"
             parts.append(
-                _on_cluster(settings, partial(_only, case), hosts=2, devices=1, rate=rate, message_bytes=num_bytes)
+                _on_cluster(
+                    settings, live, partial(_only, case), hosts=2, devices=1, rate=rate, message_bytes=num_bytes
+                )
             )
     records = [record for part in parts for record in part.records]
-    notes = list(dict.fromkeys(note for part in parts for note in part.notes))
     about = {**parts[0].about, "clusters": [part.about["cluster"] for part in parts]}
     if about["is_shaped"]:
         about["cluster"] = "2 hosts x 1 devices, NICs shaped for each model and ratio (network namespaces, veth, tbf)"
-    return Measurement(records, notes, about)
+    return Measurement(records, about)
 
 
-def _on_200mbit(settings: Settings, cases: Any, *, hosts: int, devices: int) -> Measurement:
+def _on_200mbit(settings: Settings, live: LiveTable, cases: Any, *, hosts: int, devices: int) -> Measurement:
     """Paced stages: what a ratio means in bytes follows from the forward's time."""
     message_bytes = min(settings.ratios) * settings.forward_s * 200e6 / 8 * _GOODPUT
-    return _on_cluster(settings, cases, hosts=hosts, devices=devices, rate="200mbit", message_bytes=message_bytes)
+    return _on_cluster(settings, live, cases, hosts=hosts, devices=devices, rate="200mbit", message_bytes=message_bytes)
 
 
 def _only(case: dict[str, Any], nic_bytes_per_s: float) -> list[dict[str, Any]]:
@@ -202,12 +207,22 @@ def _forward_and_bytes(kind: str, sizes: dict[str, Any]) -> tuple[float, int]:
 
 
 def _on_cluster(
-    settings: Settings, cases: Any, *, hosts: int, devices: int, rate: str, message_bytes: float
+    settings: Settings, live: LiveTable, cases: Any, *, hosts: int, devices: int, rate: str, message_bytes: float
 ) -> Measurement:
     """`cases(nic_bytes_per_s)` gives the descriptions that the workers run on one set of processes."""
     wanted, buffers = rate if settings.is_shaped else None, Buffers.beside(message_bytes)
-    with Cluster(hosts=hosts, devices=devices, rate=wanted, burst=buffers.burst, tcp_wmem=buffers.tcp_wmem) as cluster:
+    listener = Listener(lambda found: live.rows(rows([Record(**row) for row in found])))
+    listener.say("building the cluster, measuring its links")
+    with Cluster(
+        hosts=hosts,
+        devices=devices,
+        rate=wanted,
+        burst=buffers.burst,
+        tcp_wmem=buffers.tcp_wmem,
+        output=listener.stream,
+    ) as cluster:
         goodput = cluster.goodput()
+        live.begin([*machine_notes(), f"{cluster.description}, burst {buffers.burst}, goodput {goodput}"])
         nic_bytes_per_s = statistics.median(goodput.nic_bytes_per_s) if cluster.is_shaped else 24e6
         with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
             job = {
@@ -224,9 +239,10 @@ def _on_cluster(
             path = Path(folder, "job.json")
             path.write_text(json.dumps(job))
             seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
+            listener.say(f"starting {cluster.world_size} processes")
             run_workers(cluster, _WORKER, path, seconds)
             lines = Path(folder, "records.jsonl").read_text().splitlines()
-        notes = [*machine_notes(), f"{cluster.description}, burst {buffers.burst}, goodput {goodput}"]
+        listener.end()
         about = {
             "machine": machine_notes(),
             "cluster": cluster.description,
@@ -235,4 +251,4 @@ def _on_cluster(
             "forward_seconds": settings.forward_s,
             "runs": settings.runs,
         }
-    return Measurement([Record(**json.loads(line)) for line in lines], notes, about)
+    return Measurement([Record(**json.loads(line)) for line in lines], about)

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from table import LiveTable
+
 _COLORS = {
     "torch_1f1b": "#8d8d8d",
     "torch_zb1p": "#4c4c4c",
@@ -98,12 +100,14 @@ def rival_of(record: Record, records: Sequence[Record]) -> Record | None:
     return next(found, None)
 
 
-def render(records: Sequence[Record], notes: Iterable[str]) -> str:
-    """The table as text: notes as comment lines, a head with units, one row per record, the sum of wrong gradient
-    elements below."""
-    rows = [[name for name, _ in _HEAD], [unit for _, unit in _HEAD]]
-    rows += [_row(record, rival_of(record, records)) for record in records]
-    return "\n".join([*_lines(rows, notes), f"# #wrong over all rows: {sum(record.wrong for record in records)}"])
+def live_table(methods: Sequence[str]) -> LiveTable:
+    """For records of these methods."""
+    return LiveTable(_HEAD, [["2x1->1x2 n2 m16 r0.5"], methods])
+
+
+def rows(records: Sequence[Record]) -> list[list[str]]:
+    """The rows of records that have the rival of each among them."""
+    return [_row(record, rival_of(record, records)) for record in records]
 
 
 def render_overhead(records: Sequence[Mapping[str, Any]], notes: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from disturbance import ATTEMPTS, DISTURBED, StolenTime
 from pipeline_methods import INTERLEAVED, Grid, Method, Ours, flat, make_method, ranks_of_groups
 from pipeline_models import Workload, as_tuple, make
 from pipeline_table import Record
+from progress import tell, tell_rows
 
 import torch_xmesh as xm
 from torch_xmesh.pipeline import Costs, EdgeCosts, StageCosts
@@ -120,14 +121,22 @@ class Case:
     def measure(self, deadline: float) -> None:
         """One uncounted step of each, then rounds of all until there are enough or rank 0's clock says stop."""
         for key in self.keys:
+            self._tell(key, "first step", deadline)
             self.run(key)
         for done in range(self._job["runs"]):
             begin = time.monotonic()
             for key in self.keys:
+                self._tell(key, f"run {done + 1} of {self._job['runs']}", deadline)
                 self.run_undisturbed(key, deadline)
             round_seconds = time.monotonic() - begin
             if done + 1 >= _NUM_RUNS_MIN and not self._is_before(deadline - round_seconds):
                 break
+
+    def _tell(self, key: tuple[float, str], run: str, deadline: float) -> None:
+        if self.rank == 0:
+            ratio, name = key
+            size = "messages of one element" if ratio == SIGNAL else f"r{ratio:g}"
+            tell(f"{self._case['name']} {size}", name, run, deadline - time.monotonic())
 
     def _is_before(self, deadline: float) -> bool:
         """By rank 0's clock, so that all ranks decide alike."""
@@ -259,9 +268,10 @@ def main() -> None:
         if job["timelines"]:
             case.timelines(job["timelines"])
         if rank == 0:
+            records = [record.to_json() for record in case.records()]
             with Path(job["records"]).open("a") as lines:
-                lines.writelines(json.dumps(record.to_json()) + "\n" for record in case.records())
-            print(f"{description['name']}: measured", flush=True)
+                lines.writelines(json.dumps(record) + "\n" for record in records)
+            tell_rows(records)
         case.close()
     dist.destroy_process_group()
 

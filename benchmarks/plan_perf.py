@@ -7,6 +7,7 @@ and say which bars are met. README.md beside this file defines them.
 """
 
 import argparse
+import io
 import json
 import math
 import statistics
@@ -25,6 +26,7 @@ from hard import BROADCASTS
 from methods import placement
 from overlaps import bound_seconds, overlaps
 from plan_bars import CACHED_BAR_MS, CASES_BAR_MS, SCALE_BAR_MS, PlanRecord, percentile, quality_lines, time_line
+from progress import Progress
 from random_layouts import random_layout
 from scale_layouts import DEVICES, scale_cases
 
@@ -205,7 +207,12 @@ def measure_random(num_seeds: int, strategies: Sequence[str]) -> list[PlanRecord
     layouts = list(random_family(range(num_seeds)))
     every = []
     for title, links, suffix in (("bytes only", _BYTES_ONLY, ""), ("default latencies", {}, " latency")):
-        records = [plan_layout(layout, strategy, 1, links, suffix) for layout in layouts for strategy in strategies]
+        records, progress, began = [], Progress(), time.monotonic()
+        for number, layout in enumerate(layouts):
+            left = (time.monotonic() - began) / number * (len(layouts) - number) if number else float("nan")
+            progress.say(f"random layouts, {title}: {number} of {len(layouts)}; about {left:.0f} s left")
+            records += [plan_layout(layout, strategy, 1, links, suffix) for strategy in strategies]
+        progress.clear()
         print(f"# random layouts, {title}")
         print("\n".join(summarize(records)))
         fans = {layout.case.name + suffix: layout.fan for layout in layouts}
@@ -231,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     machine = machine_notes()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # rows as they are measured, also into a pipe
     print("\n".join(f"# {note}" for note in ("torch_xmesh plan_perf", *machine)))
     absent = [name for name in (*_CASE_STRATEGIES, *_RANDOM_STRATEGIES) if not _is_known(name)]
     if absent:

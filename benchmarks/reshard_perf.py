@@ -16,7 +16,7 @@ from cases import SUITES, Case, fits, suite_cases
 from charts import plot
 from cluster_suite import Measurement, MeasurementError, Settings, main_exit_code, measure
 from hard import hard_cases
-from table import render, save
+from table import live_table, save
 
 _ALL = (
     "auto",
@@ -170,10 +170,13 @@ def _costs_of(path: Path | None) -> dict[str, float]:
     }
 
 
+def title_of(options: argparse.Namespace) -> str:
+    return f"suite {options.suite}" if options.case_file is None else f"cases of {options.case_file.name}"
+
+
 def report(options: argparse.Namespace, measurement: Measurement) -> None:
-    """Prints the table; writes JSON and chart where asked."""
-    title = f"suite {options.suite}" if options.case_file is None else f"cases of {options.case_file.name}"
-    print(render(measurement.records, [f"torch_xmesh reshard_perf, {title}", *measurement.notes]))
+    """Writes JSON and chart where asked."""
+    title = title_of(options)
     chosen = {"suite": options.suite} if options.case_file is None else {"case_file": options.case_file.name}
     if options.json is not None:
         save(options.json, measurement.records, {**chosen, **measurement.about})
@@ -187,12 +190,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.suite == "loopback":
+            live = live_table(loopback.CASES, loopback.METHODS)
+            live.note(f"torch_xmesh reshard_perf, {title_of(options)}")
             measurement = loopback.measure(
-                num_bytes=options.num_bytes, runs=options.runs, shared_memory=not options.no_shared_memory
+                num_bytes=options.num_bytes, runs=options.runs, live=live, shared_memory=not options.no_shared_memory
             )
         else:
             settings = settings_of(options)
-            measurement = measure(choose_cases(options, settings.rate_of), choose_strategies(options), settings)
+            cases, strategies = choose_cases(options, settings.rate_of), choose_strategies(options)
+            live = live_table([case.name for case in cases], strategies)
+            live.note(f"torch_xmesh reshard_perf, {title_of(options)}")
+            measurement = measure(cases, strategies, settings, live)
     except (ValueError, MeasurementError) as error:
         print(f"reshard_perf: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Record:
         return asdict(self)
 
 
+_NUMBER_WIDTH = 8
 _HEAD = (
     ("case", ""),
     ("strategy", ""),
@@ -81,24 +82,63 @@ def _row(record: Record) -> list[str]:
     ]
 
 
-def render(records: Sequence[Record], notes: Iterable[str]) -> str:
-    """The table as text: notes as comment lines, a head with units, one row per record, the sum of wrong elements
-    below."""
-    rows = [[name for name, _ in _HEAD], [unit for _, unit in _HEAD], *(_row(record) for record in records)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = [f"# {note}" for note in notes]
-    previous = None
-    for index, row in enumerate(rows):
-        if index >= 2 and previous not in (None, row[0]):
-            lines.append("")
-        previous = row[0] if index >= 2 else None
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("# " if index < 2 else "  ") + "  ".join(cells).rstrip())
-    lines.append(f"# #wrong over all rows: {sum(record.wrong for record in records)}")
-    return "\n".join(lines)
+class LiveTable:
+    """A table on stdout whose rows are printed as they come. The columns are as wide as the names that are to come and
+    the usual numbers need."""
+
+    def __init__(self, head: Sequence[tuple[str, str]], names: Sequence[Sequence[str]]) -> None:
+        """`names`: the texts that the first columns may have."""
+        self._head = [[name for name, _ in head], [unit for _, unit in head]]
+        least = [max(map(len, texts), default=0) for texts in names] + [_NUMBER_WIDTH] * (len(head) - len(names))
+        self._widths = [max(width, len(name), len(unit)) for width, name, unit in zip(least, *self._head, strict=True)]
+        self._previous: str | None = None
+
+    def begin(self, notes: Iterable[str]) -> None:
+        """What is known before the first row; again, where what follows is measured otherwise."""
+        self._previous = None
+        for note in notes:
+            self.note(note)
+        for row in self._head:
+            print(format_row(row, self._widths, is_head=True), flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"# {text}", flush=True)
+
+    def rows(self, rows: Iterable[Sequence[str]]) -> None:
+        for row in rows:
+            if self._previous not in (None, row[0]):
+                print()
+            self._previous = row[0]
+            print(format_row(row, self._widths, is_head=False), flush=True)
+
+
+def format_row(cells: Sequence[str], widths: Sequence[int], is_head: bool) -> str:
+    """Two columns of names, then numbers."""
+    aligned = [
+        cell.ljust(width) if column < 2 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return ("# " if is_head else "  ") + "  ".join(aligned).rstrip()
+
+
+def live_table(cases: Sequence[str], strategies: Sequence[str]) -> LiveTable:
+    """For records of these cases and strategies."""
+    return LiveTable(_HEAD, [cases, [f"{name} (local_allgather)" if name == "auto" else name for name in strategies]])
+
+
+def cells(record: Record) -> list[str]:
+    """The row of a record."""
+    return _row(record)
+
+
+class _Checked(Protocol):
+    @property
+    def wrong(self) -> int: ...
+
+
+def wrong_note(records: Iterable[_Checked]) -> str:
+    """The table's last line."""
+    return f"#wrong over all rows: {sum(record.wrong for record in records)}"
 
 
 def save(path: Path, records: Sequence[Record], about: dict[str, Any]) -> None:

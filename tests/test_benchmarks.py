@@ -144,9 +144,13 @@ def test_wrong_elements_are_counted() -> None:
     assert data.count_wrong([torch.empty(0)]) == data.expected[0].numel()
 
 
-def test_the_table_has_units_and_the_sum_of_wrong_elements() -> None:
+def test_the_table_has_units_and_the_sum_of_wrong_elements(capsys: pytest.CaptureFixture[str]) -> None:
     record = table.Record("c1", "auto", 64 * MIB, 1.5, 1.4, 1.6, 1.4, 1.07, 1.45, 12, 3, 5, 0.5, "striped")
-    text = table.render([record], ["a note"])
+    live = table.live_table(["c1"], ["auto"])
+    live.begin(["a note"])
+    live.rows([table.cells(record)])
+    live.note(table.wrong_note([record]))
+    text = capsys.readouterr().out
     assert text.splitlines()[0] == "# a note"
     assert "#wrong" in text
     assert "auto (striped)" in text

@@ -220,7 +220,7 @@ def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: Cluster
     assert own_namespaces(os.getpid()) == mine != set()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, code: int) -> None:
     command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --no-goodput -- -c".split()
     driver = subprocess.Popen(

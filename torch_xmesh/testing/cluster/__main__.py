@@ -2,10 +2,8 @@
 --help`."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from . import Cluster, parse_rate
 
@@ -53,15 +51,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _raise_exit(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: that of the rank that failed first, 0 when none did, 130 after
     SIGINT."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _raise_exit)
     try:
         cluster = Cluster(
             hosts=options.hosts,
@@ -88,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         cluster.close()
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TextIO
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, TextIO
 
 from .goodput import Goodput, measure_goodput
 from .job import Job, RankCommand
@@ -22,6 +24,44 @@ from .network import (
 
 _MASTER_PORT = 29500
 _LOCAL_ADDRESS = "127.0.0.1"
+
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class EndingSignals:
+    """Turns SIGTERM and SIGHUP, which end a process where it stands, into SystemExit, so that what was built is
+    removed; SIGINT does so by itself. Handlers of the program's own are left alone, as are other threads than the
+    main one, which alone may have handlers."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDING:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, _exit)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No signal interrupts what is inside; one that came is heeded after it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, signal.SIGINT))
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def restore(self) -> None:
+        """Puts the handlers back. Idempotent."""
+        if threading.current_thread() is threading.main_thread():
+            for number in list(self._before):
+                signal.signal(number, self._before.pop(number))
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 class NotShapedError(RuntimeError):
@@ -40,10 +80,12 @@ class Cluster:
     namespaces cannot be made (no root, no iproute2), all runs on plain localhost: `is_shaped` is False and
     `description` says so and why.
 
-    Owns its processes and its network: leaving the context ends and removes all of it, and what a killed run left
-    behind is removed by the next one. One thread at a time, except that `cut`, `slow` and `restore` may be called while
-    another thread waits for a job. Raises ValueError for a number of hosts or devices below 1, a host in `rate_of` that
-    does not exist, or a malformed rate, burst or tcp_wmem.
+    Owns its processes and its network: leaving the context ends and removes all of it, also on SIGTERM and SIGHUP,
+    which become SystemExit until then. What a killed run left behind is removed by the next one. One thread at a time,
+    except that `cut`, `slow` and `restore` may be called while another thread waits for a job.
+
+    Raises ValueError for a number of hosts or devices below 1, a host in `rate_of` that does not exist, or a malformed
+    rate, burst or tcp_wmem.
     """
 
     def __init__(
@@ -79,7 +121,12 @@ class Cluster:
         self._output = output
         self._jobs: list[Job] = []
         self._goodput: Goodput | None = None
-        self._network, self.unshaped_reason = _build_network(hosts, rate, self._rate_of, burst, tcp_wmem)
+        self._signals = EndingSignals()
+        try:
+            self._network, self.unshaped_reason = _build_network(hosts, rate, self._rate_of, burst, tcp_wmem)
+        except BaseException:
+            self._signals.restore()
+            raise
 
     @property
     def world_size(self) -> int:
@@ -202,11 +249,13 @@ class Cluster:
         return self._network
 
     def close(self) -> None:
-        """Ends every job and removes the network. May be called again."""
-        for job in self._jobs:
-            job.stop()
-        if self._network is not None:
-            self._network.close()
+        """Ends every job and removes the network; signals wait until that is done. May be called again."""
+        with self._signals.held():
+            for job in self._jobs:
+                job.stop()
+            if self._network is not None:
+                self._network.close()
+            self._signals.restore()
 
     def __enter__(self) -> "Cluster":
         return self

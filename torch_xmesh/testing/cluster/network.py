@@ -139,7 +139,7 @@ class Network:
         self._tcp_wmem = tcp_wmem
         try:
             self._build()
-        except NetworkError:
+        except BaseException:  # a signal among them
             self.close()
             raise
 
