@@ -11,14 +11,25 @@ from torch_xmesh.topology import Topology
 
 
 class GroupReshards:
-    """One process group's reshards on this rank: the C++ group, the plans made so far, and who is calling."""
+    """One process group's reshards on this rank: the C++ group, the plans made so far, and who is calling.
 
-    def __init__(self, backend: "_C.ProcessGroupXmesh", core: "_C.ReshardGroup", ranks: list[int]) -> None:
+    ``with`` it one thread at a time calls; a second one gets a RuntimeError. ``core`` is for any thread.
+    """
+
+    def __init__(self, backend: "_C.ProcessGroupXmesh", ranks: list[int]) -> None:
         self.backend = backend
-        self.core = core
         self.ranks = frozenset(ranks)
         self.plans: dict[object, object] = {}
+        self._in_order = ranks
+        self._core: _C.ReshardGroup | None = None
         self._caller = threading.Lock()
+
+    @property
+    def core(self) -> "_C.ReshardGroup":
+        """The C++ group, made at the first use. RuntimeError once the process group is closed."""
+        if self._core is None:
+            self._core = _C.reshard_group(self.backend, self._in_order)
+        return self._core
 
     def __enter__(self) -> "GroupReshards":
         if not self._caller.acquire(blocking=False):
@@ -33,22 +44,22 @@ class GroupReshards:
 
 # Keyed by the group, whose Python object lives as long as it is in use; its backend's is made anew at each look.
 _reshards: "WeakKeyDictionary[dist.ProcessGroup, GroupReshards]" = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:
     """The reshards of a process group. ValueError for a group on another backend, RuntimeError for a closed one."""
     chosen = dist.group.WORLD if group is None else group
-    known = None if chosen is None else _reshards.get(chosen)
-    if known is not None and not known.backend.is_closed:
-        return known
-    backend = backend_of(chosen)
-    if backend.is_closed:
-        raise RuntimeError("the process group is closed: no reshard can start on it")
-    assert chosen is not None, "backend_of refuses a group that is not there"
-    ranks = dist.get_process_group_ranks(chosen)
-    made = GroupReshards(backend, _C.reshard_group(backend, ranks), ranks)
-    _reshards[chosen] = made
-    return made
+    with _lock:
+        known = None if chosen is None else _reshards.get(chosen)
+        if known is not None and not known.backend.is_closed:
+            return known
+        backend = backend_of(chosen)
+        if backend.is_closed:
+            raise RuntimeError("the process group is closed: no reshard can start on it")
+        assert chosen is not None, "backend_of refuses a group that is not there"
+        made = _reshards[chosen] = GroupReshards(backend, dist.get_process_group_ranks(chosen))
+        return made
 
 
 def group_of(group: dist.ProcessGroup | None) -> "_C.ReshardGroup":

@@ -49,18 +49,16 @@ void translate(std::exception_ptr pointer) {
 }
 
 std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGroupXmesh>& group, std::vector<int64_t> global_ranks) {
-  if (auto attached = std::dynamic_pointer_cast<ReshardGroup>(group->attachment())) {
-    attached->setTimeout(group->timeout());
-    return attached;
-  }
-  if (group->isClosed()) {
+  const auto attached = std::dynamic_pointer_cast<ReshardGroup>(group->attachment().getOrMake([&] {
+    return std::make_shared<ReshardGroup>(
+        group->store(), group->getRank(), std::move(global_ranks), group->timeout(),
+        c10d_backend::ReshardGroupOptions{group->options().staging_bytes, group->options().pacing, group->options().shared_memory});
+  }));
+  if (attached == nullptr) {
     throw runtime::GroupError("the process group is closed: no reshard can start on it");
   }
-  auto made = std::make_shared<ReshardGroup>(
-      group->store(), group->getRank(), std::move(global_ranks), group->timeout(),
-      c10d_backend::ReshardGroupOptions{group->options().staging_bytes, group->options().pacing, group->options().shared_memory});
-  group->setAttachment(made);
-  return made;
+  attached->setTimeout(group->timeout());
+  return attached;
 }
 
 }  // namespace

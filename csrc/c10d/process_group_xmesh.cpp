@@ -77,7 +77,7 @@ ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, in
 ProcessGroupXmesh::~ProcessGroupXmesh() {
   if (getpid() != pid_) {
     inner_.leak();
-    new std::shared_ptr<GroupAttachment>(std::move(attachment_));  // NOLINT(bugprone-unused-raii): its threads are the parent's
+    attachment_.leak();
     return;
   }
   close(/*abort=*/false);
@@ -85,13 +85,7 @@ ProcessGroupXmesh::~ProcessGroupXmesh() {
 }
 
 void ProcessGroupXmesh::close(bool abort) noexcept {
-  std::shared_ptr<GroupAttachment> attachment;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    is_closed_ = true;
-    attachment = std::move(attachment_);
-    attachment_ = nullptr;
-  }
+  std::shared_ptr<GroupAttachment> attachment = attachment_.close();
   if (attachment) {
     inner_.hooks().run_unlocked([&] {
       attachment->close(abort);
@@ -138,27 +132,6 @@ ProcessGroupXmesh::Work ProcessGroupXmesh::collect(c10::DeviceType kind, Work wo
     coalesced_.push_back(work);
   }
   return work;
-}
-
-void ProcessGroupXmesh::setAttachment(std::shared_ptr<GroupAttachment> attachment) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!is_closed_, "xmesh: the process group is closed on group rank ", getRank());
-    attachment_.swap(attachment);
-  }
-  if (attachment) {
-    inner_.hooks().run_unlocked([&] { attachment->close(false); });
-  }
-}
-
-std::shared_ptr<GroupAttachment> ProcessGroupXmesh::attachment() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return attachment_;
-}
-
-bool ProcessGroupXmesh::isClosed() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return is_closed_;
 }
 
 void ProcessGroupXmesh::setTimeout(std::chrono::milliseconds timeout) {

@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "c10d/group_attachment.h"
+#include "c10d/attachment_slot.h"
 #include "c10d/inner_backends.h"
 
 namespace xmesh::c10d_backend {
@@ -39,12 +39,10 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   /// The inner backend of a device kind, made if need be.
   c10::intrusive_ptr<::c10d::Backend> innerBackend(c10::DeviceType kind);
 
-  /// Ties `attachment` to this group; a former one is closed. RuntimeError once the group is closed.
-  void setAttachment(std::shared_ptr<GroupAttachment> attachment);
-  /// The attachment, or nullptr.
-  std::shared_ptr<GroupAttachment> attachment() const;
+  /// What lives as long as this group does; closed with it.
+  AttachmentSlot& attachment() { return attachment_; }
   /// True after abort() or shutdown().
-  bool isClosed() const;
+  bool isClosed() const { return attachment_.isClosed(); }
 
   const std::string getBackendName() const override { return "xmesh"; }  // NOLINT(readability-const-return-type): c10d's signature
   c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -130,9 +128,8 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   const pid_t pid_;
   bool is_coalescing_ = false;  // startCoalescing .. endCoalescing, on one thread as c10d asks
   std::vector<Work> coalesced_;
+  AttachmentSlot attachment_;
   mutable std::mutex mutex_;  // guards what follows
-  std::shared_ptr<GroupAttachment> attachment_;
-  bool is_closed_ = false;
   std::string last_split_name_;
   c10::weak_intrusive_ptr<::c10d::Backend> last_split_;
 };

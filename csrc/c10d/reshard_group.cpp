@@ -151,12 +151,17 @@ std::vector<int32_t> ReshardGroup::peersOf(const std::vector<int64_t>& ranks) co
   return out;
 }
 
+bool ReshardGroup::isFound(int64_t rank) const {
+  const std::lock_guard lock(members_mutex_);
+  return members_.contains(rank);
+}
+
 void ReshardGroup::findMembers(const std::vector<int64_t>& ranks) {
   std::vector<int64_t> missing;
   std::vector<std::string> keys;
   for (const int64_t rank : ranks) {
     const int32_t peer = groupRankOf(rank);
-    if (!members_.contains(rank)) {
+    if (!isFound(rank)) {
       missing.push_back(rank);
       keys.push_back(memberKey(peer));
     }
@@ -165,7 +170,7 @@ void ReshardGroup::findMembers(const std::vector<int64_t>& ranks) {
     return;
   }
   try {
-    store_->wait(keys, timeout_.count() > 0 ? timeout_ : ::c10d::Store::kDefaultTimeout);
+    store_->wait(keys, timeout().count() > 0 ? timeout() : ::c10d::Store::kDefaultTimeout);
   } catch (const std::exception& error) {
     std::vector<int64_t> absent;
     for (size_t i = 0; i < missing.size(); ++i) {
@@ -182,18 +187,18 @@ void ReshardGroup::findMembers(const std::vector<int64_t>& ranks) {
       names += (names.empty() ? "" : ", ") + std::to_string(rank);
     }
     throw runtime::PeerError("on rank " + std::to_string(globalRank()) + ": rank [" + names + "] has not called any reshard on this group within " +
-                                 std::to_string(timeout_.count()) + " ms",
+                                 std::to_string(timeout().count()) + " ms",
                              absent);
   }
   for (size_t i = 0; i < missing.size(); ++i) {
     const std::vector<uint8_t> record = store_->get(keys[i]);
     const std::string text(record.begin(), record.end());
     const size_t space = text.find(' ');
-    members_[missing[i]] = {text.substr(space + 1)};
     if (const int32_t peer = groupRankOf(missing[i]); peer != group_rank_) {
-      transport::PeerNetwork& network = service_->network();
-      network.post([&network, peer, address = text.substr(0, space)] { network.setAddress(peer, address); });
+      service_->setAddress(peer, text.substr(0, space));
     }
+    const std::lock_guard lock(members_mutex_);
+    members_[missing[i]] = {text.substr(space + 1)};
   }
 }
 
@@ -203,6 +208,7 @@ core::Topology ReshardGroup::topology(const std::vector<int64_t>& ranks, const c
   std::sort(sorted.begin(), sorted.end());
   std::map<std::string, int64_t> index_of_host;
   std::map<int64_t, int64_t> host_of;
+  const std::lock_guard lock(members_mutex_);
   for (const int64_t rank : sorted) {
     host_of[rank] = index_of_host.try_emplace(members_.at(rank).host, static_cast<int64_t>(index_of_host.size())).first->second;
   }
@@ -276,7 +282,7 @@ std::shared_ptr<runtime::ReshardCall> ReshardGroup::start(const std::shared_ptr<
 c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                                      std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached) {
   runtime::CallRequest request;
-  request.timeout = timeout_;
+  request.timeout = timeout();
   request.is_detached = is_detached;
   request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
   return c10::make_intrusive<ReshardWork>(start(prepared, src, dst, std::move(request)), std::move(dst));
@@ -285,7 +291,7 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
 void ReshardGroup::findPresentMembers(const std::vector<int64_t>& ranks) {
   std::vector<int64_t> present;
   for (const int64_t rank : ranks) {
-    if (members_.contains(rank) || store_->check({memberKey(groupRankOf(rank))})) {
+    if (isFound(rank) || store_->check({memberKey(groupRankOf(rank))})) {
       present.push_back(rank);
     }
   }
@@ -320,7 +326,7 @@ void ReshardGroup::close(bool abort) noexcept {
     static_cast<void>(service_.release());  // a forked child: the network's thread lives in the parent
     return;
   }
-  service_->close(abort ? std::chrono::milliseconds(0) : std::min(timeout_.count() > 0 ? timeout_ : kLongestDrain, kLongestDrain));
+  service_->close(abort ? std::chrono::milliseconds(0) : std::min(timeout().count() > 0 ? timeout() : kLongestDrain, kLongestDrain));
 }
 
 std::shared_ptr<runtime::ReshardCall> callOf(const c10::intrusive_ptr<::c10d::Work>& work) {

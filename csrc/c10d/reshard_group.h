@@ -1,8 +1,10 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -33,7 +35,8 @@ struct CallTerms {
 
 /// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain
 /// memory. Made at the first reshard; the store keys and the connections are its own.
-/// Threading: one caller's thread at a time (the Python layer sees to it); no method needs the GIL.
+/// Threading: calls are begun and refused by one thread at a time (the Python layer sees to it); topology(), prepare(), meeting() and close() come
+/// from any thread at any time. No method needs the GIL.
 class ReshardGroup final : public GroupAttachment {
  public:
   /// `store` is the group's. Publishes where this rank listens. `global_ranks` are those of the group ranks, in order.
@@ -67,7 +70,7 @@ class ReshardGroup final : public GroupAttachment {
   int64_t peakStagingBytes() const { return service_->peakStagingBytes(); }
 
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
+  std::chrono::milliseconds timeout() const { return timeout_.load(); }
   void close(bool abort) noexcept override;
 
  private:
@@ -77,6 +80,7 @@ class ReshardGroup final : public GroupAttachment {
   void findMembers(const std::vector<int64_t>& ranks);
   /// As findMembers() for those that are there already; waits for nobody.
   void findPresentMembers(const std::vector<int64_t>& ranks);
+  bool isFound(int64_t rank) const;
   bool areMembers(const std::vector<int64_t>& ranks) const;
   int32_t groupRankOf(int64_t global_rank) const;
   std::vector<int32_t> peersOf(const std::vector<int64_t>& ranks) const;
@@ -84,10 +88,11 @@ class ReshardGroup final : public GroupAttachment {
   c10::intrusive_ptr<::c10d::Store> store_;
   const int32_t group_rank_;
   const std::vector<int64_t> global_ranks_;
-  std::chrono::milliseconds timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   const ReshardGroupOptions options_;
   const int64_t owner_pid_;
   std::map<int64_t, int32_t> group_rank_of_;
+  mutable std::mutex members_mutex_;
   std::map<int64_t, Member> members_;  ///< by global rank; those found so far
   std::unique_ptr<runtime::ReshardService> service_;
 };

@@ -23,6 +23,14 @@ ReshardService::ReshardService(Options options, const MakeNetwork& make_network)
 
 ReshardService::~ReshardService() { close(std::chrono::milliseconds(0)); }
 
+void ReshardService::setAddress(int32_t peer, const std::string& address) {
+  const std::lock_guard lock(mutex_);
+  if (is_closed_) {
+    throw GroupError("the process group is closed: no reshard can start on it");
+  }
+  network_->post([this, peer, address] { network_->setAddress(peer, address); });
+}
+
 std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
   awaitOpenRefusal(request);
   const std::lock_guard lock(mutex_);

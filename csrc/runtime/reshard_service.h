@@ -53,6 +53,8 @@ class ReshardService final : public transport::PeerEvents {
   int64_t peakStagingBytes() const { return staging_.peakBytes(); }
 
   transport::PeerNetwork& network() { return *network_; }
+  /// Says where a peer listens. Throws GroupError when closed. Any thread.
+  void setAddress(int32_t peer, const std::string& address);
 
   /// Starts a call. The addresses of all participants must be known to the network. Throws GroupError when closed.
   std::shared_ptr<ReshardCall> begin(CallRequest request);

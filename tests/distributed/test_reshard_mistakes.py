@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from layouts import Layout, assert_same_bytes, dtensor_of, expected_of, source_o
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_xmesh as xm
-from torch_xmesh.group import reshards_of
+from torch_xmesh.backend import backend_of
+from torch_xmesh.group import group_of, reshards_of
 from torch_xmesh.testing import spawn
 
 LAYOUT = Layout((8, 6), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Shard(1),))
@@ -129,6 +131,70 @@ def other_backend(rank: int, world_size: int) -> None:
     good_call()
 
 
+def two_threads_first(rank: int, world_size: int) -> None:
+    """A new group's first call, by two threads of rank 0 at once: one is refused, the other goes on."""
+    for _ in range(5):
+        group = dist.new_group(backend="xmesh")
+        start = threading.Barrier(2 if rank == 0 else 1)
+        outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def call(group: Any = group, start: Any = start, outcomes: Any = outcomes) -> None:
+            start.wait()
+            try:
+                y = xm.reshard(source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst, group=group)
+                assert_same_bytes(y.to_local(), expected_of(LAYOUT), "in one of two threads")
+                outcomes.put("made")
+            except RuntimeError as error:
+                outcomes.put(str(error))
+
+        threads = [threading.Thread(target=call) for _ in range(start.parties)]
+        if rank == 0:
+            for thread in threads:
+                thread.start()
+            assert "two threads call reshard" in outcomes.get()
+        dist.barrier()
+        if rank > 0:
+            threads[0].start()
+        for thread in threads:
+            thread.join()
+        assert outcomes.get() == "made"
+        dist.destroy_process_group(group)
+
+
+def use_from_three_threads(group: Any, third: Callable[[], Any]) -> list[Exception]:
+    """A group's first reshard, a question for its hosts, and `third`, all at once."""
+    start = threading.Barrier(3)
+    failures: list[Exception] = []
+
+    def run(job: Callable[[], Any]) -> None:
+        start.wait()
+        try:
+            job()
+        except (RuntimeError, ValueError) as error:
+            failures.append(error)
+
+    jobs: list[Callable[[], Any]] = [
+        lambda: xm.reshard(source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst, group=group),
+        lambda: group_of(group).topology([0, 1, 2, 3], xm.Topology().links),
+        third,
+    ]
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def planning_and_closing_beside_a_first_call(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="xmesh")
+    assert not use_from_three_threads(group, lambda: group_of(group))
+    dist.barrier()
+    group = dist.new_group(backend="xmesh")
+    use_from_three_threads(group, backend_of(group).abort)  # whoever comes late is told; nobody hangs
+    dist.barrier()
+
+
 def two_threads(rank: int, world_size: int) -> None:
     """While rank 0's first call waits for the others, a second thread's call is refused."""
     if rank > 0:
@@ -162,6 +228,8 @@ def everything(rank: int, world_size: int) -> None:
         wrong_local_shape,
         everyone_wrong,
         other_backend,
+        two_threads_first,
+        planning_and_closing_beside_a_first_call,
         two_threads,
         closed_group,
     ):
