@@ -45,6 +45,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   void send(const runtime::Transfer& transfer) override;
   void flush() override { traffic_->flush(); }
   void drain() override;
+  void check() const override { traffic_->check(); }
 
   const TensorPool& pool() const { return pool_; }
   /// Of the last step's transfers that have ended.

@@ -49,6 +49,7 @@ void Engine::run(const std::vector<PlaceStep>& steps, StageRunner& runner, Bound
     const PlaceStep& step = steps[i];
     waitReceives(step, traffic);
     posted.ahead -= step.receives.empty() ? 0 : 1;
+    traffic.check();
     compute(step.action, runner);
     for (const Transfer& transfer : step.sends) {
       traffic.send(transfer);

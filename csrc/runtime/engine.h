@@ -45,6 +45,8 @@ class BoundaryTraffic {
   virtual void flush() = 0;
   /// Waits until all that was sent has left.
   virtual void drain() = 0;
+  /// Throws what the pipeline has failed with, if it has; cheap.
+  virtual void check() const = 0;
 };
 
 /// An edge as one place sees it.
@@ -86,7 +88,7 @@ struct EngineOptions {
 int64_t steadyNanoseconds();
 
 /// Runs the list of one place on a runner and a traffic, in order. Receives are posted ahead, first needed first; a value is sent as soon as its
-/// action has ended and waited for only where it is needed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must
+/// action has ended and waited for only where it is needed. No action begins once the pipeline has failed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must
 /// outlive run().
 class Engine {
  public:

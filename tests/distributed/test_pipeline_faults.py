@@ -113,6 +113,41 @@ def test_stage_raises(failing: int, phase: str) -> None:
         assert "FileNotFoundError: no such trap" in text
 
 
+class Lingering(nn.Module):
+    """The identity, which from its second forward in a step on lets its rank hear of a failure first."""
+
+    __module__ = "torch.nn.lingering"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: xm.PipelineEngine | None = None
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.engine is not None:
+            self.forwards += 1
+            while self.forwards > 1 and not self.engine._transfers.traffic.has_failed:
+                time.sleep(0.001)
+        return x.clone()
+
+
+def computes_after_a_failure(rank: int, world_size: int) -> int:
+    lingering = Lingering()
+    engine, model = make(TWO, nn.Sequential(nn.Linear(4, 4), lingering, nn.Linear(4, 4), Leafy()), schedule="gpipe")
+    trap = model[3]  # type: ignore[index]
+    lingering.engine, trap.fails = engine, "forward"
+    x, y = batch()
+    with pytest.raises(xm.StageError, match="stage 1 failed on rank 1 in microbatch 0"):
+        engine.step(x, target=y)
+    lingering.engine = None
+    engine.close()
+    return lingering.forwards
+
+
+def test_no_action_begins_after_a_failure() -> None:
+    assert spawn(computes_after_a_failure, 2, timeout=60)[0] == 2
+
+
 def loss_raises(rank: int, world_size: int) -> tuple[int, str]:
     """What the user gave as loss_fn belongs to the last stage."""
     broken: list[bool] = []

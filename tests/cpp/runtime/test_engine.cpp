@@ -38,11 +38,17 @@ class Recorder final : public StageRunner, public BoundaryTraffic {
   void send(const Transfer& transfer) override { log.push_back("send " + text(transfer)); }
   void flush() override { log.emplace_back("flush"); }
   void drain() override { log.emplace_back("drain"); }
+  void check() const override {
+    if (!log.empty() && log.back() == fails_after) {
+      throw std::runtime_error("another rank's");
+    }
+  }
 
   std::vector<std::string> log;
   std::set<Transfer> posted;
   size_t peak_posted = 0;
-  std::string fails;
+  std::string fails;        ///< the action that throws
+  std::string fails_after;  ///< the line after which the traffic has failed
 
  private:
   void compute(const Action& action) {
@@ -156,6 +162,20 @@ TEST(Engine, TellsWhichActionFailed) {
   recorder.posted.clear();
   engine.run(middleOfThree(4), recorder, recorder);
   EXPECT_FALSE(engine.failedAction().has_value());
+}
+
+TEST(Engine, BeginsNoActionOnceThePipelineHasFailed) {
+  for (const std::string line : {"flush", "wait v0.1", "wait g1.0"}) {
+    Recorder recorder;
+    recorder.fails_after = line;
+    Engine engine({true, 0});
+    // The forwards of an edge's producer wait for nothing.
+    const std::vector<PlaceStep> steps =
+        line == "flush" ? placeProgram({{ActionKind::kForward, 0, 0}, {ActionKind::kForward, 0, 1}}, {}) : middleOfThree(4);
+    EXPECT_THROW(engine.run(steps, recorder, recorder), std::runtime_error);
+    EXPECT_EQ(recorder.log.back(), line);
+    EXPECT_FALSE(engine.failedAction().has_value());
+  }
 }
 
 }  // namespace
