@@ -88,8 +88,8 @@ struct EngineOptions {
 int64_t steadyNanoseconds();
 
 /// Runs the list of one place on a runner and a traffic, in order. Receives are posted ahead, first needed first; a value is sent as soon as its
-/// action has ended and waited for only where it is needed. No action begins once the pipeline has failed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must
-/// outlive run().
+/// action has ended and waited for only where it is needed. No action begins once the pipeline has failed. Threading: run() on one thread at a time;
+/// describe() on any. Runner and traffic must outlive run().
 class Engine {
  public:
   explicit Engine(EngineOptions options) : options_(options) {}
