@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from pipeline_cases import Run, case_of, make_engine
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.pipeline import clocks as pipeline_clocks
+from torch_xmesh.pipeline.trace_events import Event, aligned, table
 from torch_xmesh.testing import spawn
 
 
@@ -38,12 +44,77 @@ def test_trace_timeline_summary(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     done = [(event["pid"], event["name"]) for event in events if event["ph"] == "X" and "wait" not in event["name"]]
     expected = {(rank, f"{rank // 2}{kind}{mb}") for rank in range(3) for kind in "FB" for mb in range(4)}
-    expected |= {(rank, name) for rank in range(3) for name in ("losses", "buffers")}
+    expected |= {(rank, name) for rank in range(3) for name in ("before", "losses", "buffers")}
     expected |= {(rank, "gradients") for rank in range(2)}
     assert set(done) == expected
     assert len(done) == len(expected)
     assert sum(event["ph"] == "b" for event in events) == 24
     assert (tmp_path / "timeline.png").stat().st_size > 1000
+    _check_causes([event for event in events if event["ph"] != "M"])
+
+
+def _check_causes(events: list[dict[str, Any]]) -> None:
+    """On one clock nothing begins before what it follows from has ended, and no receive before its value is sent."""
+    at = {(event["pid"], event["name"]): event for event in events if event["ph"] == "X"}
+    for microbatch in range(4):
+        made = [at[rank, f"0F{microbatch}"] for rank in (0, 1)]
+        assert at[2, f"1F{microbatch}"]["ts"] >= max(event["ts"] + event["dur"] for event in made)
+        used = at[2, f"1B{microbatch}"]
+        assert all(at[rank, f"0B{microbatch}"]["ts"] >= used["ts"] + used["dur"] for rank in (0, 1))
+    sent: dict[str, float] = {}
+    for event in events:
+        if event["ph"] == "b" and event["name"].endswith(" out"):
+            name = event["name"].removesuffix(" out")
+            sent[name] = min(event["ts"], sent.get(name, event["ts"]))
+    received = [event for event in events if event["ph"] == "b" and event["name"].endswith(" in")]
+    assert len(received) == 12
+    assert all(event["ts"] >= sent[event["name"].removesuffix(" in")] for event in received)
+    assert all(event["ts"] == 0 for event in events if event["name"] == "before")
+
+
+def clocks(rank: int, world_size: int) -> tuple[Any, int]:
+    """Ranks 2 and 3 are said to be another machine's, whose clock is 5 s ahead."""
+    ahead = 5_000_000_000 if rank >= 2 else 0
+    real = time.monotonic_ns
+    with (
+        mock.patch.object(pipeline_clocks, "machine", return_value="other" if rank >= 2 else "this"),
+        mock.patch.object(pipeline_clocks, "now_ns", side_effect=lambda: real() + ahead),
+    ):
+        engine = make_engine(Run("mlp", ("layers.2",), ([0, 1], [2, 3])), case_of("mlp").build())
+        found = pipeline_clocks.clock_offsets(engine._transfers)
+    engine.close()
+    return dict(found), ahead
+
+
+def test_clocks_of_machines_are_compared() -> None:
+    told = spawn(clocks, 4, timeout=60)
+    assert all(found == told[0][0] for found, _ in told)
+    for rank, (found, ahead) in enumerate(told):
+        offset, error = found[rank]
+        assert abs(offset - ahead) <= error
+        assert (error == 0) == (rank < 2)
+
+
+def test_a_late_rank_waits_before_its_first_action() -> None:
+    """Two ranks, the second 3 s late on a clock that is 100 s ahead; its receive was posted before the value left."""
+    first = [
+        Event(0, 0, "compute", "before", 10e9, 11e9),
+        Event(0, 0, "compute", "0F0", 11e9, 12e9),
+        Event(0, 0, "transfer", "value 0>1 mb0 out", 13.5e9, 14e9),
+    ]
+    second = [
+        Event(1, 1, "compute", "before", 113e9, 113.2e9),
+        Event(1, 1, "transfer", "value 0>1 mb0 in", 113.2e9, 114.5e9),
+        Event(1, 1, "compute", "wait 1F0", 113.2e9, 114.5e9),
+        Event(1, 1, "compute", "1F0", 114.5e9, 115e9),
+    ]
+    events = aligned([*first, *second], {0: 0, 1: 100_000_000_000})
+    found = {(event.rank, event.name): (event.begin, event.end) for event in events}
+    assert found[0, "before"] == (0, 1)
+    assert found[1, "before"] == pytest.approx((0, 3.2))
+    assert found[1, "value 0>1 mb0 in"] == pytest.approx((3.5, 4.5))
+    row = table(events).splitlines()[-1].split()
+    assert row == ["1", "1", "3.2000", "0.5000", "0.0000", "1.3000", "0.0000", "5.0000"]
 
 
 class Skipping(nn.Module):

@@ -24,6 +24,7 @@ from torch_xmesh.pipeline.checkpoint import (
     model_state,
     optimizer_state,
 )
+from torch_xmesh.pipeline.clocks import clock_offsets
 from torch_xmesh.pipeline.engine_costs import costs_of
 from torch_xmesh.pipeline.engine_facts import StepRefusedError
 from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
@@ -39,7 +40,7 @@ from torch_xmesh.pipeline.state import (
     clip_gradients,
     is_counted,
 )
-from torch_xmesh.pipeline.trace_events import Event, chrome_trace, draw, events_of, table
+from torch_xmesh.pipeline.trace_events import Event, aligned, chrome_trace, draw, events_of, table
 from torch_xmesh.spec import AnyMesh
 from torch_xmesh.topology import Topology
 
@@ -342,19 +343,22 @@ class PipelineEngine:
         return costs_of(self._transfers, place.boundaries, stages, topology, place.overlap)
 
     def trace(self, path: str | Path) -> None:
-        """Writes the last step of all ranks as a Chrome trace. Called by all ranks; the first one writes."""
+        """Writes the last step of all ranks, on one clock, as a Chrome trace. Called by all ranks; the first one
+        writes."""
         events = self._events()
         if self._is_first:
             Path(path).write_text(chrome_trace(events))
 
     def timeline(self, path: str | Path) -> None:
-        """Draws the last step of all ranks (format by suffix). Called by all ranks; the first one writes."""
+        """Draws the last step of all ranks on one clock (format by suffix). Called by all ranks; the first one
+        writes."""
         events = self._events()
         if self._is_first:
             draw(events, Path(path))
 
     def summary(self) -> str:
-        """The last step in a table: what each rank computed and how long it waited. Called by all ranks."""
+        """The last step in a table: what each rank computed, and how long it waited before and meanwhile. Called by all
+        ranks. Clocks of other machines are read by round trips: times between these are as right as half of one."""
         return table(self._events())
 
     @property
@@ -364,8 +368,10 @@ class PipelineEngine:
     def _events(self) -> list[Event]:
         edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
         with self._guarded():
-            mine = events_of(self._transfers.rank, self._place.core, edges, self._steps.after)
-            return [event for events in self._transfers.gather("events", mine) for event in events]
+            steps, rank = self._steps, self._transfers.rank
+            mine = events_of(rank, self._place.core, edges, steps.entered_ns, steps.after)
+            ahead = {rank: offset for rank, (offset, _) in clock_offsets(self._transfers).items()}
+            return aligned([event for events in self._transfers.gather("events", mine) for event in events], ahead)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from torch_xmesh import _C
+from torch_xmesh.pipeline.clocks import now_ns
 from torch_xmesh.pipeline.engine_batch import (
     local_microbatches,
     microbatch_columns,
@@ -52,6 +52,7 @@ class EngineSteps:
         loss: of the last one over the whole batch, or None.
         is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
         scaler: scales the losses, or None.
+        entered_ns: when the last one was called, in nanoseconds of the steady clock.
         after: (name, begin, end) of what followed the last step's actions, in nanoseconds of the steady clock.
     """
 
@@ -60,6 +61,7 @@ class EngineSteps:
         self.loss: float | None = None
         self.is_sync = True
         self.scaler: PipelineScaler | None = None
+        self.entered_ns = 0
         self.after: list[tuple[str, int, int]] = []
         self._turn = 0  # runs so far, of step() or evaluate()
         self._place = place
@@ -76,6 +78,7 @@ class EngineSteps:
             StepRefusedError: nothing has been computed; a later step may do.
         """
         place = self._place
+        entered_ns = now_ns()
         place.transfers.traffic.begin_turn(self._turn + 1)
         is_last = place.has_last
         given, order = self._agree(args, kwargs, target, return_outputs, is_train)
@@ -94,6 +97,7 @@ class EngineSteps:
             weights = [scale * weight for weight in place.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
             place.core.run(schedule, place.index, self._turn, self._plans_for(sizes), given.inputs, is_train, weights)
+        self.entered_ns = entered_ns
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):
             with self._timed("gradients"):
@@ -120,9 +124,9 @@ class EngineSteps:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        begin = time.monotonic_ns()
+        begin = now_ns()
         yield
-        self.after.append((name, begin, time.monotonic_ns()))
+        self.after.append((name, begin, now_ns()))
 
     def _agree(
         self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_xmesh.palette import ACTIONS
+
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.simulation import Simulation
 
-_COLOUR = {"F": "#4c9be8", "B": "#f2a541", "I": "#f7c873", "W": "#9ccc65"}
-_WORD = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _MAX_LABELS = 400
 
 
@@ -27,22 +27,22 @@ def plot_simulation(simulation: "Simulation", path: Path) -> None:
     has_label: set[str] = set()
     for place, action, start, end in simulation.actions:
         stage, kind, microbatch = _parts(action)
-        label = _WORD[kind] if kind not in has_label else None
+        label = ACTIONS[kind][0] if kind not in has_label else None
         has_label.add(kind)
         axes.barh(
             place,
             end - start,
             left=start,
             height=0.5,
-            color=_COLOUR[kind],
+            color=ACTIONS[kind][1],
             edgecolor="white",
             linewidth=0.4,
             label=label,
         )
         if len(simulation.actions) <= _MAX_LABELS:
             text = microbatch if schedule.num_stages == schedule.num_places else f"{stage}.{microbatch}"
-            axes.text((start + end) / 2, place, text, ha="center", va="center", fontsize=6)
-    for is_sender, offset, colour in ((True, 0.32, "#7e57c2"), (False, 0.42, "#b39ddb")):
+            axes.text((start + end) / 2, place, text, ha="center", va="center", fontsize=6, color="white")
+    for is_sender, offset, colour in ((True, 0.32, ACTIONS["send"][1]), (False, 0.42, ACTIONS["receive"][1])):
         lanes: dict[int, list[tuple[float, float]]] = {}
         for span in simulation.transfers:
             place = schedule.place_of_stage[span.from_stage if is_sender else span.to_stage]

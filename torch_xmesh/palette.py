@@ -1,0 +1,52 @@
+"""One colour for each thing that pictures show, the same in all of them; told apart by colour-blind readers too."""
+
+ACTIONS = {
+    "F": ("forward", "#4477aa"),
+    "B": ("backward", "#228833"),
+    "I": ("input gradient", "#66bb77"),
+    "W": ("weight gradient", "#aacc55"),
+    "wait": ("waiting for a value", "#dddddd"),
+    "before": ("before the first action", "#f2f2f2"),
+    "gradients": ("sums of gradients", "#aa3377"),
+    "losses": ("losses", "#cc8899"),
+    "buffers": ("buffers", "#ddb8c4"),
+    "send": ("sent", "#ccbb44"),
+    "receive": ("received", "#ee6677"),
+}
+"""By kind of action: what it is called, and its colour."""
+
+METHODS = {
+    "auto": "#004d40",
+    "striped": "#228833",
+    "broadcast": "#4477aa",
+    "send_recv": "#aa3377",
+    "local_allgather": "#66ccee",
+    "global_allgather": "#99ddff",
+    "alpa": "#ccbb44",
+    "torch_p2p": "#777777",
+    "torch_broadcast": "#bbbbbb",
+    "gloo": "#777777",
+    "gloo_control": "#bbbbbb",
+    "xmesh": "#004d40",
+    "xmesh_cpp": "#44aa88",
+    "torch_1f1b": "#777777",
+    "torch_zb1p": "#444444",
+    "by_hand": "#777777",
+    "1f1b": "#4477aa",
+    "eager_1f1b": "#004d40",
+    "interleaved_1f1b": "#ee8866",
+    "zb_h1": "#aa3377",
+    "eager_split": "#ee6677",
+}
+"""Of strategies, schedules and what they are compared with."""
+
+_OTHERS = ("#332288", "#882255", "#999933", "#cc6677", "#44aa99", "#117733", "#aa4499", "#88ccee")
+
+
+def colors_of(methods: list[str]) -> list[str]:
+    """A colour for each, those with options of their own ("broadcast:size+dfs") apart from each other."""
+    colors: list[str] = []
+    for method in methods:
+        others = (one for one in _OTHERS if one not in colors)
+        colors.append(METHODS[method] if method in METHODS else next(others, "#cccccc"))
+    return colors
