@@ -222,7 +222,7 @@ class Worker:
             seconds_min=min(run.seconds for run in samples.runs),
             seconds_max=max(run.seconds for run in samples.runs),
             bound_seconds=bound,
-            ratio=seconds / bound if bound > 0 else None,
+            ratio=seconds / bound if bound >= 1e-6 else None,
             predicted_seconds=method.predicted_seconds,
             num_messages=method.num_messages,
             wrong=samples.wrong,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -258,3 +259,63 @@ def test_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     assert (done.returncode, done.stderr) == (0, "")
     assert xm.ReshardingPlan.from_json(done.stdout) == expected_plan("send_recv")
+
+
+def test_the_reader_may_have_enough() -> None:
+    """`plan --json | head`: no traceback, and the status that a shell gives to who wrote into a closed pipe."""
+    command = [sys.executable, "-m", "torch_xmesh", *arguments("--json", shape="512,512,64")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
+        assert ran.stdout is not None
+        assert ran.stderr is not None
+        assert ran.stdout.read(1) == b"{"
+        ran.stdout.close()
+        assert ran.stderr.read() == b""
+        assert ran.wait(timeout=60) == 141
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"torch_xmesh {xm.__version__} (torch {torch.__version__})\n"
+
+
+@pytest.mark.parametrize("size", ["0", "-4", "many"])
+def test_calibrate_wants_bytes(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", f"--num-bytes={size}"])
+    assert ended.value.code == 2
+    assert f"expected a positive number of bytes, got '{size}'" in capsys.readouterr().err
+
+
+def test_unknown_fields_of_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "topology.json"
+    for field, hint in (("nic_byte_per_s", "did you mean 'nic_bytes_per_s'?"), ("zebra", "known are host_of, devices")):
+        path.write_text(json.dumps({"version": 1, "devices_per_host": 4, field: 1}))
+        assert main(arguments("--topology", str(path), devices_per_host=None)) == 2
+        err = capsys.readouterr().err
+        assert f"unknown field {field!r}; " in err
+        assert hint in err
+
+
+def test_no_ratio_over_a_bound_of_nearly_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = arguments(shape="4,1,1", src_mesh="1", src="R", dst_mesh="1@8", dst="R")
+    assert "nearly all of it latency" in output_of(capsys, *small, "--plot", str(tmp_path / "plan.png"))
+    rows = output_of(capsys, *small, "--compare").splitlines()[2:]
+    assert all(row.split()[2] == "-" for row in rows)
+    spec = xm.Spec((4,), torch.float32, xm.Mesh([0]), [Replicate()])
+    topology = xm.Topology(devices_per_host=4)
+    assert xm.plan_resharding(spec, xm.Mesh([8]), [Replicate()], topology=topology).bound_ratio is None
+    plan = expected_plan()
+    assert plan.bound_ratio == plan.predicted_seconds / plan.lower_bound_seconds
+
+
+def test_the_picture_has_the_lanes_in_use_and_the_hosts_in_its_legend(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    expected_plan().plot(path)
+    drawn = [text.strip() for text in re.findall(r"<!-- (.*?) -->", path.read_text())]
+    lanes = [text for text in drawn if re.fullmatch(r"host \d+ (sends|receives)", text)]
+    assert {lane.split()[2] for lane in lanes} == {"sends", "receives"}
+    assert [lane for lane in lanes if lane in ("host 0 receives", "host 1 receives")] == []
+    assert "to or from host 3" in drawn
+    assert any(text.startswith("us, as") for text in drawn)

@@ -19,14 +19,19 @@ from torch_xmesh.spec import Mesh, Spec, placement_of
 from torch_xmesh.topology import Topology
 
 _MAX_RANKS = 1 << 20
+_READER_GONE = 141  # as a shell says of SIGPIPE
 _CASE_FIELDS = ("shape", "dtype", "src_mesh", "src", "dst_mesh", "dst")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status (2 for a user's mistake)."""
+    """Runs the command line; returns the exit status: 2 for a user's mistake, 141 where what it writes to is closed."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, head say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -35,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_xmesh", description="Cross-mesh resharding.")
+    parser.add_argument("--version", action="version", version=f"torch_xmesh {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
     plan = commands.add_parser("plan", help="plan a reshard and print it, without any process group")
     plan.set_defaults(run=_run_plan)
@@ -56,11 +62,23 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", default="topology.json", help="the file (default: %(default)s)")
     calibrate.add_argument(
         "--num-bytes",
-        type=int,
+        type=_positive,
         default=32 << 20,
         help="of the transfer that measures a rate, inside a host 4 times as many (default: 32 MiB)",
     )
     return parser
+
+
+def _version() -> str:
+    from torch_xmesh import __version__
+
+    return f"{__version__} (torch {torch.__version__})"
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number of bytes, got {text!r}")
+    return int(text)
 
 
 def _run_calibrate(options: argparse.Namespace) -> None:
@@ -84,14 +102,14 @@ def _run_plan(options: argparse.Namespace) -> None:
             _print_comparison(name, case, options)
         return
     plans = [(name, _plan(case, options, options.strategy)) for name, case in cases]
+    if options.plot is not None:
+        plans[0][1].plot(options.plot)
     if options.json:
         texts = [plan.to_json() for _, plan in plans]
         print(texts[0] if options.case_file is None else "[" + ",\n".join(texts) + "]")
     else:
         for name, plan in plans:
             print(f"# {name}\n{plan}" if name else str(plan))
-    if options.plot is not None:
-        plans[0][1].plot(options.plot)
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
@@ -147,7 +165,7 @@ def _print_comparison(name: str, case: dict[str, Any], options: argparse.Namespa
     print(f"# {name or 'all strategies'}: lower bound {plans[0][1].lower_bound_bytes} bytes per NIC, {bound:.6g} s")
     print(f"{'strategy':<24} {'predicted s':>12} {'/ bound':>8} {'messages':>9}")
     for strategy, plan in plans:
-        ratio = f"{plan.predicted_seconds / bound:8.3f}" if bound > 0 else "       -"
+        ratio = "       -" if plan.bound_ratio is None else f"{plan.bound_ratio:8.3f}"
         print(f"{strategy:<24} {plan.predicted_seconds:12.6g} {ratio} {plan.num_messages:9d}")
 
 

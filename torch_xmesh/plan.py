@@ -13,6 +13,8 @@ from torch_xmesh.group import group_of
 from torch_xmesh.spec import AnyMesh, Mesh, Spec, core_spec, mesh_grid, placement_of
 from torch_xmesh.topology import Topology
 
+_LEAST_BOUND_SECONDS = 1e-6
+
 
 class ReshardingPlan:
     """An immutable plan for one or many tensors. ``str(plan)`` is a table for people, :meth:`to_json` replays it.
@@ -54,6 +56,13 @@ class ReshardingPlan:
     def predicted_seconds(self) -> float:
         """What the event simulator says of this plan."""
         return self.core.predicted_seconds
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """`predicted_seconds` over `lower_bound_seconds`; None where the bound is below a microsecond, or nothing moves
+        between hosts: then latency is nearly all, which the bound does not count."""
+        bound = self.lower_bound_seconds
+        return self.predicted_seconds / bound if bound >= _LEAST_BOUND_SECONDS else None
 
     @property
     def num_messages(self) -> int:

@@ -1,4 +1,4 @@
-"""Draws a plan: each host's send and receive lanes."""
+"""Draws a plan: what each host sends and receives, when."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_xmesh.plan import ReshardingPlan
 
+_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+
 
 def plot_lanes(plan: "ReshardingPlan", path: Path) -> None:
-    """One lane per host and direction, a bar per message between hosts in the other host's colour; the bound as a line.
+    """A lane per host and direction in which anything moves, a bar per message between hosts in the colour of the host
+    at its other end; the lower bound as a line.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -17,24 +20,50 @@ def plot_lanes(plan: "ReshardingPlan", path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    hosts = sorted(set(plan.core.topology.host_of.values()))
-    lane_of = {(host, sends): 2 * i + (0 if sends else 1) for i, host in enumerate(hosts) for sends in (True, False)}
-    colour = plt.get_cmap("tab20")
-    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.45 * len(lane_of)))
-    bars: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    bars: dict[tuple[int, bool], dict[int, list[tuple[float, float]]]] = {}
     for source, target, start, end in plan.core.lanes():
         if source != target:
-            bars.setdefault((lane_of[(source, True)], target), []).append((start, end - start))
-            bars.setdefault((lane_of[(target, False)], source), []).append((start, end - start))
-    for (lane, other), spans in bars.items():
-        axes.broken_barh(spans, (lane - 0.4, 0.8), facecolors=colour(other % 20), edgecolor="white", linewidth=0.2)
-    axes.axvline(plan.lower_bound_seconds, color="black", linestyle="--", linewidth=1, label="lower bound")
-    axes.set_yticks(range(len(lane_of)), [f"host {host} {'out' if sends else 'in'}" for host, sends in lane_of])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds (predicted); colour: the other host")
-    axes.set_title(f"{plan.strategy}: {plan.predicted_seconds:.4g} s, bound {plan.lower_bound_seconds:.4g} s")
-    axes.legend(loc="upper right")
-    figure.tight_layout()
+            bars.setdefault((source, False), {}).setdefault(target, []).append((start, end - start))
+            bars.setdefault((target, True), {}).setdefault(source, []).append((start, end - start))
+    lanes = sorted(bars)
+    scale, unit = next((one for one in _UNITS if plan.predicted_seconds * one[0] >= 1), _UNITS[-1])
+    others = sorted({other for spans in bars.values() for other in spans})
+    palette = plt.get_cmap("tab10" if len(others) <= 10 else "tab20")
+    colors = {host: palette(position % 20) for position, host in enumerate(others)}
+    figure, axes = plt.subplots(figsize=(10, 1.9 + 0.4 * max(1, len(lanes))), layout="constrained")
+    for row, lane in enumerate(lanes):
+        for other, spans in bars[lane].items():
+            scaled = [(start * scale, width * scale) for start, width in spans]
+            axes.broken_barh(scaled, (row - 0.4, 0.8), facecolors=colors[other], edgecolor="white", linewidth=0.2)
+    axes.set_yticks(range(len(lanes)), [f"host {host} {'receives' if into else 'sends'}" for host, into in lanes])
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.set_xlim(0, max(plan.predicted_seconds, plan.lower_bound_seconds) * scale * 1.02 or 1.0)
+    axes.set_xlabel(f"{unit}, as predicted")
+    handles: list[Patch | Line2D] = [Patch(color=colors[host], label=f"to or from host {host}") for host in others]
+    if plan.bound_ratio is not None:
+        axes.axvline(plan.lower_bound_seconds * scale, color="black", linestyle="--", linewidth=1)
+        handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label="lower bound of any plan"))
+    if not lanes:
+        axes.text(0.5, 0.5, "nothing moves between hosts", transform=axes.transAxes, ha="center", va="center")
+    ratio = "" if plan.bound_ratio is None else f", {plan.bound_ratio:.3f} of the lower bound"
+    sent = sum(plan.core.bytes_sent().values())
+    axes.set_title(
+        f"{plan.strategy}: {_bytes(sent)} between hosts in {plan.predicted_seconds * scale:.4g} {unit}{ratio}",
+        fontsize=10,
+    )
+    if handles:
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=8, frameon=False
+        )
     figure.savefig(path)
     plt.close(figure)
+
+
+def _bytes(count: int) -> str:
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"

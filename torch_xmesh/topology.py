@@ -1,5 +1,6 @@
 """Which host a rank is on and what the links carry."""
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from torch_xmesh import _C
 
 _VERSION = 1
 _LINK_FIELDS = ("nic_bytes_per_s", "local_bytes_per_s", "latency_us", "message_us", "local_latency_us", "is_measured")
+_FIELDS = ("host_of", "devices_per_host", "nic_of_host", *_LINK_FIELDS)
 
 
 class Topology:
@@ -116,6 +118,11 @@ class Topology:
             raise ValueError(f"topology: not JSON: {error}") from None
         if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
             raise ValueError(f"topology: expected an object with version {_VERSION}")
+        for name in fields:
+            if name not in _FIELDS:
+                close = difflib.get_close_matches(name, _FIELDS, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_FIELDS)}"
+                raise ValueError(f"topology: unknown field {name!r}; {hint}")
         for name in ("host_of", "nic_of_host"):
             if name in fields:
                 fields[name] = _by_integer(name, fields[name])

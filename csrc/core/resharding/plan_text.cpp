@@ -89,6 +89,8 @@ std::string secondsStr(double seconds) {
   return seconds >= 1e-3 ? fixed(seconds * 1e3, 3) + " ms" : fixed(seconds * 1e6, 1) + " us";
 }
 
+constexpr double kLeastBoundSeconds = 1e-6;  // a ratio over less says nothing
+
 std::string planStr(const ReshardingPlan& plan, int64_t max_messages) {
   std::string out = "ReshardingPlan  strategy " + plan.strategy + "  " + std::to_string(plan.tensors.size()) +
                     (plan.tensors.size() == 1 ? " tensor  " : " tensors  ") + std::to_string(plan.tasks.size()) + " slices  " +
@@ -96,8 +98,10 @@ std::string planStr(const ReshardingPlan& plan, int64_t max_messages) {
   out += tensorsStr(plan);
   out += "  lower bound  " + bytesStr(plan.lower_bound_bytes) + " over one NIC, " + secondsStr(plan.lower_bound_seconds) + "\n";
   out += "  predicted    " + secondsStr(plan.predicted_seconds);
-  if (plan.lower_bound_seconds > 0) {
+  if (plan.lower_bound_seconds >= kLeastBoundSeconds) {
     out += ", " + fixed(plan.predicted_seconds / plan.lower_bound_seconds, 3) + " of the bound";
+  } else if (plan.lower_bound_seconds > 0) {
+    out += ", nearly all of it latency, which the bound does not count";
   }
   out += "\n";
   std::vector<std::vector<std::string>> rows = {{"host", "NIC out", "NIC in"}};
