@@ -1,6 +1,7 @@
 """Records of measured pipeline steps, their table and their bar chart."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,18 +9,7 @@ from typing import Any
 
 from table import LiveTable
 
-_COLORS = {
-    "torch_1f1b": "#8d8d8d",
-    "torch_zb1p": "#4c4c4c",
-    "by_hand": "#8d8d8d",
-    "broadcast": "#c5b000",
-    "1f1b": "#3a7ebf",
-    "eager_1f1b": "#0b6e4f",
-    "interleaved_1f1b": "#e08e0b",
-    "zb_h1": "#7a5195",
-    "eager_split": "#b23a48",
-    "auto": "#d45087",
-}
+from torch_xmesh.palette import colors_of
 
 
 @dataclass(frozen=True)
@@ -151,7 +141,8 @@ def plot(path: Path, records: Sequence[Record], *, title: str) -> None:
         Bar(record.point, record.method, record.seconds, record.seconds_min, record.seconds_max, record.signal_seconds)
         for record in records
     ]
-    _draw(path, bars, title=title, unit="seconds per step", mark="messages of one element")
+    title += "\nn stages, m microbatches, r: time of a transfer over that of a stage's forward; less is better"
+    _draw(path, bars, title=title, unit="seconds per step", mark="the same step with messages of one element")
 
 
 def plot_overhead(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -163,7 +154,7 @@ def plot_overhead(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     for record in records:
         own, all_threads = record["cpu_us_per_action"], record["cpu_us_all_threads_per_action"]
         bars.append(Bar(f"n{record['stages']} m{record['microbatches']}", record["method"], own, own, own, all_threads))
-    title = "CPU time of an action beyond the bare stage"
+    title = "CPU time of an action beyond the bare stage's: n stages, m microbatches; less is better"
     _draw(path, bars, title=title, unit="microseconds per action", mark="all threads")
 
 
@@ -191,10 +182,11 @@ def _draw(path: Path, bars: Sequence[Bar], *, title: str, unit: str, mark: str) 
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     width = 0.84 / len(methods)
+    colors = dict(zip(methods, colors_of(methods), strict=True))
     for bar in bars:
         at = groups.index(bar.group) - 0.42 + (methods.index(bar.method) + 0.5) * width
         spread = [[bar.value - bar.least], [bar.most - bar.value]]
-        color = _COLORS.get(bar.method, "#cccccc")
+        color = colors[bar.method]
         axes.bar(at, bar.value, width * 0.92, color=color, yerr=spread, error_kw={"lw": 0.7, "capsize": 1.5})
         axes.text(at, bar.most, f" {bar.value:.3g}", ha="center", va="bottom", fontsize=6, rotation=90)
         if bar.mark is not None:
@@ -202,7 +194,7 @@ def _draw(path: Path, bars: Sequence[Bar], *, title: str, unit: str, mark: str) 
     axes.set_xticks(range(len(groups)), groups, fontsize=8)
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=9)
-    handles: list[Any] = [Rectangle((0, 0), 1, 1, color=_COLORS.get(method, "#cccccc")) for method in methods]
+    handles: list[Any] = [Rectangle((0, 0), 1, 1, color=colors[method]) for method in methods]
     line = Line2D([0], [0], color="black", lw=1.4)
     axes.legend([*handles, line], [*methods, mark], fontsize=7, ncols=min(4, len(methods) + 1))
     axes.margins(y=0.22)
@@ -210,3 +202,20 @@ def _draw(path: Path, bars: Sequence[Bar], *, title: str, unit: str, mark: str) 
         axes.spines[side].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+
+
+def redraw(path: Path) -> Path:
+    """Draws the picture of recorded results beside them."""
+    content = json.loads(path.read_text())
+    about, picture = content["about"], path.with_suffix(".png")
+    if about["suite"] == "overhead":
+        plot_overhead(picture, content["records"])
+    else:
+        title = f"suite {about['suite']}: {about['cluster']}"
+        plot(picture, [Record(**record) for record in content["records"]], title=title)
+    return picture
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(redraw(Path(name)))

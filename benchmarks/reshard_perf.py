@@ -13,7 +13,7 @@ from pathlib import Path
 import loopback
 from case_file import read_cases
 from cases import SUITES, Case, fits, suite_cases
-from charts import plot
+from charts import is_ratio, plot
 from cluster_suite import Measurement, MeasurementError, Settings, main_exit_code, measure
 from hard import hard_cases
 from table import live_table, save
@@ -176,13 +176,12 @@ def title_of(options: argparse.Namespace) -> str:
 
 def report(options: argparse.Namespace, measurement: Measurement) -> None:
     """Writes JSON and chart where asked."""
-    title = title_of(options)
     chosen = {"suite": options.suite} if options.case_file is None else {"case_file": options.case_file.name}
     if options.json is not None:
         save(options.json, measurement.records, {**chosen, **measurement.about})
     if options.plot is not None:
-        subtitle = f"{title}: {measurement.about['cluster']}"
-        plot(options.plot, measurement.records, title=subtitle, as_ratio=options.suite in ("table2", "refit", "random"))
+        about = {**chosen, **measurement.about}
+        plot(options.plot, measurement.records, about=about, as_ratio=is_ratio(about))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

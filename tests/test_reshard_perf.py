@@ -19,6 +19,8 @@ from cases import Case, random_case  # noqa: E402
 from overlaps import bound_seconds  # noqa: E402
 from run_budget import Cost, further_runs, shares  # noqa: E402
 
+from torch_xmesh.palette import colors_of  # noqa: E402
+
 COSTS = {
     "auto": Cost(1.0, 1.5),
     "striped": Cost(1.0, 1.5),
@@ -131,9 +133,13 @@ def test_a_chart_of_every_strategy_is_readable(tmp_path: Path) -> None:
 
     strategies = reshard_perf.choose_strategies(reshard_perf.parse([]))
     path = tmp_path / "chart.png"
-    charts.plot(path, [record(case, name) for case in ("c1", "c2") for name in strategies], title="t", as_ratio=True)
+    about = {"suite": "table2", "cluster": "a cluster"}
+    charts.plot(path, [record(case, name) for case in ("c1", "c2") for name in strategies], about=about, as_ratio=True)
     pixels = (image.imread(path)[:, :, :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     drawn = {f"#{pixel:06x}" for pixel in np.unique(pixels).tolist()}
-    colours = charts._COLORS[: len(strategies)]
+    colours = colors_of(strategies)
     assert len(set(colours)) == len(strategies)
     assert set(colours) <= drawn
+    many = [record(f"seed{seed}", name) for seed in range(30) for name in strategies]
+    charts.plot(path, many, about=about, as_ratio=True)
+    assert image.imread(path).shape[1] <= 1100
