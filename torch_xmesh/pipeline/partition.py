@@ -19,10 +19,13 @@ from torch_xmesh.pipeline.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.partition_assemble import assemble, finish_partition, input_names
 from torch_xmesh.pipeline.partition_propagate import propagate, training_effects
 from torch_xmesh.pipeline.partition_ready import Exchange, StageSignature, chain_ready_stages
+from torch_xmesh.pipeline.partition_sandbox import shadow
 from torch_xmesh.pipeline.partition_values import (
     InputInfo,
     OutputStructure,
     Partition,
+    Shapes,
+    SizedStages,
     StageProgram,
     ValueInfo,
     sorted_arguments,
@@ -162,7 +165,9 @@ def trace_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: 
         return trace_fx(model, arguments, names, opened)
     except UntraceableError as fx_error:
         try:
-            return trace_export(model, arguments, names, specs)
+            traced = trace_export(model, arguments, names, specs)
+            traced.why_fixed = f"torch.export made its graph of the example's sizes, since {fx_error}"
+            return traced
         except Exception as error:
             where = source_line(error)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -198,7 +203,17 @@ def _partition_traced(
     random, changed_in_training = training_effects(model, traced, examples, tensor_specs, stage_of, device)
     propagation.changed_buffers.update(changed_in_training)
     cut = GraphCut(traced, propagation, stage_of, len(starts) + 1)
-    return assemble(model, arguments, cut, samples, propagation, random)
+    result, at = assemble(model, arguments, cut, samples, propagation, random)
+    copied = Shadow([model])
+
+    def resize(shapes: Shapes) -> SizedStages:
+        if traced.why_fixed is not None:
+            raise ValueError(traced.why_fixed)
+        others = resized_examples(examples, shapes.values())
+        return at(propagate(copied.module(), traced, others, tensor_specs, stage_of, device))
+
+    result.resize = resize
+    return result
 
 
 def _canonical_name(model: nn.Module, name: str) -> str:
@@ -250,11 +265,52 @@ def _partition_ready(
     device: torch.device,
 ) -> Partition:
     named = input_names(_Anything(), arguments)
-    stages, values, outputs, fixed = chain_ready_stages(
-        modules, arguments, specs, samples, [name for name, _ in named], exchange, device
-    )
-    result = finish_partition(stages, values, arguments, named, samples, fixed)
-    return dataclasses.replace(result, outputs=outputs)
+    names = [name for name, _ in named]
+    made = chain_ready_stages(modules, arguments, specs, samples, names, exchange, device)
+    result = finish_partition(made.programs, made.values, arguments, named, samples, made.fixed_batch)
+    copied = Shadow(modules)
+
+    def resize(shapes: Shapes) -> SizedStages:
+        leaves, structure = pytree.tree_flatten(arguments)
+        examples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = iter(resized_examples(examples, shapes.values()))
+        flat = [next(others) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        given = pytree.tree_unflatten(flat, structure)
+        return chain_ready_stages(copied.modules(), given, specs, samples, names, exchange, device)
+
+    return dataclasses.replace(result, outputs=made.outputs, resize=resize)
+
+
+def resized_examples(examples: Sequence[torch.Tensor], shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors on meta that are like the examples, with other shapes."""
+    return [
+        torch.empty(shape, dtype=example.dtype, device="meta").requires_grad_(example.requires_grad)
+        for example, shape in zip(examples, shapes, strict=True)
+    ]
+
+
+class Shadow:
+    """Copies on meta of modules, taken when this is made."""
+
+    def __init__(self, modules: Sequence[nn.Module | None]) -> None:
+        self._modules: list[nn.Module | None] = []
+        self._error: ValueError | None = None
+        try:
+            self._modules = [None if module is None else shadow(module) for module in modules]
+        except ValueError as error:
+            self._error = error
+
+    def modules(self) -> list[nn.Module | None]:
+        """Raises ValueError where they could not be copied."""
+        if self._error is not None:
+            raise self._error
+        return self._modules
+
+    def module(self) -> nn.Module:
+        """The only one."""
+        (module,) = self.modules()
+        assert module is not None
+        return module
 
 
 class _Anything(nn.Module):

@@ -1,25 +1,28 @@
 """The stages' modules, the values between them and the output, out of a graph that is cut."""
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.partition_propagate import Constant, Propagation, TensorInfo
+from torch_xmesh.pipeline.partition_propagate import Constant, NodeInfo, Propagation, TensorInfo
 from torch_xmesh.pipeline.partition_values import (
     InputInfo,
     OutputStructure,
     Partition,
+    SizedStages,
     StageProgram,
     ValueInfo,
     ValueName,
 )
 from torch_xmesh.pipeline.stage_module import GraphCut, Leaf, StageBuilder, stage_module
+from torch_xmesh.pipeline.stage_numbers import OtherSizesError
 
 
 def assemble(
@@ -29,7 +32,8 @@ def assemble(
     samples: int | None,
     propagation: Propagation,
     random: set[int] | None,
-) -> Partition:
+) -> tuple[Partition, Callable[[Propagation], SizedStages]]:
+    """The partition, and what its stages are for inputs of other sizes; OtherSizesError where they do not hold."""
     last = cut.num_stages - 1
     outputs = _output_structure(cut)
     placeholders = [node for node in cut.traced.graph.nodes if node.op == "placeholder"]
@@ -52,19 +56,26 @@ def assemble(
         received, key=lambda leaf: (-1 if producer(leaf) is None else producer(leaf), order[leaf.node], leaf.index)
     )
     names = {leaf: _value_name(cut, leaf, named) for leaf in ranked}
-    values = {
-        names[leaf]: _value_info(
-            names[leaf],
-            cut.tensor(leaf),
-            producer(leaf),
-            received[leaf],
-            leaf in outputs,
-            samples,
-            propagation.fixed_batch,
-            cut.depends_on_samples(leaf.node),
-        )
-        for leaf in ranked
-    }
+
+    def values_of(found: Propagation) -> dict[str, ValueInfo]:
+        made = {}
+        for leaf in ranked:
+            tensor = found.info[leaf.node].leaves[leaf.index]
+            if not isinstance(tensor, TensorInfo):
+                raise OtherSizesError(f"value {names[leaf]} is no tensor")
+            made[names[leaf]] = _value_info(
+                names[leaf],
+                tensor,
+                producer(leaf),
+                received[leaf],
+                leaf in outputs,
+                samples,
+                found.fixed_batch,
+                cut.depends_on_samples(leaf.node),
+            )
+        return made
+
+    values = values_of(propagation)
     stages = []
     for stage in range(cut.num_stages):
         made = (
@@ -81,13 +92,33 @@ def assemble(
                 model_inputs=tuple(name for name in needed if values[name].producer is None),
                 uses_rng=random is None or stage in random,
                 only_mode=cut.traced.training,
+                use=functools.partial(cut.numbers.use, cut.info),
             )
         )
     _check_buffers(stages, propagation)
     result = finish_partition(stages, values, arguments, list(named.values()), samples, propagation.fixed_batch)
-    return dataclasses.replace(
-        result, outputs=_named_outputs(cut, names), unused_parameters=_unused_parameters(model, stages)
+    result = dataclasses.replace(
+        result,
+        outputs=_named_outputs(cut, names, cut.info),
+        unused_parameters=_unused_parameters(model, stages),
     )
+
+    def at(found: Propagation) -> SizedStages:
+        _check_structures(cut, found.info)
+        cut.numbers.check(found.info)
+        use = functools.partial(cut.numbers.use, found.info)
+        programs = [dataclasses.replace(program, use=use) for program in stages]
+        return SizedStages(values_of(found), _named_outputs(cut, names, found.info), found.fixed_batch, programs)
+
+    return result, at
+
+
+def _check_structures(cut: GraphCut, found: Mapping[fx.Node, NodeInfo]) -> None:
+    for node, info in cut.info.items():
+        if info.has_tensors:
+            kinds = [[isinstance(leaf, TensorInfo) for leaf in one.leaves] for one in (info, found[node])]
+            if info.structure != found[node].structure or kinds[0] != kinds[1]:
+                raise OtherSizesError(f"node {node.name} ({node.target}) returns another structure")
 
 
 def _output_structure(cut: GraphCut) -> dict[Leaf, None]:
@@ -102,19 +133,25 @@ def _output_structure(cut: GraphCut) -> dict[Leaf, None]:
     return dict.fromkeys(leaf for node in cut.output_leaves for leaf in cut.leaves_of(node))
 
 
-def _named_outputs(cut: GraphCut, names: dict[Leaf, str]) -> OutputStructure:
+def _named_outputs(cut: GraphCut, names: dict[Leaf, str], known: Mapping[fx.Node, NodeInfo]) -> OutputStructure:
     def expand(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
             return leaf
-        info = cut.info[leaf]
+        info = known[leaf]
         flat = [
-            one.value if isinstance(one, Constant) else ValueName(names[Leaf(leaf, index)])
+            one.value if isinstance(one, Constant) else _named(leaf, names.get(Leaf(leaf, index)))
             for index, one in enumerate(info.leaves)
         ]
         return pytree.tree_unflatten(flat, info.structure)
 
     leaves, structure = pytree.tree_flatten(pytree.tree_map(expand, cut.traced.output))
     return OutputStructure(tuple(leaves), structure)
+
+
+def _named(node: fx.Node, name: str | None) -> ValueName:
+    if name is None:
+        raise OtherSizesError(f"the model's output has the result of node {node.name}, which is no constant any more")
+    return ValueName(name)
 
 
 def _value_name(cut: GraphCut, leaf: Leaf, named: dict[fx.Node, tuple[str, Any]]) -> str:

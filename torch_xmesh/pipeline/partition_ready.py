@@ -1,6 +1,7 @@
 """A partition out of ready stage modules: a chain in which each stage gets what the one before returns."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch_xmesh.pipeline.partition_propagate import (
     join,
 )
 from torch_xmesh.pipeline.partition_sandbox import Sandbox
-from torch_xmesh.pipeline.partition_values import OutputStructure, ReadyAdapter, StageProgram, ValueInfo, ValueName
+from torch_xmesh.pipeline.partition_values import OutputStructure, SizedStages, StageProgram, ValueInfo, ValueName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,49 @@ class StageSignature:
         return tuple(position for position, leaf in enumerate(self.leaves) if isinstance(leaf, TensorInfo))
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadyAdapter:
+    """How a ready stage module is called: input leaves into arguments, the result into output leaves.
+
+    Attributes:
+        leaves: of (args, kwargs): an int is the position among the inputs, a tuple (value,) a constant.
+        structure: of (args, kwargs).
+        result: the structure that the module must return.
+        tensor_positions: which of the result's leaves are the stage's outputs.
+        changed: positions of the inputs that the module changes in place: it gets copies.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    result: pytree.TreeSpec
+    tensor_positions: tuple[int, ...]
+    changed: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether the inputs, as they come, are the module's positional arguments."""
+        in_order = self.leaves == tuple(range(len(self.leaves))) and not self.changed
+        return in_order and self.structure == pytree.tree_structure((self.leaves, {}))
+
+    def run(self, stage: int, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if self._is_plain:
+            result = module(*inputs)
+            if isinstance(result, torch.Tensor) and self.tensor_positions == (0,) and self.result.is_leaf():
+                return (result,)
+        else:
+            given = [tensor.clone() if position in self.changed else tensor for position, tensor in enumerate(inputs)]
+            flat = [given[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
+            args, kwargs = pytree.tree_unflatten(flat, self.structure)
+            result = module(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(result)
+        if structure != self.result:
+            raise ValueError(
+                f"stage {stage} ({type(module).__name__}) returned the structure {structure}, its example run "
+                f"returned {self.result}"
+            )
+        return tuple(leaves[position] for position in self.tensor_positions)
+
+
 Exchange = Callable[[int, StageSignature | None], StageSignature]
 """Called for each stage in order, on every process, with the stage's signature where the process holds it, else None.
 
@@ -53,7 +97,7 @@ def chain_ready_stages(
     names: Sequence[str],
     exchange: Exchange | None,
     device: torch.device,
-) -> tuple[list[StageProgram], dict[str, ValueInfo], OutputStructure, bool]:
+) -> SizedStages:
     """Programs of all stages (an empty module where `modules` has None), the values between them, and the output.
 
     Raises:
@@ -107,7 +151,7 @@ def chain_ready_stages(
     )
     if fixed:
         values = {name: dataclasses.replace(info, fixed_batch=True) for name, info in values.items()}
-    return programs, values, OutputStructure(output, structure), fixed
+    return SizedStages(values, OutputStructure(output, structure), fixed, programs)
 
 
 def stage_signature(

@@ -1,6 +1,7 @@
 """Where a model can run and nothing of it is real: fake tensors, no hooks."""
 
 import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,7 @@ class Sandbox:
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         self._model = model
+        self._is_shadow = _SHADOW in model.__dict__
         tensors = [*model.parameters(), *model.buffers()]
         self._is_on_meta = any(tensor.is_meta for tensor in tensors)
         devices = [tensor.device for tensor in tensors if not tensor.is_meta]
@@ -63,21 +65,21 @@ class Sandbox:
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake that stands for a tensor here, always the same one."""
         if tensor not in self._fakes:
-            grad, device = tensor.requires_grad, self._device if tensor.is_meta else tensor.device
+            device = self._device if tensor.is_meta else tensor.device
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._fakes[tensor] = nn.Parameter(made, grad) if is_parameter else made.requires_grad_(grad)
+            self._fakes[tensor] = _of_kind(made, tensor)
         return self._fakes[tensor]
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a module of the model on fakes.
 
-        A module that looks at its data runs on zeros, unless the model is on meta.
+        A module that looks at its data runs on zeros, unless the model is on meta; one of a shadow with zeros for
+        parameters.
         """
         try:
             return module(*args, **kwargs)
         except Exception as error:
-            if self._is_on_meta:
+            if self._is_on_meta and not self._is_shadow:
                 raise
             try:
                 return self._call_on_zeros(module, args, kwargs)
@@ -95,7 +97,7 @@ class Sandbox:
 
         self._put_real()
         try:
-            with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), self._zeros_for_meta(module):
                 kept = {buffer: buffer.detach().clone() for buffer in module.buffers()}
                 try:
                     args, kwargs = pytree.tree_map_only(torch.Tensor, zeros, (args, kwargs))
@@ -108,6 +110,23 @@ class Sandbox:
             self._put_fakes()
         return pytree.tree_map_only(torch.Tensor, fake, result)
 
+    @contextlib.contextmanager
+    def _zeros_for_meta(self, module: nn.Module) -> Iterator[None]:
+        """Zeros where a module holds tensors on meta."""
+        within = {id(holder) for child in module.modules() for holder in _holders(child)}
+        swaps = [one for one in self._swaps if id(one[0]) in within and one[2].is_meta]
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            for holder, key, meta, fake in swaps:
+                if meta not in made:
+                    zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=fake.device)
+                    made[meta] = _of_kind(zeros, meta)
+                holder[key] = made[meta]
+            yield
+        finally:
+            for holder, key, meta, _ in swaps:
+                holder[key] = meta
+
     def _put_fakes(self) -> None:
         for holder, key, _, fake in self._swaps:
             holder[key] = fake
@@ -115,6 +134,38 @@ class Sandbox:
     def _put_real(self) -> None:
         for holder, key, real, _ in self._swaps:
             holder[key] = real
+
+
+_SHADOW = "_xmesh_shadow"
+
+
+def shadow(model: nn.Module) -> nn.Module:
+    """A copy of a model with all its tensors on meta: where its shapes can be found whatever becomes of the model.
+
+    Raises:
+        ValueError: it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for holder in _holders(module):
+            for tensor in holder.values() if isinstance(holder, dict) else holder:
+                if isinstance(tensor, torch.Tensor):
+                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                    memo.setdefault(id(tensor), _of_kind(made, tensor))
+    try:
+        with hooks_off(model):
+            copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {reason}") from error
+    copied.__dict__[_SHADOW] = True
+    return copied
+
+
+def _of_kind(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`made` as a parameter, and with a gradient, where `tensor` is one."""
+    grad = tensor.requires_grad
+    return nn.Parameter(made, grad) if isinstance(tensor, nn.Parameter) else made.requires_grad_(grad)
 
 
 def _holders(module: nn.Module) -> Iterator[Any]:

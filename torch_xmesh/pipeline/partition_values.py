@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.partition_propagate import TensorInfo
+
+if TYPE_CHECKING:
+    from torch_xmesh.pipeline.partition_ready import ReadyAdapter
+
+_MOST_SIZES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +119,7 @@ class StageProgram:
         uses_rng: False if the stage certainly draws no random numbers in training mode.
         only_mode: the value of ``module.training`` for which the stage was traced, or None for both.
         adapter: how a ready module is called, None for a traced one.
+        use: called before the stage runs: sets what its graph knows of the sizes of the model's inputs.
     """
 
     index: int
@@ -124,6 +130,7 @@ class StageProgram:
     uses_rng: bool = True
     only_mode: bool | None = None
     adapter: "ReadyAdapter | None" = None
+    use: Callable[[], None] | None = dataclasses.field(default=None, repr=False)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the stage.
@@ -143,6 +150,8 @@ class StageProgram:
                 "between the two in more than constants; "
                 f"partition it in {have}, or start stages at modules whose parents do not look at self.training"
             )
+        if self.use is not None:
+            self.use()
         if self.adapter is not None:
             return self.adapter.run(self.index, self.module, inputs)
         return tuple(self.module(*inputs))
@@ -152,46 +161,17 @@ class StageProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadyAdapter:
-    """How a ready stage module is called: input leaves into arguments, the result into output leaves.
+class SizedStages:
+    """What of a partition follows from the sizes of the model's inputs, as `Partition` and `StageProgram` have it."""
 
-    Attributes:
-        leaves: of (args, kwargs): an int is the position among the inputs, a tuple (value,) a constant.
-        structure: of (args, kwargs).
-        result: the structure that the module must return.
-        tensor_positions: which of the result's leaves are the stage's outputs.
-        changed: positions of the inputs that the module changes in place: it gets copies.
-    """
+    values: dict[str, ValueInfo]
+    outputs: OutputStructure
+    fixed_batch: bool
+    programs: list[StageProgram]
 
-    leaves: tuple[Any, ...]
-    structure: pytree.TreeSpec
-    result: pytree.TreeSpec
-    tensor_positions: tuple[int, ...]
-    changed: frozenset[int] = frozenset()
 
-    @functools.cached_property
-    def _is_plain(self) -> bool:
-        """Whether the inputs, as they come, are the module's positional arguments."""
-        in_order = self.leaves == tuple(range(len(self.leaves))) and not self.changed
-        return in_order and self.structure == pytree.tree_structure((self.leaves, {}))
-
-    def run(self, stage: int, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        if self._is_plain:
-            result = module(*inputs)
-            if isinstance(result, torch.Tensor) and self.tensor_positions == (0,) and self.result.is_leaf():
-                return (result,)
-        else:
-            given = [tensor.clone() if position in self.changed else tensor for position, tensor in enumerate(inputs)]
-            flat = [given[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
-            args, kwargs = pytree.tree_unflatten(flat, self.structure)
-            result = module(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten(result)
-        if structure != self.result:
-            raise ValueError(
-                f"stage {stage} ({type(module).__name__}) returned the structure {structure}, its example run "
-                f"returned {self.result}"
-            )
-        return tuple(leaves[position] for position in self.tensor_positions)
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the model's tensor arguments, by value name; with the example's number of samples."""
 
 
 @dataclasses.dataclass
@@ -208,6 +188,7 @@ class Partition:
         unused_parameters: the model's parameters that no stage holds.
         batch_size: samples of the example arguments, None if no argument has a batch dim.
         fixed_batch: the stages work for `batch_size` samples only.
+        resize: finds the stages for inputs of other sizes; ValueError where they do not hold for them.
     """
 
     stages: list[StageProgram]
@@ -220,10 +201,64 @@ class Partition:
     fixed_batch: bool
     argument_leaves: tuple[Any, ...]
     argument_structure: pytree.TreeSpec
+    resize: Callable[[Shapes], SizedStages] | None = dataclasses.field(default=None, repr=False)
+    _sized: dict[tuple[tuple[int, ...], ...], "Partition"] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    def shapes_of(self, leaves: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+        """What :meth:`at` is given for arguments (as leaves): their shapes, the batch dim as in the example."""
+        shapes = {}
+        for leaf, expected in zip(leaves, self.argument_leaves, strict=True):
+            if isinstance(expected, ValueName):
+                info = self.inputs[expected.name]
+                self._check_input(info, leaf, any_size=True)
+                shapes[info.name] = tuple(
+                    info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
+                )
+        return shapes
+
+    def at(self, shapes: Shapes) -> "Partition":
+        """The same stages, with the same modules, for inputs of these shapes; the last ones found are kept.
+
+        Raises:
+            ValueError: the stages do not work for them, or only for the example's.
+        """
+        changed = [info for info in self.inputs.values() if shapes[info.name] != info.shape]
+        if not changed or self.resize is None:
+            return self
+        key = tuple(shapes[name] for name in self.inputs)
+        found = self._sized.pop(key, None) or self._resized(changed[0], shapes)
+        self._sized[key] = found
+        if len(self._sized) > _MOST_SIZES:
+            del self._sized[next(iter(self._sized))]
+        return found
+
+    def _resized(self, changed: InputInfo, shapes: Shapes) -> "Partition":
+        assert self.resize is not None
+        try:
+            found = self.resize(shapes)
+            _check_alike(self.values, found.values)
+        except ValueError as error:
+            what = f"argument {describe_path(changed.path)} has shape {shapes[changed.name]}"
+            raise ValueError(
+                f"{what}, the example had {changed.shape}, and the stages do not work for it: {error}"
+            ) from error
+        stages = [
+            dataclasses.replace(one, use=other.use, adapter=other.adapter)
+            for one, other in zip(self.stages, found.programs, strict=True)
+        ]
+        inputs = {name: dataclasses.replace(one, shape=found.values[name].shape) for name, one in self.inputs.items()}
+        return dataclasses.replace(
+            self,
+            stages=stages,
+            values=found.values,
+            inputs=inputs,
+            outputs=found.outputs,
+            fixed_batch=found.fixed_batch,
+        )
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, stage: int | None = None
@@ -254,7 +289,7 @@ class Partition:
                 bound[expected.name] = leaf
         return bound
 
-    def _check_input(self, info: InputInfo, tensor: Any) -> None:
+    def _check_input(self, info: InputInfo, tensor: Any, any_size: bool = False) -> None:
         where = f"argument {describe_path(info.path)}"
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
@@ -265,7 +300,7 @@ class Partition:
             raise ValueError(f"{where} has dtype {tensor.dtype}, the example had {info.dtype}")
         free = None if self.fixed_batch else info.batch_dim
         shapes = [[size for dim, size in enumerate(shape) if dim != free] for shape in (tensor.shape, info.shape)]
-        if tensor.dim() != len(info.shape) or shapes[0] != shapes[1]:
+        if tensor.dim() != len(info.shape) or (shapes[0] != shapes[1] and not any_size):
             raise ValueError(
                 f"{where} has shape {tuple(tensor.shape)}, the example had {info.shape}"
                 + (f" (dim {free}, the batch, may differ)" if free is not None else "")
@@ -273,11 +308,17 @@ class Partition:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output by running the stages one after another in this process, on one autograd graph."""
-        values = self.bind(args, kwargs)
-        for stage in self.stages:
+        sized = self.for_arguments(args, kwargs)
+        values = sized.bind(args, kwargs)
+        for stage in sized.stages:
             results = stage(*[values[name] for name in stage.input_values])
             values.update(zip(stage.output_values, results, strict=True))
-        return self.outputs.unflatten(values)
+        return sized.outputs.unflatten(values)
+
+    def for_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> "Partition":
+        """The partition :meth:`at` the sizes of these arguments."""
+        leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
+        return self.at(self.shapes_of(leaves)) if structure == self.argument_structure else self
 
     def __str__(self) -> str:
         lines = []
@@ -298,6 +339,18 @@ class Partition:
                 f"{value.batch_dim}{grad}"
             )
         return "\n".join(lines)
+
+
+def _check_alike(values: Mapping[str, ValueInfo], others: Mapping[str, ValueInfo]) -> None:
+    """Raises ValueError where values differ in more than their sizes."""
+    for name, one in values.items():
+        other = others.get(name)
+        kinds = [v and (v.producer, v.consumers, v.dtype, v.requires_grad, v.batch_dim, v.varies) for v in (one, other)]
+        if len(values) != len(others) or kinds[0] != kinds[1]:
+            raise ValueError(
+                f"value {name} would have another dtype or batch dim, or cross other stages: (producer, consumers, "
+                f"dtype, requires_grad, batch_dim, varies) {kinds[1]}, expected {kinds[0]}"
+            )
 
 
 def sorted_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.partition_propagate import Affine, Constant, NodeInfo, Propagation, TensorInfo
+from torch_xmesh.pipeline.stage_numbers import Numbers, is_literal
 from torch_xmesh.pipeline.trace import RANDOM_FACTORIES, Traced, by_mode, enter_modes, exit_modes
 
 _RANDOM_WORDS = (*RANDOM_FACTORIES, "dropout", "uniform", "exponential", "multinomial", "gumbel", "poisson")
@@ -18,19 +19,6 @@ _SHAPE_ONLY = frozenset(
     f"{prefix}{kind}{suffix}"
     for kind in ("zeros", "ones", "full", "empty")
     for prefix, suffix in (("new_", ""), ("", "_like"))
-)
-_LITERALS = (
-    int,
-    float,
-    bool,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
 )
 
 
@@ -77,6 +65,7 @@ class GraphCut:
         self._depending = self._find_depending()
         self.output_leaves = [leaf for leaf in pytree.tree_leaves(traced.output) if isinstance(leaf, fx.Node)]
         self.needs = [self._find_needs(stage) for stage in range(num_stages)]
+        self.numbers = Numbers(self.info)
 
     def nodes_of(self, stage: int) -> list[fx.Node]:
         return [node for node in self.traced.graph.nodes if self.home[node] == stage]
@@ -119,12 +108,12 @@ class GraphCut:
                 found.add(node)
         return found
 
-    def reference(self, stage: int) -> tuple[Leaf, int, int] | None:
-        """A tensor that the stage receives, its dim with the samples, and how many entries a sample has there."""
+    def reference(self, stage: int) -> tuple[Leaf, int] | None:
+        """A tensor that the stage receives, and its dim with the samples."""
         for leaf in self.needs[stage].leaves:
             for dim, size in enumerate(self.tensor(leaf).sizes):
                 if size.per_sample > 0 and size.fixed == 0:
-                    return leaf, dim, size.per_sample
+                    return leaf, dim
         return None
 
     def _find_needs(self, stage: int) -> Needs:
@@ -165,7 +154,7 @@ class GraphCut:
                 )
         elif info.is_leaf and isinstance(info.leaves[0], Affine):
             needs.integers[node] = None
-        elif not _literal(info):
+        elif not is_literal(info):
             self._compute_again(node, stage, needs)
 
     def _compute_again(self, node: fx.Node, stage: int, needs: Needs) -> None:
@@ -206,10 +195,6 @@ class GraphCut:
 
 def _is_plain(info: NodeInfo) -> bool:
     return info.is_leaf and isinstance(info.leaves[0], Affine | Constant)
-
-
-def _literal(info: NodeInfo) -> bool:
-    return all(isinstance(leaf, Constant) and isinstance(leaf.value, _LITERALS) for leaf in info.leaves)
 
 
 def _at(node: fx.Node) -> str:
@@ -270,29 +255,19 @@ class StageBuilder:
         return self._here[node]
 
     def _foreign(self, node: fx.Node) -> Any:
-        info = self._cut.info[node]
+        info, numbers = self._cut.info[node], self._cut.numbers
         if node in self._cut.needs[self._stage].integers:
-            return self._integer(info.leaves[0])
+            reference = self._cut.reference(self._stage)
+            assert reference is not None
+            leaf, dim = reference
+            size = self._graph.call_method("size", (self._received[leaf], dim))
+            return self._graph.call_function(numbers.from_size(node, leaf.node, leaf.index, dim), (size,))
+        if is_literal(info):
+            return self._graph.call_function(numbers.constant(node))
         if info.is_leaf:
-            leaf = info.leaves[0]
-            return leaf.value if isinstance(leaf, Constant) else self._received[Leaf(node, 0)]
-        if _literal(info):
-            return pytree.tree_unflatten(
-                [leaf.value for leaf in info.leaves if isinstance(leaf, Constant)], info.structure
-            )
+            return self._received[Leaf(node, 0)]
         tensors = tuple(self._received[leaf] for leaf in self._cut.leaves_of(node))
-        return self._graph.call_function(_rebuilder(info), tensors)
-
-    def _integer(self, value: Any) -> fx.Node:
-        reference = self._cut.reference(self._stage)
-        assert reference is not None
-        leaf, dim, entries = reference
-        size = self._graph.call_method("size", (self._received[leaf], dim))
-        samples = size if entries == 1 else self._graph.call_function(operator.floordiv, (size, entries))
-        scaled = (
-            samples if value.per_sample == 1 else self._graph.call_function(operator.mul, (samples, value.per_sample))
-        )
-        return scaled if value.fixed == 0 else self._graph.call_function(operator.add, (scaled, value.fixed))
+        return self._graph.call_function(numbers.rebuilder(node), tensors)
 
     def _refuse_shared_change(self, leaf: Leaf) -> None:
         cut = self._cut
@@ -317,15 +292,6 @@ def _leaf_taker(index: int) -> Callable[[Any], Any]:
 
     leaf.__name__ = leaf.__qualname__ = f"leaf_{index}"
     return leaf
-
-
-def _rebuilder(info: NodeInfo) -> Callable[..., Any]:
-    def rebuild(*tensors: torch.Tensor) -> Any:
-        remaining = iter(tensors)
-        flat = [leaf.value if isinstance(leaf, Constant) else next(remaining) for leaf in info.leaves]
-        return pytree.tree_unflatten(flat, info.structure)
-
-    return rebuild
 
 
 def stage_module(model: nn.Module, traced: Traced, graph: fx.Graph, stage: int) -> fx.GraphModule:

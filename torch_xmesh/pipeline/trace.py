@@ -57,6 +57,7 @@ class Traced:
         constants: tensors (and torch.export's subgraphs) that the graph reads and the model does not hold, by name.
         fixed_batch: the graph holds for the example's batch size only.
         training: the only mode in which the graph may run, or None for both.
+        why_fixed: why the graph holds for the example's sizes (the batch dim apart) only, or None.
     """
 
     graph: fx.Graph
@@ -64,6 +65,7 @@ class Traced:
     constants: dict[str, Any]
     fixed_batch: bool = False
     training: bool | None = None
+    why_fixed: str | None = None
 
 
 class UntraceableError(ValueError):

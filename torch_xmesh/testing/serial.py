@@ -184,12 +184,13 @@ def _forward(plan: _Plan, part: Microbatch, shard: int) -> Any:
     if plan.partition is None:
         with dropout_rng(dropout_seed(plan.seed, plan.step, 0, part.index, shard), _device(plan.model)):
             return plan.model(*part.args, **part.kwargs)
-    values = plan.partition.bind(part.args, part.kwargs)
-    for stage in plan.partition.stages:
+    partition = plan.partition.for_arguments(part.args, part.kwargs)
+    values = partition.bind(part.args, part.kwargs)
+    for stage in partition.stages:
         with dropout_rng(dropout_seed(plan.seed, plan.step, stage.index, part.index, shard), _device(stage.module)):
             results = stage(*[values[name] for name in stage.input_values])
         values.update(zip(stage.output_values, results, strict=True))
-    return plan.partition.outputs.unflatten(values)
+    return partition.outputs.unflatten(values)
 
 
 def _device(module: nn.Module) -> torch.device | None:
