@@ -23,6 +23,7 @@ __all__ = [
     "Move",
     "Pending",
     "Placed",
+    "Planning",
     "StageMesh",
     "Transfers",
     "edges_of",
@@ -48,6 +49,25 @@ class Move:
         return (self.shape, self.dtype, self.src, src, self.dst, dst)
 
 
+@dataclasses.dataclass(frozen=True)
+class Planning:
+    """How transfers are planned: a strategy in its canonical spelling, and links (None: as discovered, at nominal
+    speeds)."""
+
+    strategy: str = "auto"
+    topology: Topology | None = None
+
+    @staticmethod
+    def of(strategy: object, topology: Topology | None) -> "Planning":
+        """Raises ValueError for what is no strategy or no topology."""
+        if topology is not None and not isinstance(topology, Topology):
+            raise ValueError(f"topology must be an xm.Topology, got {type(topology).__name__}")
+        return Planning(_C.canonical_strategy(str(strategy)), topology)
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {'the discovered topology' if self.topology is None else self.topology}"
+
+
 class Pending:
     """A transfer in flight: ``wait()`` returns this rank's received tensors (empty ones where it receives nothing)."""
 
@@ -59,6 +79,9 @@ class Pending:
     def wait(self) -> list[torch.Tensor]:
         self._traffic.wait(self._call)
         return self._received
+
+
+_USUAL = Planning()
 
 
 class Transfers:
@@ -76,18 +99,16 @@ class Transfers:
         self._topologies: dict[tuple[tuple[int, ...], Topology | None], _C.Topology] = {}
         self._counts: dict[str, int] = {}
 
-    def prepare(self, moves: Sequence[Move]) -> "_C.PreparedPlan":
+    def prepare(self, moves: Sequence[Move], planning: Planning = _USUAL) -> "_C.PreparedPlan":
         """The plan of a transfer, made once for equal moves. This rank must be on one of the meshes."""
-        key = tuple(move.key() for move in moves)
+        key = (planning, *(move.key() for move in moves))
         if key not in self._plans:
-            self._plans[key] = self._core.prepare(self.plan(moves), "0" * len(moves), False)
+            self._plans[key] = self._core.prepare(self.plan(moves, planning), "0" * len(moves), False)
         return self._plans[key]
 
-    def plan(self, moves: Sequence[Move], topology: Topology | None = None) -> "_C.ReshardingPlan":
-        """What any ranks move, on the links of `topology`, by default at nominal speeds."""
+    def plan(self, moves: Sequence[Move], planning: Planning = _USUAL) -> "_C.ReshardingPlan":
+        """What any ranks move."""
         ranks = tuple(sorted({rank for move in moves for rank in (*move.src.ranks, *move.dst.ranks)}))
-        if (ranks, topology) not in self._topologies:
-            self._topologies[ranks, topology] = core_topology(self._core, list(ranks), topology)
         pairs = [
             (
                 core_spec(move.shape, move.dtype, move.src, move.src_placements),
@@ -95,7 +116,14 @@ class Transfers:
             )
             for move in moves
         ]
-        return _C.plan_resharding(pairs, self._topologies[ranks, topology], "auto")
+        return _C.plan_resharding(pairs, self.topology(ranks, planning.topology), planning.strategy)
+
+    def topology(self, ranks: Sequence[int], given: Topology | None) -> "_C.Topology":
+        """Hosts and links of some ranks, as given, else as discovered. Raises ValueError where `given` lacks a rank."""
+        key = (tuple(ranks), given)
+        if key not in self._topologies:
+            self._topologies[key] = core_topology(self._core, list(ranks), given)
+        return self._topologies[key]
 
     def start(self, lane: str, moves: Sequence[Move], tensors: Sequence[torch.Tensor] = ()) -> Pending:
         """Starts a transfer; `tensors` are this rank's local ones where it is on the source meshes."""
@@ -184,7 +212,14 @@ def edges_of(values: Mapping[str, ValueInfo]) -> list[Edge]:
 class Boundaries:
     """Where values lie on each stage, and the plans of every edge that this rank takes part in."""
 
-    def __init__(self, edges: Sequence[Edge], meshes: Sequence[StageMesh], given: Mapping[str, Placed]) -> None:
+    def __init__(
+        self,
+        edges: Sequence[Edge],
+        meshes: Sequence[StageMesh],
+        given: Mapping[str, Placed],
+        planning: Planning = _USUAL,
+    ) -> None:
+        self.planning = planning
         self.edges = list(edges)
         self.meshes = list(meshes)
         self._given = dict(given)

@@ -82,6 +82,8 @@ class PipelineEngine:
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
         init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
             that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
+        strategy, topology: how what crosses from mesh to mesh is resharded, as in :func:`reshard`; a calibrated
+            topology's link speeds choose better and pace the sends.
 
     Raises:
         ValueError: on every rank, for a mistake in the arguments or ranks that disagree.
@@ -112,6 +114,8 @@ class PipelineEngine:
         group: dist.ProcessGroup | None = None,
         overlap: bool = True,
         init_sync: InitSync = True,
+        strategy: object = "auto",
+        topology: Topology | None = None,
     ) -> None:
         self._reshards = reshards_of(group)
         rank = self._reshards.core.global_rank
@@ -148,6 +152,8 @@ class PipelineEngine:
             seed,
             overlap,
             init_sync,
+            strategy,
+            topology,
         )
         self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stage_meshes, places, options)
         self._steps = EngineSteps(self._place, output_merge_spec)
@@ -337,7 +343,7 @@ class PipelineEngine:
         what a microbatch like the example takes from mesh to mesh, as its plans predict. No other rank is needed.
 
         Args:
-            topology: link speeds, for example a calibrated file's; nominal ones without it.
+            topology: link speeds, for example a calibrated file's; without it those that the engine was given.
         """
         place = self._place
         return costs_of(self._transfers, place.boundaries, stages, topology, place.overlap)

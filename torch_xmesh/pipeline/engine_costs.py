@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch_xmesh.pipeline.boundary import Boundaries, Edge, Transfers
+from torch_xmesh.pipeline.boundary import Boundaries, Edge, Planning, Transfers
 from torch_xmesh.pipeline.simulation import Costs, EdgeCosts, StageCosts
 from torch_xmesh.topology import Topology
 
@@ -14,11 +14,13 @@ def costs_of(
     topology: Topology | None,
     overlap: bool,
 ) -> Costs:
-    """Stages as given; each edge takes what the plan of one example microbatch is predicted to take, each way."""
+    """Stages as given; each edge takes what the plan of one example microbatch is predicted to take, each way, on the
+    links of `topology`, by default those for which it is planned."""
+    planning = Planning(boundaries.planning.strategy, topology or boundaries.planning.topology)
 
     def seconds(edge: Edge, is_gradient: bool) -> float:
         moves = boundaries.moves(edge, edge.values[0].samples, is_gradient)
-        return transfers.plan(moves, topology).predicted_seconds if moves else 0.0
+        return transfers.plan(moves, planning).predicted_seconds if moves else 0.0
 
     edges: dict[tuple[int, int], EdgeCosts | float] = {}
     for edge in boundaries.edges:

@@ -12,6 +12,7 @@ from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.pipeline.boundary import (
     Boundaries,
     Placed,
+    Planning,
     StageMesh,
     Transfers,
     edges_of,
@@ -34,6 +35,7 @@ from torch_xmesh.pipeline.partition import Partition, SplitAt, check_limit, part
 from torch_xmesh.pipeline.profile import choose_split
 from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.spec import device_mesh
+from torch_xmesh.topology import Topology
 
 _LOOKAHEAD = 4
 
@@ -54,6 +56,8 @@ class PlaceOptions:
     seed: int
     overlap: bool
     init_sync: InitSync
+    strategy: object
+    topology: Topology | None
 
 
 class EnginePlace:
@@ -94,9 +98,10 @@ class EnginePlace:
         try:
             self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
             self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
-            self.boundaries = Boundaries(
-                edges_of(self.partition.values), self.meshes, self._checked(options.boundary_placements)
-            )
+            planning = Planning.of(options.strategy, options.topology)
+            transfers.topology(transfers.ranks, planning.topology)  # it knows all ranks
+            given = self._checked(options.boundary_placements)
+            self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, planning)
             self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
             self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
             self.stages = [k for k, place in enumerate(places) if place == self.index]
@@ -241,6 +246,7 @@ class EnginePlace:
                 ("partition of the model", digest(describe_values(self.partition))),
                 ("boundaries", digest("; ".join(describe_moves(self.boundaries, self.partition)))),
                 ("scale_grads, overlap, seed", f"{self.scale_grads}, {overlap}, {seed}"),
+                ("strategy, topology", str(self.boundaries.planning)),
                 ("loss_fn", "given" if self.loss_fn is not None else "missing"),
             ]
         )

@@ -238,10 +238,11 @@ class EngineSteps:
                 if place.boundaries.is_local(edge):
                     plans.append(_C.EdgePlans(lane, edge.text, False, [], []))
                     continue
-                forward = [place.transfers.prepare(place.boundaries.moves(edge, n, False)) for n in sizes]
+                planning = place.boundaries.planning
+                forward = [place.transfers.prepare(place.boundaries.moves(edge, n, False), planning) for n in sizes]
                 backward = []
                 if edge.has_gradient:
-                    backward = [place.transfers.prepare(place.boundaries.moves(edge, n, True)) for n in sizes]
+                    backward = [place.transfers.prepare(place.boundaries.moves(edge, n, True), planning) for n in sizes]
                 is_joint = set(start.ranks) == set(end.ranks)
                 plans.append(_C.EdgePlans(lane, edge.text, is_joint, forward, backward))
             self._plans[key] = plans
