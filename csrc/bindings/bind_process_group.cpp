@@ -76,6 +76,7 @@ void bindProcessGroup(py::module_& module) {
       .def_readwrite("pacing", &XmeshOptions::pacing, "Pace reshards' direct sends to their planned rates where rates were measured.")
       .def_readwrite("shared_memory", &XmeshOptions::shared_memory,
                      "Reshard between ranks at one address through shared memory where that can be had.")
+      .def_readwrite("host_id", &XmeshOptions::host_id, "Which host this rank is on; empty for XMESH_HOST_ID or what is discovered.")
       .def("__copy__", [](const XmeshOptions& self) { return c10::make_intrusive<XmeshOptions>(self); })
       .def("__deepcopy__", [](const XmeshOptions& self, const py::object&) { return c10::make_intrusive<XmeshOptions>(self); }, py::arg("memo"));
 

@@ -29,6 +29,7 @@ struct XmeshOptions : ::c10d::Backend::Options {
   c10::intrusive_ptr<::c10d::Backend::Options> nccl;
   bool pacing = true;                         ///< pace reshards' direct sends to planned rates, on topologies whose rates were measured
   bool shared_memory = true;                  ///< reshards between ranks at one address go through shared memory where the kernel allows it
+  std::string host_id;                        ///< which host this rank is on, for plans; empty for XMESH_HOST_ID or what is discovered
   int64_t staging_bytes = int64_t{64} << 20;  ///< most memory per rank that reshards may stage messages in, all in flight together
 };
 

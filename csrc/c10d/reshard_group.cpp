@@ -132,7 +132,7 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
       std::make_unique<runtime::ReshardService>(runtime::ReshardService::Options{global_ranks_, group_rank_, options_.staging_bytes},
                                                 networkMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()),
                                                              transport::localAddress(storeHost(store)), token, options_.shared_memory, address));
-  store_->set(memberKey(group_rank_), bytesOf(address + " " + transport::hostIdentity()));
+  store_->set(memberKey(group_rank_), bytesOf(address + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
 }
 
 ReshardGroup::~ReshardGroup() { close(false); }
@@ -283,6 +283,15 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
                                                      std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached) {
   runtime::CallRequest request;
   request.timeout = timeout();
+  if (!forward.has_value() && service_->numRefusals() > 0) {
+    findMembers(prepared->participants);
+    const std::future<void> settled = service_->settleRefusals(prepared);
+    if (request.timeout.count() > 0) {
+      settled.wait_for(request.timeout);
+    } else {
+      settled.wait();
+    }
+  }
   request.is_detached = is_detached;
   request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
   return c10::make_intrusive<ReshardWork>(start(prepared, src, dst, std::move(request)), std::move(dst));

@@ -23,6 +23,7 @@ struct ReshardGroupOptions {
   int64_t staging_bytes = int64_t{64} << 20;  ///< most staging memory per rank, all reshards in flight together
   bool is_paced = true;                       ///< pace direct sends on topologies whose rates were measured
   bool shared_memory = true;                  ///< between ranks at one address
+  std::string host_id = {};                   ///< which host this rank is on; empty to discover it. May differ from rank to rank.
 };
 
 /// What ranks must agree on besides the plan.

@@ -31,7 +31,8 @@ bool ReshardWork::isSuccess() const { return call_->isCompleted() && !call_->fai
 std::exception_ptr ReshardWork::exception() const { return exceptionOf(*call_); }
 
 bool ReshardWork::wait(std::chrono::milliseconds timeout) {
-  TORCH_CHECK_WITH(DistBackendError, call_->wait(std::max(timeout, std::chrono::milliseconds(0))), "xmesh: the reshard did not end within ",
+  const auto longest = std::max(timeout, std::chrono::milliseconds(0));
+  TORCH_CHECK_WITH(DistBackendError, call_->isDetached() ? call_->waitMoved(longest) : call_->wait(longest), "xmesh: the reshard did not end within ",
                    timeout.count(), " ms; it goes on");
   return true;
 }

@@ -9,6 +9,7 @@
 namespace xmesh::c10d_backend {
 
 /// A reshard in flight as a c10d::Work. wait() raises what the call failed with; result() and the future hold the destination's local tensors.
+/// Of a detached call wait() is until this rank's own messages are done, synchronize() until its end, which the other ranks decide.
 class ReshardWork final : public ::c10d::Work {
  public:
   ReshardWork(std::shared_ptr<runtime::ReshardCall> call, std::vector<at::Tensor> dst);

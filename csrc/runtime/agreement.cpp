@@ -117,29 +117,25 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
 ControlKind controlKind(std::string_view message) { return WireReader(message).get<ControlKind>(); }
 
 std::string encode(const Hello& hello) {
-  return begin(ControlKind::kHello, hello.key)
-      .put(hello.round)
-      .put(std::string_view(hello.fingerprint))
-      .put(std::string_view(hello.fields))
-      .put(hello.num_unnamed)
-      .take();
+  return begin(ControlKind::kHello, hello.key).put(hello.round).put(std::string_view(hello.fingerprint)).put(std::string_view(hello.fields)).take();
 }
 
 std::string encode(const FailNotice& notice) {
   WireWriter writer = begin(ControlKind::kFail, notice.key);
   writer.put(notice.failure.kind).put(std::string_view(notice.failure.text));
   putRanks(writer, notice.failure.blamed_ranks);
-  return writer.put(notice.failure.stage).put(notice.failure.microbatch).put(notice.failure.turn).take();
-}
-
-std::string encode(const UnnamedRefusal& refusal) {
-  WireWriter writer = begin(ControlKind::kUnnamedRefusal, {});
-  writer.put(refusal.count);
-  putRanks(writer, refusal.ranks);
+  writer.put(notice.failure.stage).put(notice.failure.microbatch).put(notice.failure.turn);
+  putRanks(writer, notice.participants);
   return writer.take();
 }
 
-std::string encode(const Question& question) { return begin(ControlKind::kQuestion, question.key).put(question.num_unnamed).take(); }
+std::string encode(const UnnamedRefusals& refusals) { return begin(ControlKind::kUnnamedRefusals, {}).put(refusals.count).take(); }
+
+std::string encode(const Question& question) {
+  WireWriter writer = begin(ControlKind::kQuestion, question.key);
+  putRanks(writer, question.participants);
+  return writer.take();
+}
 
 std::string encode(const Answer& answer) {
   return begin(ControlKind::kAnswer, answer.key).put(static_cast<uint8_t>(answer.has_called)).put(std::string_view(answer.state)).take();
@@ -152,7 +148,6 @@ Hello decodeHello(std::string_view message) {
   out.round = reader.get<uint8_t>();
   out.fingerprint = reader.getText();
   out.fields = reader.getText();
-  out.num_unnamed = reader.get<uint64_t>();
   return out;
 }
 
@@ -166,23 +161,21 @@ FailNotice decodeFail(std::string_view message) {
   out.failure.stage = reader.get<int32_t>();
   out.failure.microbatch = reader.get<int32_t>();
   out.failure.turn = reader.get<uint64_t>();
+  out.participants = getRanks(reader);
   return out;
 }
 
-UnnamedRefusal decodeUnnamedRefusal(std::string_view message) {
+UnnamedRefusals decodeUnnamedRefusals(std::string_view message) {
   WireReader reader(message);
   readHead(reader);
-  UnnamedRefusal out;
-  out.count = reader.get<uint64_t>();
-  out.ranks = getRanks(reader);
-  return out;
+  return {reader.get<uint64_t>()};
 }
 
 Question decodeQuestion(std::string_view message) {
   WireReader reader(message);
   Question out;
   out.key = readHead(reader);
-  out.num_unnamed = reader.get<uint64_t>();
+  out.participants = getRanks(reader);
   return out;
 }
 

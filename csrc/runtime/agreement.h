@@ -41,27 +41,25 @@ struct Hello {
   uint8_t round = 0;
   std::string fingerprint;
   std::string fields;
-  uint64_t num_unnamed = 0;  ///< unnamed refusals before this call, the most that any rank knows of
 };
 
 /// "This call has failed": sent to every participant by whoever finds out.
 struct FailNotice {
   CallKey key;
   Failure failure;
+  std::vector<int64_t> participants;  ///< the call's, ascending; empty where that is not known
 };
 
-/// "I refused a call that I cannot name, for I do not know who takes part", as the `count`-th that ranks of this group refused together or alone. A
-/// rank that waits for the sender in a call with all of `ranks` asks it; the sender then knows which call it was.
-struct UnnamedRefusal {
+/// "So many calls have I refused without knowing who takes part, of which nobody has told me that they were theirs." A rank that waits for the sender
+/// and has refused fewer asks it; the sender then knows which call it was.
+struct UnnamedRefusals {
   uint64_t count = 0;
-  std::vector<int64_t> ranks;  ///< the participants that are known, ascending
 };
 
-/// "What do you do about this call?", at a timeout or after an UnnamedRefusal, and the answer.
+/// "What do you do about this call?", at a timeout or after UnnamedRefusals, and the answer.
 struct Question {
-  static constexpr uint64_t kNoRefusal = UINT64_MAX;
   CallKey key;
-  uint64_t num_unnamed = kNoRefusal;  ///< unnamed refusals that the asker has had its part in; a later one of the asked may be this call
+  std::vector<int64_t> participants;  ///< ascending
 };
 struct Answer {
   CallKey key;
@@ -69,17 +67,17 @@ struct Answer {
   std::string state;
 };
 
-enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusal = 5 };
+enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5 };
 ControlKind controlKind(std::string_view message);
 std::string encode(const Hello& hello);
 std::string encode(const FailNotice& notice);
-std::string encode(const UnnamedRefusal& refusal);
+std::string encode(const UnnamedRefusals& refusals);
 std::string encode(const Question& question);
 std::string encode(const Answer& answer);
 /// Each throws std::runtime_error for a message that is not whole.
 Hello decodeHello(std::string_view message);
 FailNotice decodeFail(std::string_view message);
-UnnamedRefusal decodeUnnamedRefusal(std::string_view message);
+UnnamedRefusals decodeUnnamedRefusals(std::string_view message);
 Question decodeQuestion(std::string_view message);
 Answer decodeAnswer(std::string_view message);
 

@@ -4,10 +4,22 @@
 
 namespace xmesh::runtime {
 
-bool ReshardCall::wait(std::chrono::milliseconds timeout) {
-  if (!isCompleted()) {
+bool ReshardCall::wait(std::chrono::milliseconds timeout) { return waitFor(timeout, false); }
+
+bool ReshardCall::waitMoved(std::chrono::milliseconds timeout) { return waitFor(timeout, true); }
+
+void ReshardCall::markMoved() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_moved_.store(true, std::memory_order_release);
+  }
+  ended_.notify_all();
+}
+
+bool ReshardCall::waitFor(std::chrono::milliseconds timeout, bool until_moved) {
+  const auto has_ended = [this, until_moved] { return isCompleted() || (until_moved && is_moved_.load(std::memory_order_acquire)); };
+  if (!has_ended()) {
     std::unique_lock lock(mutex_);
-    const auto has_ended = [this] { return isCompleted(); };
     if (timeout.count() > 0) {
       if (!ended_.wait_for(lock, timeout, has_ended)) {
         return false;
@@ -16,7 +28,7 @@ bool ReshardCall::wait(std::chrono::milliseconds timeout) {
       ended_.wait(lock, has_ended);
     }
   }
-  if (failure_.has_value()) {
+  if (isCompleted() && failure_.has_value()) {
     throwFailure(*failure_);
   }
   return true;

@@ -23,17 +23,10 @@ void ReshardService::fail(const CallKey& key, const Failure& failure, bool tell)
   if (call.executor != nullptr) {
     call.executor->cancel();
   }
-  if (failure.kind == FailureKind::kMistake) {
-    for (const int32_t peer : call.request.prepared->participant_peers) {
-      if (const auto heard = unnamed_.find(peer); heard != unnamed_.end()) {
-        num_unnamed_ = std::max(num_unnamed_, heard->second.count);
-      }
-    }
-  }
   if (tell) {
     for (const int32_t peer : call.request.prepared->participant_peers) {
       if (peer != options_.group_rank && !lost_.contains(peer)) {
-        network_->sendControl(peer, encode(FailNotice{key, failure}));
+        network_->sendControl(peer, encode(FailNotice{key, failure, call.request.prepared->participants}));
       }
     }
   }
@@ -88,10 +81,15 @@ void ReshardService::takeFailNotice(int32_t peer, FailNotice notice) {
       return;
     }
     fail(notice.key, notice.failure, true);  // passed on, so that nobody hears this rank's goodbye before the reason
-  } else if (notice.failure.kind == FailureKind::kMistake && nameOpenRefusal(notice.key)) {
-    return;  // both refused the same call
-  } else if (!isPast(notice.key) && early_.size() < kMaxEarlyCalls) {
-    early_[notice.key].failure = std::move(notice.failure);
+    return;
+  }
+  if (notice.failure.kind == FailureKind::kMistake && !notice.participants.empty()) {
+    nameRefusals(notice.key, notice.participants);  // both may have refused the same call
+  }
+  if (!isPast(notice.key) && early_.size() < kMaxEarlyCalls) {
+    EarlyNews& early = early_[notice.key];
+    early.failure = std::move(notice.failure);
+    early.participants = std::move(notice.participants);
   }
 }
 
@@ -102,9 +100,7 @@ void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is
     lost.blamed_ranks = told->second.blamed_ranks;
   }
   lost_.emplace(peer, lost);
-  if (open_refusal_.has_value() && open_refusal_->waiter != nullptr) {
-    std::exchange(open_refusal_->waiter, nullptr)->set_value();  // its call will fail
-  }
+  releaseWaiter();
   std::vector<CallKey> hit;
   for (const auto& [key, call] : calls_) {
     if (needs(call, peer, is_goodbye)) {
@@ -170,7 +166,7 @@ void ReshardService::askAround(const CallKey& key) {
   call.is_asking = true;
   for (const int32_t peer : call.request.prepared->participant_peers) {
     if (peer != options_.group_rank) {
-      network_->sendControl(peer, encode(Question{key}));
+      network_->sendControl(peer, encode(Question{key, call.request.prepared->participants}));
     }
   }
   call.timer = network_->startTimer(kAnswerTime, [this, key] { concludeTimeout(key); });
@@ -187,11 +183,14 @@ Answer ReshardService::answerTo(const Question& question) const {
 }
 
 void ReshardService::takeQuestion(int32_t peer, const Question& question) {
-  if (open_refusal_.has_value() && open_refusal_->notice.count > question.num_unnamed) {
-    nameOpenRefusal(question.key);
+  nameRefusals(question.key, question.participants);
+  if (question.key.lane == 0) {
+    asked_[peer] = question.key;
+    releaseWaiter();
   }
   const auto failed = failed_.find(question.key);
-  network_->sendControl(peer, failed != failed_.end() ? encode(FailNotice{question.key, failed->second}) : encode(answerTo(question)));
+  network_->sendControl(
+      peer, failed != failed_.end() ? encode(FailNotice{question.key, failed->second, question.participants}) : encode(answerTo(question)));
 }
 
 void ReshardService::takeAnswer(int32_t peer, Answer answer) {

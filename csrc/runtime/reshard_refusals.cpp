@@ -3,11 +3,27 @@
 
 #include "runtime/reshard_service.h"
 
+// Refusals of calls that cannot be named, for their participants are not known: a plain tensor has no mesh, an empty list has no tensors.
+//
+// A rank's calls and refusals are in the order of its program, so that the n-th of one rank meets the n-th of another. A refusal that may be of a
+// call of some participants (all that is known of it are ranks of theirs) thus counts as one of their calls, once this rank makes its next call with
+// them: where all of them refused alike, all count alike. Where one of them did make the call, it asks; that names the refusal, which is then of no
+// other call. A rank about to call with open refusals therefore waits until each participant has refused as often, or asks about that very call.
+//
+// What cannot be known: if only some ranks of a call refuse it, and these then call with others who were to have no part in it, these others cannot
+// tell that from a call of their own that was refused. They fail with the refusal's text.
+
 namespace xmesh::runtime {
 namespace {
 
+constexpr size_t kMaxRefusals = 1024;
+
 Failure refusalOf(int64_t global_rank, const std::string& text) {
   return {FailureKind::kMistake, "rank " + std::to_string(global_rank) + " refused this call: " + text, {}};
+}
+
+bool mayBeOf(const std::vector<int64_t>& ranks, const std::vector<int64_t>& participants) {
+  return std::includes(participants.begin(), participants.end(), ranks.begin(), ranks.end());
 }
 
 }  // namespace
@@ -18,16 +34,15 @@ void ReshardService::refuse(const std::vector<int64_t>& participants, const std:
     return;
   }
   const uint64_t hash = hashRanks(participants);
+  countRefusals(participants, hash);
   const CallKey key{hash, 0, next_count_[hash]++};
-  network_->post([this, key, peers, text] {
-    started_[key.participants] = key.count + 1;
+  network_->post([this, key, participants, peers, text] {
     const Failure failure = refusalOf(globalRank(options_.group_rank), text);
-    early_.erase(key);
-    remember(key, failure);
+    takeRefused(key, failure);
     last_call_ = "reshard call " + std::to_string(key.count) + ", which it refused: " + text;
     for (const int32_t peer : peers) {
       if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
-        network_->sendControl(peer, encode(FailNotice{key, failure}));
+        network_->sendControl(peer, encode(FailNotice{key, failure, participants}));
       }
     }
   });
@@ -38,118 +53,174 @@ void ReshardService::refuseUnnamed(const std::vector<int64_t>& ranks, const std:
   if (is_closed_) {
     return;
   }
-  ++num_open_refusals_;
-  network_->post([this, ranks, peers, text] {
-    if (open_refusal_.has_value()) {
-      settleOpenRefusal();  // nobody asked about it
-    }
+  if (refusals_.size() == kMaxRefusals) {
+    refusals_.pop_front();
+  }
+  refusals_.push_back({refusalOf(globalRank(options_.group_rank), text), ranks, {}});
+  network_->post([this, peers, text] {
     last_call_ = "a reshard that it refused: " + text;
-    open_refusal_ = OpenRefusal{refusalOf(globalRank(options_.group_rank), text), {++num_unnamed_, ranks}, {}, nullptr};
-    for (const int32_t peer : peers) {
-      if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
-        tellOpenRefusal(peer);
-      }
-    }
-    if (std::any_of(unnamed_.begin(), unnamed_.end(), [this](const auto& heard) { return heard.second.count >= num_unnamed_; })) {
-      settleOpenRefusal();
-    }
+    told_.insert(peers.begin(), peers.end());
+    tellRefusals();
+    nameByEarlyFailures();
   });
 }
 
-void ReshardService::tellOpenRefusal(int32_t peer) {
-  open_refusal_->told.insert(peer);
-  network_->sendControl(peer, encode(open_refusal_->notice));
-}
-
-void ReshardService::settleOpenRefusal() {
-  const std::shared_ptr<std::promise<void>> waiter = open_refusal_->waiter;
-  open_refusal_.reset();
-  {
-    const std::lock_guard lock(mutex_);
-    --num_open_refusals_;
-  }
-  if (waiter != nullptr) {
-    waiter->set_value();
-  }
-}
-
-bool ReshardService::nameOpenRefusal(const CallKey& key) {
-  if (!open_refusal_.has_value() || key.lane != 0 || isPast(key)) {
-    return false;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    uint64_t& next_count = next_count_[key.participants];
-    if (next_count != key.count) {
-      return false;
+void ReshardService::nameByEarlyFailures() {
+  std::vector<std::pair<CallKey, std::vector<int64_t>>> found;
+  for (const auto& [key, news] : early_) {
+    if (news.failure.has_value() && news.failure->kind == FailureKind::kMistake && !news.participants.empty()) {
+      found.emplace_back(key, news.participants);
     }
-    ++next_count;
   }
+  for (const auto& [key, participants] : found) {
+    nameRefusals(key, participants);
+  }
+}
+
+void ReshardService::takeRefused(const CallKey& key, const Failure& failure) {
   started_[key.participants] = key.count + 1;
-  early_.erase(key);
-  remember(key, open_refusal_->failure);
-  settleOpenRefusal();
-  return true;
+  remember(key, failure);
+  const auto early = early_.find(key);
+  if (early == early_.end()) {
+    return;
+  }
+  for (const auto& [peer, hello] : early->second.hellos) {
+    network_->sendControl(peer, encode(FailNotice{key, failure, {}}));
+  }
+  early_.erase(early);
 }
 
-bool ReshardService::mayBeOf(const UnnamedRefusal& refusal, const std::vector<int64_t>& participants) {
-  return std::includes(participants.begin(), participants.end(), refusal.ranks.begin(), refusal.ranks.end());
+void ReshardService::countRefusals(const std::vector<int64_t>& participants, uint64_t hash) {
+  for (OwnRefusal& refusal : refusals_) {
+    if (mayBeOf(refusal.ranks, participants) && !refusal.counted.contains(hash)) {
+      const CallKey key{hash, 0, next_count_[hash]++};
+      refusal.counted.emplace(hash, key);
+      network_->post([this, key, failure = refusal.failure] { takeRefused(key, failure); });
+    }
+  }
 }
 
-void ReshardService::takeUnnamedRefusal(int32_t peer, UnnamedRefusal refusal) {
-  const UnnamedRefusal& heard = unnamed_[peer] = std::move(refusal);
-  if (open_refusal_.has_value()) {
-    if (!open_refusal_->told.contains(peer)) {
-      tellOpenRefusal(peer);
+uint64_t ReshardService::numUncounted(const std::vector<int64_t>& participants, uint64_t hash) const {
+  return static_cast<uint64_t>(std::count_if(refusals_.begin(), refusals_.end(), [&](const OwnRefusal& refusal) {
+    return mayBeOf(refusal.ranks, participants) && !refusal.counted.contains(hash);
+  }));
+}
+
+size_t ReshardService::numRefusals() {
+  const std::lock_guard lock(mutex_);
+  return refusals_.size();
+}
+
+void ReshardService::tellRefusals() {
+  for (const int32_t peer : told_) {
+    tellRefusals(peer);
+  }
+}
+
+void ReshardService::tellRefusals(int32_t peer) {
+  told_.insert(peer);
+  if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
+    network_->sendControl(peer, encode(UnnamedRefusals{numRefusals()}));
+  }
+}
+
+void ReshardService::nameRefusals(const CallKey& key, const std::vector<int64_t>& participants) {
+  std::vector<std::pair<CallKey, Failure>> refused;
+  bool is_named = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (key.lane != 0 || refusals_.empty()) {
+      return;
     }
-    if (heard.count >= open_refusal_->notice.count) {
-      settleOpenRefusal();
+    uint64_t& next = next_count_[key.participants];
+    if (key.count >= next + numUncounted(participants, key.participants)) {
+      return;  // of a call that is still to come
     }
+    for (auto refusal = refusals_.begin(); refusal != refusals_.end() && !is_named;) {
+      auto counted = refusal->counted.find(key.participants);
+      if (counted == refusal->counted.end() && mayBeOf(refusal->ranks, participants) && next <= key.count) {
+        counted = refusal->counted.emplace(key.participants, CallKey{key.participants, 0, next++}).first;
+        refused.emplace_back(counted->second, refusal->failure);
+      }
+      is_named = counted != refusal->counted.end() && counted->second == key;
+      refusal = is_named ? refusals_.erase(refusal) : std::next(refusal);
+    }
+  }
+  for (const auto& [call, failure] : refused) {
+    takeRefused(call, failure);
+  }
+  if (is_named) {
+    tellRefusals();
+  }
+  releaseWaiter();
+}
+
+void ReshardService::takeUnnamedRefusals(int32_t peer, const UnnamedRefusals& refusals) {
+  unnamed_[peer] = refusals.count;
+  if (!told_.contains(peer) && numRefusals() > 0) {
+    tellRefusals(peer);
   }
   for (const auto& [key, call] : calls_) {
-    askAboutRefusal(key, call, peer);
+    askAboutRefusals(key, call, peer);
   }
+  releaseWaiter();
 }
 
-void ReshardService::askAboutRefusal(const CallKey& key, const ActiveCall& call, int32_t peer) {
+void ReshardService::askAboutRefusals(const CallKey& key, const ActiveCall& call, int32_t peer) {
   const auto heard = unnamed_.find(peer);
-  if (heard == unnamed_.end() || heard->second.count <= num_unnamed_ || key.lane != 0 || call.request.key.has_value()) {
+  if (heard == unnamed_.end() || key.lane != 0 || call.request.key.has_value() || heard->second <= numRefusals()) {
     return;
   }
   const std::vector<int64_t>& participants = call.request.prepared->participants;
-  if (std::binary_search(participants.begin(), participants.end(), globalRank(peer)) && mayBeOf(heard->second, participants)) {
-    network_->sendControl(peer, encode(Question{key, num_unnamed_}));
+  if (std::binary_search(participants.begin(), participants.end(), globalRank(peer))) {
+    network_->sendControl(peer, encode(Question{key, participants}));
   }
 }
 
-void ReshardService::awaitOpenRefusal(const CallRequest& request) {
-  if (request.key.has_value() || request.lane != 0) {
+std::future<void> ReshardService::settleRefusals(const std::shared_ptr<const PreparedPlan>& prepared) {
+  auto promise = std::make_shared<std::promise<void>>();
+  std::future<void> settled = promise->get_future();
+  const std::lock_guard lock(mutex_);
+  if (is_closed_ || numUncounted(prepared->participants, prepared->participants_hash) == 0) {
+    promise->set_value();
+    return settled;
+  }
+  network_->post([this, prepared, promise = std::move(promise)] {
+    waiter_ = Waiter{promise, prepared};
+    for (const int32_t peer : prepared->participant_peers) {
+      if (!told_.contains(peer)) {
+        tellRefusals(peer);
+      }
+    }
+    releaseWaiter();
+  });
+  return settled;
+}
+
+void ReshardService::releaseWaiter() {
+  if (!waiter_.has_value()) {
     return;
   }
-  std::future<void> settled;
+  const PreparedPlan& prepared = *waiter_->prepared;
+  uint64_t num_uncounted = 0;
+  uint64_t num_refusals = 0;
+  CallKey next{prepared.participants_hash, 0, 0};
   {
     const std::lock_guard lock(mutex_);
-    if (num_open_refusals_ == 0 || is_closed_) {
-      return;
-    }
-    auto waiter = std::make_shared<std::promise<void>>();
-    settled = waiter->get_future();
-    network_->post([this, waiter = std::move(waiter), prepared = request.prepared] {
-      if (!open_refusal_.has_value() || !mayBeOf(open_refusal_->notice, prepared->participants)) {
-        waiter->set_value();
-        return;
-      }
-      open_refusal_->waiter = waiter;
-      const auto early = early_.lower_bound({prepared->participants_hash, 0, 0});
-      if (early != early_.end() && early->first.participants == prepared->participants_hash && early->second.failure.has_value()) {
-        nameOpenRefusal(CallKey(early->first));  // others refused it too, or have heard of this refusal
-      }
-    });
+    num_uncounted = numUncounted(prepared.participants, prepared.participants_hash);
+    num_refusals = refusals_.size();
+    next.count = next_count_[prepared.participants_hash] + num_uncounted;
   }
-  if (request.timeout.count() > 0) {
-    settled.wait_for(request.timeout);
-  } else {
-    settled.wait();
+  const auto is_known = [&](int32_t peer) {
+    const auto heard = unnamed_.find(peer);
+    const auto asked = asked_.find(peer);
+    return peer == options_.group_rank || lost_.contains(peer) || (heard != unnamed_.end() && heard->second >= num_refusals) ||
+           (asked != asked_.end() && asked->second == next);
+  };
+  const std::vector<int32_t>& peers = prepared.participant_peers;
+  if (num_uncounted == 0 || std::all_of(peers.begin(), peers.end(), is_known)) {
+    waiter_->settled->set_value();
+    waiter_.reset();
   }
 }
 

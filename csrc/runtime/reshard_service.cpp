@@ -32,12 +32,14 @@ void ReshardService::setAddress(int32_t peer, const std::string& address) {
 }
 
 std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
-  awaitOpenRefusal(request);
   const std::lock_guard lock(mutex_);
   if (is_closed_) {
     throw GroupError("the process group is closed: no reshard can start on it");
   }
   const uint64_t participants = request.prepared->participants_hash;
+  if (!request.key.has_value() && request.lane == 0 && !refusals_.empty()) {
+    countRefusals(request.prepared->participants, participants);
+  }
   const CallKey key =
       request.key.has_value() ? *request.key : CallKey{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
   const bool is_held = request.is_held;
@@ -116,6 +118,9 @@ std::unique_ptr<HostExecutor> ReshardService::makeExecutor(const CallKey& key, C
                                           network_->post([this, key] {
                                             if (const auto call = calls_.find(key); call != calls_.end()) {
                                               call->second.is_moved = true;
+                                              if (call->second.handle->isDetached()) {
+                                                call->second.handle->markMoved();
+                                              }
                                               finishIfDone(key);
                                             }
                                           });
@@ -135,7 +140,6 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
   ActiveCall& call = calls_[key];
   call.handle = handle;
   call.request = std::move(request);
-  call.num_unnamed = num_unnamed_;
   call.num_rounds = call.request.is_agreed ? 0 : numRounds(call.request.prepared->participants.size());
   EarlyNews early;
   if (const auto found = early_.find(key); found != early_.end()) {
@@ -171,7 +175,7 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
     call.is_moved = !call.request.is_watch;
   }
   for (const int32_t peer : call.request.prepared->participant_peers) {
-    askAboutRefusal(key, call, peer);
+    askAboutRefusals(key, call, peer);
   }
   if (call.num_rounds > 0) {
     sendHello(key, call);
@@ -190,7 +194,7 @@ void ReshardService::sendHello(const CallKey& key, ActiveCall& call) {
   const PreparedPlan& prepared = *call.request.prepared;
   const int64_t distance = int64_t{1} << call.rounds_done;
   network_->sendControl(prepared.participantAt(distance),
-                        encode(Hello{key, static_cast<uint8_t>(call.rounds_done), prepared.fingerprint, prepared.fields, call.num_unnamed}));
+                        encode(Hello{key, static_cast<uint8_t>(call.rounds_done), prepared.fingerprint, prepared.fields}));
 }
 
 void ReshardService::takeHello(int32_t peer, Hello hello) {
@@ -198,11 +202,11 @@ void ReshardService::takeHello(int32_t peer, Hello hello) {
   const auto found = calls_.find(key);
   if (found == calls_.end()) {
     if (const auto failed = failed_.find(key); failed != failed_.end()) {
-      network_->sendControl(peer, encode(FailNotice{key, failed->second}));
+      network_->sendControl(peer, encode(FailNotice{key, failed->second, {}}));
     } else if (!isPast(key) && early_.size() < kMaxEarlyCalls) {
       early_[key].hellos.emplace_back(peer, std::move(hello));
-      if (open_refusal_.has_value() && !open_refusal_->told.contains(peer)) {
-        tellOpenRefusal(peer);
+      if (!told_.contains(peer) && numRefusals() > 0) {
+        tellRefusals(peer);
       }
     }
     return;
@@ -214,8 +218,6 @@ void ReshardService::takeHello(int32_t peer, Hello hello) {
     fail(key, {FailureKind::kMistake, callText(key, call) + ": ranks disagree on " + what, {}}, true);
     return;
   }
-  call.num_unnamed = std::max(call.num_unnamed, hello.num_unnamed);
-  num_unnamed_ = std::max(num_unnamed_, hello.num_unnamed);
   call.hellos.emplace(hello.round, std::move(hello));
   advanceAgreement(key);
 }
@@ -286,8 +288,8 @@ void ReshardService::takeControl(int32_t peer, const std::string& message) {
     case ControlKind::kAnswer:
       takeAnswer(peer, decodeAnswer(message));
       return;
-    case ControlKind::kUnnamedRefusal:
-      takeUnnamedRefusal(peer, decodeUnnamedRefusal(message));
+    case ControlKind::kUnnamedRefusals:
+      takeUnnamedRefusals(peer, decodeUnnamedRefusals(message));
       return;
   }
 }
@@ -336,6 +338,10 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
     call->complete(Failure{FailureKind::kGroup, "the process group was closed before the call could start", {}});
   }
   begun_.clear();
+  if (waiter_.has_value()) {
+    waiter_->settled->set_value();
+    waiter_.reset();
+  }
 }
 
 }  // namespace xmesh::runtime

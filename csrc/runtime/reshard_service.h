@@ -69,9 +69,14 @@ class ReshardService final : public transport::PeerEvents {
   /// This rank refuses its next call with these participants (global ranks, ascending; this rank among them): the call counts, and the
   /// others get `text` as a ValueError instead of waiting.
   void refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text);
-  /// As refuse(), where only `ranks` of the participants (ascending, this rank left out or not) are known: a peer that waits for this rank in a
-  /// call with all of them takes it for that call. `peers` are those to tell.
+  /// As refuse(), where only `ranks` of the participants (ascending, this rank left out or not) are known: it is this rank's part in the call with
+  /// all of them that the others make in its place, if they do. `peers` are those to tell. See reshard_refusals.cpp.
   void refuseUnnamed(const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, const std::string& text);
+  /// How many calls this rank has refused that are not known to be of a call that others made. Any thread.
+  size_t numRefusals();
+  /// Ready when this rank may make its next call with these participants: when what it has refused without a name is known to be of other calls, or
+  /// the participants have been heard about it. The rank's caller waits for it, as long as it would for the call.
+  std::future<void> settleRefusals(const std::shared_ptr<const PreparedPlan>& prepared);
   /// Waits for the detached calls (`drain` at most), fails the others with GroupError, says goodbye and joins the network's thread. Idempotent.
   /// Not to be called in a forked child, which has no such thread: leak the service there.
   void close(std::chrono::milliseconds drain) noexcept;
@@ -90,7 +95,6 @@ class ReshardService final : public transport::PeerEvents {
     int num_rounds = 0;
     int rounds_done = 0;
     std::map<uint8_t, Hello> hellos;  ///< that came before their round
-    uint64_t num_unnamed = 0;         ///< as this rank knew when it made the call, or has heard since
     bool is_moved = false;            ///< all messages sent and received
     uint64_t timer = 0;
     bool is_asking = false;
@@ -106,18 +110,22 @@ class ReshardService final : public transport::PeerEvents {
     std::string reason;
     std::vector<int64_t> blamed_ranks;  ///< itself, or those whose fault made it leave
   };
-  /// A call that this rank refused without knowing whose it was. It is settled by the first peer that refused one too (then it was the same), or
-  /// whose question names it (then it was this rank's next call with those participants, and counts as that).
-  struct OpenRefusal {
+  /// A call that this rank refused without knowing who takes part.
+  struct OwnRefusal {
     Failure failure;
-    UnnamedRefusal notice;
-    std::set<int32_t> told;
-    std::shared_ptr<std::promise<void>> waiter;  ///< a caller whose next call's count hangs on it
+    std::vector<int64_t> ranks;           ///< the participants that are known, ascending
+    std::map<uint64_t, CallKey> counted;  ///< by participants: which of their calls it counts as
+  };
+  /// A caller who waits in settleRefusals().
+  struct Waiter {
+    std::shared_ptr<std::promise<void>> settled;
+    std::shared_ptr<const PreparedPlan> prepared;
   };
   /// What came for a call before this rank made it.
   struct EarlyNews {
     std::vector<std::pair<int32_t, Hello>> hellos;
     std::optional<Failure> failure;
+    std::vector<int64_t> participants;  ///< with the failure, where they are known
   };
 
   /// Posts the start of the held calls; with mutex_.
@@ -139,17 +147,23 @@ class ReshardService final : public transport::PeerEvents {
   void concludeTimeout(const CallKey& key);
   Answer answerTo(const Question& question) const;
   void takeQuestion(int32_t peer, const Question& question);
-  void takeUnnamedRefusal(int32_t peer, UnnamedRefusal refusal);
-  void tellOpenRefusal(int32_t peer);
-  void settleOpenRefusal();
-  /// Whether a refusal may be of a call of these participants.
-  static bool mayBeOf(const UnnamedRefusal& refusal, const std::vector<int64_t>& participants);
-  /// Asks a peer that refused a call whether it was this one, as it may have been.
-  void askAboutRefusal(const CallKey& key, const ActiveCall& call, int32_t peer);
-  /// Takes the open refusal, if there is one, for that of this rank's next call, when `key` is that; says whether it is.
-  bool nameOpenRefusal(const CallKey& key);
-  /// Before a call gets its count: waits until it is known whether an open refusal was of the same participants' call. Caller's thread.
-  void awaitOpenRefusal(const CallRequest& request);
+  void takeUnnamedRefusals(int32_t peer, const UnnamedRefusals& refusals);
+  void tellRefusals();
+  void tellRefusals(int32_t peer);
+  /// Open refusals that may be of the participants' calls and count as none of them yet; with mutex_.
+  uint64_t numUncounted(const std::vector<int64_t>& participants, uint64_t hash) const;
+  /// Lets these count as the participants' next calls; with mutex_, any thread.
+  void countRefusals(const std::vector<int64_t>& participants, uint64_t hash);
+  /// The call is over for this rank, which refused it.
+  void takeRefused(const CallKey& key, const Failure& failure);
+  /// Others make, or fail in, this call: if it is one that this rank refused, the refusal is of no other.
+  void nameRefusals(const CallKey& key, const std::vector<int64_t>& participants);
+  /// A refusal just made may be of a call that has failed on other ranks.
+  void nameByEarlyFailures();
+  /// Asks a peer that has refused more calls than this rank whether it was this one.
+  void askAboutRefusals(const CallKey& key, const ActiveCall& call, int32_t peer);
+  /// Lets the waiting caller go on if nothing more is to be heard.
+  void releaseWaiter();
   bool isPast(const CallKey& key) const;
   void remember(const CallKey& key, const Failure& failure);
   void end(ActiveCall& call, const std::optional<Failure>& failure);
@@ -166,7 +180,7 @@ class ReshardService final : public transport::PeerEvents {
   std::mutex mutex_;  ///< guards the six below: what callers' threads share
   bool is_closed_ = false;
   std::map<uint64_t, uint64_t> next_count_;
-  int64_t num_open_refusals_ = 0;  ///< unnamed ones not yet settled or replaced by a later one
+  std::deque<OwnRefusal> refusals_;  ///< open: not known to be of a call that others made; the oldest first
   std::set<std::shared_ptr<ReshardCall>> detached_;
   std::deque<std::shared_ptr<ReshardCall>> begun_;  ///< not yet started on the network's thread
   size_t num_held_ = 0;                             ///< the last of them, whose start is not posted
@@ -179,10 +193,11 @@ class ReshardService final : public transport::PeerEvents {
   std::deque<CallKey> failed_order_;
   std::map<int32_t, LostPeer> lost_;
   std::map<int32_t, Failure> peer_failures_;  ///< by peer: the last PeerError that it told of; the reason if it leaves
-  std::optional<OpenRefusal> open_refusal_;
-  uint64_t num_unnamed_ = 0;                   ///< unnamed refusals that were this rank's, or came before calls that it made
-  std::map<int32_t, UnnamedRefusal> unnamed_;  ///< the last of each peer
-  std::string last_call_;                      ///< for answers: what this rank called last
+  std::optional<Waiter> waiter_;
+  std::map<int32_t, CallKey> asked_;     ///< the call that each peer asked about last
+  std::set<int32_t> told_;               ///< peers that hear of this rank's open refusals
+  std::map<int32_t, uint64_t> unnamed_;  ///< how many each peer has
+  std::string last_call_;                ///< for answers: what this rank called last
 
   std::unique_ptr<transport::PeerNetwork> network_;
   std::optional<Pacer> pacer_;

@@ -94,6 +94,28 @@ def wrong_local_shape(rank: int, world_size: int) -> None:
     good_call()
 
 
+def some_ranks_refuse(rank: int, world_size: int) -> None:
+    """Some ranks pass nothing, or a plain tensor, once or twice: the rest hear of it, and the next call works."""
+    empty: Callable[[], Any] = lambda: xm.reshard_many({}, LAYOUT.dst_mesh, LAYOUT.dst)  # noqa: E731
+    nothing: Callable[[], Any] = lambda: xm.reshard_many([], LAYOUT.src_mesh, LAYOUT.dst)  # noqa: E731
+    plain: Callable[[], Any] = lambda: xm.reshard(torch.empty(8, 6), LAYOUT.dst_mesh, LAYOUT.dst)  # type: ignore[arg-type]  # noqa: E731
+    named: Callable[[], Any] = lambda: xm.reshard(spec(), LAYOUT.dst_mesh, (Partial("sum"),))  # noqa: E731
+    right: Callable[[], Any] = lambda: xm.reshard(source_of(LAYOUT), LAYOUT.dst_mesh, LAYOUT.dst)  # noqa: E731
+    rounds: list[dict[int, Callable[[], Any]]] = [
+        {0: empty, 1: empty},
+        {1: empty, 2: plain},
+        {0: plain, 2: empty, 3: nothing},
+        {0: empty, 3: named},
+        dict.fromkeys(range(4), empty),
+        {0: empty, 1: plain, 2: nothing, 3: named},
+    ]
+    for mistakes in rounds:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is empty|got Tensor|Partial"):
+                mistakes.get(rank, right)()
+        good_call()
+
+
 _RING = torch.zeros(8)
 
 
@@ -225,6 +247,7 @@ def everything(rank: int, world_size: int) -> None:
     for check in (
         disagreements,
         one_rank_refuses,
+        some_ranks_refuse,
         wrong_local_shape,
         everyone_wrong,
         other_backend,
