@@ -1,5 +1,7 @@
 #include "c10d/pipeline_place.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace xmesh::c10d_backend {
@@ -25,7 +27,9 @@ std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
 }
 
 void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans) {
-  const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(actions, placeEdges());
+  std::vector<core::Action> own;
+  std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return runner_.has(action.stage); });
+  const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());
   runner_.beginStep(std::move(inputs));
   boundary_.beginStep(std::move(plans.edges), plans.step);
   try {

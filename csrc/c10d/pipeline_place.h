@@ -26,7 +26,7 @@ class PipelinePlace {
   PipelinePlace(const PipelinePlace&) = delete;
   PipelinePlace& operator=(const PipelinePlace&) = delete;
 
-  /// Runs `actions` once. Whatever it throws, nothing of the step is left behind.
+  /// Runs those of `actions` once that are of this rank's stages; its place may have more. Whatever it throws, nothing of the step is left behind.
   void run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans);
   const runtime::Engine& engine() const { return *engine_; }
   const PipelineBoundary& boundary() const { return boundary_; }

@@ -69,6 +69,7 @@ class StageRunner final : public runtime::StageRunner {
   const std::vector<EdgeLayout>& edges() const { return edges_; }
   /// EdgeLayout::differentiable() of an edge.
   const std::vector<size_t>& differentiable(int32_t edge) const { return differentiable_.at(static_cast<size_t>(edge)); }
+  bool has(int32_t stage) const { return stages_.contains(stage); }
   void beginStep(StepInputs inputs);
   /// Forgets everything in flight: at the end of a step, and after one that failed.
   void endStep();

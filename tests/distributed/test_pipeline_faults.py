@@ -286,8 +286,6 @@ def mistake(rank: int, world_size: int, which: str) -> str:
             make(TWO, split=xm.split_at("9"))
         elif which == "meshes":
             make(THREE[:2], split=xm.split_at("2", "4"))
-        elif which == "overlap":
-            make(([0, 1], [1]))
         elif which == "schedule":
             make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1B0,1F0,1F1,1B1,1F2,1B2,1F3,1B3\n")
         elif which == "split backward":
@@ -319,7 +317,6 @@ def mistake(rank: int, world_size: int, which: str) -> str:
         ("untraceable", r"Undecided.*test_pipeline_faults.py:\d+ in forward"),
         ("split", "split point '9' is no module"),
         ("meshes", "makes 3 stages, but there are 2 meshes"),
-        ("overlap", "stages 0 and 1 share rank 1 but not all ranks"),
         ("schedule", ">.*<"),
         ("split backward", r"this version runs full backward only(.|\n)*>I1<"),
         ("one rank", "names value 'nothing'"),

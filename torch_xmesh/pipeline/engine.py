@@ -52,7 +52,8 @@ class PipelineEngine:
         model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's;
             a parameter that stages share is tied if every rank of their meshes passes the modules of all of them).
         example_args, example_kwargs: one microbatch's arguments; only shapes and dtypes count, meta tensors will do.
-        meshes: one mesh per stage; repeat a mesh to put several stages on its ranks.
+        meshes: one mesh per stage; repeat a mesh to put several stages on its ranks. Meshes may also share some ranks:
+            such stages are scheduled as if on one place, and each rank runs its own part of that place's order.
         split: ``split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
             with a list.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, or a CSV in torch's

@@ -1,6 +1,7 @@
 """One rank's place in a pipeline: all that an engine works out once of the model, the meshes and the schedule."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -104,12 +105,12 @@ class EnginePlace:
             self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, planning)
             self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
             self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
-            self.stages = [k for k, place in enumerate(places) if place == self.index]
+            self.stages = [k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks]
             self.unused = self._unused_parameters(model)
             check_option(options.init_sync)
             self._prepare_stages(options)
             self.core = self._make_core(options.overlap)
-            self.tied = self._tied_parameters(places)
+            self.tied = self._tied_parameters()
             modules = {stage: work.program.module for stage, work in self.works.items()}
             self.sharded = FullySharded(transfers, modules, self.meshes)
             self.sync = GradientSync(transfers, self.named, self.meshes, self.tied, self.sharded.parameters)
@@ -222,18 +223,25 @@ class EnginePlace:
         self.forward = StageForward(self.works)
         return _C.PipelinePlace(self.transfers.traffic, stages, layouts, self.forward, overlap, _LOOKAHEAD)
 
-    def _tied_parameters(self, places: list[int]) -> list[Tied]:
+    def _tied_parameters(self) -> list[Tied]:
         tied = []
         for group in self.partition.tied_parameters:
-            by_place: dict[int, tuple[int, str]] = {}
+            by_ranks: dict[frozenset[int], tuple[int, str]] = {}
             for stage, name in group:
-                by_place.setdefault(places[stage], (stage, name))
-            mine = by_place.get(self.index)
-            parameter = None if mine is None else self.named[mine[0]].get(mine[1])
-            holders = tuple((k, self.meshes[k]) for k, _ in sorted(by_place.values()))
+                by_ranks.setdefault(frozenset(self.meshes[stage].ranks), (stage, name))
             stage, name = group[0]
-            if len(holders) > 1:
-                tied.append(Tied(f"{stage}.{name}" if self.names_stages else name, holders, parameter))
+            full = f"{stage}.{name}" if self.names_stages else name
+            held = sorted(by_ranks.values())
+            for (one, _), (other, _) in itertools.combinations(held, 2):
+                if shared := set(self.meshes[one].ranks) & set(self.meshes[other].ranks):
+                    raise ValueError(
+                        f"stages {one} and {other} share parameter {full}, and rank {min(shared)}, but not all ranks: "
+                        "a tied parameter needs stages on the same ranks or on disjoint ones"
+                    )
+            mine = next((one for ranks, one in by_ranks.items() if self.transfers.rank in ranks), None)
+            parameter = None if mine is None else self.named[mine[0]].get(mine[1])
+            if len(held) > 1:
+                tied.append(Tied(full, tuple((k, self.meshes[k]) for k, _ in held), parameter))
         return tied
 
     def _meet(self, overlap: bool, seed: int) -> None:

@@ -243,7 +243,7 @@ class EngineSteps:
                 backward = []
                 if edge.has_gradient:
                     backward = [place.transfers.prepare(place.boundaries.moves(edge, n, True), planning) for n in sizes]
-                is_joint = set(start.ranks) == set(end.ranks)
+                is_joint = place.transfers.rank in start.ranks and place.transfers.rank in end.ranks
                 plans.append(_C.EdgePlans(lane, edge.text, is_joint, forward, backward))
             self._plans[key] = plans
         return self._plans[key]

@@ -170,23 +170,19 @@ def _axis_index(mesh: AnyMesh, axis: str | int, num_axes: int, stage: int) -> in
 
 
 def places_of(meshes: Sequence[StageMesh]) -> list[int]:
-    """The place of each stage: stages on the same ranks share one.
+    """The place of each stage: stages that share ranks share one, also through others.
 
-    Raises:
-        ValueError: two meshes overlap without having the same ranks.
+    A place has one order of actions, of which each rank runs those of its own stages. The first action of the order
+    that is not done can always go on: ranks that share some stages only never wait for each other in a circle.
     """
-    known: list[frozenset[int]] = []
-    places: list[int] = []
+    ranks_of: list[set[int]] = []  # by place so far
+    found: list[set[int]] = []  # by place, its stages
     for stage, mesh in enumerate(meshes):
-        ranks = frozenset(mesh.ranks)
-        if ranks not in known:
-            for place, other in enumerate(known):
-                if shared := ranks & other:
-                    first = places.index(place)
-                    raise ValueError(
-                        f"the meshes of stages {first} and {stage} share rank {min(shared)} but not all ranks: "
-                        f"expected disjoint meshes or the same ranks, got {sorted(other)} and {sorted(ranks)}"
-                    )
-            known.append(ranks)
-        places.append(known.index(ranks))
-    return places
+        ranks, stages = set(mesh.ranks), {stage}
+        for place in [place for place, others in enumerate(ranks_of) if others & ranks][::-1]:
+            ranks |= ranks_of.pop(place)
+            stages |= found.pop(place)
+        ranks_of.append(ranks)
+        found.append(stages)
+    ordered = sorted(found, key=min)
+    return [next(place for place, stages in enumerate(ordered) if stage in stages) for stage in range(len(meshes))]
