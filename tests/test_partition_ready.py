@@ -40,7 +40,7 @@ def test_ready_stages_are_a_chain() -> None:
 def test_ready_stages_of_several_processes_agree() -> None:
     stages, published = ready_stages(), {}
 
-    def exchange(stage: int, signature: StageSignature | None) -> StageSignature:
+    def exchange(stage: int, signature: StageSignature | ValueError | None) -> StageSignature:
         if signature is not None:
             published[stage] = pickle.dumps(signature)
         return pickle.loads(published[stage])  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ void PipelineBoundary::beginStep(std::vector<std::shared_ptr<const EdgePlans>> p
     lanes_.push_back({traffic_->lane(plans_[i]->lane), traffic_->lane(plans_[i]->lane + "/gradient")});
   }
   step_ = step;
+  pool_.beginStep();
   spans_.clear();
 }
 

@@ -103,8 +103,12 @@ class Transfers:
         """The plan of a transfer, made once for equal moves. This rank must be on one of the meshes."""
         key = (planning, *(move.key() for move in moves))
         if key not in self._plans:
-            self._plans[key] = self._core.prepare(self.plan(moves, planning), "0" * len(moves), False)
+            self._plans[key] = self.make(moves, planning)
         return self._plans[key]
+
+    def make(self, moves: Sequence[Move], planning: Planning = _USUAL) -> "_C.PreparedPlan":
+        """As :meth:`prepare`, for the caller to keep."""
+        return self._core.prepare(self.plan(moves, planning), "0" * len(moves), False)
 
     def plan(self, moves: Sequence[Move], planning: Planning = _USUAL) -> "_C.ReshardingPlan":
         """What any ranks move."""
@@ -226,6 +230,13 @@ class Boundaries:
         for edge in self.edges:
             for info in edge.values:
                 self._check_stack(edge, info)
+
+    def at(self, values: Mapping[str, ValueInfo]) -> "Boundaries":
+        """The same for values of other sizes."""
+        edges = [
+            dataclasses.replace(edge, values=tuple(values[info.name] for info in edge.values)) for edge in self.edges
+        ]
+        return Boundaries(edges, self.meshes, self._given, self.planning)
 
     def _check_stack(self, edge: Edge, info: ValueInfo) -> None:
         """One value for all data shards may be read by many; what each shard has of its own needs as many readers."""

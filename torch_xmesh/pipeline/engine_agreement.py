@@ -26,24 +26,28 @@ def check_kind(transfers: Transfers, model: Any, split: Any) -> None:
 
 
 def exchange_of(transfers: Transfers, meshes: Sequence[StageMesh]) -> Exchange:
-    """For ready stages: the first rank of a stage's mesh tells all what the stage returns; who has its module compares.
+    """For ready stages: who has a stage's module tells all what the stage returns, or why it fails; all compare.
 
     Its ValueErrors: a rank of the stage's mesh has no module, or a rank has another one.
     """
 
-    def exchange(stage: int, signature: StageSignature | None) -> StageSignature:
+    def exchange(stage: int, found: StageSignature | ValueError | None) -> StageSignature:
         root = meshes[stage].ranks[0]
-        if transfers.rank in meshes[stage].ranks and signature is None:
-            raise ValueError(
-                f"stage {stage} is None on rank {transfers.rank}, which is on its mesh: pass its module there"
-            )
-        told: StageSignature = transfers.broadcast(f"signature/{stage}", root, signature)
-        if signature is not None and _of_tensors(signature) != _of_tensors(told):
-            raise ValueError(
-                f"ranks disagree on stage {stage}: on rank {root} it returns {_of_tensors(told)}, on rank "
-                f"{transfers.rank} {_of_tensors(signature)}"
-            )
-        return told
+        mine = f"rank {transfers.rank}: {found}" if isinstance(found, ValueError) else found
+        told = dict(zip(transfers.ranks, transfers.gather(f"signature/{stage}", mine), strict=True))
+        for rank, one in told.items():
+            if isinstance(one, str):
+                raise found if isinstance(found, ValueError) else ValueError(one)
+            if rank in meshes[stage].ranks and one is None:
+                raise ValueError(f"stage {stage} is None on rank {rank}, which is on its mesh: pass its module there")
+        first: StageSignature = told[root]
+        for rank, one in told.items():
+            if one is not None and _of_tensors(one) != _of_tensors(first):
+                raise ValueError(
+                    f"ranks disagree on stage {stage}: on rank {root} it returns {_of_tensors(first)}, on rank "
+                    f"{rank} {_of_tensors(one)}"
+                )
+        return first
 
     return exchange
 

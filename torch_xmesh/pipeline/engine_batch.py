@@ -77,11 +77,11 @@ def model_inputs(
     """By microbatch, the model's inputs that a stage takes, in its order; checked once for each size of microbatch.
 
     Raises:
-        ValueError: arguments that are not like the example's.
+        ValueError: arguments that are not like the example's, their sizes apart.
     """
     for size in dict.fromkeys(sizes):
         first = sizes.index(size)
-        partition.bind_leaves([column[first] for column in columns], structure, stage)
+        partition.bind_leaves([column[first] for column in columns], structure, stage, any_size=True)
     names = [leaf.name if isinstance(leaf, ValueName) else None for leaf in partition.argument_leaves]
     chosen = [columns[names.index(name)] for name in partition.stages[stage].model_inputs]
     return [list(parts) for parts in zip(*chosen, strict=True)]

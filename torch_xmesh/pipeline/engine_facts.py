@@ -66,37 +66,43 @@ _TEXTS = {
 class StepAgreement:
     """One exchange per step, in which every rank says what it knows and whether it refuses."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, texts: Mapping[str, str]) -> None:
+        """`texts`: of numbers that are agreed on besides StepFacts, by name."""
         self._transfers = transfers
+        self._texts = {**_TEXTS, **texts}
         everyone = transfers.everyone
-        move = Move((2 * len(_TEXTS) + 1,), torch.int64, everyone, (Partial("max"),), everyone, (Replicate(),))
+        move = Move((2 * len(self._texts) + 1,), torch.int64, everyone, (Partial("max"),), everyone, (Replicate(),))
         self._told = Told(transfers, "step", move)
 
-    def agree(self, mine: StepFacts | None, refusal: str | None) -> StepFacts:
-        """What the ranks know together. `mine` is None where `refusal` says why this rank refuses.
+    def agree(
+        self, mine: StepFacts | None, others: Mapping[str, int], refusal: str | None
+    ) -> tuple[StepFacts, dict[str, int | None]]:
+        """What the ranks know together, of the facts and of the other numbers. `mine` is None where `refusal` says why
+        this rank refuses.
 
         Raises:
             StepRefusedError: on every rank, where one refuses or two disagree.
         """
         known = {} if mine is None else {k: v for k, v in dataclasses.asdict(mine).items() if v is not None}
-        numbers = [sign * known[name] if name in known else _UNKNOWN for name in _TEXTS for sign in (1, -1)]
+        known.update(others)
+        numbers = [sign * known[name] if name in known else _UNKNOWN for name in self._texts for sign in (1, -1)]
         told = self._told.exchange(torch.tensor([*numbers, int(refusal is not None)])).tolist()
-        pairs = {name: (told[2 * i], -told[2 * i + 1]) for i, name in enumerate(_TEXTS)}
+        pairs = {name: (told[2 * i], -told[2 * i + 1]) for i, name in enumerate(self._texts)}
         if told[-1] or any(most != least for most, least in pairs.values() if most != _UNKNOWN):
             self._refuse(known, refusal)
         found: Any = {name: None if most == _UNKNOWN else most for name, (most, _) in pairs.items()}
-        agreed = StepFacts(**found)
+        agreed = StepFacts(**{name: found.pop(name) for name in _TEXTS})
         if None not in (agreed.arguments, agreed.target) and agreed.arguments != agreed.target:
             self._refuse(known, refusal)
-        return agreed
+        return agreed, found
 
     def _refuse(self, known: Mapping[str, int], refusal: str | None) -> None:
         told = list(zip(self._transfers.ranks, self._transfers.gather("refusals", (known, refusal)), strict=True))
         for rank, (_, text) in told:
             if text is not None:
                 raise StepRefusedError(ValueError(f"rank {rank} refused the step: {text}"))
-        found = {name: [(one[name], rank) for rank, (one, _) in told if name in one] for name in _TEXTS}
-        for name, text in _TEXTS.items():
+        found = {name: [(one[name], rank) for rank, (one, _) in told if name in one] for name in self._texts}
+        for name, text in self._texts.items():
             for value, rank in found[name]:
                 first, first_rank = found[name][0]
                 if value != first:

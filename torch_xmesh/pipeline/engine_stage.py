@@ -69,6 +69,10 @@ class StageWork:
             boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
         )
 
+    def at(self, partition: Partition, boundaries: Boundaries) -> "StageWork":
+        """The same for values of other sizes."""
+        return StageWork(partition, self.stage, self.mesh, boundaries, self._loss_fn, self._seed, self._scale_grads)
+
     @property
     def stage(self) -> int:
         return self.program.index
@@ -203,10 +207,10 @@ class StageForward:
 
     def __init__(self, works: Mapping[int, StageWork]) -> None:
         self.step: StepState | None = None
-        self._works = works
+        self.works = works  # of the step under way
 
     def __call__(
         self, stage: int, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         assert self.step is not None
-        return self._works[stage].run(self.step, microbatch, inputs)
+        return self.works[stage].run(self.step, microbatch, inputs)

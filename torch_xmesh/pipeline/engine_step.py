@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torch_xmesh import _C
 from torch_xmesh.pipeline.clocks import now_ns
 from torch_xmesh.pipeline.engine_batch import (
     local_microbatches,
@@ -18,10 +17,13 @@ from torch_xmesh.pipeline.engine_batch import (
 )
 from torch_xmesh.pipeline.engine_facts import StepAgreement, StepFacts, StepRefusedError, scale_bits
 from torch_xmesh.pipeline.engine_place import EnginePlace
+from torch_xmesh.pipeline.engine_setup import describe_values, digest
+from torch_xmesh.pipeline.engine_sizes import InputSizes, SizedPlace
 from torch_xmesh.pipeline.engine_stage import StepState
 from torch_xmesh.pipeline.engine_told import told_by_shards
 from torch_xmesh.pipeline.microbatch import leaf_specs, loss_weights
 from torch_xmesh.pipeline.outputs import whole_outputs
+from torch_xmesh.pipeline.partition_values import MOST_SIZES, Shapes
 from torch_xmesh.pipeline.sample_order import SampleOrder
 from torch_xmesh.pipeline.state import PipelineScaler
 
@@ -31,6 +33,7 @@ class _Given:
     """A step's arguments on this rank, checked as far as one rank can.
 
     Attributes:
+        shapes: of the model's inputs that this rank reads.
         inputs, targets: cut by `order`; None before.
     """
 
@@ -39,6 +42,7 @@ class _Given:
     target: Any
     target_specs: list[Any]
     facts: StepFacts
+    shapes: Shapes
     order: SampleOrder | None = None
     inputs: dict[int, list[list[torch.Tensor]]] = dataclasses.field(default_factory=dict)
     targets: list[Any] = dataclasses.field(default_factory=list)
@@ -66,9 +70,9 @@ class EngineSteps:
         self._turn = 0  # runs so far, of step() or evaluate()
         self._place = place
         self._merge_spec = merge_spec
-        self._orders: dict[tuple[int, int], SampleOrder] = {}  # by samples and shards of the batch
-        self._plans: dict[tuple[int, ...], list[_C.EdgePlans]] = {}
-        self._agreement = StepAgreement(place.transfers)
+        self._inputs = InputSizes(place.partition)
+        self._sized: dict[Any, SizedPlace] = {}  # by shapes of the inputs, the last ones used
+        self._agreement = StepAgreement(place.transfers, self._inputs.texts)
         self._shared_losses = told_by_shards(place.transfers, "losses", place.meshes[-1], place.num_microbatches + 1)
 
     def run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
@@ -81,8 +85,9 @@ class EngineSteps:
         entered_ns = now_ns()
         place.transfers.traffic.begin_turn(self._turn + 1)
         is_last = place.has_last
-        given, order = self._agree(args, kwargs, target, return_outputs, is_train)
+        given, sized, order = self._agree(args, kwargs, target, return_outputs, is_train)
         sizes = list(order.sizes)
+        place.forward.works = sized.works
         state = place.forward.step = StepState(self.number, sizes, is_train)
         state.keeps_outputs = return_outputs and is_last
         self._cut(given, order)
@@ -94,9 +99,9 @@ class EngineSteps:
         weights = []
         if is_last and is_train:
             scale = self._loss_scale()
-            weights = [scale * weight for weight in place.works[len(place.meshes) - 1].loss_weights(sizes)]
+            weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            place.core.run(schedule, place.index, self._turn, self._plans_for(sizes), given.inputs, is_train, weights)
+            place.core.run(schedule, place.index, self._turn, sized.plans(sizes), given.inputs, is_train, weights)
         self.entered_ns = entered_ns
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):
@@ -112,7 +117,7 @@ class EngineSteps:
         if state.keeps_outputs:
             output = whole_outputs(
                 place.transfers,
-                place.partition,
+                sized.partition,
                 place.meshes,
                 order,
                 state.outputs,
@@ -130,7 +135,7 @@ class EngineSteps:
 
     def _agree(
         self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool
-    ) -> tuple[_Given, SampleOrder]:
+    ) -> tuple[_Given, SizedPlace, SampleOrder]:
         """Checks the arguments on every rank before any of them computes; ranks in the middle see no batch."""
         given, failure = None, None
         try:
@@ -139,19 +144,16 @@ class EngineSteps:
             failure = error
         try:
             text = None if failure is None else str(failure) or type(failure).__name__
-            facts = self._agreement.agree(None if given is None else given.facts, text)
+            sizes = {} if given is None else self._inputs.told(given.shapes)
+            facts, told = self._agreement.agree(None if given is None else given.facts, sizes, text)
         except StepRefusedError as refused:
             raise refused if failure is None else StepRefusedError(failure) from failure
         assert given is not None
-        try:  # what all ranks find alike
-            samples = facts.target if facts.arguments is None else facts.arguments
-            if samples is None:
-                raise ValueError(
-                    "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
-                )
-            return given, self._order_of(samples, facts.shards or 1)
-        except ValueError as error:
-            raise StepRefusedError(error) from error
+        samples = facts.target if facts.arguments is None else facts.arguments
+        if samples is None:
+            text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
+            raise StepRefusedError(ValueError(text))
+        return given, *self._ready(self._inputs.shapes(told), samples, facts.shards or 1)
 
     def _take(self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool) -> _Given:
         place = self._place
@@ -194,24 +196,48 @@ class EngineSteps:
                 int(return_outputs) if place.has_last else None,
                 scale_bits(self._loss_scale()) if place.has_last and is_train else None,
             ),
+            place.partition.shapes_of(*tree, takers) if takers else {},
         )
         if is_train:
             place.sync.check_step()
         if (both := samples if samples is not None else of_target) is not None:
-            self._cut(given, self._order_of(both, known or 1))
+            self._cut(given, SampleOrder.of(both, place.num_microbatches, known or 1))
         return given
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    def _order_of(self, samples: int, shards: int) -> SampleOrder:
-        if (samples, shards) not in self._orders:
-            order = SampleOrder.of(samples, self._place.num_microbatches, shards)
-            self._place.boundaries.check_samples(order.sizes[0])
-            self._place.boundaries.check_samples(order.sizes[-1])
-            self._place.sharded.check_samples(order.sizes)
-            self._orders[samples, shards] = order
-        return self._orders[samples, shards]
+    def _ready(self, shapes: Shapes, samples: int, shards: int) -> tuple[SizedPlace, SampleOrder]:
+        """What the pipeline is for a batch. Called by all ranks alike, which know of each other's refusal.
+
+        Raises:
+            StepRefusedError: the stages do not work for it, or cannot share it out.
+        """
+        key, batch = tuple(shapes.items()), (samples, shards)
+        sized = self._sized.pop(key, None)
+        if sized is None or batch not in sized.orders:
+            failure, text, found = None, None, ""
+            try:
+                sized = sized or SizedPlace.at(self._place, shapes)
+                order = sized.order_of(samples, shards)
+                found = digest(describe_values(sized.partition))
+            except ValueError as error:
+                failure, text = error, str(error)
+            told = self._place.transfers.gather("sizes", (text, found))
+            if failure is not None:
+                raise StepRefusedError(failure) from failure
+            for rank, (refusal, other) in zip(self._place.transfers.ranks, told, strict=True):
+                if refusal is not None:
+                    raise StepRefusedError(ValueError(f"rank {rank} refused the step: {refusal}"))
+                if other != told[0][1]:
+                    text = f"ranks disagree on the stages' values for inputs of shapes {list(shapes.values())}"
+                    raise StepRefusedError(ValueError(f"{text}: ranks {self._place.transfers.ranks[0]} and {rank}"))
+            assert sized is not None
+            sized.orders[batch] = order
+        self._sized[key] = sized
+        if len(self._sized) > MOST_SIZES:
+            del self._sized[next(iter(self._sized))]
+        return sized, sized.orders[batch]
 
     def _cut(self, given: _Given, order: SampleOrder) -> None:
         """The model's inputs that each stage takes, by microbatch, and the targets."""
@@ -227,26 +253,6 @@ class EngineSteps:
         if given.target is not None:
             given.targets = local_microbatches(given.target, given.target_specs, order, place.meshes[-1], "target")
         given.order = order
-
-    def _plans_for(self, sizes: list[int]) -> list["_C.EdgePlans"]:
-        place, key = self._place, tuple(sizes)
-        if key not in self._plans:
-            plans = []
-            for edge in place.edges:
-                start, end = place.meshes[edge.from_stage], place.meshes[edge.to_stage]
-                lane = f"{edge.from_stage}-{edge.to_stage}"
-                if place.boundaries.is_local(edge):
-                    plans.append(_C.EdgePlans(lane, edge.text, False, [], []))
-                    continue
-                planning = place.boundaries.planning
-                forward = [place.transfers.prepare(place.boundaries.moves(edge, n, False), planning) for n in sizes]
-                backward = []
-                if edge.has_gradient:
-                    backward = [place.transfers.prepare(place.boundaries.moves(edge, n, True), planning) for n in sizes]
-                is_joint = place.transfers.rank in start.ranks and place.transfers.rank in end.ranks
-                plans.append(_C.EdgePlans(lane, edge.text, is_joint, forward, backward))
-            self._plans[key] = plans
-        return self._plans[key]
 
     def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
         """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""

@@ -82,10 +82,11 @@ class ReadyAdapter:
         return tuple(leaves[position] for position in self.tensor_positions)
 
 
-Exchange = Callable[[int, StageSignature | None], StageSignature]
-"""Called for each stage in order, on every process, with the stage's signature where the process holds it, else None.
+Exchange = Callable[[int, StageSignature | ValueError | None], StageSignature]
+"""Called for each stage in order, on every process, with the stage's signature where the process holds it (or why that
+cannot be found), else None.
 
-Returns what the holder passed.
+Returns what the holder passed, or raises ValueError on every process.
 """
 
 
@@ -116,9 +117,17 @@ def chain_ready_stages(
     programs = []
     fixed = False
     for stage, module in enumerate(modules):
-        signature = None if module is None else stage_signature(stage, module, tree, samples, fixed, device)
+        signature: StageSignature | None = None
+        failure: ValueError | None = None
+        try:
+            if module is not None:
+                signature = stage_signature(stage, module, tree, samples, fixed, device)
+        except ValueError as error:
+            if exchange is None:
+                raise
+            failure = error
         if exchange is not None:
-            signature = exchange(stage, signature)
+            signature = exchange(stage, failure or signature)
         assert signature is not None
         fixed = fixed or signature.fixed_batch
         made = [f"stage{stage}.{position}" for position in signature.tensor_positions]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from torch_xmesh.pipeline.partition_propagate import TensorInfo
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.partition_ready import ReadyAdapter
 
-_MOST_SIZES = 64
+MOST_SIZES = 64
+"""Of the inputs, for which stages are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +209,23 @@ class Partition:
     def num_stages(self) -> int:
         return len(self.stages)
 
-    def shapes_of(self, leaves: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-        """What :meth:`at` is given for arguments (as leaves): their shapes, the batch dim as in the example."""
+    def shapes_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], stages: Collection[int] | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """What :meth:`at` is given for arguments, or for those that some stages read: their shapes, the batch dim as in
+        the example.
+
+        Raises:
+            ValueError: another structure, dtype or number of dims than the example's.
+        """
+        leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
+        self._check_structure(structure)
+        wanted = {name for stage in stages or range(self.num_stages) for name in self.stages[stage].model_inputs}
         shapes = {}
         for leaf, expected in zip(leaves, self.argument_leaves, strict=True):
-            if isinstance(expected, ValueName):
+            if isinstance(expected, ValueName) and (stages is None or expected.name in wanted):
                 info = self.inputs[expected.name]
-                self._check_input(info, leaf, any_size=True)
+                self._check_kind(info, leaf)
                 shapes[info.name] = tuple(
                     info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
                 )
@@ -226,21 +237,24 @@ class Partition:
         Raises:
             ValueError: the stages do not work for them, or only for the example's.
         """
-        changed = [info for info in self.inputs.values() if shapes[info.name] != info.shape]
-        if not changed or self.resize is None:
-            return self
         key = tuple(shapes[name] for name in self.inputs)
-        found = self._sized.pop(key, None) or self._resized(changed[0], shapes)
-        self._sized[key] = found
-        if len(self._sized) > _MOST_SIZES:
+        found = self._sized.pop(key, None) or self.resized(shapes)
+        if found is not self:
+            self._sized[key] = found
+        if len(self._sized) > MOST_SIZES:
             del self._sized[next(iter(self._sized))]
         return found
 
-    def _resized(self, changed: InputInfo, shapes: Shapes) -> "Partition":
-        assert self.resize is not None
+    def resized(self, shapes: Shapes) -> "Partition":
+        """As :meth:`at`, found anew. With ready stages that are elsewhere, all processes call it alike."""
+        changed = next((info for info in self.inputs.values() if shapes[info.name] != info.shape), None)
+        if changed is None or self.resize is None:
+            return self
         try:
             found = self.resize(shapes)
             _check_alike(self.values, found.values)
+            if found.fixed_batch != self.fixed_batch:
+                raise ValueError(f"they would work for {self.batch_size} samples only")
         except ValueError as error:
             what = f"argument {describe_path(changed.path)} has shape {shapes[changed.name]}"
             raise ValueError(
@@ -272,24 +286,28 @@ class Partition:
         return self.bind_leaves(*pytree.tree_flatten(sorted_arguments(args, kwargs)), stage)
 
     def bind_leaves(
-        self, leaves: Sequence[Any], structure: pytree.TreeSpec, stage: int | None = None
+        self, leaves: Sequence[Any], structure: pytree.TreeSpec, stage: int | None = None, any_size: bool = False
     ) -> dict[str, torch.Tensor]:
-        """The same of :func:`sorted_arguments` as leaves and their structure."""
-        if structure != self.argument_structure:
-            raise ValueError(
-                f"the arguments have the structure {structure}, the example arguments had {self.argument_structure}"
-            )
+        """The same of :func:`sorted_arguments` as leaves and their structure; `any_size`: sizes are not compared, but
+        for the number of samples where that is fixed."""
+        self._check_structure(structure)
         wanted = set(self.inputs if stage is None else self.stages[stage].model_inputs)
         bound = {}
         for leaf, expected in zip(leaves, self.argument_leaves, strict=True):
             if not isinstance(expected, ValueName):
                 _check_constant(leaf, expected[0], expected[1])
             elif expected.name in wanted:
-                self._check_input(self.inputs[expected.name], leaf)
+                self._check_input(self.inputs[expected.name], leaf, any_size)
                 bound[expected.name] = leaf
         return bound
 
-    def _check_input(self, info: InputInfo, tensor: Any, any_size: bool = False) -> None:
+    def _check_structure(self, structure: pytree.TreeSpec) -> None:
+        if structure != self.argument_structure:
+            raise ValueError(
+                f"the arguments have the structure {structure}, the example arguments had {self.argument_structure}"
+            )
+
+    def _check_kind(self, info: InputInfo, tensor: Any) -> None:
         where = f"argument {describe_path(info.path)}"
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
@@ -298,11 +316,16 @@ class Partition:
             )
         if tensor.dtype != info.dtype:
             raise ValueError(f"{where} has dtype {tensor.dtype}, the example had {info.dtype}")
+        if tensor.dim() != len(info.shape):
+            raise ValueError(f"{where} has shape {tuple(tensor.shape)}, the example had {info.shape}")
+
+    def _check_input(self, info: InputInfo, tensor: Any, any_size: bool = False) -> None:
+        self._check_kind(info, tensor)
         free = None if self.fixed_batch else info.batch_dim
-        shapes = [[size for dim, size in enumerate(shape) if dim != free] for shape in (tensor.shape, info.shape)]
-        if tensor.dim() != len(info.shape) or (shapes[0] != shapes[1] and not any_size):
+        compared = [dim for dim in range(tensor.dim()) if dim != free and (dim == info.batch_dim or not any_size)]
+        if any(tensor.size(dim) != info.shape[dim] for dim in compared):
             raise ValueError(
-                f"{where} has shape {tuple(tensor.shape)}, the example had {info.shape}"
+                f"argument {describe_path(info.path)} has shape {tuple(tensor.shape)}, the example had {info.shape}"
                 + (f" (dim {free}, the batch, may differ)" if free is not None else "")
             )
 
@@ -317,8 +340,7 @@ class Partition:
 
     def for_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> "Partition":
         """The partition :meth:`at` the sizes of these arguments."""
-        leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
-        return self.at(self.shapes_of(leaves)) if structure == self.argument_structure else self
+        return self.at(self.shapes_of(args, kwargs or {}))
 
     def __str__(self) -> str:
         lines = []
