@@ -189,7 +189,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         (0, lambda: engine.step(x[:6], target=y), "ranks disagree: the arguments have 6 samples on rank 0"),
         (1, lambda: engine.step(target=y), "the batch is missing on rank 1"),
         (0, lambda: engine.step(x.double(), target=y), "has dtype torch.float64"),
-        (1, lambda: engine.step(x[:, :2], target=y), "has shape"),
+        (1, lambda: engine.step(x[:, :2], target=y), "argument args[0] has 3 entries along dim 1 on rank 0"),
         (0, lambda: engine.step(x, target=y, scale=2.0), "structure"),
         (2, lambda: engine.evaluate(x, target=y), "step() (1) or evaluate() (0)"),
         (4, lambda: engine.evaluate(x), "step() (1) or evaluate() (0)"),

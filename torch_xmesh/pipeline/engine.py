@@ -177,6 +177,8 @@ class PipelineEngine:
             args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
                 a DTensor is sharded already, over the stage's data axis. Where one is, each shard is cut into
                 microbatches of its own; samples of plain tensors, the target and the output keep to their batch order.
+                Sizes may differ from the example's and from step to step (a sequence's length) where the stages work
+                for them; what follows from the last 64 combinations of sizes is kept.
             target: on the last stage's ranks.
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
