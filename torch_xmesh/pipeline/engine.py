@@ -31,6 +31,7 @@ from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
 from torch_xmesh.pipeline.engine_setup import next_name
 from torch_xmesh.pipeline.engine_step import EngineSteps
 from torch_xmesh.pipeline.init_sync import InitSync
+from torch_xmesh.pipeline.materialise import InitFn
 from torch_xmesh.pipeline.partition import Partition, SplitAt
 from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.pipeline.simulation import Costs, StageCosts
@@ -83,6 +84,9 @@ class PipelineEngine:
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
         init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
             that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
+        init_fn: ``init_fn(module)`` for each module with parameters or buffers on the meta device, once `parallelize`
+            has been called and they have memory on this rank's device; default: ``module.reset_parameters()``. What
+            neither sets, load_state_dict() must set before the first step.
         strategy, topology: how what crosses from mesh to mesh is resharded, as in :func:`reshard`; a calibrated
             topology's link speeds choose better and pace the sends.
 
@@ -115,6 +119,7 @@ class PipelineEngine:
         group: dist.ProcessGroup | None = None,
         overlap: bool = True,
         init_sync: InitSync = True,
+        init_fn: InitFn | None = None,
         strategy: object = "auto",
         topology: Topology | None = None,
     ) -> None:
@@ -153,6 +158,7 @@ class PipelineEngine:
             seed,
             overlap,
             init_sync,
+            init_fn,
             strategy,
             topology,
         )
@@ -331,6 +337,7 @@ class PipelineEngine:
         """
         if optimizer is None:
             load_model_state(self._modules(), self._place.unused, state)
+            self._place.unset.clear()
             return
         if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
             raise ValueError(
@@ -339,6 +346,7 @@ class PipelineEngine:
             )
         load_model_state(self._modules(), self._place.unused, state["model"])
         load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
+        self._place.unset.clear()
         self._steps.number = int(state["step"])
 
     def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:

@@ -31,6 +31,7 @@ from torch_xmesh.pipeline.init_sync import (
     make_equal,
     make_ties_equal,
 )
+from torch_xmesh.pipeline.materialise import InitFn, is_unset, materialise
 from torch_xmesh.pipeline.outputs import BufferSync
 from torch_xmesh.pipeline.partition import Partition, SplitAt, check_limit, partition
 from torch_xmesh.pipeline.profile import choose_split
@@ -57,6 +58,7 @@ class PlaceOptions:
     seed: int
     overlap: bool
     init_sync: InitSync
+    init_fn: InitFn | None
     strategy: object
     topology: Topology | None
 
@@ -74,6 +76,7 @@ class EnginePlace:
         works, named: by stage of this rank, its work, and its parameters by name.
         edges: those that begin or end here, as `core` counts them.
         unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
+        unset: tensors of a model on meta that still have no values, by name.
         names_stages: parameters are named after their stage, since the model came as a list.
     """
 
@@ -106,7 +109,8 @@ class EnginePlace:
             self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
             self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
             self.stages = [k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks]
-            self.unused = self._unused_parameters(model)
+            self.unset: dict[str, torch.Tensor] = {}
+            self.unused = self._unused_parameters(model, options.init_fn, options.seed)
             check_option(options.init_sync)
             self._prepare_stages(options)
             self.core = self._make_core(options.overlap)
@@ -159,10 +163,17 @@ class EnginePlace:
         )
         return with_agreed_ties(cut, self.transfers, self.meshes)
 
-    def _unused_parameters(self, model: Any) -> dict[str, tuple[nn.Parameter, StageMesh]]:
+    def _unused_parameters(
+        self, model: Any, init_fn: InitFn | None, seed: int
+    ) -> dict[str, tuple[nn.Parameter, StageMesh]]:
         names = self.partition.unused_parameters if 0 in self.stages else ()
-        found = {name: model.get_parameter(name) for name in names}
-        return {name: (parameter, self.meshes[0]) for name, parameter in found.items() if not parameter.is_meta}
+        was_meta = {name: model.get_parameter(name).is_meta for name in names}
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        for module in owners.values():
+            materialise({0: module}, init_fn, torch.device("cpu"), seed, self.transfers.rank)
+        found = {name: (model.get_parameter(name), self.meshes[0]) for name in names}
+        self.unset.update((name, one) for name, (one, _) in found.items() if was_meta[name] and is_unset(one))
+        return found
 
     def _checked(self, given: Mapping[str, Placed] | None) -> Mapping[str, Placed]:
         crossing = [
@@ -181,30 +192,27 @@ class EnginePlace:
         if not self.names_stages:
             before = [c for stage, module in modules.items() for c in copies_on_mesh(stage, module, self.meshes[stage])]
             make_equal(self.transfers, before, options.init_sync)
-        self.works: dict[int, StageWork] = {}
-        self.named: dict[int, dict[str, nn.Parameter]] = {}
         ties = ties_of(modules)
-        for stage in self.stages:
-            program = self.partition.stages[stage]
+        for stage, module in modules.items():
             if parallelize is not None:
-                made = parallelize(stage, program.module, device_mesh(self.meshes[stage].mesh))
+                made = parallelize(stage, module, device_mesh(self.meshes[stage].mesh))
                 if not isinstance(made, nn.Module):
                     raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
-                program.module = made
+                modules[stage] = self.partition.stages[stage].module = made
+        device = torch.device("cpu")
+        self.unset.update(materialise(modules, options.init_fn, device, options.seed, self.transfers.rank))
+        self.works: dict[int, StageWork] = {}
+        self.named: dict[int, dict[str, nn.Parameter]] = {}
+        for stage, module in modules.items():
             self.works[stage] = StageWork(
                 self.partition, stage, self.meshes[stage], self.boundaries, self.loss_fn, options.seed, self.scale_grads
             )
-            self.named[stage] = {plain_name(name): one for name, one in program.module.named_parameters()}
-            if empty := [name for name, parameter in self.named[stage].items() if parameter.is_meta]:
-                raise ValueError(
-                    f"stage {stage}'s parameter {empty[0]} is on the meta device: let parallelize= make it real "
-                    "(module.to_empty(device='cpu'), then initialise or load_state_dict)"
-                )
-        modules = {stage: self.partition.stages[stage].module for stage in self.stages}
+            self.named[stage] = {plain_name(name): one for name, one in module.named_parameters()}
         check_ties(ties, modules)
-        is_done = parallelize is None and not self.names_stages
         parts = [c for stage, module in modules.items() for c in copies_of_parts(stage, module, self.meshes[stage])]
-        make_equal(self.transfers, [] if is_done else parts, options.init_sync)
+        if parallelize is None and not self.names_stages:  # equal on its whole mesh; again, what was on meta till now
+            parts = [c for stage, module in modules.items() for c in copies_on_mesh(stage, module, self.meshes[stage])]
+        make_equal(self.transfers, parts, options.init_sync)
 
     def _make_core(self, overlap: bool) -> "_C.PipelinePlace":
         stages = []

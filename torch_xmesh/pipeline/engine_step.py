@@ -161,6 +161,11 @@ class EngineSteps:
         takers = [stage for stage in place.stages if place.partition.stages[stage].model_inputs]
         tree = (tuple(args), dict(sorted(kwargs.items()))) if takers else ((), {})
         target = target if place.has_last else None
+        if place.unset:
+            raise ValueError(
+                f"{next(iter(place.unset))} has no values on rank {rank}: the model was on the meta device; give an "
+                "init_fn that sets it, or load a checkpoint (load_state_dict)"
+            )
         if place.has_last and is_train and target is None:
             raise ValueError(f"target is missing on rank {rank}, which has the last stage ({len(place.meshes) - 1})")
         specs = []
