@@ -284,3 +284,37 @@ def test_peer_error_travels() -> None:
     twin = pickle.loads(pickle.dumps(error))
     assert (str(twin), twin.ranks) == ("rank 3 is lost", (3,))
     assert isinstance(error, RuntimeError)
+
+
+def test_parts_of_a_mesh() -> None:
+    mesh = xm.Mesh([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], axis_names=("pp", "dp", "tp"))
+    assert (mesh.ndim, mesh.size(), mesh.size("tp"), mesh.size(-3), mesh.shape) == (3, 8, 2, 2, (2, 2, 2))
+    assert repr(mesh[1]) == "Mesh([[4, 5], [6, 7]], axis_names=('dp', 'tp'))"
+    assert mesh[:, 0].axis_names == ("pp", "tp")
+    assert mesh[:, 0] == xm.Mesh([[0, 1], [4, 5]])
+    assert mesh[-1, 1, 0].ranks == (6,)
+    assert mesh[0:1].shape == (1, 2, 2)
+    assert mesh.through(6, "dp") == xm.Mesh([4, 6])
+    assert mesh.through(6, "tp", "pp") == mesh.through(6, 0, 2) == xm.Mesh([[2, 3], [6, 7]])
+    assert mesh.through(3).ranks == (3,)
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: mesh["tp"], r"this process has no rank in Mesh.*through\(rank"),
+        (lambda: mesh[2], "no part"),
+        (lambda: mesh[0, 0, 0, 0], "at most 3"),
+        (lambda: mesh[0.5], "integers or slices"),
+        (lambda: mesh.size("ep"), "no axis 'ep'"),
+        (lambda: mesh.size(3), "axis 3 is out of range"),
+        (lambda: mesh.through(9, "tp"), "rank 9 is not in"),
+    ]
+    for wrong, pattern in mistakes:
+        with pytest.raises(ValueError, match=pattern):
+            wrong()
+
+
+def test_a_mesh_of_a_mesh() -> None:
+    named = xm.Mesh([[0, 1], [2, 3]], axis_names=("dp", "tp"))
+    assert xm.Mesh(named).axis_names == ("dp", "tp")
+    assert xm.Mesh(named, axis_names=("a", "b")).axis_names == ("a", "b")
+    of_torch = DeviceMesh("cpu", [[4, 5], [6, 7]], mesh_dim_names=("x", "y"), _init_backend=False, _rank=0)
+    assert repr(xm.Mesh(of_torch)) == "Mesh([[4, 5], [6, 7]], axis_names=('x', 'y'))"
+    assert hash(xm.Mesh(of_torch)) == hash(xm.Mesh([[4, 5], [6, 7]]))

@@ -3,6 +3,8 @@
 Importing the package registers the backend: ``torch.distributed.init_process_group("xmesh")``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 try:
@@ -37,6 +39,18 @@ from torch_xmesh.spec import Mesh, Spec, device_mesh, stage_meshes
 from torch_xmesh.strategies import Broadcast
 from torch_xmesh.topology import Topology
 
+if TYPE_CHECKING:
+    from torch_xmesh import testing
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "testing":  # not needed to run, so imported when asked for
+            import importlib
+
+            return importlib.import_module("torch_xmesh.testing")
+        raise AttributeError(f"module 'torch_xmesh' has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 __all__ = [
     "Broadcast",
@@ -61,6 +75,7 @@ __all__ = [
     "simulate",
     "split_at",
     "stage_meshes",
+    "testing",
 ]
 
 _backend.register()

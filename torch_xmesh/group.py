@@ -1,6 +1,7 @@
 """From a process group to the reshards that run on it."""
 
 import threading
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ class GroupReshards:
         self.backend = backend
         self.ranks = frozenset(ranks)
         self.plans: dict[object, object] = {}
+        self.unwatched: list[Any] = []  # Works of backwards, which nobody waits for to their end
         self._in_order = ranks
         self._core: _C.ReshardGroup | None = None
         self._caller = threading.Lock()
@@ -30,6 +32,13 @@ class GroupReshards:
         if self._core is None:
             self._core = _C.reshard_group(self.backend, self._in_order)
         return self._core
+
+    def raise_late_failure(self) -> None:
+        """Raises what a former backward failed with after this rank had done its part in it. The caller's thread."""
+        ended = [work for work in self.unwatched if work.is_completed()]
+        self.unwatched = [work for work in self.unwatched if not work.is_completed()] if ended else self.unwatched
+        for work in ended:
+            work.wait()
 
     def __enter__(self) -> "GroupReshards":
         if not self._caller.acquire(blocking=False):

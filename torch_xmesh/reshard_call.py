@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import _register_work
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree as pytree
 
@@ -125,9 +127,9 @@ class Call:
     ) -> list[DTensor]:
         """Starts the call; the results' memory is filled when it ends."""
         arguments = self.arguments
-        locals_in = [x._local_tensor.detach() if isinstance(x, DTensor) else torch.empty(0, dtype=x.dtype) for x in xs]
+        locals_in = [local_of(x) if isinstance(x, DTensor) else torch.empty(0, dtype=x.dtype) for x in xs]
         if outs is not None:
-            locals_out = [out._local_tensor.detach() for out in outs]
+            locals_out = [local_of(out) for out in outs]
         else:
             locals_out = [
                 empty_local(source.shape, source.dtype) if shape is None else torch.empty(shape, dtype=source.dtype)
@@ -172,14 +174,27 @@ class Call:
             labels=tuple(arguments.labels[i] for i in chosen) if arguments.labels else (),
         )
         with self._reshards as reshards:
+            reshards.raise_late_failure()
             call = Call(reshards, prepare(reshards, back))
-            # A rank that only gives gradients waits for nobody: so backwards may run in any order on it.
-            me = reshards.core.global_rank
-            gives_only = all(me not in mesh_grid(mesh).ranks for mesh in back.dst_meshes)
-            results = call.run(incoming, None, self.key, gives_only)
-            if not gives_only:
-                call.wait()
-        return results
+            # Backwards run in any order on any rank: who gives waits for nobody, who receives waits when it looks.
+            results = call.run(incoming, None, self.key, is_detached=True)
+            reshards.unwatched.append(call.work)
+        return [_when_looked_at(result, call.work) for result in results]
+
+
+def _when_looked_at(x: DTensor, work: Any) -> DTensor:
+    """The same tensor, whose first use waits for `work`."""
+    local = x._local_tensor
+    if local.numel() > 0:
+        _register_work(local, work)
+        x._local_tensor = AsyncCollectiveTensor(local)
+    return x
+
+
+def local_of(x: DTensor) -> torch.Tensor:
+    """The local tensor without its graph, with its bytes in it."""
+    local = x._local_tensor
+    return (local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
 
 
 class _CompletedWork:

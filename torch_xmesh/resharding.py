@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.group import reshards_of
-from torch_xmesh.reshard_call import Arguments, Call, DifferentiableReshard, Prepared, prepare, refuse
+from torch_xmesh.reshard_call import Arguments, Call, DifferentiableReshard, Prepared, local_of, prepare, refuse
 from torch_xmesh.spec import (
     AnyMesh,
     Mesh,
@@ -55,7 +55,9 @@ def reshard(
         the DTensor on ``dst_mesh`` (with an empty local tensor on ranks outside it); with ``async_op`` a pair of it and
         a ``torch.distributed.Work``. Differentiable like ``DTensor.redistribute``: the identity on the global tensor;
         the gradient goes back to the source mesh and placements (Replicate where the source was Partial). Every
-        participant must run backward, source-only ranks through their empty result.
+        participant must run backward, source-only ranks through their empty result; several reshards' in any order.
+        A gradient is waited for where it is first used: at the end for a leaf, at once inside a graph that goes on, or
+        where it is added to another. Ranks that all wait so for each other's must come there in one order.
 
     Raises:
         ValueError: a mistake in the arguments, or ranks that disagree (on every rank that calls).
@@ -113,6 +115,7 @@ def _reshard(
 ) -> Any:
     """The results in a container like ``xs``; with ``async_op`` (or ``is_single``) a pair of it and a Work."""
     with reshards_of(group) as reshards:
+        reshards.raise_late_failure()
         try:
             if is_single:
                 _check_single(xs[0], dst_mesh)
@@ -216,7 +219,7 @@ def _check_memory(tree: TensorTree, outs: list[DTensor]) -> None:
 
 
 def _memory_of(x: DTensor) -> int:
-    return x._local_tensor.untyped_storage().data_ptr()
+    return local_of(x).untyped_storage().data_ptr()
 
 
 def _placeholder(spec: Spec) -> DTensor:

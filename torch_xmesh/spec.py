@@ -21,7 +21,7 @@ class Mesh:
 
     Args:
         ranks: an integer array of any shape (nested lists, numpy, torch) of distinct GLOBAL ranks; its dimensions are
-            the axes.
+            the axes. Or a ``DeviceMesh``, whose names are kept.
         axis_names: one name per axis, as ``mesh_dim_names`` of a ``DeviceMesh``; a pipeline's ``data_axis`` may be one
             of them. Meshes that differ in names only are equal.
 
@@ -32,6 +32,10 @@ class Mesh:
     __slots__ = ("_axis_names", "_ranks", "_shape")
 
     def __init__(self, ranks: Any, *, axis_names: Sequence[str] | None = None) -> None:
+        if isinstance(ranks, DeviceMesh):
+            ranks, axis_names = ranks.mesh, axis_names or ranks.mesh_dim_names
+        elif isinstance(ranks, Mesh):
+            ranks, axis_names = _array_of(ranks), axis_names or ranks.axis_names
         try:
             grid = torch.as_tensor(ranks)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -58,6 +62,56 @@ class Mesh:
         """One name per axis, or None."""
         return self._axis_names
 
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self._shape)
+
+    def size(self, axis: str | int | None = None) -> int:
+        """Number of ranks, or the extent of one axis. ValueError without such an axis."""
+        return len(self._ranks) if axis is None else self._shape[_axis_of(self, axis)]
+
+    def __getitem__(self, index: Any) -> "Mesh":
+        """A part of the mesh. By index as an array: ``mesh[0]`` drops the first axis, ``mesh[:, 1:]`` keeps both. By
+        name as a ``DeviceMesh``: ``mesh["tp"]``, ``mesh["dp", "tp"]`` are the ranks that differ from this process's
+        along these axes only; :meth:`through` says whose instead.
+
+        Raises:
+            ValueError: no such axis, an index out of range, or a name where this process is not in the mesh.
+        """
+        names = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(name, str) for name in names) and names:
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() not in self._ranks:
+                raise ValueError(
+                    f"this process has no rank in {self!r}: {index!r} does not say which part; use mesh.through(rank, "
+                    "...), an index (mesh[0], mesh[:, 1]), or xm.stage_meshes(mesh, axis) for all parts"
+                )
+            return self.through(torch.distributed.get_rank(), *names)
+        return self._part(names)
+
+    def through(self, rank: int, *axes: str | int) -> "Mesh":
+        """The ranks that differ from global `rank` along these axes only, in the order of the mesh's own axes.
+
+        Raises:
+            ValueError: the rank is not in the mesh, or there is no such axis.
+        """
+        if rank not in self._ranks:
+            raise ValueError(f"rank {rank} is not in {self!r}")
+        kept = {_axis_of(self, axis) for axis in axes}
+        coordinate = (_array_of(self) == rank).nonzero()[0].tolist()
+        return self._part(tuple(slice(None) if i in kept else at for i, at in enumerate(coordinate)))
+
+    def _part(self, index: tuple[Any, ...]) -> "Mesh":
+        if len(index) > self.ndim or not all(isinstance(at, int | slice) for at in index):
+            raise ValueError(f"{self!r} has no part {index!r}: expected at most {self.ndim} integers or slices")
+        try:
+            grid = _array_of(self)[index]
+        except (IndexError, ValueError) as error:
+            raise ValueError(f"{self!r} has no part {index!r} ({error})") from None
+        kept = [i for i in range(self.ndim) if i >= len(index) or isinstance(index[i], slice)]
+        names = None if self._axis_names is None else [self._axis_names[i] for i in kept]
+        return Mesh(grid, axis_names=names)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and (self._shape, self._ranks) == (other._shape, other._ranks)
 
@@ -70,6 +124,14 @@ class Mesh:
 
 
 AnyMesh = Mesh | DeviceMesh
+
+
+def _axis_of(mesh: Mesh, axis: str | int) -> int:
+    if isinstance(axis, str):
+        return named_axis(mesh, axis, "the mesh")
+    if not -mesh.ndim <= axis < mesh.ndim:
+        raise ValueError(f"axis {axis} is out of range for a mesh of {mesh.ndim} axes")
+    return axis % mesh.ndim
 
 
 def _checked_names(names: Sequence[str], num_axes: int) -> tuple[str, ...]:
@@ -269,7 +331,30 @@ def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
         return mesh
     if not isinstance(mesh, Mesh):
         raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
-    return DeviceMesh(device_type, _array_of(mesh), _init_backend=False)
+    return _RanksOnlyMesh(device_type, _array_of(mesh), _init_backend=False)
+
+
+class _NoProcessGroups(AttributeError, RuntimeError):
+    """Raised where torch looks for a process group that a mesh does not have; torch asks with ``hasattr`` too."""
+
+
+class _RanksOnlyMesh(DeviceMesh):
+    """A ``DeviceMesh`` without process groups, which says so when a collective is asked for."""
+
+    def get_group(self, mesh_dim: int | str | None = None) -> torch.distributed.ProcessGroup:
+        raise _NoProcessGroups(_NO_GROUPS)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dim_group_names":
+            raise _NoProcessGroups(_NO_GROUPS)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_NO_GROUPS = (
+    "this DTensor lies on the mesh of an xm.Mesh, which has no process groups: full_tensor(), redistribute() and other "
+    "collectives cannot run on it. Pass a DeviceMesh with process groups (init_device_mesh) as dst_mesh, or reshard to "
+    "[Replicate(), ...] and take to_local()"
+)
 
 
 def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:

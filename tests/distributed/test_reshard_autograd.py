@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import Placements, assert_same_bytes, dtensor_of, local_part
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.group import reshards_of
 from torch_xmesh.testing import spawn
 
 FRONT, BACK = xm.Mesh([[0, 1], [2, 3]]), xm.Mesh([3, 4, 5])
@@ -77,19 +80,44 @@ def partial_source_and_partial_gradient(rank: int, world_size: int) -> None:
         assert torch.equal(gradient_of(x).to_local(), torch.full((4,), 6.0))
 
 
+ORDERS = [
+    # Ranks that only receive, and only give; a graph that goes on behind the sources.
+    (xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3, 4, 5]), (Shard(0),), False),
+    (xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3, 4, 5]), (Shard(0),), True),
+    # Ranks that do both, and pass on what others receive.
+    (xm.Mesh([0, 1, 2, 3]), (Replicate(),), xm.Mesh([2, 3, 4, 5]), (Shard(0),), False),
+    (xm.Mesh([[0, 1, 2], [3, 4, 5]]), (Replicate(), Shard(0)), xm.Mesh([5, 4, 3, 2, 1, 0]), (Shard(0),), False),
+]
+
+
 def backwards_in_any_order(rank: int, world_size: int) -> None:
-    """Ranks that only give gradients run the backwards of several calls in different orders."""
-    source, target = xm.Mesh([0, 1]), xm.Mesh([2, 3, 4, 5])
-    whole = torch.arange(16.0)
-    xs = [leaf(whole + i, source, (Shard(0),), rank) for i in range(8)]
-    ys = [xm.reshard(x, target, (Shard(0),)) for x in xs]
-    order = list(range(8))
-    if rank in target.ranks:
-        random.Random(rank).shuffle(order)
-    for i in order:
-        (ys[i].to_local() * (i + 1)).sum().backward()
-    for i, x in enumerate(xs):
-        check_gradient(x, torch.full((16,), i + 1.0), source, (Shard(0),), rank)
+    """Every rank runs the backwards of several calls in an order of its own."""
+    whole = torch.arange(24.0)
+    for case, (source, src, target, dst, goes_on) in enumerate(ORDERS):
+        xs = [leaf(whole + i, source, src, rank) for i in range(6)]
+        ys = [xm.reshard(cast(DTensor, 3 * x) if goes_on else x, target, dst) for x in xs]
+        order = list(range(6))
+        random.Random(rank + 10 * case).shuffle(order)
+        for i in order:
+            (ys[i].to_local() * (i + 1)).sum().backward()
+        for i, x in enumerate(xs):
+            check_gradient(x, torch.full((24,), (i + 1.0) * (3 if goes_on else 1)), source, src, rank)
+
+
+def gradients_are_ordinary_tensors(rank: int, world_size: int) -> None:
+    """What is waited for late takes part in all that a gradient does."""
+    mesh = xm.Mesh([0, 1, 2])
+    x = leaf(torch.arange(12.0), mesh, (Shard(0),), rank)
+    for _ in range(2):  # the second adds to the first
+        xm.reshard(x, BACK, (Shard(0),)).to_local().sum().backward()
+    gradient = gradient_of(x)
+    back = xm.reshard(gradient, BACK, (Replicate(),))
+    if rank in BACK.ranks:
+        assert torch.equal(back.to_local(), torch.full((12,), 2.0))
+    with torch.no_grad():
+        torch.optim.SGD([x], lr=1.0).step()
+    if rank in mesh.ranks:
+        assert torch.equal(x.to_local(), local_part(torch.arange(12.0) - 2, mesh, (Shard(0),), rank))
 
 
 def lists_with_integers(rank: int, world_size: int) -> None:
@@ -148,6 +176,7 @@ def everything(rank: int, world_size: int) -> None:
         spec_on_ranks_without_data,
         partial_source_and_partial_gradient,
         backwards_in_any_order,
+        gradients_are_ordinary_tensors,
         lists_with_integers,
         asynchronous,
         refusals,
@@ -157,3 +186,23 @@ def everything(rank: int, world_size: int) -> None:
 
 def test_gradients() -> None:
     spawn(everything, 6)
+
+
+def one_rank_runs_no_backward(rank: int, world_size: int) -> None:
+    """The others do their part; what became of the call is told at the next one."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    x = leaf(torch.ones(4), xm.Mesh([0, 1]), (Shard(0),), rank)
+    y = xm.reshard(x, xm.Mesh([2]), (Shard(0),))
+    if rank != 1:
+        y.to_local().sum().backward()
+        (work,) = reshards_of(None).unwatched
+        while not work.is_completed():
+            pass
+        with pytest.raises(xm.PeerError, match=r"(?s)backward of a reshard .*gradient of .*not called by rank \[1\]"):
+            xm.reshard(cast(DTensor, x.detach()), xm.Mesh([2]), (Shard(0),))
+    store.set(f"done{rank}", "")
+    store.wait([f"done{other}" for other in range(world_size)], timedelta(seconds=60))
+
+
+def test_a_backward_that_one_rank_does_not_run() -> None:
+    spawn(one_rank_runs_no_backward, 3, init_kwargs={"timeout": timedelta(seconds=4)})

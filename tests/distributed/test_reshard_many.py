@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import Placements, assert_same_bytes, dtensor_of, local_part
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.group import group_of
 from torch_xmesh.testing import spawn
 
 FRONT, BACK = xm.Mesh([0, 1]), xm.Mesh([2, 3])
@@ -111,11 +114,39 @@ def gradients_by_name(rank: int, world_size: int) -> None:
             assert torch.equal(gradient.to_local(), torch.full((2, 3), float(len(name))))
 
 
+def collectives_on_a_mesh_without_groups(rank: int, world_size: int) -> None:
+    """What torch says of a result whose mesh is only ranks; with a DeviceMesh that has groups it works."""
+    y = xm.reshard(tensor("w", rank), BACK, (Shard(0),))
+    for collective in (y.full_tensor, lambda: y.redistribute(placements=[Replicate()]), y.device_mesh.get_group):
+        if rank in BACK.ranks:
+            with pytest.raises(RuntimeError, match=r"xm.Mesh, which has no process groups.*Pass a DeviceMesh"):
+                collective()
+    ranks_only = xm.device_mesh(xm.Mesh([[0, 1], [2, 3]]))
+    assert pickle.loads(pickle.dumps(ranks_only)) == ranks_only
+    assert xm.Mesh(ranks_only) == xm.Mesh([[0, 1], [2, 3]])
+    world = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    parts = xm.Mesh(world)
+    assert parts["tp"].ranks == parts[rank // 2].ranks == tuple(world["tp"].mesh.tolist())
+    whole_mesh = xm.reshard(tensor("w", rank), world, (Replicate(), Shard(0)))
+    assert torch.equal(whole_mesh.full_tensor(), whole("w"))
+
+
+def hosts_as_told(rank: int, world_size: int) -> None:
+    options = xm.Options()
+    options.host_id = f"host {rank % 2}"
+    group = dist.new_group(backend="xmesh", pg_options=options)
+    topology = group_of(group).topology([0, 1, 2, 3], xm.Topology().links)
+    assert topology.host_of == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert xm.testing.spawn is spawn
+
+
 def everything(rank: int, world_size: int) -> None:
     order_of_a_dict_does_not_matter(rank, world_size)
     ranks_that_name_other_things(rank, world_size)
     nested_with_other_entries(rank, world_size)
     gradients_by_name(rank, world_size)
+    collectives_on_a_mesh_without_groups(rank, world_size)
+    hosts_as_told(rank, world_size)
 
 
 def test_containers() -> None:
