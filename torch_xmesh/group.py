@@ -4,6 +4,7 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from torch_xmesh import _C
@@ -21,7 +22,8 @@ class GroupReshards:
         self.backend = backend
         self.ranks = frozenset(ranks)
         self.plans: dict[object, object] = {}
-        self.unwatched: list[Any] = []  # Works of backwards, which nobody waits for to their end
+        # Works of backwards, which nobody waits for to their end, with the tensors whose first use waits for them.
+        self.unwatched: list[tuple[Any, list[torch.Tensor]]] = []
         self._in_order = ranks
         self._core: _C.ReshardGroup | None = None
         self._caller = threading.Lock()
@@ -35,9 +37,14 @@ class GroupReshards:
 
     def raise_late_failure(self) -> None:
         """Raises what a former backward failed with after this rank had done its part in it. The caller's thread."""
-        ended = [work for work in self.unwatched if work.is_completed()]
-        self.unwatched = [work for work in self.unwatched if not work.is_completed()] if ended else self.unwatched
-        for work in ended:
+        ended = [pair for pair in self.unwatched if pair[0].is_completed()]
+        if not ended:
+            return
+        self.unwatched = [pair for pair in self.unwatched if not any(pair is other for other in ended)]
+        for _, waiting in ended:
+            for local in waiting:
+                torch.ops._c10d_functional.wait_tensor(local)  # torch keeps the Work of one that is never used
+        for work, _ in ended:
             work.wait()
 
     def __enter__(self) -> "GroupReshards":

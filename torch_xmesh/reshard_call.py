@@ -178,7 +178,8 @@ class Call:
             call = Call(reshards, prepare(reshards, back))
             # Backwards run in any order on any rank: who gives waits for nobody, who receives waits when it looks.
             results = call.run(incoming, None, self.key, is_detached=True)
-            reshards.unwatched.append(call.work)
+            waiting = [result._local_tensor for result in results if result._local_tensor.numel() > 0]
+            reshards.unwatched.append((call.work, waiting))
         return [_when_looked_at(result, call.work) for result in results]
 
 

@@ -195,7 +195,7 @@ def one_rank_runs_no_backward(rank: int, world_size: int) -> None:
     y = xm.reshard(x, xm.Mesh([2]), (Shard(0),))
     if rank != 1:
         y.to_local().sum().backward()
-        (work,) = reshards_of(None).unwatched
+        ((work, _),) = reshards_of(None).unwatched
         while not work.is_completed():
             pass
         with pytest.raises(xm.PeerError, match=r"(?s)backward of a reshard .*gradient of .*not called by rank \[1\]"):
