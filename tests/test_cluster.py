@@ -240,6 +240,42 @@ def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, co
     assert own_namespaces(driver.pid) == set()
 
 
+def test_a_reader_that_has_had_enough_ends_the_ranks(shaped: Cluster) -> None:
+    """`... | head`: ranks that would run on end, nothing is left, and nothing is complained of."""
+    command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --no-goodput -- -c".split()
+    driver = subprocess.Popen(
+        [sys.executable, *command, "while True: print('more' * 100, flush=True)"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=python_module_env(),
+    )
+    with driver:
+        assert driver.stdout is not None
+        assert driver.stderr is not None
+        try:
+            while "more" not in driver.stdout.readline():
+                pass
+            driver.stdout.close()
+            code = driver.wait(timeout=60)
+        finally:
+            driver.kill()
+        assert (code, driver.stderr.read()) == (141, "")
+    assert own_namespaces(driver.pid) == set()
+
+
+def test_an_output_that_fails_is_told() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("disk full")
+
+    with Cluster(hosts=1, devices=2, rate=None, output=Full()) as cluster:
+        job = cluster.start("-c", "import time; print('up', flush=True); time.sleep(600)")
+        with pytest.raises(OSError, match="disk full"):
+            job.wait(60)
+        assert None not in job.exit_codes
+
+
 def test_the_command_line_passes_on_what_the_ranks_say_and_how_the_first_one_failed(
     shaped: Cluster, tmp_path: Path
 ) -> None:

@@ -2,12 +2,14 @@
 --help`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from . import Cluster, parse_rate
 
 _INTERRUPTED = 130
+_READER_GONE = 141  # as a shell says of SIGPIPE
 
 
 def _rate_of(text: str) -> tuple[int, str]:
@@ -53,7 +55,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: that of the rank that failed first, 0 when none did, 130 after
-    SIGINT."""
+    SIGINT, 141 where what it writes to is closed."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         cluster = Cluster(
@@ -80,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return job.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:  # the reader, head say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
     finally:
         cluster.close()
 

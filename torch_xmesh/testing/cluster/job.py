@@ -60,7 +60,7 @@ class Job:
 
     A thread of the job's own reads the output and collects exit codes; it ends with the last rank. Methods may be
     called from any thread. With `stop_on_failure` the other ranks are stopped when one exits with another code than 0,
-    as torchrun does.
+    as torchrun does. All are stopped when `output` takes no more (a closed pipe, say); `wait` raises what it raised.
     """
 
     def __init__(self, commands: Sequence[RankCommand], *, stop_on_failure: bool, output: TextIO | None) -> None:
@@ -70,6 +70,7 @@ class Job:
         self._first_failure: RankHandle | None = None
         self._kill_at: float | None = None
         self._was_killed = False
+        self._output_error: Exception | None = None
         self.ranks: list[RankHandle] = []
         try:
             for command in commands:
@@ -99,7 +100,13 @@ class Job:
 
     def wait(self, timeout: float | None = None) -> list[int]:
         """Waits for all ranks and returns their exit codes. Raises TimeoutError naming the ranks that still run after
-        `timeout` seconds."""
+        `timeout` seconds, and what `output` raised when it took no more."""
+        codes = self._wait_for_end(timeout)
+        if self._output_error is not None:
+            raise self._output_error
+        return codes
+
+    def _wait_for_end(self, timeout: float | None) -> list[int]:
         with self._condition:
             done = self._condition.wait_for(lambda: all(code is not None for code in self.exit_codes), timeout)
         if not done:
@@ -125,10 +132,10 @@ class Job:
         """Ends what still runs: SIGTERM, and SIGKILL after a grace of 5 seconds. Returns when every rank has ended."""
         self._kill_all(signal.SIGTERM)
         try:
-            self.wait(_GRACE_SECONDS)
+            self._wait_for_end(_GRACE_SECONDS)
         except TimeoutError:
             self._kill_all(signal.SIGKILL)
-            self.wait()
+            self._wait_for_end(None)
 
     def _kill_all(self, signal_number: int) -> None:
         for handle in self.ranks:
@@ -161,7 +168,8 @@ class Job:
     def _stop_others(self) -> float | None:
         """After a failure: SIGTERM at once, SIGKILL when the grace is over. Returns the seconds until that, None when
         nothing is due."""
-        if self._first_failure is None or not self._stop_on_failure or self._was_killed:
+        has_failed = self._output_error is not None or (self._stop_on_failure and self._first_failure is not None)
+        if not has_failed or self._was_killed:
             return None
         if self._kill_at is None:
             self._kill_at = time.monotonic() + _GRACE_SECONDS
@@ -195,8 +203,11 @@ class Job:
         if not data and handle._partial:
             lines.append(handle._partial)
             handle._partial = b""
-        for line in lines:
-            print(f"[rank {handle.rank}] {line.decode(errors='replace')}", file=self._output, flush=True)
+        try:
+            for line in lines:
+                print(f"[rank {handle.rank}] {line.decode(errors='replace')}", file=self._output, flush=True)
+        except Exception as error:  # whatever the caller's stream raises must not end the thread that awaits the ranks
+            self._output, self._output_error = None, error
 
     def _collect(self, handle: RankHandle) -> None:
         code = handle.process.wait()
