@@ -38,13 +38,15 @@ class Table(nn.Module):
     """A buffer that no state dict has."""
 
     table: torch.Tensor
+    mask: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.bool), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table
+        return (x + self.table).masked_fill(self.mask, 0.0)
 
 
 class Model(nn.Module):
@@ -73,6 +75,7 @@ def init(module: nn.Module) -> None:
         module.shift.fill_(0.5)
     if isinstance(module, Table):
         module.table.copy_(torch.arange(4.0))
+        module.mask.zero_()  # a mask may be False throughout
 
 
 def on_meta(has_table: bool = True) -> Model:

@@ -32,7 +32,8 @@ def materialise(
     Raises:
         ValueError: nobody has set a buffer that no state dict will have.
     """
-    holders = [(stage, path, one) for stage, module in modules.items() for path, one in _holders(module)]
+    found = [(stage, enumerate(_holders(module))) for stage, module in modules.items()]
+    holders = [(stage, number, path, one) for stage, several in found for number, (path, one) in several]
     if not holders:
         return {}
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -50,7 +51,8 @@ def materialise(
         for other, other_key in names[1:]:
             other._parameters[other_key] = first._parameters[key]
     left: dict[str, torch.Tensor] = {}
-    for number, (stage, path, one) in enumerate(holders):
+    for stage, number, path, one in holders:
+        marked = {key: (tensor, tensor._version) for key, tensor in _own(one)}
         has_shards = any(isinstance(parameter, DTensor) for parameter in one.parameters(recurse=False))
         with dropout_rng(dropout_seed(seed, -1, stage, number, rank if has_shards else -1)), torch.no_grad():
             if init_fn is not None:
@@ -58,7 +60,9 @@ def materialise(
             elif callable(reset := getattr(one, "reset_parameters", None)):
                 reset()
         for key, tensor in _own(one):
-            if is_unset(tensor):
+            if is_unset(tensor) and not (
+                _mark_is_value(tensor.dtype) and _is_written(tensor, *marked.get(key, (None, 0)))
+            ):
                 name = f"{plain_name(f'{path}.{key}' if path else key)} of stage {stage}"
                 _check_kept(one, key, name)
                 left.setdefault(name, tensor)
@@ -96,8 +100,16 @@ def is_unset(tensor: torch.Tensor) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(local.isnan().any())
     marks = local == _mark(tensor.dtype)
-    is_value = tensor.dtype == torch.bool or not tensor.dtype.is_signed
-    return local.numel() > 0 and bool(marks.all() if is_value else marks.any())
+    return local.numel() > 0 and bool(marks.all() if _mark_is_value(tensor.dtype) else marks.any())
+
+
+def _mark_is_value(dtype: torch.dtype) -> bool:
+    """Whether all elements may rightly be as `_unset` makes them: a mask that is False throughout."""
+    return dtype == torch.bool or not dtype.is_signed
+
+
+def _is_written(tensor: torch.Tensor, before: torch.Tensor | None, version: int) -> bool:
+    return tensor is not before or tensor._version != version
 
 
 def _check_kept(module: nn.Module, key: str, name: str) -> None:
