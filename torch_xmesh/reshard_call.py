@@ -139,7 +139,8 @@ class Call:
             try:
                 self.work = self._reshards.core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached)
             except ValueError as error:
-                self._reshards.core.refuse(arguments.ranks(), str(error))
+                if forward is None:  # a backward is no call that the others count
+                    self._reshards.core.refuse(arguments.ranks(), str(error))
                 raise
             self.key = _C.call_key(self.work)
         if outs is not None:
