@@ -107,8 +107,9 @@ def test_merging_follows_the_spec() -> None:
     assert merged["y"].shape == (2, 3)
     assert merged["loss"].item() == 3.5
     assert merged["k"] == 4
-    with pytest.raises(ValueError, match="cannot be concatenated"):
-        merge_outputs([torch.tensor(1.0), torch.tensor(2.0)])
+    assert torch.equal(merge_outputs([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(ValueError, match="needs a tensor with dimensions"):
+        merge_outputs([torch.tensor(1.0), torch.tensor(2.0)], TensorChunkSpec(0))  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="microbatch 1's output has the structure"):
         merge_outputs([torch.ones(1), (torch.ones(1),)])
 

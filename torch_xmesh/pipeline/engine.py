@@ -47,7 +47,8 @@ from torch_xmesh.topology import Topology
 
 
 class PipelineEngine:
-    """Trains (or evaluates) a model cut into stages, each on its own mesh. Made by every rank of the meshes alike.
+    """Trains (or evaluates) a model cut into stages, each on its own mesh. Made by every rank of the meshes alike; as a
+    context manager it closes itself.
 
     Args:
         model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's;
@@ -57,8 +58,8 @@ class PipelineEngine:
             such stages are scheduled as if on one place, and each rank runs its own part of that place's order.
         split: ``split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
             with a list.
-        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, or a CSV in torch's
-            notation.
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, a CSV in torch's
+            notation, or torch's name or class for one of them ("1F1B", ``ScheduleGPipe``).
         num_microbatches: into how many parts a step cuts its batch.
         loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
             train.
@@ -79,6 +80,8 @@ class PipelineEngine:
             as many microbatches as the schedule has in flight there; all before `parallelize` and `data_axis` share it
             out over ranks. Stages on the same ranks have the limit each.
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
+            Without output_merge_spec a tensor without dims in the output, such as a loss, comes as one entry per
+            microbatch.
         seed: of dropout.
         group: a process group on xmesh with all ranks of the meshes.
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
@@ -103,7 +106,7 @@ class PipelineEngine:
         *,
         meshes: Sequence[AnyMesh],
         split: SplitAt | str | None = None,
-        schedule: str | Schedule = "auto",
+        schedule: str | Schedule | type[Any] = "auto",
         num_microbatches: int,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         parallelize: Callable[[int, nn.Module, Any], nn.Module] | None = None,
@@ -284,6 +287,14 @@ class PipelineEngine:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of this rank's parameters, or sets them to zero."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
     def train(self, mode: bool = True) -> "PipelineEngine":
         """Training mode for this rank's stages."""
         for work in self._place.works.values():
@@ -427,6 +438,21 @@ class PipelineEngine:
         if not self._is_closed:
             self._is_closed = True
             self._transfers.traffic.close()
+
+    def __enter__(self) -> "PipelineEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place, schedule = self._place, self._place.schedule
+        own = ", ".join(map(str, place.stages))
+        return (
+            f"PipelineEngine({len(place.meshes)} stages on {schedule.num_places} places, schedule {schedule.name!r}, "
+            f"{place.num_microbatches} microbatches; rank {self._transfers.rank}: stage{'s' * (len(place.stages) > 1)} "
+            f"{own}{', closed' if self._is_closed else ''})"
+        )
 
     @property
     def buffer_counts(self) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class PlaceOptions:
     """What a user says of a pipeline besides its model and meshes; see PipelineEngine."""
 
     split: SplitAt | str | None
-    schedule: str | Schedule
+    schedule: str | Schedule | type[Any]
     num_microbatches: int
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     parallelize: Callable[[int, nn.Module, Any], nn.Module] | None

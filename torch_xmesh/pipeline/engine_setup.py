@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch_xmesh.group import GroupReshards
 from torch_xmesh.pipeline.boundary import Boundaries
 from torch_xmesh.pipeline.partition import Partition
-from torch_xmesh.pipeline.schedule import Schedule
+from torch_xmesh.pipeline.schedule import Schedule, schedule_name
 
 _engines: "WeakKeyDictionary[GroupReshards, dict[tuple[int, ...], int]]" = WeakKeyDictionary()
 
@@ -20,10 +21,14 @@ def next_name(reshards: GroupReshards, ranks: Sequence[int]) -> str:
     return f"pipeline {counts[key]} of ranks {list(ranks)}"
 
 
-def schedule_of(given: str | Schedule, places: list[int], num_microbatches: int) -> Schedule:
+def schedule_of(given: str | Schedule | type[Any], places: list[int], num_microbatches: int) -> Schedule:
     """The schedule that a user means: an object, a CSV, or a name. Raises ValueError where it does not fit, or where it
     has a backward that the engine does not run."""
     num_stages, num_places = len(places), max(places) + 1
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches is a positive int, got {num_microbatches!r}")
+    if not isinstance(given, str | Schedule):
+        given = schedule_name(given)
     if isinstance(given, Schedule):
         schedule = given
     elif given == "auto":

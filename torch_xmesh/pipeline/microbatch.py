@@ -181,10 +181,11 @@ def merge_outputs(outputs: Sequence[Any], merge_spec: Any = None) -> Any:
     Args:
         outputs: one pytree per microbatch, all of the same structure.
         merge_spec: None, or a prefix tree of TensorChunkSpec, torch's reducers (``sum_reducer``), Replicate (all are
-            equal: the first is taken).
+            equal: the first is taken). None concatenates along dim 0; of tensors without dims, such as losses, it makes
+            one with an entry for each.
 
     Raises:
-        ValueError: structures differ, or a 0-dim tensor has no spec that tells how to merge it.
+        ValueError: structures differ, or `merge_spec` would concatenate 0-dim tensors.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     structure = flat[0][1]
@@ -200,17 +201,24 @@ def output_specs(output: Any, merge_spec: Any) -> list[Any]:
     """How `merge_outputs` merges each leaf of an output."""
     if merge_spec is None:
         leaves = pytree.tree_leaves(output)
-        return [TensorChunkSpec(0) if isinstance(leaf, torch.Tensor) else Replicate() for leaf in leaves]  # type: ignore[no-untyped-call]
+        return [_usual_merge(leaf) for leaf in leaves]
     return leaf_specs(output, merge_spec, "output")
 
 
+class _Stack:
+    """One entry for each tensor without dims."""
+
+
+def _usual_merge(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return Replicate()
+    return TensorChunkSpec(0) if leaf.dim() > 0 else _Stack()  # type: ignore[no-untyped-call]
+
+
 def _merge_leaf(parts: list[Any], spec: Any) -> Any:
+    if isinstance(spec, _Stack):
+        return torch.stack(parts)
     if isinstance(spec, TensorChunkSpec):
-        if not _is_cuttable(parts[0]):
-            raise ValueError(
-                f"{_describe(parts[0])} in the output cannot be concatenated: give it a reducer or Replicate in "
-                "output_merge_spec"
-            )
         return torch.cat(parts, spec.split_dim)
     if isinstance(spec, _CustomReducer):
         value = spec.init_value

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.argument_mistakes import describe_mismatch
 from torch_xmesh.pipeline.partition_propagate import TensorInfo
 
 if TYPE_CHECKING:
@@ -303,9 +304,7 @@ class Partition:
 
     def _check_structure(self, structure: pytree.TreeSpec) -> None:
         if structure != self.argument_structure:
-            raise ValueError(
-                f"the arguments have the structure {structure}, the example arguments had {self.argument_structure}"
-            )
+            raise ValueError(describe_mismatch(structure, self.argument_structure))
 
     def _check_kind(self, info: InputInfo, tensor: Any) -> None:
         where = f"argument {describe_path(info.path)}"

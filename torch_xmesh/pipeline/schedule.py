@@ -1,5 +1,6 @@
 """Schedules: which place of a pipeline computes what in which order."""
 
+import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,36 @@ from typing import Any
 from torch_xmesh import _C
 
 Edge = tuple[int, int]
+
+
+_TORCHS = {"loopedbfs": "gpipe"}
+_TORCHS_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev", "pipelinescheduleszb")
+
+
+def schedule_name(given: object) -> str:
+    """The name of a schedule that is called by ours or by torch.distributed.pipelining's name, class or object.
+
+    Raises:
+        ValueError: neither has such a schedule.
+    """
+    kind = given if isinstance(given, type) else type(given)
+    is_torchs = kind.__module__.startswith("torch.distributed.pipelining")
+    if not isinstance(given, str) and not is_torchs:
+        raise ValueError(
+            f"a schedule is a name, a CSV, an xm.Schedule or a class of torch.distributed.pipelining, got {given!r}"
+        )
+    text = kind.__name__ if is_torchs else str(given)
+    plain = "".join(letter for letter in text.lower().removeprefix("schedule") if letter.isalnum())
+    ours = {name.replace("_", ""): name for name in Schedule.names()}
+    plain = _TORCHS.get(plain, plain)
+    if plain in ours:
+        return ours[plain]
+    if plain in _TORCHS_SPLIT:
+        raise ValueError(f"schedule {text} splits the backward, which this version does not; it has {Schedule.names()}")
+    known = ", ".join(map(repr, Schedule.names()))
+    close = difflib.get_close_matches(plain, list(ours), n=1)
+    hint = f"; did you mean {ours[close[0]]!r}?" if close else ""
+    raise ValueError(f"unknown schedule {text!r}: expected one of {known}{hint}")
 
 
 class Schedule:
@@ -30,7 +61,8 @@ class Schedule:
         """A schedule by name, one of :meth:`names`.
 
         Args:
-            name: for example ``"eager_1f1b"``.
+            name: for example ``"eager_1f1b"``; also as torch.distributed.pipelining calls it, ``"1F1B"`` or
+                ``Schedule1F1B``.
             num_stages: positive.
             num_microbatches: positive; fewer than stages will do.
             place_of_stage: one place per stage, numbered from 0, in any pattern; stage s is on place s without it.
@@ -47,7 +79,7 @@ class Schedule:
             raise ValueError(
                 f"a schedule has one place per stage, got {len(place_of_stage)} places for {num_stages} stages"
             )
-        return cls(_C.make_schedule(name, num_stages, num_microbatches, list(place_of_stage or ())))
+        return cls(_C.make_schedule(schedule_name(name), num_stages, num_microbatches, list(place_of_stage or ())))
 
     @staticmethod
     def names() -> list[str]:

@@ -1,0 +1,112 @@
+"""What a user who errs is told, and the small things around an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.pipelining as torchs
+from pipeline_cases import compare
+from torch import nn
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.testing import serial_step, spawn
+
+
+class Model(nn.Module):
+    """Returns a dict with a loss of its own, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        y = self.second(torch.tanh(self.first(x)) * mask * scale)
+        return {"loss": y.square().mean(), "logits": y}
+
+
+def loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output["logits"], target) + output["loss"]
+
+
+def make(**options: Any) -> xm.PipelineEngine:
+    given: dict[str, Any] = {"model": Model(), "num_microbatches": 2, "meshes": [xm.Mesh([0]), xm.Mesh([1, 2])]}
+    given.update(options)
+    model = given.pop("model")
+    example = (torch.empty(2, 4), torch.empty(2, 4))
+    return xm.PipelineEngine(model, example, split=xm.split_at("second"), loss_fn=loss, **given)
+
+
+def engine_in_use(rank: int, world_size: int) -> None:
+    reference = Model()
+    x, mask, y = torch.randn(8, 4), torch.ones(8, 4), torch.randn(8, 4)
+    with make(schedule=torchs.Schedule1F1B) as engine:
+        assert engine.schedule.name == "1f1b"
+        stages = f"stage {0 if rank == 0 else 1}"
+        assert repr(engine) == (
+            f"PipelineEngine(2 stages on 2 places, schedule '1f1b', 2 microbatches; rank {rank}: {stages})"
+        )
+        wrong: tuple[tuple[tuple[Any, ...], dict[str, float], str], ...] = (
+            ((x,), {}, "1 positional arguments: the example arguments were 2 positional"),
+            ((x, mask), {"scael": 1.0}, "unknown argument 'scael'"),
+            ((x, (mask, mask)), {}, r"argument args\[1\] is a tuple of 2, the example's was"),
+        )
+        for args, kwargs, text in wrong:
+            with pytest.raises(ValueError, match=text if rank == 0 else f"rank 0 refused the step: {text}"):
+                engine.step(*args, target=y, **kwargs)
+        losses: list[torch.Tensor] = []
+        output = engine.step(x, mask, target=y, losses=losses)
+        options: dict[str, Any] = {"loss_fn": loss, "num_microbatches": 2, "num_data_shards": 2}
+        expected = serial_step(reference, (x, mask), target=y, **options)
+        compare(engine, reference, expected, output, losses, "a step")
+        if output is not None:
+            assert output["loss"].shape == (4,)  # two microbatches on two data shards
+        engine.zero_grad(set_to_none=False)
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in engine.parameters())
+        engine.zero_grad()
+        assert all(parameter.grad is None for parameter in engine.parameters())
+    assert repr(engine).endswith(", closed)")
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.evaluate(x, mask)
+
+
+def test_an_engine_in_use() -> None:
+    spawn(engine_in_use, 3, timeout=60)
+
+
+def mistakes(rank: int, world_size: int) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(Model())
+    for options, text in (
+        ({"schedule": "1F1B", "num_microbatches": "4"}, "num_microbatches is a positive int, got '4'"),
+        ({"num_microbatches": 2.0}, "num_microbatches is a positive int, got 2.0"),
+        ({"num_microbatches": 0}, "num_microbatches is a positive int, got 0"),
+        ({"schedule": "eager1f2b"}, "unknown schedule 'eager1f2b': expected one of .*; did you mean 'eager_1f1b'"),
+        ({"schedule": torchs.ScheduleZBVZeroBubble}, "schedule ScheduleZBVZeroBubble splits the backward"),
+        ({"schedule": 7}, "a schedule is a name, a CSV, an xm.Schedule or a class of torch.distributed.pipelining"),
+        ({"model": wrapped}, "wrapped in DistributedDataParallel: pass the module inside"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make(**options)
+
+
+def test_mistakes() -> None:
+    spawn(mistakes, 3, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("torchs_name", "ours"),
+    [
+        ("1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("Interleaved1F1B", "interleaved_1f1b"),
+        ("LoopedBFS", "gpipe"),
+        (torchs.ScheduleGPipe, "gpipe"),
+        (torchs.ScheduleInterleaved1F1B, "interleaved_1f1b"),
+        ("eager_1f1b", "eager_1f1b"),
+    ],
+)
+def test_torchs_names(torchs_name: Any, ours: str) -> None:
+    assert xm.Schedule.make(torchs_name, 2, 4).name == ours
