@@ -49,7 +49,7 @@ def engine_in_use(rank: int, world_size: int) -> None:
         assert repr(engine) == (
             f"PipelineEngine(2 stages on 2 places, schedule '1f1b', 2 microbatches; rank {rank}: {stages})"
         )
-        wrong: tuple[tuple[tuple[Any, ...], dict[str, float], str], ...] = (
+        wrong: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
             ((x,), {}, "1 positional arguments: the example arguments were 2 positional"),
             ((x, mask), {"scael": 1.0}, "unknown argument 'scael'"),
             ((x, (mask, mask)), {}, r"argument args\[1\] is a tuple of 2, the example's was"),
