@@ -208,6 +208,9 @@ class ReshardGroup:
         """Tells the other participants that this rank's call will not come, and why."""
     def refuse_unnamed(self, ranks: Sequence[int], text: str) -> None:
         """The same where only some of the participants are known: those whose call has all of them ask back."""
+    def refuse_pipeline(self, ranks: Sequence[int], text: str, is_mistake: bool) -> None:
+        """Tells those that may wait for this rank that it cannot make a pipeline of ``ranks`` (none: not known):
+        ValueError there, or StageError."""
     def close(self, abort: bool) -> None: ...
 
 def reshard_group(group: ProcessGroupXmesh, global_ranks: Sequence[int]) -> ReshardGroup:
@@ -280,10 +283,11 @@ class PipelineCall:
 class PipelineTraffic:
     """The transfers of one pipeline on one rank."""
 
-    def __init__(self, group: ReshardGroup, ranks: Sequence[int], name: str) -> None:
-        """``ranks``: ascending global ranks of all stages."""
+    def __init__(self, group: ReshardGroup, ranks: Sequence[int]) -> None:
+        """``ranks``: ascending global ranks of all stages. Waits until all of them use the group; raises where one is
+        known not to come, and tells the others."""
     def meet(self, fields: Sequence[tuple[str, str]]) -> None:
-        """Compares (field, value) with all ranks, once. ValueError naming what differs."""
+        """Compares (field, value) with all ranks. ValueError naming what differs."""
     def begin(
         self,
         lane: str,
@@ -300,8 +304,8 @@ class PipelineTraffic:
     def has_failed(self) -> bool: ...
     def fail_stage(self, text: str, stage: int, microbatch: int) -> None:
         """Tells all ranks that a stage raised: StageError there."""
-    def begin_turn(self, turn: int) -> None:
-        """The transfers from now on are of this turn: 1, 2, ..."""
+    def begin_turn(self) -> None:
+        """What follows is the next thing that all ranks do together."""
     def refuse(self, text: str) -> None:
         """Tells all ranks of a mistake: ValueError there, once they come to this rank's turn."""
     def close(self) -> None: ...

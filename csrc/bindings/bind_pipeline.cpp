@@ -75,10 +75,10 @@ void bindTraffic(py::module_& module) {
   py::class_<runtime::ReshardCall, std::shared_ptr<runtime::ReshardCall>>(module, "PipelineCall")
       .def("is_completed", &runtime::ReshardCall::isCompleted);
   py::class_<PipelineTraffic, std::shared_ptr<PipelineTraffic>>(module, "PipelineTraffic")
-      .def(py::init([](std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name) {
-             return std::make_shared<PipelineTraffic>(std::move(group), std::move(ranks), name);
+      .def(py::init([](std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks) {
+             return std::make_shared<PipelineTraffic>(std::move(group), std::move(ranks));
            }),
-           py::arg("group"), py::arg("ranks"), py::arg("name"), Release())
+           py::arg("group"), py::arg("ranks"), Release())
       .def("meet", &PipelineTraffic::meet, py::arg("fields"), Release())
       .def(
           "begin",
@@ -99,7 +99,7 @@ void bindTraffic(py::module_& module) {
             self.fail({runtime::FailureKind::kStage, text, {}, stage, microbatch});
           },
           py::arg("text"), py::arg("stage"), py::arg("microbatch"), Release())
-      .def("begin_turn", &PipelineTraffic::beginTurn, py::arg("turn"), Release())
+      .def("begin_turn", &PipelineTraffic::beginTurn, Release())
       .def("refuse", &PipelineTraffic::refuse, py::arg("text"), Release())
       .def("close", &PipelineTraffic::close, Release());
 }

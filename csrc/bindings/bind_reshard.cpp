@@ -90,6 +90,12 @@ void bindReshard(py::module_& module) {
           py::arg("prepared"), py::arg("src"), py::arg("dst"), py::arg("forward"), py::arg("is_detached"), py::call_guard<py::gil_scoped_release>())
       .def("refuse", &ReshardGroup::refuse, py::arg("participants"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("refuse_unnamed", &ReshardGroup::refuseUnnamed, py::arg("ranks"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "refuse_pipeline",
+          [](ReshardGroup& self, std::vector<int64_t> ranks, const std::string& text, bool is_mistake) {
+            self.refusePipeline(std::move(ranks), {is_mistake ? runtime::FailureKind::kMistake : runtime::FailureKind::kStage, text, {}});
+          },
+          py::arg("ranks"), py::arg("text"), py::arg("is_mistake"), py::call_guard<py::gil_scoped_release>())
       .def("close", &ReshardGroup::close, py::arg("abort"), py::call_guard<py::gil_scoped_release>());
   module.def("reshard_group", &reshardGroupOf, py::arg("group"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
              "The reshards of a process group on xmesh, made at the first call. `global_ranks` are those of its group ranks, in order.");

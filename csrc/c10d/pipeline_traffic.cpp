@@ -10,16 +10,18 @@ struct PipelineTraffic::Description {
   std::function<std::string()> describe;
 };
 
-PipelineTraffic::PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name)
+PipelineTraffic::PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks)
     : group_(std::move(group)),
       ranks_(std::move(ranks)),
-      name_(name),
+      number_(group_->arrive(ranks_)),
+      name_("pipeline " + std::to_string(number_) + " of ranks " + runtime::rankList(ranks_)),
       participants_(runtime::hashRanks(ranks_)),
       description_(std::make_shared<Description>()) {
   runtime::CallRequest request;
-  request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/watch") | 1U, 0};
+  request.key = runtime::pipelineWatch(ranks_, number_);
   request.is_agreed = true;
   request.is_watch = true;
+  request.arrival = number_;
   request.timeout = group_->timeout();
   request.describe = [description = description_] {
     const std::lock_guard lock(description->mutex);
@@ -37,7 +39,7 @@ void PipelineTraffic::describeBy(std::function<std::string()> describe) {
 
 void PipelineTraffic::meet(const runtime::CallFields& fields) {
   runtime::CallRequest request;
-  request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/meeting") | 1U, 0};
+  request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/meeting") | 1U, num_meetings_++};
   request.watch = watch_->key();
   request.timeout = group_->timeout();
   group_->start(group_->meeting(ranks_, fields, name_), {}, {}, std::move(request))->wait();
@@ -83,7 +85,8 @@ void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCal
 
 void PipelineTraffic::close() {
   if (!std::exchange(is_closed_, true)) {
-    group_->service().release(watch_->key());
+    const std::string text = "rank " + std::to_string(group_->globalRank()) + " has closed the pipeline's engine";
+    group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, -1, 0, turn_ + 1});
     describeBy([] { return std::string("has closed the pipeline"); });
   }
 }

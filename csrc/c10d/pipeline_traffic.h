@@ -22,8 +22,8 @@ class PipelineTraffic {
     uint64_t key = 0;
   };
 
-  /// `ranks`: ascending global ranks of the pipeline. `name` is equal on all of them and never used twice in a group.
-  PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks, const std::string& name);
+  /// `ranks`: ascending global ranks of the pipeline. Throws when one of them is known not to come; tells the others when it throws.
+  PipelineTraffic(std::shared_ptr<ReshardGroup> group, std::vector<int64_t> ranks);
   ~PipelineTraffic();
   PipelineTraffic(const PipelineTraffic&) = delete;
   PipelineTraffic& operator=(const PipelineTraffic&) = delete;
@@ -34,8 +34,8 @@ class PipelineTraffic {
   void meet(const runtime::CallFields& fields);
   /// The lane of that name: equal on all ranks, another for every name.
   Lane lane(const std::string& name);
-  /// The transfers from now on are of this turn (1, 2, ...: the same on all ranks).
-  void beginTurn(uint64_t turn) { turn_ = turn; }
+  /// The transfers from now on are of the next turn, the same on all ranks: a turn is one thing that all of them do together.
+  void beginTurn() { ++turn_; }
   /// Transfer number `count` of a lane, which starts with the next flush(); `what` tells for error texts what it carries.
   Call begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
              std::function<std::string()> what);
@@ -49,9 +49,9 @@ class PipelineTraffic {
   /// Ends the pipeline on every rank.
   void fail(runtime::Failure failure);
   /// Ends it with a ValueError: on the others once they come to this rank's turn.
-  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, turn_}); }
+  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, -1, 0, turn_}); }
   const std::shared_ptr<ReshardGroup>& group() const { return group_; }
-  /// Ends the watch. Idempotent.
+  /// Ends the watch here; the others get a PeerError in their next turn. Idempotent.
   void close();
 
  private:
@@ -59,12 +59,14 @@ class PipelineTraffic {
 
   std::shared_ptr<ReshardGroup> group_;
   const std::vector<int64_t> ranks_;
+  const uint64_t number_;  ///< of this group's pipelines of these ranks
   const std::string name_;
   const uint64_t participants_;
   std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
   Call watch_;
   uint64_t turn_ = 0;
+  uint64_t num_meetings_ = 0;
   bool is_closed_ = false;
 };
 

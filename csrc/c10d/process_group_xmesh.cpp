@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "c10d/coalesced_work.h"
+#include "c10d/life_lines.h"
 
 namespace xmesh::c10d_backend {
 namespace {
@@ -67,6 +68,7 @@ ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, in
                                      HostHooks hooks)
     : Backend(rank, size),
       options_(std::move(options)),
+      life_line_(publishLifeLine(store, rank)),
       inner_(std::move(hooks), std::move(store), rank, size, options_),
       pid_(getpid()),
       last_split_(c10::intrusive_ptr<::c10d::Backend>()) {
@@ -91,6 +93,9 @@ void ProcessGroupXmesh::close(bool abort) noexcept {
       attachment->close(abort);
       attachment.reset();
     });
+  }
+  if (life_line_ != nullptr && getpid() == pid_) {
+    life_line_->end();
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "c10d/attachment_slot.h"
 #include "c10d/inner_backends.h"
+#include "transport/life_line.h"
 
 namespace xmesh::c10d_backend {
 
@@ -124,6 +125,7 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   void close(bool abort) noexcept;
 
   c10::intrusive_ptr<XmeshOptions> options_;
+  std::unique_ptr<transport::LifeLine> life_line_;  ///< by which others know that this rank is still in the group
   mutable InnerBackends inner_;
   const pid_t pid_;
   bool is_coalescing_ = false;  // startCoalescing .. endCoalescing, on one thread as c10d asks

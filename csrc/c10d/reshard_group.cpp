@@ -4,10 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <random>
 #include <set>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
 #include "c10d/reshard_work.h"
@@ -21,6 +22,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kConnectTimeout{30'000};
 constexpr std::chrono::milliseconds kLongestDrain{30'000};
+constexpr std::chrono::milliseconds kFirstLook{1};  ///< at ranks that are not there yet; then twice that, and so on
+constexpr std::chrono::milliseconds kLastLook{100};
 constexpr int64_t kMessagesPerStaging = 16;  ///< a message is at most this part of the staging bound
 
 std::vector<uint8_t> bytesOf(const std::string& text) { return {text.begin(), text.end()}; }
@@ -38,15 +41,6 @@ std::string randomToken() {
 std::string agreeOnToken(::c10d::Store& store) {
   const std::vector<uint8_t> agreed = store.compareSet("token", std::vector<uint8_t>{}, bytesOf(randomToken()));
   return {agreed.begin(), agreed.end()};
-}
-
-/// The host of the TCP store behind any prefixes; empty for other stores.
-std::string storeHost(c10::intrusive_ptr<::c10d::Store> store) {
-  while (const auto* prefixed = dynamic_cast<::c10d::PrefixStore*>(store.get())) {
-    store = const_cast<::c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
-  }
-  const auto* tcp = dynamic_cast<::c10d::TCPStore*>(store.get());
-  return tcp == nullptr ? std::string() : tcp->getHost();
 }
 
 void sortUnique(std::vector<int64_t>& ranks) {
@@ -121,6 +115,7 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
       global_ranks_(std::move(global_ranks)),
       timeout_(timeout),
       options_(options),
+      group_store_(store),
       owner_pid_(getpid()) {
   for (size_t i = 0; i < global_ranks_.size(); ++i) {
     group_rank_of_[global_ranks_[i]] = static_cast<int32_t>(i);
@@ -132,7 +127,8 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
       std::make_unique<runtime::ReshardService>(runtime::ReshardService::Options{global_ranks_, group_rank_, options_.staging_bytes},
                                                 networkMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()),
                                                              transport::localAddress(storeHost(store)), token, options_.shared_memory, address));
-  store_->set(memberKey(group_rank_), bytesOf(address + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
+  address_ = address;
+  store_->set(memberKey(group_rank_), bytesOf(address_ + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
 }
 
 ReshardGroup::~ReshardGroup() { close(false); }
@@ -156,42 +152,48 @@ bool ReshardGroup::isFound(int64_t rank) const {
   return members_.contains(rank);
 }
 
-void ReshardGroup::findMembers(const std::vector<int64_t>& ranks) {
+void ReshardGroup::awaitMembers(std::vector<int64_t> missing, const std::function<void()>& check) {
+  LifeWatches lives(group_store_);
+  const std::chrono::milliseconds limit = timeout();
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  for (std::chrono::milliseconds pause = kFirstLook; !missing.empty(); pause = std::min(2 * pause, kLastLook)) {
+    std::vector<int64_t> gone;
+    try {
+      std::erase_if(missing, [this](int64_t rank) { return store_->check({memberKey(groupRankOf(rank))}); });
+      std::copy_if(missing.begin(), missing.end(), std::back_inserter(gone), [&](int64_t rank) { return lives.isGone(groupRankOf(rank)); });
+      std::erase_if(gone, [this](int64_t rank) { return store_->check({memberKey(groupRankOf(rank))}); });  // came, then left
+    } catch (const std::exception& error) {
+      throw runtime::PeerError("the store, by which the ranks of a group find each other, is gone: " + std::string(error.what()), {});
+    }
+    const std::string here = "on rank " + std::to_string(globalRank()) + ": rank ";
+    if (!gone.empty()) {
+      throw runtime::PeerError(here + runtime::rankList(gone) + " has left the group, or ended, without having called any reshard on it", gone);
+    }
+    if (missing.empty()) {
+      return;
+    }
+    if (check) {
+      check();
+    }
+    if (limit.count() > 0 && std::chrono::steady_clock::now() >= deadline) {
+      throw runtime::PeerError(
+          here + runtime::rankList(missing) + " has not called any reshard on this group within " + std::to_string(limit.count()) + " ms", missing);
+    }
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+void ReshardGroup::findMembers(const std::vector<int64_t>& ranks, const std::function<void()>& check) {
   std::vector<int64_t> missing;
-  std::vector<std::string> keys;
   for (const int64_t rank : ranks) {
-    const int32_t peer = groupRankOf(rank);
+    groupRankOf(rank);
     if (!isFound(rank)) {
       missing.push_back(rank);
-      keys.push_back(memberKey(peer));
     }
   }
-  if (missing.empty()) {
-    return;
-  }
-  try {
-    store_->wait(keys, timeout().count() > 0 ? timeout() : ::c10d::Store::kDefaultTimeout);
-  } catch (const std::exception& error) {
-    std::vector<int64_t> absent;
-    for (size_t i = 0; i < missing.size(); ++i) {
-      try {
-        if (!store_->check({keys[i]})) {
-          absent.push_back(missing[i]);
-        }
-      } catch (const std::exception&) {
-        throw runtime::PeerError("the store, by which the ranks of a group find each other, is gone: " + std::string(error.what()), {});
-      }
-    }
-    std::string names;
-    for (const int64_t rank : absent) {
-      names += (names.empty() ? "" : ", ") + std::to_string(rank);
-    }
-    throw runtime::PeerError("on rank " + std::to_string(globalRank()) + ": rank [" + names + "] has not called any reshard on this group within " +
-                                 std::to_string(timeout().count()) + " ms",
-                             absent);
-  }
+  awaitMembers(missing, check);
   for (size_t i = 0; i < missing.size(); ++i) {
-    const std::vector<uint8_t> record = store_->get(keys[i]);
+    const std::vector<uint8_t> record = store_->get(memberKey(groupRankOf(missing[i])));
     const std::string text(record.begin(), record.end());
     const size_t space = text.find(' ');
     if (const int32_t peer = groupRankOf(missing[i]); peer != group_rank_) {
@@ -324,6 +326,43 @@ void ReshardGroup::refuseUnnamed(std::vector<int64_t> ranks, const std::string& 
   if (areMembers(ranks)) {
     findPresentMembers(global_ranks_);
     service_->refuseUnnamed(ranks, peersOf(global_ranks_), text);
+  }
+}
+
+uint64_t ReshardGroup::arrive(const std::vector<int64_t>& ranks) {
+  findPresentMembers(ranks);
+  const uint64_t count = service_->arrive(ranks, peersOf(ranks), address_);
+  std::optional<runtime::Failure> known;
+  try {
+    findMembers(ranks, [&] {
+      known = service_->arrivalFailure(ranks, count);
+      if (known.has_value()) {
+        runtime::throwFailure(*known);
+      }
+    });
+  } catch (const runtime::PeerError& error) {
+    const runtime::Failure lost{runtime::FailureKind::kPeer, error.what(), error.globalRanks()};
+    service_->abandonArrival(ranks, count, peersOf(ranks), known.value_or(lost));
+    throw;
+  } catch (const std::exception& error) {
+    const runtime::Failure other{runtime::FailureKind::kGroup, error.what(), {}};
+    service_->abandonArrival(ranks, count, peersOf(ranks), known.value_or(other));
+    throw;
+  }
+  return count;
+}
+
+void ReshardGroup::refusePipeline(std::vector<int64_t> ranks, const runtime::Failure& failure) {
+  sortUnique(ranks);
+  if (!areMembers(ranks)) {
+    ranks.clear();
+  }
+  findPresentMembers(global_ranks_);
+  if (std::binary_search(ranks.begin(), ranks.end(), globalRank())) {
+    const uint64_t count = service_->arrive(ranks, peersOf(ranks), address_);
+    service_->abandonArrival(ranks, count, peersOf(ranks), failure);
+  } else {
+    service_->arrive(ranks, peersOf(global_ranks_), address_, failure);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "c10d/group_attachment.h"
+#include "c10d/life_lines.h"
 #include "core/resharding/plan.h"
 #include "core/topology.h"
 #include "runtime/reshard_service.h"
@@ -67,6 +69,11 @@ class ReshardGroup final : public GroupAttachment {
   void refuse(std::vector<int64_t> participants, const std::string& text);
   /// The same where only some of the participants (global ranks) are known; see ReshardService::refuseUnnamed.
   void refuseUnnamed(std::vector<int64_t> ranks, const std::string& text);
+  /// This rank makes a pipeline of `ranks` (ascending, itself among them), and waits until all of them use the group: the how many-th of these ranks
+  /// it is. Throws what is known to be in the way; see ReshardService::arrive.
+  uint64_t arrive(const std::vector<int64_t>& ranks);
+  /// It could not make a pipeline of `ranks` (any; none where they are not known).
+  void refusePipeline(std::vector<int64_t> ranks, const runtime::Failure& failure);
   /// Most staging memory that was allocated at once, in bytes.
   int64_t peakStagingBytes() const { return service_->peakStagingBytes(); }
 
@@ -78,7 +85,10 @@ class ReshardGroup final : public GroupAttachment {
   struct Member {
     std::string host;
   };
-  void findMembers(const std::vector<int64_t>& ranks);
+  /// Waits until all `ranks` have made their ReshardGroup. PeerError when one has left instead, or at the timeout; what `check`, which is called
+  /// again and again meanwhile, throws.
+  void findMembers(const std::vector<int64_t>& ranks, const std::function<void()>& check = {});
+  void awaitMembers(std::vector<int64_t> missing, const std::function<void()>& check);
   /// As findMembers() for those that are there already; waits for nobody.
   void findPresentMembers(const std::vector<int64_t>& ranks);
   bool isFound(int64_t rank) const;
@@ -91,6 +101,8 @@ class ReshardGroup final : public GroupAttachment {
   const std::vector<int64_t> global_ranks_;
   std::atomic<std::chrono::milliseconds> timeout_;
   const ReshardGroupOptions options_;
+  const c10::intrusive_ptr<::c10d::Store> group_store_;
+  std::string address_;  ///< where this rank listens
   const int64_t owner_pid_;
   std::map<int64_t, int32_t> group_rank_of_;
   mutable std::mutex members_mutex_;

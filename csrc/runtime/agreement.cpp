@@ -28,11 +28,30 @@ void putRanks(WireWriter& writer, const std::vector<int64_t>& ranks) {
   }
 }
 
+void putFailure(WireWriter& writer, const Failure& failure) {
+  writer.put(failure.kind).put(std::string_view(failure.text));
+  putRanks(writer, failure.blamed_ranks);
+  writer.put(failure.stage).put(failure.microbatch).put(failure.arrived_peer).put(failure.arrival).put(failure.turn);
+}
+
 std::vector<int64_t> getRanks(WireReader& reader) {
   std::vector<int64_t> out;
   for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
     out.push_back(reader.get<int64_t>());
   }
+  return out;
+}
+
+Failure getFailure(WireReader& reader) {
+  Failure out;
+  out.kind = reader.get<FailureKind>();
+  out.text = reader.getText();
+  out.blamed_ranks = getRanks(reader);
+  out.stage = reader.get<int32_t>();
+  out.microbatch = reader.get<int32_t>();
+  out.arrived_peer = reader.get<int32_t>();
+  out.arrival = reader.get<uint64_t>();
+  out.turn = reader.get<uint64_t>();
   return out;
 }
 
@@ -122,9 +141,7 @@ std::string encode(const Hello& hello) {
 
 std::string encode(const FailNotice& notice) {
   WireWriter writer = begin(ControlKind::kFail, notice.key);
-  writer.put(notice.failure.kind).put(std::string_view(notice.failure.text));
-  putRanks(writer, notice.failure.blamed_ranks);
-  writer.put(notice.failure.stage).put(notice.failure.microbatch).put(notice.failure.turn);
+  putFailure(writer, notice.failure);
   putRanks(writer, notice.participants);
   return writer.take();
 }
@@ -141,6 +158,17 @@ std::string encode(const Answer& answer) {
   return begin(ControlKind::kAnswer, answer.key).put(static_cast<uint8_t>(answer.has_called)).put(std::string_view(answer.state)).take();
 }
 
+std::string encode(const Arrival& arrival) {
+  WireWriter writer = begin(ControlKind::kArrival, {});
+  writer.put(arrival.number).put(arrival.count).put(std::string_view(arrival.address));
+  putRanks(writer, arrival.ranks);
+  writer.put(static_cast<uint8_t>(arrival.failure.has_value()));
+  if (arrival.failure.has_value()) {
+    putFailure(writer, *arrival.failure);
+  }
+  return writer.take();
+}
+
 Hello decodeHello(std::string_view message) {
   WireReader reader(message);
   Hello out;
@@ -155,12 +183,7 @@ FailNotice decodeFail(std::string_view message) {
   WireReader reader(message);
   FailNotice out;
   out.key = readHead(reader);
-  out.failure.kind = reader.get<FailureKind>();
-  out.failure.text = reader.getText();
-  out.failure.blamed_ranks = getRanks(reader);
-  out.failure.stage = reader.get<int32_t>();
-  out.failure.microbatch = reader.get<int32_t>();
-  out.failure.turn = reader.get<uint64_t>();
+  out.failure = getFailure(reader);
   out.participants = getRanks(reader);
   return out;
 }
@@ -186,6 +209,24 @@ Answer decodeAnswer(std::string_view message) {
   out.has_called = reader.get<uint8_t>() != 0;
   out.state = reader.getText();
   return out;
+}
+
+Arrival decodeArrival(std::string_view message) {
+  WireReader reader(message);
+  readHead(reader);
+  Arrival out;
+  out.number = reader.get<uint64_t>();
+  out.count = reader.get<uint64_t>();
+  out.address = reader.getText();
+  out.ranks = getRanks(reader);
+  if (reader.get<uint8_t>() != 0) {
+    out.failure = getFailure(reader);
+  }
+  return out;
+}
+
+CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count) {
+  return {hashRanks(ranks), hashBytes("pipeline " + std::to_string(count) + "/watch") | 1U, 0};
 }
 
 }  // namespace xmesh::runtime

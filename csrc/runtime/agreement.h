@@ -2,6 +2,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -67,18 +68,32 @@ struct Answer {
   std::string state;
 };
 
-enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5 };
+/// "I make my `count`-th pipeline of `ranks`", or, with a failure, "I could not": a rank outside of `ranks`, or one that cannot tell of which ranks
+/// the pipeline was (none then, and `count` is that of such failures).
+struct Arrival {
+  uint64_t number = 0;  ///< of all the sender's arrivals
+  uint64_t count = 0;
+  std::vector<int64_t> ranks;  ///< global, ascending
+  std::optional<Failure> failure;
+  std::string address;  ///< where the sender listens
+};
+/// The watch of the `count`-th pipeline of `ranks`.
+CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count);
+
+enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5, kArrival = 6 };
 ControlKind controlKind(std::string_view message);
 std::string encode(const Hello& hello);
 std::string encode(const FailNotice& notice);
 std::string encode(const UnnamedRefusals& refusals);
 std::string encode(const Question& question);
 std::string encode(const Answer& answer);
+std::string encode(const Arrival& arrival);
 /// Each throws std::runtime_error for a message that is not whole.
 Hello decodeHello(std::string_view message);
 FailNotice decodeFail(std::string_view message);
 UnnamedRefusals decodeUnnamedRefusals(std::string_view message);
 Question decodeQuestion(std::string_view message);
 Answer decodeAnswer(std::string_view message);
+Arrival decodeArrival(std::string_view message);
 
 }  // namespace xmesh::runtime

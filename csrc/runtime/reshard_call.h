@@ -51,6 +51,7 @@ struct CallRequest {
   bool is_agreed = false;                 ///< the participants know already that they make the same call: they do not compare
   bool is_held = false;                   ///< begins with the next call that is not held, or with ReshardService::flush()
   bool is_watch = false;                  ///< moves nothing and lasts until release() or a failure; see ReshardService
+  uint64_t arrival = 0;                   ///< of a watch: which pipeline of its participants it is of, as arrive() said; 0: of none
   std::optional<CallKey> watch;           ///< the watch that this call fails with, and that fails with this call
   uint64_t turn = 0;                      ///< with a watch whose ranks work turn by turn: the call's, never less than that of one before it
   std::function<std::string()> describe;  ///< what the call is, or for a watch what this rank does now: for error texts, on the network's thread

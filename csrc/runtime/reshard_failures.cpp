@@ -72,6 +72,11 @@ void ReshardService::takeFailNotice(int32_t peer, FailNotice notice) {
   if (notice.failure.kind == FailureKind::kPeer) {
     peer_failures_[peer] = notice.failure;
   }
+  if (notice.failure.arrived_peer == options_.group_rank && !calls_.contains(notice.key)) {
+    takeBlame(notice);  // a pipeline at which this rank was not
+    return;
+  }
+  settleArrival(notice.failure.arrived_peer, notice.failure.arrival);
   if (const auto found = calls_.find(notice.key); found != calls_.end()) {
     if (notice.failure.turn > found->second.turn) {
       if (!found->second.coming_failure.has_value()) {
@@ -140,7 +145,8 @@ bool ReshardService::needs(const ActiveCall& call, int32_t peer, bool is_goodbye
     return false;
   }
   if (call.request.is_watch) {
-    return !is_goodbye;  // a rank that has done its part may leave
+    // A rank that has done its part may leave.
+    return !is_goodbye || (call.request.arrival > 0 && !hasArrived(peer, call.request.prepared->participants, call.request.arrival));
   }
   for (int round = call.rounds_done; round < call.num_rounds; ++round) {
     if (call.request.prepared->participantAt(-(int64_t{1} << round)) == peer && !call.hellos.contains(static_cast<uint8_t>(round))) {

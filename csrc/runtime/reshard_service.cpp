@@ -96,14 +96,19 @@ void ReshardService::suspect(const CallKey& key) {
   }
 }
 
-void ReshardService::release(const CallKey& watch) {
+void ReshardService::release(const CallKey& watch, std::optional<Failure> farewell) {
   const std::lock_guard lock(mutex_);
   if (is_closed_) {
     return;
   }
-  network_->post([this, watch] {
+  network_->post([this, watch, farewell = std::move(farewell)] {
     if (const auto found = calls_.find(watch); found != calls_.end()) {
       ActiveCall call = std::move(found->second);
+      for (const int32_t peer : call.request.prepared->participant_peers) {
+        if (farewell.has_value() && peer != options_.group_rank && !lost_.contains(peer)) {
+          network_->sendControl(peer, encode(FailNotice{watch, *farewell}));
+        }
+      }
       calls_.erase(found);
       network_->cancelTimer(call.timer);
       end(call, std::nullopt);
@@ -173,6 +178,17 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
     pacer_->callStarted(call.request.prepared->pacing);
   } else {
     call.is_moved = !call.request.is_watch;
+  }
+  if (call.request.arrival > 0) {
+    if (const std::optional<Failure> conflict = arrivalConflict(call.request.prepared->participants, call.request.arrival)) {
+      fail(key, *conflict, true);
+      return;
+    }
+    for (OwnArrival& own : own_arrivals_) {
+      for (const int32_t peer : call.request.prepared->participant_peers) {
+        tellArrival(own, peer);
+      }
+    }
   }
   for (const int32_t peer : call.request.prepared->participant_peers) {
     askAboutRefusals(key, call, peer);
@@ -290,6 +306,9 @@ void ReshardService::takeControl(int32_t peer, const std::string& message) {
       return;
     case ControlKind::kUnnamedRefusals:
       takeUnnamedRefusals(peer, decodeUnnamedRefusals(message));
+      return;
+    case ControlKind::kArrival:
+      takeArrival(peer, decodeArrival(message));
       return;
   }
 }

@@ -36,6 +36,10 @@ namespace xmesh::runtime {
 /// one of them dies, when one calls failCall() on it, or when a call that names it fails; with it fail all calls that name it, so that no rank waits
 /// for a call that will not be made. A rank that refuses its part in one turn has done its part in those before: the failure waits for the others to
 /// come to that turn (Failure::turn).
+///
+/// Before they share a watch, the ranks of a pipeline arrive (arrive(); reshard_arrivals.cpp): each tells the others that it makes this pipeline, or
+/// that it could not. A watch with CallRequest::is_arrival fails where one of its ranks, which has not arrived there, waits for this one elsewhere,
+/// could not make a pipeline, or leaves.
 class ReshardService final : public transport::PeerEvents {
  public:
   struct Options {
@@ -64,8 +68,18 @@ class ReshardService final : public transport::PeerEvents {
   void failCall(const CallKey& key, Failure failure);
   /// Asks the participants of a call what they do about it; it fails with what they say as it does at its timeout. Any thread.
   void suspect(const CallKey& key);
-  /// Ends a watch in peace. Any thread.
-  void release(const CallKey& watch);
+  /// Ends a watch in peace; the others get `farewell` once they come to its turn. Any thread.
+  void release(const CallKey& watch, std::optional<Failure> farewell = std::nullopt);
+  /// This rank makes a pipeline of `ranks` (global, ascending): tells those of `peers` that the network can reach, and says the how many-th of these
+  /// ranks it is. With a failure it could not: this rank is not among `ranks`, or they are not known (none given). `address`: where this rank
+  /// listens.
+  uint64_t arrive(const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, const std::string& address,
+                  std::optional<Failure> failure = std::nullopt);
+  /// Why a pipeline that this rank has arrived at, and whose watch it has not begun, cannot be made, if that is known. Waits for the network's
+  /// thread.
+  std::optional<Failure> arrivalFailure(const std::vector<int64_t>& ranks, uint64_t count);
+  /// This rank gives such a pipeline up: tells those of `peers` that the network can reach.
+  void abandonArrival(const std::vector<int64_t>& ranks, uint64_t count, const std::vector<int32_t>& peers, const Failure& failure);
   /// This rank refuses its next call with these participants (global ranks, ascending; this rank among them): the call counts, and the
   /// others get `text` as a ValueError instead of waiting.
   void refuse(const std::vector<int64_t>& participants, const std::vector<int32_t>& peers, const std::string& text);
@@ -128,6 +142,24 @@ class ReshardService final : public transport::PeerEvents {
     std::vector<int64_t> participants;  ///< with the failure, where they are known
   };
 
+  /// Where this rank has arrived, and who knows.
+  struct OwnArrival {
+    Arrival arrival;
+    std::set<int32_t> told;
+  };
+
+  void tellArrival(OwnArrival& own, int32_t peer);
+  void takeArrival(int32_t peer, Arrival arrival);
+  bool hasArrived(int32_t peer, const std::vector<int64_t>& ranks, uint64_t count) const;
+  /// Why a pipeline that some of its ranks have not arrived at cannot be made; what it says is not said again.
+  std::optional<Failure> arrivalConflict(const std::vector<int64_t>& ranks, uint64_t count);
+  std::optional<Failure> conflictOf(const Arrival& arrival, int32_t peer, const std::vector<int64_t>& ranks, uint64_t count);
+  /// A pipeline has failed by a peer's arrival elsewhere, which has no other effect then.
+  void settleArrival(int32_t peer, uint64_t number);
+  /// The same where it failed by an arrival of this rank's: those of others there have no other effect, and where it arrived nobody will come.
+  void takeBlame(const FailNotice& notice);
+  void countSettled(const Arrival& arrival);
+  void checkArrivals();
   /// Posts the start of the held calls; with mutex_.
   void postHeld();
   void startBegun(size_t num_calls);
@@ -177,13 +209,14 @@ class ReshardService final : public transport::PeerEvents {
   const Options options_;
   StagingPool staging_;
 
-  std::mutex mutex_;  ///< guards the six below: what callers' threads share
+  std::mutex mutex_;  ///< guards the seven below: what callers' threads share
   bool is_closed_ = false;
   std::map<uint64_t, uint64_t> next_count_;
   std::deque<OwnRefusal> refusals_;  ///< open: not known to be of a call that others made; the oldest first
   std::set<std::shared_ptr<ReshardCall>> detached_;
-  std::deque<std::shared_ptr<ReshardCall>> begun_;  ///< not yet started on the network's thread
-  size_t num_held_ = 0;                             ///< the last of them, whose start is not posted
+  std::deque<std::shared_ptr<ReshardCall>> begun_;         ///< not yet started on the network's thread
+  size_t num_held_ = 0;                                    ///< the last of them, whose start is not posted
+  std::map<std::vector<int64_t>, uint64_t> num_arrivals_;  ///< of this rank, by the pipeline's ranks
 
   // The network's thread only.
   std::map<CallKey, ActiveCall> calls_;
@@ -198,6 +231,10 @@ class ReshardService final : public transport::PeerEvents {
   std::set<int32_t> told_;               ///< peers that hear of this rank's open refusals
   std::map<int32_t, uint64_t> unnamed_;  ///< how many each peer has
   std::string last_call_;                ///< for answers: what this rank called last
+  std::deque<OwnArrival> own_arrivals_;  ///< the last of this rank's
+  uint64_t num_own_arrivals_ = 0;
+  std::set<std::pair<int32_t, uint64_t>> settled_;   ///< arrivals that have not come yet, but are settled: by peer and number
+  std::map<int32_t, std::deque<Arrival>> arrivals_;  ///< of each peer, the last ones
 
   std::unique_ptr<transport::PeerNetwork> network_;
   std::optional<Pacer> pacer_;

@@ -59,7 +59,7 @@ class TcpSender final : private FdHandler {
   TcpSender& operator=(const TcpSender&) = delete;
 
   /// Begins to connect unless that has been done; tries again for `timeout` while the peer refuses.
-  void connect(const SocketAddress& address, std::chrono::milliseconds timeout);
+  void connect(const SocketAddress& address, std::chrono::milliseconds timeout, std::chrono::milliseconds refused_timeout);
   void queueControl(std::string_view message);
   void queueGoodbye();
   /// Tells the peer, once per flush, how many receives are posted.
@@ -147,6 +147,7 @@ class TcpSender final : private FdHandler {
   uint64_t timer_ = 0;
   SocketAddress address_;
   std::chrono::milliseconds connect_timeout_{};
+  std::chrono::milliseconds refused_timeout_{};
   EventLoop::Clock::time_point connect_deadline_;
   std::chrono::milliseconds backoff_{};
   int connect_error_ = 0;

@@ -21,8 +21,10 @@ struct TcpNetworkOptions {
   /// Whether payload goes to and comes from peers at this rank's own address through memory shared with them, where both wish so and the kernel
   /// allows it. What goes there is not paced.
   bool shared_memory = true;
-  /// How long a peer may refuse or not answer before it counts as lost.
+  /// How long a peer may not answer before it counts as lost.
   std::chrono::milliseconds connect_timeout{30'000};
+  /// How long a peer may refuse: it listens before anybody is told where.
+  std::chrono::milliseconds refused_timeout{1'000};
   /// How long an incoming connection may take to say who it is.
   std::chrono::milliseconds handshake_timeout{10'000};
   /// Gets lines about connections that were dropped (the first of each network only) and about callbacks that threw; null writes to stderr.

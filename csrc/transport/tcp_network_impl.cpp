@@ -76,7 +76,7 @@ void TcpNetwork::Impl::startConnection(int32_t rank, const char* call) {
   if (!peer.address) {
     throw std::logic_error(std::string("TcpNetwork::") + call + ": the address of rank " + std::to_string(rank) + " is not set");
   }
-  senderTo(rank).connect(*peer.address, options_.connect_timeout);
+  senderTo(rank).connect(*peer.address, options_.connect_timeout, options_.refused_timeout);
   wantFlush(rank);
 }
 

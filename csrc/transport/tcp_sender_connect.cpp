@@ -21,13 +21,14 @@ bool isWorthARetry(int error) {
 
 }  // namespace
 
-void TcpSender::connect(const SocketAddress& address, std::chrono::milliseconds timeout) {
+void TcpSender::connect(const SocketAddress& address, std::chrono::milliseconds timeout, std::chrono::milliseconds refused_timeout) {
   if (state_ != State::kIdle) {
     return;
   }
   state_ = State::kConnecting;
   address_ = address;
   connect_timeout_ = timeout;
+  refused_timeout_ = refused_timeout;
   connect_deadline_ = EventLoop::Clock::now() + timeout;
   backoff_ = kFirstBackoff;
   // Not at once, so that a failure is not reported from inside the caller's call.
@@ -58,6 +59,10 @@ void TcpSender::onConnectFailed(int error) {
   closeSocket();
   loop_.cancelTimer(std::exchange(timer_, 0));
   connect_error_ = error;
+  if (error == ECONNREFUSED && refused_timeout_ < connect_timeout_) {
+    connect_deadline_ -= connect_timeout_ - refused_timeout_;
+    connect_timeout_ = refused_timeout_;
+  }
   if (!isWorthARetry(error)) {
     breakDown("cannot connect to", error);
   } else if (EventLoop::Clock::now() + backoff_ >= connect_deadline_) {

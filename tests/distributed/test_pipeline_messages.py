@@ -80,13 +80,13 @@ def test_an_engine_in_use() -> None:
 def mistakes(rank: int, world_size: int) -> None:
     wrapped = nn.parallel.DistributedDataParallel(Model())
     for options, text in (
-        ({"schedule": "1F1B", "num_microbatches": "4"}, "num_microbatches is a positive int, got '4'"),
-        ({"num_microbatches": 2.0}, "num_microbatches is a positive int, got 2.0"),
-        ({"num_microbatches": 0}, "num_microbatches is a positive int, got 0"),
+        ({"schedule": "1F1B", "num_microbatches": "4"}, "num_microbatches is an int of at least 1, got '4' .str."),
+        ({"num_microbatches": 2.0}, "num_microbatches is an int of at least 1, got 2.0 .float."),
+        ({"num_microbatches": 0}, "num_microbatches is an int of at least 1, got 0"),
         ({"schedule": "eager1f2b"}, "unknown schedule 'eager1f2b': expected one of .*; did you mean 'eager_1f1b'"),
         ({"schedule": torchs.ScheduleZBVZeroBubble}, "schedule ScheduleZBVZeroBubble splits the backward"),
         ({"schedule": 7}, "a schedule is a name, a CSV, an xm.Schedule or a class of torch.distributed.pipelining"),
-        ({"model": wrapped}, "wrapped in DistributedDataParallel: pass the module inside"),
+        ({"model": wrapped}, "wrapped in DistributedDataParallel: pass the plain module"),
     ):
         with pytest.raises(ValueError, match=text):
             make(**options)

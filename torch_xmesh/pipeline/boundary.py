@@ -88,13 +88,12 @@ class Transfers:
     """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in one order per lane; a
     failure of one rank ends those of all."""
 
-    def __init__(self, reshards: GroupReshards, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, reshards: GroupReshards, ranks: Sequence[int]) -> None:
         self.ranks = tuple(sorted(ranks))
         self.everyone = Mesh(list(self.ranks))
         self.rank = reshards.core.global_rank
         self._core = reshards.core
-        self._core.topology(list(self.ranks), _C.LinkModel())  # every rank is here
-        self.traffic = _C.PipelineTraffic(reshards.core, list(self.ranks), name)
+        self.traffic = _C.PipelineTraffic(reshards.core, list(self.ranks))
         self._plans: dict[Any, _C.PreparedPlan] = {}
         self._topologies: dict[tuple[tuple[int, ...], Topology | None], _C.Topology] = {}
         self._counts: dict[str, int] = {}

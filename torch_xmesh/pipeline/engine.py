@@ -16,7 +16,6 @@ from torch_xmesh.pipeline.boundary import (
     Placed,
     Transfers,
     places_of,
-    stage_mesh,
 )
 from torch_xmesh.pipeline.checkpoint import (
     load_model_state,
@@ -25,10 +24,11 @@ from torch_xmesh.pipeline.checkpoint import (
     optimizer_state,
 )
 from torch_xmesh.pipeline.clocks import clock_offsets
+from torch_xmesh.pipeline.engine_arrival import abandoning, stage_meshes_of, telling
 from torch_xmesh.pipeline.engine_costs import costs_of
 from torch_xmesh.pipeline.engine_facts import StepRefusedError
-from torch_xmesh.pipeline.engine_place import EnginePlace, PlaceOptions
-from torch_xmesh.pipeline.engine_setup import next_name
+from torch_xmesh.pipeline.engine_place import EnginePlace
+from torch_xmesh.pipeline.engine_setup import PlaceOptions
 from torch_xmesh.pipeline.engine_step import EngineSteps
 from torch_xmesh.pipeline.init_sync import InitSync
 from torch_xmesh.pipeline.materialise import InitFn
@@ -127,26 +127,12 @@ class PipelineEngine:
         topology: Topology | None = None,
     ) -> None:
         self._reshards = reshards_of(group)
-        rank = self._reshards.core.global_rank
-        if not meshes:
-            raise ValueError("a pipeline has at least one stage: meshes is empty")
-        axes = list(data_axis) if isinstance(data_axis, list | tuple) else [data_axis] * len(meshes)
-        if len(axes) != len(meshes):
-            raise ValueError(f"data_axis has {len(axes)} entries for {len(meshes)} meshes")
-        stage_meshes = [
-            stage_mesh(mesh, axis, parallelize is not None, stage, rank)
-            for stage, (mesh, axis) in enumerate(zip(meshes, axes, strict=True))
-        ]
-        places = places_of(stage_meshes)
-        ranks = sorted({r for mesh in stage_meshes for r in mesh.ranks})
-        if strangers := [r for r in ranks if r not in self._reshards.ranks]:
-            raise ValueError(
-                f"rank {strangers[0]} of a mesh is not in the group, which has {len(self._reshards.ranks)} ranks"
-            )
-        if rank not in ranks:
-            raise ValueError(f"rank {rank} is on no stage's mesh: only ranks {ranks} make this pipeline")
         self._is_closed = False
-        self._transfers = Transfers(self._reshards, ranks, next_name(self._reshards, ranks))
+        self._ended: BaseException | None = None  # by this; see _guarded
+        with telling(self._reshards, meshes):
+            stages, ranks = stage_meshes_of(self._reshards, meshes, data_axis, parallelize is not None)
+            places = places_of(stages)
+        self._transfers = Transfers(self._reshards, ranks)
         specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
         options = PlaceOptions(
             split,
@@ -165,8 +151,9 @@ class PipelineEngine:
             strategy,
             topology,
         )
-        self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stage_meshes, places, options)
-        self._steps = EngineSteps(self._place, output_merge_spec)
+        with abandoning(self._transfers):
+            self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stages, places, options)
+            self._steps = EngineSteps(self._place, output_merge_spec)
 
     # A step.
 
@@ -197,7 +184,8 @@ class PipelineEngine:
 
         Raises:
             ValueError: arguments that do not fit, on every rank; nothing was computed, the next step may do.
-            StageError: a stage raised. PeerError: a rank is lost. The engine cannot be used after these; close it.
+            StageError: a stage raised. PeerError: a rank is lost, or has closed its engine. These end the engine: each
+            later call raises the same ("this engine ended: ..."), or RuntimeError after anything else; make a new one.
         """
         if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
@@ -316,7 +304,7 @@ class PipelineEngine:
 
     def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
         """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
-        self._steps.scaler = PipelineScaler(self._transfers, scaler)
+        self._steps.scaler = PipelineScaler(self._transfers, scaler, self._guarded)
         return self._steps.scaler
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -407,13 +395,19 @@ class PipelineEngine:
         if self._is_closed:
             raise RuntimeError("the pipeline engine is closed")
         with self._reshards:
-            self._transfers.traffic.check()
+            if self._ended is not None:
+                raise _ended_by(self._ended)
+            self._transfers.traffic.begin_turn()
             try:
+                self._transfers.traffic.check()
                 yield
             except StepRefusedError as refused:
                 raise refused.reason from None
             except BaseException as error:
-                raise self._failure(error) from error
+                self._ended = self._failure(error)
+                if self._ended is error:
+                    raise
+                raise self._ended from error
 
     def _modules(self) -> list[tuple[str, nn.Module, Any]]:
         return [
@@ -458,3 +452,11 @@ class PipelineEngine:
     def buffer_counts(self) -> tuple[int, int]:
         """Receive buffers allocated so far on this rank: how many, and their bytes. Constant after the second step."""
         return self._place.core.num_buffers, self._place.core.buffer_bytes
+
+
+def _ended_by(first: BaseException) -> BaseException:
+    """What every call raises after the one that ended the engine."""
+    text = f"this engine ended: {str(first) or type(first).__name__}; make a new one"
+    if isinstance(first, StageError):
+        return StageError(text, first.stage, first.microbatch)
+    return PeerError(text, first.ranks) if isinstance(first, PeerError) else RuntimeError(text)

@@ -1,5 +1,5 @@
-"""What the ranks of a pipeline find out together about their models: of what kind they are, what ready stages return,
-and which parameters stages share."""
+"""What the ranks of a pipeline find out together before they work together: whether they were given the same, what
+ready stages return, and which parameters stages share."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,22 +7,56 @@ from typing import Any
 
 from torch import nn
 
-from torch_xmesh.pipeline.boundary import StageMesh, Transfers
+from torch_xmesh.pipeline.boundary import Boundaries, Planning, StageMesh, Transfers
+from torch_xmesh.pipeline.engine_setup import PlaceOptions, digest
 from torch_xmesh.pipeline.partition import Partition, StageSignature
 from torch_xmesh.pipeline.partition_ready import Exchange
+from torch_xmesh.pipeline.schedule import Schedule
 
 
-def check_kind(transfers: Transfers, model: Any, split: Any) -> None:
-    """Raises ValueError where ranks disagree on what decides who tells whom what."""
-    mine = "a module" if isinstance(model, nn.Module) else "a list of stage modules"
-    if isinstance(split, str):
-        mine += f" with split={split!r}"
-    told = transfers.gather("model", mine)
-    for rank, other in zip(transfers.ranks, told, strict=True):
-        if other != told[0]:
-            raise ValueError(
-                f"ranks disagree on the model: rank {transfers.ranks[0]} has {told[0]}, rank {rank} has {other}"
-            )
+def options_fields(
+    meshes: Sequence[StageMesh], schedule: Schedule, model: Any, options: PlaceOptions, planning: Planning
+) -> list[tuple[str, str]]:
+    """What must be equal on all ranks before they do anything together, by name."""
+    given = {True: "given", False: "missing"}
+    return [
+        ("number of stages", str(len(meshes))),
+        *((f"the mesh of stage {stage}", str(mesh.whole)) for stage, mesh in enumerate(meshes)),
+        ("parallelize", given[options.parallelize is not None]),
+        *((f"the data axes of stage {stage}", str(mesh.data_axes)) for stage, mesh in enumerate(meshes)),
+        ("number of microbatches", str(options.num_microbatches)),
+        ("schedule", f"{schedule.name} {digest(schedule.to_csv())}"),
+        ("the model", "a module" if isinstance(model, nn.Module) else "a list of stage modules"),
+        ("split", repr(options.split)),
+        ("loss_fn", given[options.loss_fn is not None]),
+        ("init_sync", repr(options.init_sync)),
+        ("init_fn", given[options.init_fn is not None]),
+        ("strategy, topology", str(planning)),
+        ("memory_limit_bytes", repr(options.memory_limit_bytes)),
+        ("scale_grads, overlap, seed", f"{options.scale_grads}, {options.overlap}, {options.seed}"),
+    ]
+
+
+def model_fields(cut: Partition, boundaries: Boundaries, model: Any) -> list[tuple[str, str]]:
+    """What must be equal on all ranks in their models, stage by stage, value by value, parameter by parameter."""
+    fields = []
+    for stage in cut.stages:
+        values = f"{list(stage.input_values)} -> {list(stage.output_values)}"
+        fields.append((f"stage {stage.index} of the model, its values in and out", values))
+    for info in cut.values.values():
+        made = "the caller" if info.producer is None else f"stage {info.producer}"
+        text = f"{info.dtype} {list(info.shape)}, made by {made}, read by stages {list(info.consumers)}"
+        text += f", batch dim {info.batch_dim}, {'with' if info.requires_grad else 'without'} gradient"
+        fields.append((f"value {info.name}", text))
+    for edge in boundaries.edges:
+        for info in edge.values:
+            placed = [boundaries.placements(info, stage) for stage in (edge.from_stage, edge.to_stage)]
+            where = f"value {info.name} from stage {edge.from_stage} to {edge.to_stage}"
+            fields.append((where, f"{placed}{' as a DTensor' if boundaries.is_dtensor(info) else ''}"))
+    if isinstance(model, nn.Module):
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            fields.append((f"the model's {name}", f"{one.dtype} {list(one.shape)}"))
+    return fields
 
 
 def exchange_of(transfers: Transfers, meshes: Sequence[StageMesh]) -> Exchange:

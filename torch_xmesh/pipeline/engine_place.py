@@ -1,15 +1,13 @@
 """One rank's place in a pipeline: all that an engine works out once of the model, the meshes and the schedule."""
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_xmesh import _C
-from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.pipeline.boundary import (
     Boundaries,
     Placed,
@@ -19,12 +17,11 @@ from torch_xmesh.pipeline.boundary import (
     edges_of,
 )
 from torch_xmesh.pipeline.data_parallel import GradientSync, Tied, check_ties, plain_name, ties_of
-from torch_xmesh.pipeline.engine_agreement import check_kind, exchange_of, with_agreed_ties
-from torch_xmesh.pipeline.engine_setup import describe_moves, describe_values, digest, schedule_of
+from torch_xmesh.pipeline.engine_agreement import exchange_of, model_fields, options_fields, with_agreed_ties
+from torch_xmesh.pipeline.engine_setup import PlaceOptions, check_options, schedule_of
 from torch_xmesh.pipeline.engine_stage import StageForward, StageWork
 from torch_xmesh.pipeline.fully_sharded import FullySharded
 from torch_xmesh.pipeline.init_sync import (
-    InitSync,
     check_option,
     copies_of_parts,
     copies_on_mesh,
@@ -35,32 +32,9 @@ from torch_xmesh.pipeline.materialise import InitFn, is_unset, materialise
 from torch_xmesh.pipeline.outputs import BufferSync
 from torch_xmesh.pipeline.partition import Partition, SplitAt, check_limit, partition
 from torch_xmesh.pipeline.profile import choose_split
-from torch_xmesh.pipeline.schedule import Schedule
 from torch_xmesh.spec import device_mesh
-from torch_xmesh.topology import Topology
 
 _LOOKAHEAD = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class PlaceOptions:
-    """What a user says of a pipeline besides its model and meshes; see PipelineEngine."""
-
-    split: SplitAt | str | None
-    schedule: str | Schedule | type[Any]
-    num_microbatches: int
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    parallelize: Callable[[int, nn.Module, Any], nn.Module] | None
-    boundary_placements: Mapping[str, Placed] | None
-    scale_grads: bool
-    memory_limit_bytes: int | None
-    chunk_specs: Mapping[str, Any]
-    seed: int
-    overlap: bool
-    init_sync: InitSync
-    init_fn: InitFn | None
-    strategy: object
-    topology: Topology | None
 
 
 class EnginePlace:
@@ -99,31 +73,30 @@ class EnginePlace:
         self.overlap = options.overlap
         self.names_stages = not isinstance(model, nn.Module)
         rank = transfers.rank
-        try:
-            self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
-            self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
-            planning = Planning.of(options.strategy, options.topology)
-            transfers.topology(transfers.ranks, planning.topology)  # it knows all ranks
-            given = self._checked(options.boundary_placements)
-            self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, planning)
-            self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
-            self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
-            self.stages = [k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks]
-            self.unset: dict[str, torch.Tensor] = {}
-            self.unused = self._unused_parameters(model, options.init_fn, options.seed)
-            check_option(options.init_sync)
-            self._prepare_stages(options)
-            self.core = self._make_core(options.overlap)
-            self.tied = self._tied_parameters()
-            modules = {stage: work.program.module for stage, work in self.works.items()}
-            self.sharded = FullySharded(transfers, modules, self.meshes)
-            self.sync = GradientSync(transfers, self.named, self.meshes, self.tied, self.sharded.parameters)
-            make_ties_equal(transfers, self.sync, options.init_sync)
-            self.buffers = BufferSync(transfers, modules, self.meshes)
-            self._meet(options.overlap, options.seed)
-        except BaseException as error:
-            self._abandon(error)
-            raise
+        check_options(model, options)
+        self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
+        planning = Planning.of(options.strategy, options.topology)
+        transfers.traffic.meet(options_fields(self.meshes, self.schedule, model, options, planning))
+        transfers.topology(transfers.ranks, planning.topology)  # it knows all ranks
+        self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
+        given = self._checked(options.boundary_placements)
+        self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, planning)
+        self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
+        transfers.traffic.meet(model_fields(self.partition, self.boundaries, model))
+        self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
+        self.stages = [k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks]
+        self.unset: dict[str, torch.Tensor] = {}
+        self.unused = self._unused_parameters(model, options.init_fn, options.seed)
+        check_option(options.init_sync)
+        self._prepare_stages(options)
+        self.core = self._make_core(options.overlap)
+        self.tied = self._tied_parameters()
+        modules = {stage: work.program.module for stage, work in self.works.items()}
+        self.sharded = FullySharded(transfers, modules, self.meshes)
+        self.sync = GradientSync(transfers, self.named, self.meshes, self.tied, self.sharded.parameters)
+        make_ties_equal(transfers, self.sync, options.init_sync)
+        self.buffers = BufferSync(transfers, modules, self.meshes)
+        transfers.traffic.meet([])  # every rank has made its place
 
     @property
     def has_last(self) -> bool:
@@ -133,7 +106,6 @@ class EnginePlace:
     def _cut(
         self, model: Any, args: Any, kwargs: Any, split: SplitAt | str | None, memory_limit_bytes: int | None
     ) -> Partition:
-        check_kind(self.transfers, model, split)
         check_limit(split, memory_limit_bytes)
         num_stages = len(self.meshes)
         specs = {"args_chunk_spec": self.chunk_specs["args"], "kwargs_chunk_spec": self.chunk_specs["kwargs"]}
@@ -251,26 +223,3 @@ class EnginePlace:
             if len(held) > 1:
                 tied.append(Tied(full, tuple((k, self.meshes[k]) for k, _ in held), parameter))
         return tied
-
-    def _meet(self, overlap: bool, seed: int) -> None:
-        """Compares what ranks must agree on; a difference is a ValueError on all of them."""
-        self.transfers.traffic.meet(
-            [
-                ("meshes", "; ".join(f"{mesh.whole} data axes {mesh.data_axes}" for mesh in self.meshes)),
-                ("number of microbatches", str(self.num_microbatches)),
-                ("schedule", f"{self.schedule.name} {digest(self.schedule.to_csv())}"),
-                ("partition of the model", digest(describe_values(self.partition))),
-                ("boundaries", digest("; ".join(describe_moves(self.boundaries, self.partition)))),
-                ("scale_grads, overlap, seed", f"{self.scale_grads}, {overlap}, {seed}"),
-                ("strategy, topology", str(self.boundaries.planning)),
-                ("loss_fn", "given" if self.loss_fn is not None else "missing"),
-            ]
-        )
-
-    def _abandon(self, error: BaseException) -> None:
-        if isinstance(error, ValueError) and not self.transfers.traffic.has_failed:
-            self.transfers.traffic.refuse(f"rank {self.transfers.rank} could not make the pipeline: {error}")
-        elif not isinstance(error, PeerError | StageError):
-            self.transfers.traffic.fail_stage(
-                f"rank {self.transfers.rank} could not make the pipeline: {type(error).__name__}: {error}", -1, -1
-            )

@@ -1,32 +1,76 @@
 """What a pipeline engine works out before its first step."""
 
+import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch_xmesh.group import GroupReshards
-from torch_xmesh.pipeline.boundary import Boundaries
-from torch_xmesh.pipeline.partition import Partition
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_xmesh.pipeline.boundary import Placed
+from torch_xmesh.pipeline.init_sync import InitSync
+from torch_xmesh.pipeline.materialise import InitFn
+from torch_xmesh.pipeline.partition import Partition, SplitAt
 from torch_xmesh.pipeline.schedule import Schedule, schedule_name
-
-_engines: "WeakKeyDictionary[GroupReshards, dict[tuple[int, ...], int]]" = WeakKeyDictionary()
-
-
-def next_name(reshards: GroupReshards, ranks: Sequence[int]) -> str:
-    """A name that every rank of the pipeline finds, and no other pipeline of the group has."""
-    counts = _engines.setdefault(reshards, {})
-    key = tuple(ranks)
-    counts[key] = counts.get(key, 0) + 1
-    return f"pipeline {counts[key]} of ranks {list(ranks)}"
+from torch_xmesh.topology import Topology
 
 
-def schedule_of(given: str | Schedule | type[Any], places: list[int], num_microbatches: int) -> Schedule:
+@dataclasses.dataclass(frozen=True)
+class PlaceOptions:
+    """What a user says of a pipeline besides its model and meshes; see PipelineEngine."""
+
+    split: SplitAt | str | None
+    schedule: str | type[Any] | Schedule
+    num_microbatches: int
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    parallelize: Callable[[int, nn.Module, Any], nn.Module] | None
+    boundary_placements: Mapping[str, Placed] | None
+    scale_grads: bool
+    memory_limit_bytes: int | None
+    chunk_specs: Mapping[str, Any]
+    seed: int
+    overlap: bool
+    init_sync: InitSync
+    init_fn: InitFn | None
+    strategy: object
+    topology: Topology | None
+
+
+def check_options(model: Any, options: PlaceOptions) -> None:
+    """Raises ValueError for an argument of another type than the engine's, and for a wrapped model."""
+    count = options.num_microbatches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_microbatches is an int of at least 1, got {count!r} ({type(count).__name__})")
+    check_model(model, "model")
+    if options.split is not None and not isinstance(options.split, SplitAt | str):
+        raise ValueError(f"split is xm.split_at(...), 'auto' or None, got {options.split!r}")
+    for name, given in (("loss_fn", options.loss_fn), ("parallelize", options.parallelize)):
+        if given is not None and not callable(given):
+            raise ValueError(f"{name} is a function or None, got {given!r} ({type(given).__name__})")
+
+
+def check_model(model: Any, what: str) -> None:
+    """Raises ValueError for what is neither a module nor a list of them, and for one that averages gradients itself."""
+    if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
+        for stage, one in enumerate(model):
+            if one is not None:
+                check_model(one, f"stage {stage}'s module")
+    elif not isinstance(model, nn.Module):
+        raise ValueError(f"{what} is an nn.Module, or a list of stage modules, got {type(model).__name__}")
+    elif isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        raise ValueError(
+            f"{what} is wrapped in {type(model).__name__}: pass the plain module; data_axis= says over which mesh axis "
+            "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
+        )
+
+
+def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:
     """The schedule that a user means: an object, a CSV, or a name. Raises ValueError where it does not fit, or where it
     has a backward that the engine does not run."""
     num_stages, num_places = len(places), max(places) + 1
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches is a positive int, got {num_microbatches!r}")
     if not isinstance(given, str | Schedule):
         given = schedule_name(given)
     if isinstance(given, Schedule):
@@ -78,11 +122,3 @@ def describe_values(cut: Partition) -> str:
         for info in cut.values.values()
     ]
     return "\n".join([*stages, *values])
-
-
-def describe_moves(boundaries: Boundaries, cut: Partition) -> Iterator[str]:
-    """Where every value lies on both sides of its boundaries."""
-    for edge in boundaries.edges:
-        for info in edge.values:
-            placed = [boundaries.placements(info, stage) for stage in (edge.from_stage, edge.to_stage)]
-            yield f"{info.name} {placed} {boundaries.is_dtensor(info)}"

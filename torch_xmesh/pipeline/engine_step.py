@@ -83,7 +83,6 @@ class EngineSteps:
         """
         place = self._place
         entered_ns = now_ns()
-        place.transfers.traffic.begin_turn(self._turn + 1)
         is_last = place.has_last
         given, sized, order = self._agree(args, kwargs, target, return_outputs, is_train)
         sizes = list(order.sizes)

@@ -133,22 +133,7 @@ def _device_of(model: Any, arguments: Any) -> torch.device:
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
 
-_DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-
-
-def _check_plain(modules: Iterable[Any]) -> None:
-    """Raises ValueError for a wrapper that would reduce gradients a second time."""
-    for module in modules:
-        kind = type(module)
-        if kind.__name__ in _DATA_PARALLEL and kind.__module__.startswith("torch."):
-            raise ValueError(
-                f"the model is wrapped in {kind.__name__}: pass the module inside (model.module); the engine sums "
-                "gradients over data_axis itself"
-            )
-
-
 def _check_split(model: Any, split: Any, num_stages: int | None) -> None:
-    _check_plain([model] if isinstance(model, nn.Module) else model)
     if isinstance(model, nn.Module):
         if not isinstance(split, SplitAt | None):
             raise ValueError(

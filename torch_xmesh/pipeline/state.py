@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -89,8 +90,11 @@ class PipelineScaler:
     stage skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step.
     A disabled one does nothing, here as there; it is disabled on all ranks."""
 
-    def __init__(self, transfers: Transfers, scaler: "torch.amp.GradScaler") -> None:
+    def __init__(
+        self, transfers: Transfers, scaler: "torch.amp.GradScaler", guard: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._transfers = transfers
+        self._guard = guard  # around what all ranks do together
         self._scaler = scaler
         self._unscaled: set[int] = set()
         scaler.scale(torch.zeros(()))  # makes its tensors
@@ -108,7 +112,8 @@ class PipelineScaler:
         mine = torch.zeros(1, dtype=torch.float64)
         for one in found.values():
             mine += one.double()
-        total = self._transfers.sum("found_inf", mine)
+        with self._guard():
+            total = self._transfers.sum("found_inf", mine)
         if not found:
             found[torch.device("cpu")] = torch.zeros((), dtype=torch.float32)
         for one in found.values():
