@@ -48,7 +48,7 @@ void ReshardService::takeArrival(int32_t peer, Arrival arrival) {
     network_->setAddress(peer, arrival.address);
   }
   if (const auto failed = failed_.find(pipelineWatch(arrival.ranks, arrival.count)); failed != failed_.end()) {
-    network_->sendControl(peer, encode(FailNotice{failed->first, failed->second}));
+    network_->sendControl(peer, encode(FailNotice{failed->first, failed->second, {}}));
   }
   for (OwnArrival& own : own_arrivals_) {
     tellArrival(own, peer);
@@ -216,7 +216,7 @@ void ReshardService::abandonArrival(const std::vector<int64_t>& ranks, uint64_t 
     remember(key, failure);
     for (const int32_t peer : peers) {
       if (peer != options_.group_rank && !lost_.contains(peer) && network_->hasAddress(peer)) {
-        network_->sendControl(peer, encode(FailNotice{key, failure}));
+        network_->sendControl(peer, encode(FailNotice{key, failure, {}}));
       }
     }
   });

@@ -106,7 +106,7 @@ void ReshardService::release(const CallKey& watch, std::optional<Failure> farewe
       ActiveCall call = std::move(found->second);
       for (const int32_t peer : call.request.prepared->participant_peers) {
         if (farewell.has_value() && peer != options_.group_rank && !lost_.contains(peer)) {
-          network_->sendControl(peer, encode(FailNotice{watch, *farewell}));
+          network_->sendControl(peer, encode(FailNotice{watch, *farewell, {}}));
         }
       }
       calls_.erase(found);

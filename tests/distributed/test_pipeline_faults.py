@@ -145,7 +145,8 @@ def computes_after_a_failure(rank: int, world_size: int) -> int:
 
 
 def test_no_action_begins_after_a_failure() -> None:
-    assert spawn(computes_after_a_failure, 2, timeout=60)[0] == 2
+    """Its first forward may end before or after the failure; a second one lasts until then, and there is no third."""
+    assert spawn(computes_after_a_failure, 2, timeout=60)[0] in (1, 2)
 
 
 def loss_raises(rank: int, world_size: int) -> tuple[int, str]:
