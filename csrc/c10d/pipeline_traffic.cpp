@@ -86,7 +86,7 @@ void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCal
 void PipelineTraffic::close() {
   if (!std::exchange(is_closed_, true)) {
     const std::string text = "rank " + std::to_string(group_->globalRank()) + " has closed the pipeline's engine";
-    group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, -1, 0, turn_ + 1});
+    group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, turn_ + 1});
     describeBy([] { return std::string("has closed the pipeline"); });
   }
 }

@@ -49,7 +49,7 @@ class PipelineTraffic {
   /// Ends the pipeline on every rank.
   void fail(runtime::Failure failure);
   /// Ends it with a ValueError: on the others once they come to this rank's turn.
-  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, -1, 0, turn_}); }
+  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, turn_}); }
   const std::shared_ptr<ReshardGroup>& group() const { return group_; }
   /// Ends the watch here; the others get a PeerError in their next turn. Idempotent.
   void close();

@@ -114,7 +114,7 @@ std::optional<Failure> ReshardService::conflictOf(const Arrival& arrival, int32_
     }
   }
   countSettled(arrival);
-  Failure out{FailureKind::kMistake, {}, {}, -1, -1, peer, arrival.number};
+  Failure out{FailureKind::kMistake, {}, {}, -1, -1, 0, peer, arrival.number};
   const std::string there = "rank " + std::to_string(globalRank(peer));
   const std::string here = "rank " + std::to_string(globalRank(options_.group_rank));
   if (arrival.failure.has_value()) {
