@@ -11,7 +11,6 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-ROOMS = ("core", "core/resharding", "core/pipeline", "transport", "runtime", "c10d", "bindings")
 TORCH_VERSION = torch.__version__.split("+")[0]
 TORCH_MINOR = ".".join(TORCH_VERSION.split(".")[:2])
 os.environ.setdefault("MAX_JOBS", "2")
@@ -20,7 +19,7 @@ os.chdir(ROOT)
 
 def sources() -> list[str]:
     """C++ files of all rooms, relative to the root, in a fixed order."""
-    return sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp"))
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
 
 
 class BuildWithTorchRecord(BuildExtension):

@@ -34,7 +34,7 @@ tidy_torch_rooms() {
   local found
   found=build/torch-$("$PYTHON" -c 'import sysconfig, torch; print(torch.__version__.split("+")[0], sysconfig.get_config_var("SOABI"), sep="-")')
   [ -f "$found/build.ninja" ] || { echo "no build.ninja under $found: build the extension first" && return 1; }
-  ninja -C "$found" -t compdb >"$found/compile_commands.json" && tidy "$found" csrc/c10d/*.cpp csrc/bindings/*.cpp
+  ninja -C "$found" -t compdb >"$found/compile_commands.json" && tidy "$found" csrc/c10d/*.cpp csrc/pipeline/*.cpp csrc/bindings/*.cpp
 }
 if [ $fix = 1 ]; then
   cpp_files | xargs clang-format -i
@@ -52,6 +52,6 @@ check "clang-tidy (core)" tidy build/cpp-plain "${core[@]}"
 if [ $all = 1 ]; then
   mapfile -t rooms < <(find csrc/transport csrc/runtime -name '*.cpp' | LC_ALL=C sort)
   check "clang-tidy (transport, runtime)" tidy build/cpp-plain "${rooms[@]}"
-  check "clang-tidy (c10d, bindings)" tidy_torch_rooms
+  check "clang-tidy (c10d, pipeline, bindings)" tidy_torch_rooms
 fi
 [ ${#failed[@]} -eq 0 ] || { printf 'lint failed: %s\n' "${failed[*]}" && exit 1; }

@@ -20,7 +20,7 @@ NUM_LAYOUTS = 200
 def build(folder: Path, name: str) -> Path:
     """Compiles the core and print_plans.cpp as one translation unit, which is quicker than file by file."""
     program, unit = folder / f"print_plans_{name}", folder / f"{name}.cpp"
-    sources = sorted(CORE.glob("*.cpp")) + sorted((CORE / "resharding").glob("*.cpp"))
+    sources = sorted(CORE.glob("*.cpp")) + sorted((CORE / "resharding").rglob("*.cpp"))
     sources.append(ROOT / "tests" / "cpp" / "print_plans.cpp")
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
     subprocess.run(["g++", *FLAGS, *BUILDS[name], str(unit), "-o", str(program)], check=True)

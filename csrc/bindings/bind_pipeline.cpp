@@ -3,22 +3,22 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
-#include "c10d/pipeline_place.h"
-#include "c10d/pipeline_traffic.h"
 #include "core/error.h"
 #include "core/pipeline/schedule.h"
+#include "pipeline/place.h"
+#include "pipeline/traffic.h"
 
 namespace py = pybind11;
 
 namespace xmesh::bindings {
 namespace {
 
-using c10d_backend::EdgeLayout;
-using c10d_backend::EdgePlans;
-using c10d_backend::ForwardResult;
-using c10d_backend::PipelinePlace;
-using c10d_backend::PipelineTraffic;
-using c10d_backend::StageLayout;
+using pipeline::EdgeLayout;
+using pipeline::EdgePlans;
+using pipeline::ForwardResult;
+using pipeline::PipelinePlace;
+using pipeline::PipelineTraffic;
+using pipeline::StageLayout;
 using runtime::PreparedPlan;
 
 using Release = py::call_guard<py::gil_scoped_release>;
@@ -32,7 +32,7 @@ std::shared_ptr<py::object> shared(py::object object) {
           }};
 }
 
-c10d_backend::StageRunner::Forward forwardOf(py::object function) {
+pipeline::StageRunner::Forward forwardOf(py::object function) {
   return [function = shared(std::move(function))](int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs) {
     const py::gil_scoped_acquire gil;
     auto [outputs, loss] = (*function)(stage, microbatch, std::move(inputs)).cast<std::pair<std::vector<at::Tensor>, std::optional<at::Tensor>>>();
@@ -43,7 +43,7 @@ c10d_backend::StageRunner::Forward forwardOf(py::object function) {
 std::vector<PipelineTraffic::Prepared> constPlans(const Plans& plans) { return {plans.begin(), plans.end()}; }
 
 /// Runs without the GIL; a Python exception inside autograd becomes that exception.
-void run(PipelinePlace& place, const std::vector<core::Action>& actions, c10d_backend::StepInputs inputs, c10d_backend::PlaceStepPlans plans) {
+void run(PipelinePlace& place, const std::vector<core::Action>& actions, pipeline::StepInputs inputs, pipeline::PlaceStepPlans plans) {
   try {
     const py::gil_scoped_release no_gil;
     place.run(actions, std::move(inputs), std::move(plans));
@@ -65,7 +65,7 @@ py::list spansOf(const PipelinePlace& place) {
 /// Whether a send, the edge, the microbatch, whether gradients, begin, end.
 py::list transfersOf(const PipelinePlace& place) {
   py::list out;
-  for (const c10d_backend::TransferSpan& span : place.boundary().spans()) {
+  for (const pipeline::TransferSpan& span : place.boundary().spans()) {
     out.append(py::make_tuple(span.is_send, span.transfer.edge, span.transfer.microbatch, span.transfer.is_gradient, span.begin_ns, span.end_ns));
   }
   return out;

@@ -15,7 +15,7 @@
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
 #include "transport/local_address.h"
-#include "transport/tcp_network.h"
+#include "transport/tcp/network.h"
 
 namespace xmesh::c10d_backend {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "core/resharding/plan.h"
-#include "transport/transport.h"
+#include "transport/host_transport.h"
 
 namespace xmesh::runtime {
 

@@ -2,21 +2,22 @@
 
 #include <chrono>
 
-#include "core/error.h"
-
 namespace xmesh::runtime {
 
 using core::Action;
-using core::ActionKind;
+using core::Crossing;
 
 std::vector<PlaceStep> placeProgram(const std::vector<Action>& actions, const std::vector<PlaceEdge>& edges) {
   std::vector<PlaceStep> out;
   out.reserve(actions.size());
   for (const Action& action : actions) {
-    const bool is_forward = action.kind == ActionKind::kForward;
-    core::require(is_forward || action.kind == ActionKind::kBackward, "this engine runs forward and full backward actions, got " + action.str());
     PlaceStep& step = out.emplace_back();
     step.action = action;
+    const Crossing crossing = core::crossingOf(action.kind);
+    if (crossing == Crossing::kNothing) {
+      continue;
+    }
+    const bool is_forward = crossing == Crossing::kValues;
     for (size_t i = 0; i < edges.size(); ++i) {
       const PlaceEdge& edge = edges[i];
       const Transfer transfer{static_cast<int32_t>(i), action.microbatch, !is_forward};
@@ -38,7 +39,7 @@ int64_t steadyNanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void Engine::run(const std::vector<PlaceStep>& steps, StageRunner& runner, BoundaryTraffic& traffic) {
+void Engine::run(const std::vector<PlaceStep>& steps, ActionRunner& runner, BoundaryTraffic& traffic) {
   spans_.clear();
   spans_.reserve(2 * steps.size());
   failed_action_.reset();
@@ -88,15 +89,11 @@ void Engine::waitReceives(const PlaceStep& step, BoundaryTraffic& traffic) {
   spans_.push_back({EngineSpan::Kind::kWait, step.action, begin_ns, steadyNanoseconds()});
 }
 
-void Engine::compute(const Action& action, StageRunner& runner) {
+void Engine::compute(const Action& action, ActionRunner& runner) {
   enter(State::kComputing, action);
   const int64_t begin_ns = steadyNanoseconds();
   try {
-    if (action.kind == ActionKind::kForward) {
-      runner.forward(action.stage, action.microbatch);
-    } else {
-      runner.backward(action.stage, action.microbatch);
-    }
+    runner.run(action);
   } catch (...) {
     failed_action_ = action;
     enter(State::kIdle);

@@ -21,12 +21,11 @@ struct Transfer {
 };
 
 /// Computes. Called on the thread that runs the engine.
-class StageRunner {
+class ActionRunner {
  public:
-  virtual ~StageRunner() = default;
-  virtual void forward(int32_t stage, int32_t microbatch) = 0;
-  /// Input and weight gradients.
-  virtual void backward(int32_t stage, int32_t microbatch) = 0;
+  virtual ~ActionRunner() = default;
+  /// What its kind says, for its stage and microbatch.
+  virtual void run(const core::Action& action) = 0;
   /// What the action made has been handed to the traffic: what only that needed may go.
   virtual void release(const core::Action& action) = 0;
 };
@@ -95,7 +94,7 @@ class Engine {
   explicit Engine(EngineOptions options) : options_(options) {}
 
   /// Throws what the runner or the traffic throws; failedAction() then tells whether it was the runner.
-  void run(const std::vector<PlaceStep>& steps, StageRunner& runner, BoundaryTraffic& traffic);
+  void run(const std::vector<PlaceStep>& steps, ActionRunner& runner, BoundaryTraffic& traffic);
   /// The action in which the last run's runner threw.
   std::optional<core::Action> failedAction() const { return failed_action_; }
   /// Of the last run, by begin.
@@ -113,7 +112,7 @@ class Engine {
   /// Posts what step `current`, which comes next, and those after it receive, as far ahead as the options say.
   void postReceives(const std::vector<PlaceStep>& steps, size_t current, Posted& posted, BoundaryTraffic& traffic) const;
   void enter(State state, const core::Action& action = {});
-  void compute(const core::Action& action, StageRunner& runner);
+  void compute(const core::Action& action, ActionRunner& runner);
   void waitReceives(const PlaceStep& step, BoundaryTraffic& traffic);
 
   const EngineOptions options_;

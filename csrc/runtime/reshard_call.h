@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "core/resharding/plan.h"
-#include "runtime/agreement.h"
+#include "runtime/agreement/messages.h"
 #include "runtime/failure.h"
-#include "runtime/pacer.h"
+#include "runtime/host/pacer.h"
 #include "runtime/program.h"
 
 namespace xmesh::runtime {

@@ -14,11 +14,11 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/agreement.h"
-#include "runtime/host_executor.h"
-#include "runtime/pacer.h"
+#include "runtime/agreement/messages.h"
+#include "runtime/host/host_executor.h"
+#include "runtime/host/pacer.h"
+#include "runtime/host/staging_pool.h"
 #include "runtime/reshard_call.h"
-#include "runtime/staging_pool.h"
 #include "transport/peer_network.h"
 
 namespace xmesh::runtime {

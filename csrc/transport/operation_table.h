@@ -8,7 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/host_transport.h"
 
 namespace xmesh::transport {
 

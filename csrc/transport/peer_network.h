@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "transport/transport.h"
+#include "transport/host_transport.h"
 
 namespace xmesh::transport {
 

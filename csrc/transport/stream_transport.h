@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "transport/transport.h"
+#include "transport/host_transport.h"
 
 namespace xmesh::transport {
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/resharding/plan_json.h"
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "random_layouts.h"
 
 namespace {

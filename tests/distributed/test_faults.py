@@ -101,7 +101,7 @@ def test_receiver_killed_at_random(turn: int) -> None:
 
 BULK = Layout((1 << 22,), torch.int32, xm.Mesh([0]), (Replicate(),), xm.Mesh([1]), (Replicate(),))  # 16 MiB
 
-RING_BYTES = 1 << 20  # kRingBytes in csrc/transport/shared_ring.h; a page before them says whose they are
+RING_BYTES = 1 << 20  # kRingBytes in csrc/transport/tcp/shared_ring.h; a page before them says whose they are
 
 
 def rings() -> list[range]:

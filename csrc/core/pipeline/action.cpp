@@ -29,6 +29,32 @@ bool takeNumber(std::string_view& rest, int32_t& number) {
 
 }  // namespace
 
+Crossing crossingOf(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward:
+      return Crossing::kValues;
+    case ActionKind::kBackward:
+    case ActionKind::kBackwardInput:
+      return Crossing::kGradients;
+    case ActionKind::kBackwardWeight:
+      return Crossing::kNothing;
+  }
+  throw InvalidArgument("no such kind of action: " + std::to_string(static_cast<int>(kind)));
+}
+
+FlightChange flightChangeOf(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward:
+      return FlightChange::kBegins;
+    case ActionKind::kBackwardInput:
+      return FlightChange::kGoesOn;
+    case ActionKind::kBackward:
+    case ActionKind::kBackwardWeight:
+      return FlightChange::kEnds;
+  }
+  throw InvalidArgument("no such kind of action: " + std::to_string(static_cast<int>(kind)));
+}
+
 std::string Action::str() const { return std::to_string(stage) + static_cast<char>(kind) + std::to_string(microbatch); }
 
 Action Action::parse(std::string_view text) {

@@ -15,14 +15,28 @@ enum class ActionKind : char {
   kBackwardWeight = 'W',  ///< weight gradients, after I of the same stage and microbatch
 };
 
+/// What an action waits for from other stages, and makes for others, over its stage's edges.
+enum class Crossing : uint8_t {
+  kValues,     ///< F: takes its stage's inputs, makes its outputs
+  kGradients,  ///< B and I: take the outputs' gradients, make those of the inputs
+  kNothing,    ///< W: all it needs is at its stage
+};
+Crossing crossingOf(ActionKind kind);
+
+/// What becomes of what a stage holds for a microbatch between its actions (a flight).
+enum class FlightChange : uint8_t {
+  kBegins,  ///< F
+  kGoesOn,  ///< I: W still needs it
+  kEnds,    ///< B and W
+};
+FlightChange flightChangeOf(ActionKind kind);
+
 /// One cell of a schedule: a computation of one stage for one microbatch.
 struct Action {
   ActionKind kind = ActionKind::kForward;
   int32_t stage = 0;
   int32_t microbatch = 0;
 
-  /// B or I: what produces the gradients of the stage's inputs.
-  bool isInputGradient() const { return kind == ActionKind::kBackward || kind == ActionKind::kBackwardInput; }
   /// "2F0": stage, kind, microbatch; the notation of torch.distributed.pipelining.
   std::string str() const;
   /// Reads str(); spaces around it are ignored. Throws InvalidArgument that says what was expected; communication and FSDP actions

@@ -18,7 +18,7 @@ int64_t indexOf(ActionKind kind) {
     case ActionKind::kBackwardWeight:
       return 3;
   }
-  return 0;
+  throw InvalidArgument("no such kind of action: " + std::to_string(static_cast<int>(kind)));
 }
 
 }  // namespace
@@ -92,7 +92,8 @@ void ActionTable::add(const Action& action, CellPosition position) {
 void ActionTable::checkKinds() const {
   for (int32_t node = 0; node < numNodes(); ++node) {
     const Action& action = actions_[static_cast<size_t>(node)];
-    if (action.kind != ActionKind::kBackwardInput && action.kind != ActionKind::kBackwardWeight) {
+    const bool is_split = crossingOf(action.kind) != Crossing::kValues && action.kind != ActionKind::kBackward;
+    if (!is_split) {
       continue;
     }
     const Action full{ActionKind::kBackward, action.stage, action.microbatch};
@@ -118,19 +119,23 @@ std::vector<ActionTable::Dependency> ActionTable::dependenciesOf(int32_t node) c
       out.push_back({first, edge});
     }
   };
-  if (action.kind == ActionKind::kForward) {
-    for (int32_t edge : edges_into_[stage]) {
-      push(find({ActionKind::kForward, edges_[static_cast<size_t>(edge)].from, action.microbatch}), edge);
-    }
-  } else if (action.kind == ActionKind::kBackwardWeight) {
-    push(find({ActionKind::kBackwardInput, action.stage, action.microbatch}), -1);
-  } else {
-    push(find({ActionKind::kForward, action.stage, action.microbatch}), -1);
-    for (int32_t edge : edges_out_of_[stage]) {
-      if (edges_[static_cast<size_t>(edge)].has_gradient) {
-        push(findInputGradient(edges_[static_cast<size_t>(edge)].to, action.microbatch), edge);
+  switch (crossingOf(action.kind)) {
+    case Crossing::kValues:
+      for (int32_t edge : edges_into_[stage]) {
+        push(find({ActionKind::kForward, edges_[static_cast<size_t>(edge)].from, action.microbatch}), edge);
       }
-    }
+      break;
+    case Crossing::kGradients:
+      push(find({ActionKind::kForward, action.stage, action.microbatch}), -1);
+      for (int32_t edge : edges_out_of_[stage]) {
+        if (edges_[static_cast<size_t>(edge)].has_gradient) {
+          push(findInputGradient(edges_[static_cast<size_t>(edge)].to, action.microbatch), edge);
+        }
+      }
+      break;
+    case Crossing::kNothing:
+      push(find({ActionKind::kBackwardInput, action.stage, action.microbatch}), -1);
+      break;
   }
   return out;
 }

@@ -56,7 +56,7 @@ double secondsOf(const StageSeconds& stage, ActionKind kind) {
     case ActionKind::kBackwardWeight:
       return stage.backward_weight_s;
   }
-  return 0;
+  throw InvalidArgument("no such kind of action: " + std::to_string(static_cast<int>(kind)));
 }
 
 struct Event {
@@ -138,7 +138,7 @@ class Simulation {
     }
     const EdgeCost& edge = costs_.edges[static_cast<size_t>(dependency.edge)];
     const Action& user = table_.action(node);
-    const TransferCost& cost = user.kind == ActionKind::kForward ? edge.forward : edge.backward;
+    const TransferCost& cost = crossingOf(user.kind) == Crossing::kValues ? edge.forward : edge.backward;
     const double seconds = cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
     transfers_of_[static_cast<size_t>(dependency.node)].push_back(static_cast<int32_t>(transfers_.size()));
     const NicFlow flow{table_.placeOf(dependency.node), table_.placeOf(node), seconds};
@@ -250,12 +250,21 @@ std::vector<int32_t> peakInFlight(const Schedule& schedule) {
   std::vector<int32_t> peak = now;
   for (const auto& cells : schedule.cells) {
     for (const std::optional<Action>& cell : cells) {
-      if (!cell || cell->kind == ActionKind::kBackwardInput) {
+      if (!cell) {
         continue;
       }
-      const auto stage = static_cast<size_t>(cell->stage);
-      now[stage] += cell->kind == ActionKind::kForward ? 1 : -1;
-      peak[stage] = std::max(peak[stage], now[stage]);
+      int32_t& in_flight = now[static_cast<size_t>(cell->stage)];
+      switch (flightChangeOf(cell->kind)) {
+        case FlightChange::kBegins:
+          ++in_flight;
+          break;
+        case FlightChange::kGoesOn:
+          break;
+        case FlightChange::kEnds:
+          --in_flight;
+          break;
+      }
+      peak[static_cast<size_t>(cell->stage)] = std::max(peak[static_cast<size_t>(cell->stage)], in_flight);
     }
   }
   return peak;

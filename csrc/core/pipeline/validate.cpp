@@ -126,7 +126,7 @@ void checkRendezvous(const ActionTable& table) {
   for (int32_t node = 0; node < table.numNodes(); ++node) {
     for (const ActionTable::Dependency& dependency : table.dependenciesOf(node)) {
       if (dependency.edge >= 0 && table.placeOf(dependency.node) != table.placeOf(node)) {
-        auto& pairs = table.action(node).kind == ActionKind::kForward ? forward : backward;
+        auto& pairs = crossingOf(table.action(node).kind) == Crossing::kValues ? forward : backward;
         pairs[static_cast<size_t>(dependency.edge)].emplace_back(dependency.node, node);
       }
     }

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/json.h"
 #include "core/resharding/decompose.h"
-#include "core/resharding/json.h"
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "core/resharding/validate.h"
 
 namespace xmesh::core {

@@ -3,11 +3,11 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/json.h"
 #include "core/resharding/fingerprint.h"
-#include "core/resharding/json.h"
 #include "core/resharding/plan_json.h"
+#include "core/resharding/plan_resharding.h"
 #include "core/resharding/plan_text.h"
-#include "core/resharding/planner.h"
 #include "published_cases.h"
 #include "random_layouts.h"
 #include "runtime/random_plan.h"

@@ -5,7 +5,7 @@
 #include "core/error.h"
 #include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "core/resharding/simulate.h"
 #include "core/resharding/validate.h"
 #include "element_oracle.h"

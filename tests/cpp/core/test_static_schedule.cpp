@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "core/resharding/simulate.h"
-#include "core/resharding/static_schedule.h"
+#include "core/resharding/striped/static_schedule.h"
 #include "core/resharding/validate.h"
 
 namespace xmesh::core {

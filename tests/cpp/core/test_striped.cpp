@@ -6,10 +6,10 @@
 #include <random>
 
 #include "core/resharding/host_load.h"
-#include "core/resharding/planner.h"
-#include "core/resharding/port_matching.h"
+#include "core/resharding/plan_resharding.h"
+#include "core/resharding/striped/port_matching.h"
+#include "core/resharding/striped/water_fill.h"
 #include "core/resharding/validate.h"
-#include "core/resharding/water_fill.h"
 #include "published_cases.h"
 #include "random_layouts.h"
 

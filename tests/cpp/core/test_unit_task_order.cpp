@@ -4,11 +4,11 @@
 #include <numeric>
 #include <random>
 
+#include "core/resharding/broadcast/sender_assignment.h"
+#include "core/resharding/broadcast/unit_task_order.h"
 #include "core/resharding/decompose.h"
 #include "core/resharding/host_sets.h"
 #include "core/resharding/network.h"
-#include "core/resharding/sender_assignment.h"
-#include "core/resharding/unit_task_order.h"
 #include "published_cases.h"
 
 namespace xmesh::core {

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "core/resharding/validate.h"
 #include "element_oracle.h"
 #include "random_layouts.h"

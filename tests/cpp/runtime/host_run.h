@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "runtime/host_executor.h"
+#include "runtime/host/host_executor.h"
 #include "runtime/reshard_case.h"
-#include "transport/fake_host_network.h"
+#include "transport/fakes/fake_host_network.h"
 
 namespace xmesh::replay {
 

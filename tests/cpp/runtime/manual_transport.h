@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/host_transport.h"
 
 namespace xmesh::replay {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "runtime/reshard_case.h"
-#include "runtime/stream_executor.h"
-#include "transport/fake_stream_network.h"
+#include "runtime/stream/stream_executor.h"
+#include "transport/fakes/fake_stream_network.h"
 
 namespace xmesh::replay {
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "random_layouts.h"
 #include "runtime/channels.h"
 #include "runtime/plans.h"

@@ -21,10 +21,14 @@ std::string text(const Transfer& transfer) {
 }
 
 /// Writes a log that both fakes share.
-class Recorder final : public StageRunner, public BoundaryTraffic {
+class Recorder final : public ActionRunner, public BoundaryTraffic {
  public:
-  void forward(int32_t stage, int32_t microbatch) override { compute({ActionKind::kForward, stage, microbatch}); }
-  void backward(int32_t stage, int32_t microbatch) override { compute({ActionKind::kBackward, stage, microbatch}); }
+  void run(const Action& action) override {
+    log.push_back(action.str());
+    if (action.str() == fails) {
+      throw std::runtime_error("no");
+    }
+  }
   void release(const Action& action) override { log.push_back("release " + action.str()); }
   void postReceive(const Transfer& transfer) override {
     log.push_back("post " + text(transfer));
@@ -49,14 +53,6 @@ class Recorder final : public StageRunner, public BoundaryTraffic {
   size_t peak_posted = 0;
   std::string fails;        ///< the action that throws
   std::string fails_after;  ///< the line after which the traffic has failed
-
- private:
-  void compute(const Action& action) {
-    log.push_back(action.str());
-    if (action.str() == fails) {
-      throw std::runtime_error("no");
-    }
-  }
 };
 
 std::vector<PlaceStep> middleOfThree(int32_t num_microbatches) {
@@ -81,7 +77,15 @@ TEST(PlaceProgram, AnEdgeInsideThePlaceIsSentAndReceived) {
   EXPECT_EQ(steps[0].sends.size(), 1U);
 }
 
-TEST(PlaceProgram, RefusesSplitBackwards) { EXPECT_THROW(placeProgram({{ActionKind::kBackwardInput, 0, 0}}, {}), core::InvalidArgument); }
+TEST(PlaceProgram, OfASplitBackwardTheInputGradientsCross) {
+  const std::vector<PlaceEdge> edges = {{0, 1, true, false, true}, {1, 2, true, true, false}};
+  const std::vector<PlaceStep> split = placeProgram({{ActionKind::kBackwardInput, 1, 0}, {ActionKind::kBackwardWeight, 1, 0}}, edges);
+  const std::vector<PlaceStep> full = placeProgram({{ActionKind::kBackward, 1, 0}}, edges);
+  EXPECT_EQ(split[0].receives, full[0].receives);
+  EXPECT_EQ(split[0].sends, full[0].sends);
+  EXPECT_TRUE(split[1].receives.empty());
+  EXPECT_TRUE(split[1].sends.empty());
+}
 
 TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
   Recorder recorder;

@@ -2,8 +2,8 @@
 
 #include <map>
 
-#include "core/resharding/planner.h"
-#include "runtime/pacer.h"
+#include "core/resharding/plan_resharding.h"
+#include "runtime/host/pacer.h"
 
 namespace xmesh::runtime {
 namespace {

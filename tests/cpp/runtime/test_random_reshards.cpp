@@ -4,7 +4,7 @@
 #include <random>
 #include <string>
 
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "random_layouts.h"
 #include "runtime/host_run.h"
 #include "runtime/random_plan.h"

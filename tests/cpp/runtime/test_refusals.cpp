@@ -5,7 +5,7 @@
 #include <random>
 
 #include "runtime/reshard_service.h"
-#include "transport/fake_host_network.h"
+#include "transport/fakes/fake_host_network.h"
 
 // Programs of calls that some ranks refuse, with and without a name, run in any order that the network allows: who calls is told of the refusal, and
 // the next call works.

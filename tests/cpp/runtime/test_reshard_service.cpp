@@ -5,9 +5,9 @@
 
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
-#include "core/resharding/planner.h"
+#include "core/resharding/plan_resharding.h"
 #include "runtime/reshard_service.h"
-#include "transport/fake_host_network.h"
+#include "transport/fakes/fake_host_network.h"
 
 namespace xmesh::runtime {
 namespace {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "runtime/staging_pool.h"
+#include "runtime/host/staging_pool.h"
 
 namespace xmesh::runtime {
 namespace {

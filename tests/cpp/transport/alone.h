@@ -11,7 +11,7 @@
 
 #include "transport/network_cluster.h"
 #include "transport/raw_socket.h"
-#include "transport/tcp_network.h"
+#include "transport/tcp/network.h"
 
 namespace xmesh::transport::test {
 

@@ -1,5 +1,5 @@
 // What FakeHostNetwork offers beyond PeerNetwork: its clock and its faults.
-#include "transport/fake_host_network.h"
+#include "transport/fakes/fake_host_network.h"
 
 #include <gtest/gtest.h>
 

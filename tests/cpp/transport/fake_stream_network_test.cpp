@@ -1,4 +1,4 @@
-#include "transport/fake_stream_network.h"
+#include "transport/fakes/fake_stream_network.h"
 
 #include <gtest/gtest.h>
 

@@ -1,11 +1,11 @@
-#include "transport/frame.h"
+#include "transport/tcp/frame.h"
 
 #include <gtest/gtest.h>
 
 #include <limits>
 
 #include "transport/operation_table.h"
-#include "transport/shared_ring.h"
+#include "transport/tcp/shared_ring.h"
 
 namespace xmesh::transport {
 namespace {

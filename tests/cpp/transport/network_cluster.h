@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "transport/fake_host_network.h"
+#include "transport/fakes/fake_host_network.h"
 #include "transport/peer_network.h"
-#include "transport/tcp_network.h"
+#include "transport/tcp/network.h"
 
 namespace xmesh::transport::test {
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <string_view>
 
-#include "transport/frame.h"
 #include "transport/socket.h"
+#include "transport/tcp/frame.h"
 
 namespace xmesh::transport::test {
 

@@ -1,4 +1,4 @@
-#include "transport/shared_ring.h"
+#include "transport/tcp/shared_ring.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

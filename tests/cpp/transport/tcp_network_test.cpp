@@ -1,6 +1,4 @@
 // What TcpNetwork promises beyond PeerNetwork: peers that die, shortages, forks.
-#include "transport/tcp_network.h"
-
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -16,6 +14,7 @@
 #include <vector>
 
 #include "transport/alone.h"
+#include "transport/tcp/network.h"
 
 namespace xmesh::transport::test {
 namespace {

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "transport/alone.h"
-#include "transport/shared_ring.h"
+#include "transport/tcp/shared_ring.h"
 
 namespace xmesh::transport::test {
 namespace {

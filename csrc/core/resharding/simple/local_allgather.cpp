@@ -1,0 +1,32 @@
+#include <cstddef>
+#include <vector>
+
+#include "core/resharding/simple/slice_messenger.h"
+#include "core/resharding/strategy_list.h"
+
+namespace xmesh::core {
+namespace {
+
+void planLocalAllgather(ReshardingPlan& plan, const Strategy& /*strategy*/) {
+  SliceMessenger messenger(plan);
+  for (size_t task = 0; task < plan.tasks.size(); ++task) {
+    const std::vector<int64_t> needers = messenger.lackingNeeders(task);
+    for (size_t begin = 0, end = 0; begin < needers.size(); begin = end) {
+      const int32_t host = messenger.network().hostOfGlobal(needers[begin]);
+      while (end < needers.size() && messenger.network().hostOfGlobal(needers[end]) == host) {
+        ++end;
+      }
+      messenger.scatterAndGather(task, {needers.begin() + static_cast<std::ptrdiff_t>(begin), needers.begin() + static_cast<std::ptrdiff_t>(end)});
+    }
+  }
+  messenger.finish();
+}
+
+}  // namespace
+
+StrategyInfo localAllgatherStrategy() {
+  return {"local_allgather", "each receiving host gets a slice once, in parts, and gathers them over its own links", {}, {}, false,
+          planLocalAllgather};
+}
+
+}  // namespace xmesh::core

@@ -1,0 +1,274 @@
+#include "core/resharding/striped/static_schedule.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+#include <span>
+#include <tuple>
+#include <utility>
+
+#include "core/resharding/striped/ring_gather.h"
+
+namespace xmesh::core {
+namespace {
+
+/// Blocks that a process receives in the rounds of one phase of the circulant graph; negative: of the phase before.
+class ReceiveSchedule {
+ public:
+  explicit ReceiveSchedule(int32_t num_processes) : num_processes_(num_processes) {
+    const auto rounds = static_cast<size_t>(std::bit_width(static_cast<uint32_t>(num_processes - 1)));
+    skip_.assign(rounds + 2, 0);
+    skip_[rounds] = num_processes;
+    for (size_t k = rounds; k-- > 0;) {
+      skip_[k] = (skip_[k + 1] + 1) / 2;
+    }
+    skip_[rounds + 1] = 2 * num_processes;
+  }
+
+  int32_t numRounds() const { return static_cast<int32_t>(skip_.size()) - 2; }
+  int32_t skip(int32_t round) const { return skip_[static_cast<size_t>(round)]; }
+
+  std::vector<int32_t> blocksOf(int32_t process) {
+    const int32_t q = numRounds();
+    // A doubly linked list q, q - 1, ..., 0 of the skips not yet used; index e + 1, so that -1 is its anchor.
+    next_.assign(static_cast<size_t>(q) + 2, 0);
+    previous_.assign(static_cast<size_t>(q) + 2, 0);
+    for (int32_t e = 0; e <= q; ++e) {
+      next(e) = e - 1;
+      previous(e) = e + 1;
+    }
+    previous(q) = -1;
+    next(-1) = q;
+    previous(-1) = 0;
+    const int32_t base = baseBlock(process);
+    unlink(base);
+    blocks_.assign(static_cast<size_t>(q), 0);
+    limit_ = 2 * num_processes_;
+    descend(num_processes_ + process, 0, q, 0);
+    for (int32_t& block : blocks_) {
+      block = block == q ? base : block - q;
+    }
+    return blocks_;
+  }
+
+ private:
+  int32_t& next(int32_t e) { return next_[static_cast<size_t>(e + 1)]; }
+  int32_t& previous(int32_t e) { return previous_[static_cast<size_t>(e + 1)]; }
+  void unlink(int32_t e) {
+    next(previous(e)) = next(e);
+    previous(next(e)) = previous(e);
+  }
+
+  /// The smallest skip on the greedy way from process 0; of process 0 itself the number of rounds.
+  int32_t baseBlock(int32_t process) const {
+    for (int32_t k = numRounds() - 1; k >= 0 && process > 0; --k) {
+      if (skip(k) == process) {
+        return k;
+      }
+      process -= skip(k) < process ? skip(k) : 0;
+    }
+    return numRounds();
+  }
+
+  /// Depth-first over sums of skips below `process`, finding for each round k the first one within [skip(k), skip(k + 1)] before it.
+  int32_t descend(int32_t process, int32_t reached, int32_t e, int32_t k) {
+    while (e != -1 && k < numRounds()) {
+      const int32_t further = reached + skip(e);
+      if (further <= process - skip(k) && further < limit_) {
+        if (further <= process - skip(k + 1)) {
+          k = descend(process, further, e, k);
+        }
+        if (k >= numRounds() || reached > process - skip(k + 1)) {
+          return k;
+        }
+        limit_ = further;
+        blocks_[static_cast<size_t>(k++)] = e;
+        unlink(e);
+      }
+      e = next(e);
+    }
+    return k;
+  }
+
+  int32_t num_processes_;
+  std::vector<int32_t> skip_;
+  std::vector<int32_t> next_;
+  std::vector<int32_t> previous_;
+  std::vector<int32_t> blocks_;
+  int32_t limit_ = 0;
+};
+
+/// Of two spans of one HostSetTable, which keeps equal sets once.
+bool isSame(std::span<const int32_t> a, std::span<const int32_t> b) { return a.data() == b.data() && a.size() == b.size(); }
+
+bool haveSameHosts(const std::vector<Atom>& atoms, const std::vector<int32_t>& indices) {
+  const Atom& first = atoms[static_cast<size_t>(indices[0])];
+  return std::all_of(indices.begin(), indices.end(), [&](int32_t index) {
+    const Atom& atom = atoms[static_cast<size_t>(index)];
+    return isSame(atom.sources, first.sources) && isSame(atom.receivers, first.receivers);
+  });
+}
+
+/// How many broadcasts take turns: with one a block that has just come must go on at once, and every round waits for the latency; with w a block
+/// has w - 1 rounds to arrive, but the pipeline is w times as deep.
+int32_t numTurns(const Shipments& shipments, const Network& network, const LinkModel& links, size_t num_blocks, size_t num_processes) {
+  const double chunk_s = static_cast<double>(shipments.chunk_bytes) / static_cast<double>(network.nicBytesPerS(0)) + 1e-6 * links.message_us;
+  const double latency_s = 1e-6 * links.latency_us;
+  const auto blocks = static_cast<double>(num_blocks);
+  const auto depth = static_cast<double>(std::bit_width(num_processes - 1));
+  const double turns = 1 + std::ceil(latency_s / chunk_s);
+  const double together_s = (blocks - 1 + depth) * (chunk_s + latency_s);
+  const double in_turns_s = (blocks + turns * (depth - 1)) * chunk_s;
+  return in_turns_s < together_s && turns <= blocks ? static_cast<int32_t>(turns) : 1;
+}
+
+std::vector<AtomTransfer> groupBroadcasts(const std::vector<int32_t>& indices, const Atom& atom, int32_t turns) {
+  const size_t num_groups = std::min(atom.sources.size(), atom.receivers.size());
+  std::vector<std::tuple<int32_t, size_t, AtomTransfer>> ordered;  // round, group
+  for (size_t group = 0; group < num_groups; ++group) {
+    std::vector<int32_t> hosts = {atom.sources[group]};
+    for (size_t k = group; k < atom.receivers.size(); k += num_groups) {
+      hosts.push_back(atom.receivers[k]);
+    }
+    for (int32_t turn = 0; turn < turns; ++turn) {
+      const int32_t num_blocks = (static_cast<int32_t>(indices.size()) - turn + turns - 1) / turns;
+      for (const BlockTransfer& block : circulantBroadcast(static_cast<int32_t>(hosts.size()), num_blocks)) {
+        const AtomTransfer transfer{indices[static_cast<size_t>(block.block * turns + turn)], hosts[static_cast<size_t>(block.from)],
+                                    hosts[static_cast<size_t>(block.to)]};
+        ordered.emplace_back(block.round * turns + turn, group, transfer);
+      }
+    }
+  }
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [](const auto& a, const auto& b) { return std::tie(std::get<0>(a), std::get<1>(a)) < std::tie(std::get<0>(b), std::get<1>(b)); });
+  std::vector<AtomTransfer> out;
+  out.reserve(ordered.size());
+  for (const auto& [round, group, transfer] : ordered) {
+    out.push_back(transfer);
+  }
+  return out;
+}
+
+/// Positions of the hosts in use among these, by host; -1 elsewhere.
+std::vector<int32_t> placesOf(const std::vector<bool>& is_used, int32_t& count) {
+  std::vector<int32_t> places(is_used.size(), -1);
+  count = 0;
+  for (size_t host = 0; host < is_used.size(); ++host) {
+    if (is_used[host]) {
+      places[host] = count++;
+    }
+  }
+  return places;
+}
+
+/// Stable counting sort of positions by their small numbers.
+std::vector<int32_t> sortedBy(const std::vector<int32_t>& positions, const std::vector<int32_t>& numbers, int32_t num_numbers) {
+  std::vector<size_t> next(static_cast<size_t>(num_numbers) + 1, 0);
+  for (int32_t position : positions) {
+    ++next[static_cast<size_t>(numbers[static_cast<size_t>(position)]) + 1];
+  }
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<int32_t> out(positions.size());
+  for (int32_t position : positions) {
+    out[next[static_cast<size_t>(numbers[static_cast<size_t>(position)])]++] = position;
+  }
+  return out;
+}
+
+std::vector<AtomTransfer> rotation(const Shipments& shipments, const std::vector<int32_t>& indices, int32_t num_hosts) {
+  std::vector<AtomTransfer> transfers;
+  transfers.reserve(indices.size());
+  std::vector<bool> sends(static_cast<size_t>(num_hosts), false);
+  std::vector<bool> receives(sends);
+  for (int32_t index : indices) {
+    const Atom& atom = shipments.atoms[static_cast<size_t>(index)];
+    transfers.push_back({index, atom.owner, atom.receivers[0]});
+    sends[static_cast<size_t>(atom.owner)] = true;
+    receives[static_cast<size_t>(atom.receivers[0])] = true;
+  }
+  int32_t num_senders = 0;
+  int32_t num_receivers = 0;
+  const std::vector<int32_t> sender_place = placesOf(sends, num_senders);
+  const std::vector<int32_t> receiver_place = placesOf(receives, num_receivers);
+  const int32_t num_steps = std::max(num_senders, num_receivers);
+  std::vector<int32_t> sender_of;
+  std::vector<int32_t> step_of;
+  for (const AtomTransfer& transfer : transfers) {
+    const int32_t sender = sender_place[static_cast<size_t>(transfer.src_host)];
+    sender_of.push_back(sender);
+    step_of.push_back((receiver_place[static_cast<size_t>(transfer.dst_host)] - sender + num_steps) % num_steps);
+  }
+  std::vector<int32_t> positions(transfers.size());
+  std::iota(positions.begin(), positions.end(), 0);
+  positions = sortedBy(sortedBy(positions, sender_of, num_senders), step_of, num_steps);
+  std::vector<AtomTransfer> out;
+  out.reserve(transfers.size());
+  for (int32_t position : positions) {
+    out.push_back(transfers[static_cast<size_t>(position)]);
+  }
+  return out;
+}
+
+}  // namespace
+
+std::vector<BlockTransfer> circulantBroadcast(int32_t num_processes, int32_t num_blocks) {
+  std::vector<BlockTransfer> out;
+  if (num_processes < 2 || num_blocks < 1) {
+    return out;
+  }
+  ReceiveSchedule schedule(num_processes);
+  const int32_t q = schedule.numRounds();
+  std::vector<std::vector<int32_t>> blocks;
+  for (int32_t process = 0; process < num_processes; ++process) {
+    blocks.push_back(schedule.blocksOf(process));
+  }
+  const int32_t idle_rounds = (q - (num_blocks - 1) % q) % q;
+  for (int32_t round = idle_rounds; round < num_blocks - 1 + q + idle_rounds; ++round) {
+    const int32_t k = round % q;
+    for (int32_t to = 1; to < num_processes; ++to) {
+      const int32_t block = std::min(num_blocks - 1, blocks[static_cast<size_t>(to)][static_cast<size_t>(k)] + round - k - idle_rounds);
+      if (block >= 0) {
+        out.push_back({round - idle_rounds, block, (to + num_processes - schedule.skip(k)) % num_processes, to});
+      }
+    }
+  }
+  return out;
+}
+
+StaticTransfers staticTransfers(const Shipments& shipments, const Network& network, const LinkModel& links) {
+  std::vector<int32_t> indices;  // of the atoms that move between hosts
+  bool has_one_receiver = true;
+  for (size_t i = 0; i < shipments.atoms.size(); ++i) {
+    const Atom& atom = shipments.atoms[i];
+    if (atom.part >= 0 || atom.num_parts > 0) {
+      return {};
+    }
+    if (!atom.receivers.empty()) {
+      indices.push_back(static_cast<int32_t>(i));
+      has_one_receiver = has_one_receiver && atom.receivers.size() == 1;
+    }
+  }
+  for (int32_t host = 1; host < network.numHosts(); ++host) {
+    if (network.nicBytesPerS(host) != network.nicBytesPerS(0)) {
+      return {};
+    }
+  }
+  if (indices.empty()) {
+    return {};
+  }
+  if (has_one_receiver) {
+    return {rotation(shipments, indices, network.numHosts()), false, false};
+  }
+  if (!haveSameHosts(shipments.atoms, indices)) {
+    std::vector<AtomTransfer> ring = ringGathers(shipments.atoms, indices, network.numHosts());
+    const bool is_ring = !ring.empty();
+    return {std::move(ring), false, is_ring};
+  }
+  const Atom& atom = shipments.atoms[static_cast<size_t>(indices[0])];
+  const size_t num_groups = std::min(atom.sources.size(), atom.receivers.size());
+  const size_t largest_group = (atom.receivers.size() + num_groups - 1) / num_groups + 1;
+  return {groupBroadcasts(indices, atom, numTurns(shipments, network, links, indices.size(), largest_group)), largest_group > 2, false};
+}
+
+}  // namespace xmesh::core

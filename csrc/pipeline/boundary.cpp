@@ -1,0 +1,109 @@
+#include "pipeline/boundary.h"
+
+#include <chrono>
+#include <utility>
+
+#include "core/error.h"
+
+namespace xmesh::pipeline {
+
+using runtime::Transfer;
+
+void PipelineBoundary::beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step) {
+  plans_ = std::move(plans);
+  for (size_t i = lanes_.size(); i < plans_.size(); ++i) {
+    lanes_.push_back({traffic_->lane(plans_[i]->lane), traffic_->lane(plans_[i]->lane + "/gradient")});
+  }
+  step_ = step;
+  pool_.beginStep();
+  spans_.clear();
+}
+
+void PipelineBoundary::endStep() {
+  traffic_->flush();
+  receives_.clear();
+  sends_.clear();
+}
+
+const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transfer) const {
+  const EdgePlans& plans = *plans_.at(static_cast<size_t>(transfer.edge));
+  return (transfer.is_gradient ? plans.backward : plans.forward).at(static_cast<size_t>(transfer.microbatch));
+}
+
+std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
+  const EdgeLayout& edge = runner_.edges()[static_cast<size_t>(transfer.edge)];
+  const std::vector<size_t>& differentiable = runner_.differentiable(transfer.edge);
+  const runtime::Program& program = *planOf(transfer)->program;
+  std::vector<at::Tensor> out;
+  out.reserve(static_cast<size_t>(program.numTensors()));
+  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
+    const auto i = static_cast<size_t>(tensor);
+    out.push_back(pool_.take(program.dstShape(tensor).value(), edge.dtypes.at(transfer.is_gradient ? differentiable.at(i) : i)));
+  }
+  return out;
+}
+
+PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, const std::vector<at::Tensor>& src, std::vector<at::Tensor> dst,
+                                                  bool is_send) {
+  const auto index = static_cast<size_t>(transfer.edge);
+  const std::shared_ptr<const EdgePlans>& plans = plans_[index];
+  const EdgeLayout& edge = runner_.edges()[index];
+  const uint64_t count = step_ * plans->forward.size() + static_cast<uint64_t>(transfer.microbatch);
+  const int64_t begin_ns = runtime::steadyNanoseconds();
+  PipelineTraffic::Call call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer), src,
+                                               dst, [transfer, from = edge.from, to = edge.to, step = step_, plans] {
+                                                 return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") + plans->values +
+                                                        "] from stage " + std::to_string(transfer.is_gradient ? to : from) + " to stage " +
+                                                        std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
+                                                        std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
+                                               });
+  return {std::move(call), {transfer, is_send, begin_ns, 0}, std::move(dst)};
+}
+
+void PipelineBoundary::wait(Pending& pending) {
+  traffic_->wait(pending.call);
+  pending.span.end_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(pending.call->endedAt().time_since_epoch()).count();
+  spans_.push_back(pending.span);
+}
+
+void PipelineBoundary::postReceive(const Transfer& transfer) {
+  if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
+    return;  // begun where the value is made, which is on this rank
+  }
+  receives_.insert_or_assign(transfer, begin(transfer, {}, buffersFor(transfer), false));
+}
+
+void PipelineBoundary::waitReceive(const Transfer& transfer) {
+  auto found = receives_.find(transfer);
+  core::require(found != receives_.end(), "a value is needed before it is made: the schedule is not valid");
+  wait(found->second);
+  Pending pending = std::move(found->second);
+  receives_.erase(found);
+  if (transfer.is_gradient) {
+    runner_.putGradients(transfer.edge, transfer.microbatch, std::move(pending.buffers));
+  } else {
+    runner_.putValues(transfer.edge, transfer.microbatch, std::move(pending.buffers));
+  }
+}
+
+void PipelineBoundary::send(const Transfer& transfer) {
+  const std::vector<at::Tensor> values =
+      transfer.is_gradient ? runner_.takeGradients(transfer.edge, transfer.microbatch) : runner_.takeValues(transfer.edge, transfer.microbatch);
+  if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
+    receives_.insert_or_assign(transfer, begin(transfer, values, buffersFor(transfer), true));
+    return;
+  }
+  while (!sends_.empty() && sends_.front().call->isCompleted()) {
+    wait(sends_.front());
+    sends_.pop_front();
+  }
+  sends_.push_back(begin(transfer, values, {}, true));
+}
+
+void PipelineBoundary::drain() {
+  for (; !sends_.empty(); sends_.pop_front()) {
+    wait(sends_.front());
+  }
+}
+
+}  // namespace xmesh::pipeline

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pipeline/stage_runner.h"
+#include "pipeline/tensor_pool.h"
+#include "pipeline/traffic.h"
+
+namespace xmesh::pipeline {
+
+/// The plans of one edge's transfers, by microbatch; equal microbatches share them.
+struct EdgePlans {
+  std::string lane;                                 ///< of the values; that of the gradients is derived
+  std::string values;                               ///< their names, for error texts
+  bool is_joint = false;                            ///< this rank gives and takes: one call does both
+  std::vector<PipelineTraffic::Prepared> forward;   ///< by microbatch
+  std::vector<PipelineTraffic::Prepared> backward;  ///< by microbatch; empty without gradients
+};
+
+/// A transfer in time: steady clock, nanoseconds, from its start (the value exists, or room is made for it) to its end.
+struct TransferSpan {
+  runtime::Transfer transfer;
+  bool is_send = false;
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+/// The transfers of one rank's stages, over its PipelineTraffic, with received values in pooled buffers.
+/// Threading: as the engine's.
+class PipelineBoundary final : public runtime::BoundaryTraffic {
+ public:
+  PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, StageRunner& runner) : traffic_(std::move(traffic)), runner_(runner) {}
+
+  /// The plans of the step that begins: one entry per edge of the runner (unused where the edge is local), and its number.
+  void beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step);
+  void endStep();
+
+  void postReceive(const runtime::Transfer& transfer) override;
+  void waitReceive(const runtime::Transfer& transfer) override;
+  void send(const runtime::Transfer& transfer) override;
+  void flush() override { traffic_->flush(); }
+  void drain() override;
+  void check() const override { traffic_->check(); }
+
+  const TensorPool& pool() const { return pool_; }
+  /// Of the last step's transfers that have ended.
+  const std::vector<TransferSpan>& spans() const { return spans_; }
+
+ private:
+  /// A transfer that has been begun.
+  struct Pending {
+    PipelineTraffic::Call call;
+    TransferSpan span;
+    std::vector<at::Tensor> buffers;  ///< that receive
+  };
+  struct EdgeLanes {
+    PipelineTraffic::Lane values;
+    PipelineTraffic::Lane gradients;
+  };
+  const PipelineTraffic::Prepared& planOf(const runtime::Transfer& transfer) const;
+  std::vector<at::Tensor> buffersFor(const runtime::Transfer& transfer);
+  Pending begin(const runtime::Transfer& transfer, const std::vector<at::Tensor>& src, std::vector<at::Tensor> dst, bool is_send);
+  void wait(Pending& pending);
+
+  std::shared_ptr<PipelineTraffic> traffic_;
+  StageRunner& runner_;
+  TensorPool pool_;
+  std::vector<std::shared_ptr<const EdgePlans>> plans_;
+  std::vector<EdgeLanes> lanes_;  ///< by edge
+  uint64_t step_ = 0;
+  std::map<runtime::Transfer, Pending> receives_;
+  std::deque<Pending> sends_;
+  std::vector<TransferSpan> spans_;
+};
+
+}  // namespace xmesh::pipeline

@@ -1,0 +1,46 @@
+#include "pipeline/place.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace xmesh::pipeline {
+
+PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges,
+                             StageRunner::Forward forward, runtime::EngineOptions options)
+    : traffic_(std::move(traffic)),
+      runner_(std::move(stages), std::move(edges), std::move(forward)),
+      boundary_(traffic_, runner_),
+      engine_(std::make_shared<runtime::Engine>(options)) {
+  traffic_->describeBy([engine = engine_] { return engine->describe(); });
+}
+
+PipelinePlace::~PipelinePlace() { traffic_->describeBy({}); }
+
+std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
+  std::vector<runtime::PlaceEdge> out;
+  for (const EdgeLayout& edge : runner_.edges()) {
+    const bool has_gradient = !edge.differentiable().empty();
+    out.push_back({edge.from, edge.to, has_gradient, edge.has_producer && !edge.is_local, edge.has_consumer && !edge.is_local});
+  }
+  return out;
+}
+
+void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans) {
+  std::vector<core::Action> own;
+  std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return runner_.has(action.stage); });
+  const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());
+  runner_.beginStep(std::move(inputs));
+  boundary_.beginStep(std::move(plans.edges), plans.step);
+  try {
+    engine_->run(steps, runner_, boundary_);
+  } catch (...) {
+    boundary_.endStep();
+    runner_.endStep();
+    throw;
+  }
+  boundary_.endStep();
+  runner_.endStep();
+}
+
+}  // namespace xmesh::pipeline

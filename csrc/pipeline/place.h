@@ -1,0 +1,43 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "pipeline/boundary.h"
+#include "pipeline/stage_runner.h"
+#include "pipeline/traffic.h"
+#include "runtime/engine.h"
+
+namespace xmesh::pipeline {
+
+/// What one step is given besides the runner's inputs.
+struct PlaceStepPlans {
+  uint64_t step = 0;
+  std::vector<std::shared_ptr<const EdgePlans>> edges;  ///< one per edge of the place
+};
+
+/// One rank's part of a pipeline: its stages, their transfers, and the engine that runs them in the order of a schedule.
+/// Threading: one thread, without the GIL.
+class PipelinePlace {
+ public:
+  PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges,
+                StageRunner::Forward forward, runtime::EngineOptions options);
+  ~PipelinePlace();
+  PipelinePlace(const PipelinePlace&) = delete;
+  PipelinePlace& operator=(const PipelinePlace&) = delete;
+
+  /// Runs those of `actions` once that are of this rank's stages; its place may have more. Whatever it throws, nothing of the step is left behind.
+  void run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans);
+  const runtime::Engine& engine() const { return *engine_; }
+  const PipelineBoundary& boundary() const { return boundary_; }
+
+ private:
+  std::vector<runtime::PlaceEdge> placeEdges() const;
+
+  std::shared_ptr<PipelineTraffic> traffic_;
+  StageRunner runner_;
+  PipelineBoundary boundary_;
+  std::shared_ptr<runtime::Engine> engine_;
+};
+
+}  // namespace xmesh::pipeline

@@ -1,0 +1,257 @@
+#include "pipeline/stage_runner.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "core/error.h"
+
+namespace xmesh::pipeline {
+
+using torch::autograd::Edge;
+
+std::vector<size_t> EdgeLayout::differentiable() const {
+  std::vector<size_t> out;
+  for (size_t i = 0; i < is_differentiable.size(); ++i) {
+    if (is_differentiable[i] != 0) {
+      out.push_back(i);
+    }
+  }
+  return out;
+}
+
+StageRunner::StageRunner(std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, Forward forward)
+    : edges_(std::move(edges)), forward_(std::move(forward)) {
+  for (StageLayout& layout : stages) {
+    StageCrossings& crossings = crossings_[layout.stage];
+    crossings.inputs.resize(layout.inputs.size());
+    crossings.outputs.resize(layout.outputs.size());
+    for (const EdgeLayout& edge : edges_) {
+      for (size_t i = 0; i < edge.is_differentiable.size(); ++i) {
+        const bool is_differentiable = edge.is_differentiable[i] != 0;
+        if (edge.from == layout.stage) {
+          Crossing& output = crossings.outputs.at(static_cast<size_t>(edge.from_positions.at(i)));
+          output = {true, output.is_differentiable || is_differentiable};
+        }
+        if (edge.to == layout.stage) {
+          crossings.inputs.at(static_cast<size_t>(edge.to_positions.at(i))) = {true, is_differentiable};
+        }
+      }
+    }
+    const int32_t stage = layout.stage;
+    stages_.emplace(stage, std::move(layout));
+  }
+  for (const EdgeLayout& edge : edges_) {
+    differentiable_.push_back(edge.differentiable());
+  }
+}
+
+void StageRunner::beginStep(StepInputs inputs) {
+  flights_.clear();
+  step_ = std::move(inputs);
+}
+
+void StageRunner::endStep() {
+  flights_.clear();
+  step_ = {};
+}
+
+void StageRunner::run(const core::Action& action) {
+  switch (action.kind) {
+    case core::ActionKind::kForward:
+      return forward(action.stage, action.microbatch);
+    case core::ActionKind::kBackward:
+      return backward(action.stage, action.microbatch);
+    case core::ActionKind::kBackwardInput:
+    case core::ActionKind::kBackwardWeight:
+      break;
+  }
+  throw core::InvalidArgument("a stage runs forward and full backward actions, got " + action.str());
+}
+
+void StageRunner::forward(int32_t stage, int32_t microbatch) {
+  const StageLayout& layout = layoutOf(stage);
+  Flight& flight = this->flight(stage, microbatch);
+  flight.inputs.resize(layout.inputs.size());
+  if (!layout.model_positions.empty()) {
+    const std::vector<at::Tensor>& given = step_.model_inputs.at(stage).at(static_cast<size_t>(microbatch));
+    for (size_t i = 0; i < layout.model_positions.size(); ++i) {
+      flight.inputs[static_cast<size_t>(layout.model_positions[i])] = given.at(i);
+    }
+  }
+  keepRoots(layout, flight, forward_(stage, microbatch, flight.inputs), microbatch);
+  if (!step_.has_backward) {
+    flight.inputs.clear();
+  }
+  handOver(stage, microbatch, false);
+}
+
+void StageRunner::keepRoots(const StageLayout& layout, Flight& flight, const ForwardResult& result, int32_t microbatch) {
+  if (result.outputs.size() != layout.outputs.size()) {
+    throw core::InvalidArgument("stage " + std::to_string(layout.stage) + " returned " + std::to_string(result.outputs.size()) +
+                                " tensors, expected " + std::to_string(layout.outputs.size()));
+  }
+  const std::vector<Crossing>& crossings = crossings_.at(layout.stage).outputs;
+  flight.outputs.resize(result.outputs.size());
+  flight.roots.resize(result.outputs.size());
+  for (size_t i = 0; i < result.outputs.size(); ++i) {
+    if (!crossings[i].crosses) {
+      continue;
+    }
+    const at::Tensor& output = result.outputs[i];
+    flight.outputs[i] = output.detach();
+    if (!step_.has_backward || !output.requires_grad()) {
+      continue;
+    }
+    if (!crossings[i].is_differentiable) {
+      throw core::InvalidArgument("value " + layout.outputs[i] + " of stage " + std::to_string(layout.stage) +
+                                  " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen "
+                                  "or unfrozen");
+    }
+    flight.roots[i] = torch::autograd::impl::gradient_edge(output);
+  }
+  if (step_.has_backward && result.loss.has_value() && result.loss->requires_grad()) {
+    flight.loss = torch::autograd::impl::gradient_edge(*result.loss);
+    flight.loss_gradient = lossGradient(*result.loss, microbatch);
+  }
+}
+
+at::Tensor StageRunner::lossGradient(const at::Tensor& loss, int32_t microbatch) {
+  const double weight = step_.loss_weights.at(static_cast<size_t>(microbatch));
+  if (!loss_gradient_.defined() || loss_gradient_weight_ != weight || loss_gradient_.scalar_type() != loss.scalar_type() ||
+      loss_gradient_.device() != loss.device()) {
+    loss_gradient_ = at::full_like(loss, weight);
+    loss_gradient_weight_ = weight;
+  }
+  return loss_gradient_;
+}
+
+/// The sum over the consumers, in the order of their stages.
+std::vector<at::Tensor> StageRunner::sumGradients(int32_t stage, const Flight& flight) const {
+  std::vector<at::Tensor> sums(flight.roots.size());
+  for (const auto& [index, gradients] : flight.gradients) {
+    const EdgeLayout& edge = edges_[static_cast<size_t>(index)];
+    core::require(edge.from == stage, "a gradient came to a stage that did not make its value");
+    const std::vector<size_t>& chosen = differentiable(index);
+    for (size_t i = 0; i < chosen.size(); ++i) {
+      if (edge.drops_gradient[chosen[i]] != 0) {
+        continue;
+      }
+      at::Tensor& sum = sums[static_cast<size_t>(edge.from_positions[chosen[i]])];
+      sum = sum.defined() ? at::add(sum, gradients.at(i)) : gradients.at(i);
+    }
+  }
+  return sums;
+}
+
+void StageRunner::backward(int32_t stage, int32_t microbatch) {
+  Flight& flight = this->flight(stage, microbatch);
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list gradients;
+  if (flight.loss.has_value()) {
+    roots.push_back(std::move(*flight.loss));
+    gradients.push_back(std::move(flight.loss_gradient));
+    flight.loss.reset();
+  }
+  std::vector<at::Tensor> sums = sumGradients(stage, flight);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    if (sums[i].defined() && flight.roots[i].is_valid()) {
+      roots.push_back(std::move(flight.roots[i]));
+      gradients.push_back(std::move(sums[i]));
+    }
+  }
+  flight.roots.clear();
+  flight.gradients.clear();
+  if (!roots.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true,
+                                                          {});
+  }
+  const std::vector<Crossing>& crossings = crossings_.at(stage).inputs;
+  flight.input_gradients.resize(flight.inputs.size());
+  for (size_t i = 0; i < flight.inputs.size(); ++i) {
+    if (crossings[i].is_differentiable) {
+      const at::Tensor gradient = std::exchange(flight.inputs[i].mutable_grad(), {});
+      flight.input_gradients[i] = gradient.defined() ? gradient.detach() : at::zeros_like(flight.inputs[i]);
+    }
+  }
+  handOver(stage, microbatch, true);
+}
+
+/// Gives values, or gradients, to stages of this rank that need no transfer.
+void StageRunner::handOver(int32_t stage, int32_t microbatch, bool is_gradient) {
+  for (size_t i = 0; i < edges_.size(); ++i) {
+    const auto index = static_cast<int32_t>(i);
+    if (!edges_[i].is_local) {
+      continue;
+    }
+    if (!is_gradient && edges_[i].from == stage) {
+      std::vector<at::Tensor> values = takeValues(index, microbatch);
+      for (at::Tensor& value : values) {
+        value = value.detach();
+      }
+      putValues(index, microbatch, std::move(values));
+    } else if (is_gradient && edges_[i].to == stage) {
+      putGradients(index, microbatch, takeGradients(index, microbatch));
+    }
+  }
+}
+
+void StageRunner::release(const core::Action& action) {
+  switch (core::flightChangeOf(action.kind)) {
+    case core::FlightChange::kBegins:
+      if (step_.has_backward) {
+        flight(action.stage, action.microbatch).outputs.clear();
+        return;
+      }
+      break;
+    case core::FlightChange::kGoesOn:
+      flight(action.stage, action.microbatch).input_gradients.clear();
+      return;
+    case core::FlightChange::kEnds:
+      break;
+  }
+  flights_.erase({action.stage, action.microbatch});
+}
+
+void StageRunner::putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor> values) {
+  const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
+  Flight& flight = this->flight(layout.to, microbatch);
+  flight.inputs.resize(layoutOf(layout.to).inputs.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (step_.has_backward && layout.is_differentiable[i] != 0) {
+      values[i].requires_grad_();
+    }
+    flight.inputs[static_cast<size_t>(layout.to_positions[i])] = std::move(values[i]);
+  }
+}
+
+std::vector<at::Tensor> StageRunner::takeValues(int32_t edge, int32_t microbatch) {
+  const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
+  Flight& flight = this->flight(layout.from, microbatch);
+  std::vector<at::Tensor> out;
+  for (const int64_t position : layout.from_positions) {
+    out.push_back(flight.outputs.at(static_cast<size_t>(position)));
+  }
+  return out;
+}
+
+void StageRunner::putGradients(int32_t edge, int32_t microbatch, std::vector<at::Tensor> gradients) {
+  flight(edges_.at(static_cast<size_t>(edge)).from, microbatch).gradients[edge] = std::move(gradients);
+}
+
+std::vector<at::Tensor> StageRunner::takeGradients(int32_t edge, int32_t microbatch) {
+  const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
+  Flight& flight = this->flight(layout.to, microbatch);
+  std::vector<at::Tensor> out;
+  for (const size_t i : differentiable(edge)) {
+    out.push_back(flight.input_gradients.at(static_cast<size_t>(layout.to_positions[i])));
+  }
+  return out;
+}
+
+}  // namespace xmesh::pipeline

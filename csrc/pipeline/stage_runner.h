@@ -1,0 +1,131 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/engine.h"
+
+namespace xmesh::pipeline {
+
+/// The values that go from one stage to a later one, by their positions among the outputs of the one and the inputs of the other.
+struct EdgeLayout {
+  int32_t from = 0;
+  int32_t to = 0;
+  std::vector<int64_t> from_positions;
+  std::vector<int64_t> to_positions;
+  std::vector<at::ScalarType> dtypes;
+  std::vector<uint8_t> is_differentiable;
+  /// The producer ignores the gradient on this rank: another rank of its mesh, whose copy of the value is as good, takes it for all.
+  std::vector<uint8_t> drops_gradient;
+  bool is_local = false;      ///< both stages are on this rank and the values need not move
+  bool has_producer = false;  ///< `from` is on this rank
+  bool has_consumer = false;  ///< `to` is on this rank
+
+  /// Positions in the lists above of those that have a gradient.
+  std::vector<size_t> differentiable() const;
+};
+
+/// What a stage looks like.
+struct StageLayout {
+  int32_t stage = 0;
+  std::vector<std::string> inputs;       ///< names of its input values, in order
+  std::vector<std::string> outputs;      ///< names of its output values
+  std::vector<int64_t> model_positions;  ///< those inputs that the user passes
+};
+
+/// What a stage's forward returns: its outputs, and on the last stage the microbatch's loss.
+struct ForwardResult {
+  std::vector<at::Tensor> outputs;
+  std::optional<at::Tensor> loss;
+};
+
+/// What one step is given.
+struct StepInputs {
+  /// By stage of this rank and microbatch: the model's inputs, in the order of StageLayout::model_positions.
+  std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
+  bool has_backward = true;
+  std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
+};
+
+/// Runs the stages of one rank on torch: forward calls into Python, backward runs the autograd engine. Holds, per stage and microbatch in flight, the
+/// leaves that stand for received values and the graph's roots; the outputs' own memory goes as soon as they are sent. Threading: one thread, without
+/// the GIL.
+class StageRunner final : public runtime::ActionRunner {
+ public:
+  /// Takes the GIL itself where it needs it.
+  using Forward = std::function<ForwardResult(int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs)>;
+
+  StageRunner(std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, Forward forward);
+
+  const std::vector<EdgeLayout>& edges() const { return edges_; }
+  /// EdgeLayout::differentiable() of an edge.
+  const std::vector<size_t>& differentiable(int32_t edge) const { return differentiable_.at(static_cast<size_t>(edge)); }
+  bool has(int32_t stage) const { return stages_.contains(stage); }
+  void beginStep(StepInputs inputs);
+  /// Forgets everything in flight: at the end of a step, and after one that failed.
+  void endStep();
+
+  /// Throws InvalidArgument for I and W: a backward is whole here.
+  void run(const core::Action& action) override;
+  void release(const core::Action& action) override;
+
+  /// The values of an edge for its consumer, which nobody else refers to and the microbatch holds until its backward has ended.
+  void putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor> values);
+  std::vector<at::Tensor> takeValues(int32_t edge, int32_t microbatch);
+  /// Gradients of the differentiable values of an edge.
+  void putGradients(int32_t edge, int32_t microbatch, std::vector<at::Tensor> gradients);
+  std::vector<at::Tensor> takeGradients(int32_t edge, int32_t microbatch);
+
+ private:
+  /// One microbatch on one stage.
+  struct Flight {
+    std::vector<at::Tensor> inputs;            ///< by input position; leaves where differentiable
+    std::vector<at::Tensor> outputs;           ///< by output position, detached; until they are sent
+    std::vector<torch::autograd::Edge> roots;  ///< by output position; invalid where no gradient can enter
+    std::optional<torch::autograd::Edge> loss;
+    at::Tensor loss_gradient;
+    std::map<int32_t, std::vector<at::Tensor>> gradients;  ///< by edge out of the stage
+    std::vector<at::Tensor> input_gradients;               ///< by input position; after backward
+  };
+
+  void forward(int32_t stage, int32_t microbatch);
+  /// Input and weight gradients.
+  void backward(int32_t stage, int32_t microbatch);
+  const StageLayout& layoutOf(int32_t stage) const { return stages_.at(stage); }
+  Flight& flight(int32_t stage, int32_t microbatch) { return flights_[{stage, microbatch}]; }
+  void keepRoots(const StageLayout& layout, Flight& flight, const ForwardResult& result, int32_t microbatch);
+  at::Tensor lossGradient(const at::Tensor& loss, int32_t microbatch);
+  std::vector<at::Tensor> sumGradients(int32_t stage, const Flight& flight) const;
+  void handOver(int32_t stage, int32_t microbatch, bool is_gradient);
+
+  /// What becomes of one output, or was of one input.
+  struct Crossing {
+    bool crosses = false;  ///< some edge has it
+    bool is_differentiable = false;
+  };
+  struct StageCrossings {
+    std::vector<Crossing> inputs;
+    std::vector<Crossing> outputs;
+  };
+
+  std::map<int32_t, StageLayout> stages_;
+  const std::vector<EdgeLayout> edges_;
+  const Forward forward_;
+  std::vector<std::vector<size_t>> differentiable_;  ///< by edge
+  std::map<int32_t, StageCrossings> crossings_;      ///< by stage
+  StepInputs step_;
+  at::Tensor loss_gradient_;  ///< the last one made; equal weights share it
+  double loss_gradient_weight_ = 0;
+  std::map<std::pair<int32_t, int32_t>, Flight> flights_;
+};
+
+}  // namespace xmesh::pipeline

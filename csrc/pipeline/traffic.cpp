@@ -1,0 +1,94 @@
+#include "pipeline/traffic.h"
+
+#include <mutex>
+#include <utility>
+
+namespace xmesh::pipeline {
+
+struct PipelineTraffic::Description {
+  std::mutex mutex;
+  std::function<std::string()> describe;
+};
+
+PipelineTraffic::PipelineTraffic(std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks)
+    : group_(std::move(group)),
+      ranks_(std::move(ranks)),
+      number_(group_->arrive(ranks_)),
+      name_("pipeline " + std::to_string(number_) + " of ranks " + runtime::rankList(ranks_)),
+      participants_(runtime::hashRanks(ranks_)),
+      description_(std::make_shared<Description>()) {
+  runtime::CallRequest request;
+  request.key = runtime::pipelineWatch(ranks_, number_);
+  request.is_agreed = true;
+  request.is_watch = true;
+  request.arrival = number_;
+  request.timeout = group_->timeout();
+  request.describe = [description = description_] {
+    const std::lock_guard lock(description->mutex);
+    return description->describe ? description->describe() : std::string("is making the pipeline");
+  };
+  watch_ = group_->start(group_->meeting(ranks_, {}, name_), {}, {}, std::move(request));
+}
+
+PipelineTraffic::~PipelineTraffic() { close(); }
+
+void PipelineTraffic::describeBy(std::function<std::string()> describe) {
+  const std::lock_guard lock(description_->mutex);
+  description_->describe = std::move(describe);
+}
+
+void PipelineTraffic::meet(const runtime::CallFields& fields) {
+  runtime::CallRequest request;
+  request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/meeting") | 1U, num_meetings_++};
+  request.watch = watch_->key();
+  request.timeout = group_->timeout();
+  group_->start(group_->meeting(ranks_, fields, name_), {}, {}, std::move(request))->wait();
+}
+
+PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
+  auto known = lanes_.find(name);
+  if (known == lanes_.end()) {
+    known = lanes_.emplace(name, Lane{runtime::hashBytes(name_ + "/" + name) | 1U}).first;
+  }
+  return known->second;
+}
+
+PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
+                                             const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
+  runtime::CallRequest request;
+  request.key = runtime::CallKey{participants_, lane.key, count};
+  request.is_agreed = true;
+  request.is_held = true;
+  request.watch = watch_->key();
+  request.turn = turn_;
+  request.describe = std::move(what);
+  return group_->start(prepared, src, dst, std::move(request));
+}
+
+void PipelineTraffic::wait(const Call& call) {
+  if (const std::chrono::milliseconds timeout = group_->timeout(); timeout.count() > 0) {
+    if (call->wait(timeout)) {
+      return;
+    }
+    group_->service().suspect(watch_->key());
+  }
+  call->wait();
+}
+
+void PipelineTraffic::check() const {
+  if (const std::optional<runtime::Failure> failure = watch_->failure()) {
+    runtime::throwFailure(*failure);
+  }
+}
+
+void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCall(watch_->key(), std::move(failure)); }
+
+void PipelineTraffic::close() {
+  if (!std::exchange(is_closed_, true)) {
+    const std::string text = "rank " + std::to_string(group_->globalRank()) + " has closed the pipeline's engine";
+    group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, turn_ + 1});
+    describeBy([] { return std::string("has closed the pipeline"); });
+  }
+}
+
+}  // namespace xmesh::pipeline

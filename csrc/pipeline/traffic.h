@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "c10d/reshard_group.h"
+
+namespace xmesh::pipeline {
+
+/// The transfers of one pipeline on one rank. They need no agreement of their own: the ranks have met once (meet()), and number them alike. All are
+/// tied to one watch: a rank that fails, is lost or refuses ends them on all ranks. Threading: one thread; fail() on any. No method needs the GIL.
+class PipelineTraffic {
+ public:
+  using Call = std::shared_ptr<runtime::ReshardCall>;
+  using Prepared = std::shared_ptr<const runtime::PreparedPlan>;
+  /// Transfers that are numbered together.
+  struct Lane {
+    uint64_t key = 0;
+  };
+
+  /// `ranks`: ascending global ranks of the pipeline. Throws when one of them is known not to come; tells the others when it throws.
+  PipelineTraffic(std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks);
+  ~PipelineTraffic();
+  PipelineTraffic(const PipelineTraffic&) = delete;
+  PipelineTraffic& operator=(const PipelineTraffic&) = delete;
+
+  /// From now on `describe` says what this rank does, for the error texts of other ranks; it is called on the network's thread until close().
+  void describeBy(std::function<std::string()> describe);
+  /// Waits until every rank is here with equal fields; a difference is a ValueError on all, which names the field.
+  void meet(const runtime::CallFields& fields);
+  /// The lane of that name: equal on all ranks, another for every name.
+  Lane lane(const std::string& name);
+  /// The transfers from now on are of the next turn, the same on all ranks: a turn is one thing that all of them do together.
+  void beginTurn() { ++turn_; }
+  /// Transfer number `count` of a lane, which starts with the next flush(); `what` tells for error texts what it carries.
+  Call begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
+             std::function<std::string()> what);
+  /// Starts the transfers begun since the last time; together they wake the network's thread once.
+  void flush() { group_->service().flush(); }
+  /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with.
+  void wait(const Call& call);
+  /// Throws what the pipeline has failed with, if it has.
+  void check() const;
+  bool hasFailed() const { return watch_->failure().has_value(); }
+  /// Ends the pipeline on every rank.
+  void fail(runtime::Failure failure);
+  /// Ends it with a ValueError: on the others once they come to this rank's turn.
+  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, turn_}); }
+  const std::shared_ptr<c10d_backend::ReshardGroup>& group() const { return group_; }
+  /// Ends the watch here; the others get a PeerError in their next turn. Idempotent.
+  void close();
+
+ private:
+  struct Description;
+
+  std::shared_ptr<c10d_backend::ReshardGroup> group_;
+  const std::vector<int64_t> ranks_;
+  const uint64_t number_;  ///< of this group's pipelines of these ranks
+  const std::string name_;
+  const uint64_t participants_;
+  std::map<std::string, Lane> lanes_;
+  std::shared_ptr<Description> description_;
+  Call watch_;
+  uint64_t turn_ = 0;
+  uint64_t num_meetings_ = 0;
+  bool is_closed_ = false;
+};
+
+}  // namespace xmesh::pipeline

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/program.h"
+#include "runtime/region_copy.h"
+#include "runtime/stream/stream_kernels.h"
+#include "transport/stream_transport.h"
+
+namespace xmesh::runtime {
+
+/// Puts one rank's program on the in-order stream of a StreamTransport: groups of messages in plan order, packing before each group, unpacking
+/// and accumulating behind it.
+///
+/// A group takes messages as long as none of them sends what the same group receives, and staging suffices. No deadlock under in-order
+/// rendezvous, however each rank cuts its groups: look at the earliest message of the plan that is not complete. At both of its ends all earlier
+/// messages are complete, so all earlier groups have ended (they hold earlier messages only) and the message's own group has begun; messages of a
+/// group progress independently, hence it completes.
+///
+/// One accumulator is enough: a rank's messages of one reduction are neighbours in its order (see Program), a partial sum's send behind what it is
+/// made of. The send is the first message of the group after that; whatever fills the accumulator again is received in that group or later and
+/// accumulated behind it, when the stream has passed the send.
+///
+/// Threading: one thread, the transport's caller; nothing blocks. Ownership: this object, the tensors, the staging memory, the kernels and the
+/// transport must live until the stream has passed everything enqueued.
+class StreamExecutor {
+ public:
+  struct Options {
+    int64_t staging_bytes = int64_t{64} << 20;  ///< bound of the staging memory; one message and one accumulator always fit
+  };
+
+  /// As HostExecutor's. Throws InvalidArgument when shapes are not what the plan says.
+  StreamExecutor(std::shared_ptr<const Program> program, transport::StreamTransport& transport, std::vector<int32_t> group_rank_of_peer,
+                 const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels, Options options);
+  StreamExecutor(const StreamExecutor&) = delete;
+  StreamExecutor& operator=(const StreamExecutor&) = delete;
+
+  /// Staging memory that enqueue() must be given; aligned to 64 bytes; zero when everything moves in place.
+  int64_t stagingBytes() const { return staging_bytes_; }
+  int64_t numGroups() const { return static_cast<int64_t>(groups_.size()); }
+  /// Enqueues the whole program. Once.
+  void enqueue(void* staging);
+
+ private:
+  /// A send or a receive with its place in staging memory, or -1 when it moves in place.
+  struct Item {
+    bool is_send = false;
+    int32_t index = 0;
+    int64_t staging_offset = -1;
+  };
+  struct Group {
+    size_t begin = 0;  ///< items [begin, end)
+    size_t end = 0;
+    bool has_packs = false;
+    bool has_unpacks = false;
+  };
+
+  void orderItems();
+  void cutGroups(int64_t bound_bytes);
+  bool isStaged(const Item& item) const;
+  int64_t numBytes(const Item& item) const;
+  int64_t itemBytes(int32_t place) const { return program_->places[static_cast<size_t>(place)].item_bytes; }
+  const StridedBox& boxOf(int32_t place) const { return boxes_[static_cast<size_t>(place)]; }
+  void enqueueMessages(const Group& group);
+  const std::byte* sendSource(const Item& item) const;
+  void packGroup(void* stream, const Group& group) const;
+  void unpackGroup(void* stream, const Group& group) const;
+  void takeContribution(void* stream, int32_t receive, const std::byte* contribution) const;
+  void takeOwn(void* stream, const ReduceStep& step, std::byte* accumulator) const;
+  std::byte* accumulatorOf(const ReduceStep& step) const;
+
+  std::shared_ptr<const Program> program_;
+  transport::StreamTransport& transport_;
+  std::vector<int32_t> group_rank_of_peer_;
+  const StreamKernels& kernels_;
+  std::vector<StridedBox> boxes_;  ///< by place
+  std::vector<Item> items_;        ///< in plan order
+  std::vector<Group> groups_;
+  int64_t own_offset_ = 0;  ///< of the dense copy of an own contribution, behind the accumulator
+  int64_t staging_bytes_ = 0;
+  std::byte* staging_ = nullptr;
+};
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,214 @@
+#include "transport/fakes/fake_stream_network.h"
+
+#include <cstring>
+#include <deque>
+#include <utility>
+#include <vector>
+
+namespace xmesh::transport {
+namespace {
+
+struct StreamMessage {
+  bool is_send = false;
+  int32_t peer = 0;
+  char* data = nullptr;
+  int64_t num_bytes = 0;
+  bool is_done = false;
+
+  std::string str() const {
+    return std::string(is_send ? "send to" : "recv from") + " rank " + std::to_string(peer) + " (" + std::to_string(num_bytes) + " bytes)";
+  }
+};
+
+/// One entry of a stream: a launch, or the messages of a group.
+struct StreamEntry {
+  std::function<void(void*)> launch;
+  std::vector<StreamMessage> messages;
+};
+
+}  // namespace
+
+/// One rank's end of one communicator.
+class FakeStream final : public StreamTransport {
+ public:
+  FakeStream(int32_t rank, int32_t num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
+
+  int32_t groupRank() const override { return rank_; }
+
+  void groupBegin() override {
+    if (in_group_) {
+      throw std::logic_error("FakeStream: groups do not nest");
+    }
+    in_group_ = true;
+    group_ = {};
+  }
+
+  void groupEnd() override {
+    if (!in_group_) {
+      throw std::logic_error("FakeStream: groupEnd() without groupBegin()");
+    }
+    in_group_ = false;
+    if (!group_.messages.empty()) {
+      entries_.push_back(std::exchange(group_, {}));
+    }
+  }
+
+  void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) override {
+    add({true, peer, static_cast<char*>(const_cast<void*>(data)), num_bytes, false});
+  }
+  void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override { add({false, peer, static_cast<char*>(data), num_bytes, false}); }
+
+  void enqueue(std::function<void(void* stream)> launch) override {
+    if (in_group_) {
+      throw std::logic_error("FakeStream: a launch inside a group");
+    }
+    entries_.push_back({std::move(launch), {}});
+  }
+
+  bool isInGroup() const { return in_group_; }
+  bool isEmpty() const { return entries_.empty(); }
+  int64_t numEnded() const { return num_ended_; }
+  StreamEntry& front() { return entries_.front(); }
+  const StreamEntry& front() const { return entries_.front(); }
+
+  /// The first message of the current entry that goes to or comes from `peer` and is not done; null when there is none.
+  StreamMessage* firstOpen(bool is_send, int32_t peer) {
+    if (!entries_.empty()) {
+      for (StreamMessage& message : entries_.front().messages) {
+        if (!message.is_done && message.is_send == is_send && message.peer == peer) {
+          return &message;
+        }
+      }
+    }
+    return nullptr;
+  }
+
+  /// Ends the current entry if it can end; runs it if it is a launch.
+  bool tryEnd() {
+    if (entries_.empty()) {
+      return false;
+    }
+    for (const StreamMessage& message : entries_.front().messages) {
+      if (!message.is_done) {
+        return false;
+      }
+    }
+    const StreamEntry entry = std::move(entries_.front());
+    entries_.pop_front();
+    ++num_ended_;
+    if (entry.launch) {
+      entry.launch(nullptr);
+    }
+    return true;
+  }
+
+ private:
+  void add(StreamMessage message) {
+    if (message.peer < 0 || message.peer >= num_ranks_ || message.peer == rank_) {
+      throw std::invalid_argument("FakeStream: rank " + std::to_string(message.peer) + " is no peer of rank " + std::to_string(rank_));
+    }
+    if (in_group_) {
+      group_.messages.push_back(message);
+    } else {
+      entries_.push_back({nullptr, {message}});
+    }
+  }
+
+  const int32_t rank_;
+  const int32_t num_ranks_;
+  bool in_group_ = false;
+  StreamEntry group_;
+  std::deque<StreamEntry> entries_;
+  int64_t num_ended_ = 0;
+};
+
+FakeStreamNetwork::FakeStreamNetwork(int32_t num_ranks, uint64_t seed) : num_ranks_(num_ranks), random_(seed) {}
+FakeStreamNetwork::~FakeStreamNetwork() = default;
+
+StreamTransport& FakeStreamNetwork::transport(int32_t rank, int32_t communicator) {
+  if (rank < 0 || rank >= num_ranks_) {
+    throw std::invalid_argument("FakeStreamNetwork: there is no rank " + std::to_string(rank) + " among " + std::to_string(num_ranks_));
+  }
+  auto& stream = streams_[{communicator, rank}];
+  if (!stream) {
+    stream = std::make_unique<FakeStream>(rank, num_ranks_);
+  }
+  return *stream;
+}
+
+void FakeStreamNetwork::run() {
+  for (const auto& [key, stream] : streams_) {
+    if (stream->isInGroup()) {
+      throw std::logic_error("FakeStreamNetwork::run: rank " + std::to_string(key.second) + " has not ended its group");
+    }
+  }
+  while (step()) {
+  }
+  for (const auto& [key, stream] : streams_) {
+    if (!stream->isEmpty()) {
+      throw StreamDeadlock(describeDeadlock());
+    }
+  }
+}
+
+bool FakeStreamNetwork::step() {
+  std::vector<FakeStream*> streams;
+  std::vector<std::pair<StreamMessage*, StreamMessage*>> pairs;
+  for (const auto& [key, stream] : streams_) {
+    streams.push_back(stream.get());
+    for (int32_t peer = 0; peer < num_ranks_; ++peer) {
+      StreamMessage* send = stream->firstOpen(true, peer);
+      const auto other = streams_.find({key.first, peer});
+      StreamMessage* recv = send != nullptr && other != streams_.end() ? other->second->firstOpen(false, key.second) : nullptr;
+      if (recv != nullptr) {
+        pairs.emplace_back(send, recv);
+      }
+    }
+  }
+  // Streams whose entry can end come as choices beside the messages that can move.
+  const size_t num_choices = streams.size() + pairs.size();
+  const size_t first = num_choices == 0 ? 0 : random_() % num_choices;
+  for (size_t i = 0; i < num_choices; ++i) {
+    const size_t choice = (first + i) % num_choices;
+    if (choice < streams.size()) {
+      if (streams[choice]->tryEnd()) {
+        return true;
+      }
+      continue;
+    }
+    const auto& [send, recv] = pairs[choice - streams.size()];
+    if (send->num_bytes != recv->num_bytes) {
+      throw std::runtime_error("sizes differ: rank " + std::to_string(recv->peer) + " has a " + send->str() + ", rank " + std::to_string(send->peer) +
+                               " a " + recv->str());
+    }
+    if (send->num_bytes > 0) {
+      std::memcpy(recv->data, send->data, static_cast<size_t>(send->num_bytes));
+    }
+    send->is_done = recv->is_done = true;
+    return true;
+  }
+  return false;
+}
+
+std::string FakeStreamNetwork::describeDeadlock() const {
+  std::string text = "deadlock:";
+  for (const auto& [key, stream] : streams_) {
+    if (stream->isEmpty()) {
+      continue;
+    }
+    text += " rank " + std::to_string(key.second) + " waits on communicator " + std::to_string(key.first) + " in entry " +
+            std::to_string(stream->numEnded()) + " for";
+    const char* separator = " ";
+    for (const StreamMessage& message : stream->front().messages) {
+      if (!message.is_done) {
+        text += separator + message.str();
+        separator = ", ";
+      }
+    }
+    text += ";";
+  }
+  text.pop_back();
+  return text;
+}
+
+}  // namespace xmesh::transport

@@ -1,0 +1,243 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "transport/host_transport.h"
+#include "transport/socket.h"
+#include "transport/tcp/event_loop.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/shared_ring.h"
+
+namespace xmesh::transport {
+
+enum class Direction { kOutgoing, kIncoming };
+
+/// Whom the two halves of a pair's traffic report to: TcpNetwork. Called on the loop's thread, and never from inside a call that queues something.
+/// onGoodbye and onBroken may stop() the caller.
+class ConnectionOwner {
+ public:
+  virtual ~ConnectionOwner() = default;
+  virtual void onSendDone(OperationId operation, int64_t cookie) = 0;
+  virtual void onReceiveDone(OperationId operation, int64_t cookie) = 0;
+  virtual void onControlFrame(int32_t peer, std::string message) = 0;
+  /// The peer has posted `count` receives in all for the operation's messages from here.
+  virtual void onReadyFrame(int32_t peer, OperationId operation, int64_t count) = 0;
+  /// This rank has taken `num_bytes` in all out of the peer's ring: none when it has just mapped it, kRingRefused when it cannot.
+  virtual void onRingTaken(int32_t peer, int64_t num_bytes) = 0;
+  /// The peer says the same of this rank's ring. False where that cannot be.
+  virtual bool onRingTakenFrame(int32_t peer, int64_t num_bytes) = 0;
+  /// `is_final` is false when the peer's last word is on its other connection.
+  virtual void onGoodbyeFrame(int32_t peer, bool is_final) = 0;
+  /// The connection that this rank opened (kOutgoing) or accepted is of no use any more; `reason` is for a person.
+  virtual void onBroken(int32_t peer, Direction direction, const std::string& reason) = 0;
+  /// One of the two ranks broke the protocol or the contract of HostTransport; the other end has been told if it was found here.
+  virtual void onProtocolError(int32_t peer, const std::string& reason) = 0;
+  /// Asks for a flush of the peer's sender at the end of the turn.
+  virtual void wantFlush(int32_t peer) = 0;
+};
+
+/// The connection that this rank opens to a peer and writes to. Loop thread only. Queued payload is written from the caller's buffer, but for small
+/// messages, which are copied so that many leave with one system call, and between ranks at one address, where it goes through a ring in shared
+/// memory once the peer has mapped that; a pace does not hold there.
+class TcpSender final : private FdHandler {
+ public:
+  /// Up to here a copy is cheaper than a system call of its own.
+  static constexpr int64_t kSmallMessageBytes = 8 << 10;
+
+  TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello, bool may_share_memory);
+  ~TcpSender() override;
+  TcpSender(const TcpSender&) = delete;
+  TcpSender& operator=(const TcpSender&) = delete;
+
+  /// Begins to connect unless that has been done; tries again for `timeout` while the peer refuses.
+  void connect(const SocketAddress& address, std::chrono::milliseconds timeout, std::chrono::milliseconds refused_timeout);
+  void queueControl(std::string_view message);
+  void queueGoodbye();
+  /// Tells the peer, once per flush, how many receives are posted.
+  void queueReady(OperationId operation, int64_t count);
+  /// Tells the peer, once per flush, how much has been taken out of its ring.
+  void queueRingTaken(int64_t num_bytes);
+  void queueData(OperationId operation, const void* data, int64_t num_bytes, int64_t cookie);
+  /// Lets the first `count` messages of the operation go.
+  void grant(OperationId operation, int64_t count);
+  /// The peer has taken `num_bytes` in all out of the ring, or kRingRefused. False where that cannot be.
+  bool onPeerTook(int64_t num_bytes);
+  /// Drops the operation's messages; a frame that is half written is completed with filler and marked aborted.
+  void forget(OperationId operation);
+  /// Bytes per second; 0 lifts the limit.
+  void pace(int64_t bytes_per_s);
+  /// Writes until the socket is full or nothing is left that may go. True when it stopped only to give others their turn.
+  bool flush();
+  /// Reads what the peer has said on this connection: a goodbye or an error.
+  void readReverse();
+  /// Closes the connection and drops everything; nothing is reported any more.
+  void stop();
+
+  bool isConnected() const { return state_ == State::kConnected; }
+  /// Whether something waits that the peer's receives do not hold back.
+  bool hasQueued() const;
+
+ private:
+  enum class State { kIdle, kConnecting, kConnected, kStopped };
+  struct Message {
+    const char* data = nullptr;
+    int64_t num_bytes = 0;
+    int64_t offset = 0;
+    int64_t cookie = 0;
+  };
+  struct Stream {
+    std::deque<Message> messages;
+    int64_t num_granted = 0;
+    int64_t num_sent = 0;
+    bool is_scheduled = false;  ///< in runnable_, or its frame is being written
+  };
+  /// The kData frame that is being written.
+  struct Frame {
+    OperationId operation = 0;
+    std::array<char, kFrameHeaderBytes> header{};
+    const char* payload = nullptr;  ///< filler once aborted
+    int64_t payload_bytes = 0;
+    int64_t sent_bytes = 0;
+    char status = static_cast<char>(FrameStatus::kOk);
+    bool is_aborted = false;
+    int64_t totalBytes() const { return static_cast<int64_t>(kFrameHeaderBytes) + payload_bytes + 1; }
+  };
+  struct IoVectors;
+
+  void onEvents(uint32_t events) override;
+  void handle(uint32_t events);
+  void tryConnect();
+  void onConnected();
+  void onConnectFailed(int error);
+  void onConnectTimeout();
+  void closeSocket();
+  bool parseReverse();
+  void breakDown(const std::string& what, int error);
+
+  void schedule(OperationId operation, Stream& stream);
+  void makeRunnable(OperationId operation);
+  bool mayGo(const Stream& stream) const { return !stream.messages.empty() && stream.num_sent < stream.num_granted; }
+  void encodeNotices();
+  void copySmallMessages();
+  void offerRing(int64_t message_bytes);
+  int64_t copyToRing();
+  void startFrame();
+  void finishFrame();
+  void finishMessage(OperationId operation, Stream& stream);
+  void addOutbox(IoVectors& vectors) const;
+  void addFrame(IoVectors& vectors) const;
+  int64_t writeOnce();
+  void account(int64_t written);
+
+  EventLoop& loop_;
+  ConnectionOwner& owner_;
+  const int32_t peer_;
+  State state_ = State::kIdle;
+  Fd fd_;
+  uint64_t registration_ = 0;
+  uint64_t timer_ = 0;
+  SocketAddress address_;
+  std::chrono::milliseconds connect_timeout_{};
+  std::chrono::milliseconds refused_timeout_{};
+  EventLoop::Clock::time_point connect_deadline_;
+  std::chrono::milliseconds backoff_{};
+  int connect_error_ = 0;
+  int64_t pacing_rate_ = 0;
+  std::string reverse_;
+
+  bool may_share_memory_ = false;
+  std::optional<RingWriter> ring_;
+  bool is_ring_mapped_ = false;
+
+  std::string outbox_;  ///< encoded frames
+  size_t outbox_sent_ = 0;
+  std::map<OperationId, int64_t> ready_;
+  std::optional<int64_t> ring_taken_;  ///< to be told
+  std::unordered_map<OperationId, Stream> streams_;
+  std::deque<OperationId> runnable_;  ///< of one reshard's channels the lowest cookie first
+  std::optional<Frame> frame_;
+};
+
+/// The connection that a peer has opened to this rank, and the receives posted for it. Loop thread only. Payload is read straight into the posted
+/// buffers.
+class TcpReceiver final : private FdHandler {
+ public:
+  TcpReceiver(EventLoop& loop, ConnectionOwner& owner, int32_t peer, int32_t own_rank, bool may_share_memory);
+  ~TcpReceiver() override;
+  TcpReceiver(const TcpReceiver&) = delete;
+  TcpReceiver& operator=(const TcpReceiver&) = delete;
+
+  /// Takes the connection after its hello.
+  void attach(Fd fd);
+  bool isAttached() const { return fd_.valid(); }
+  /// Returns how many receives the operation has posted here in all. The buffer is written until the receive is done or forgotten.
+  int64_t post(OperationId operation, void* data, int64_t num_bytes, int64_t cookie);
+  /// Drops the operation's receives; what still arrives for it is discarded.
+  void forget(OperationId operation);
+  /// Writes a frame to the peer against the connection's direction, if it can be done at once.
+  void sayBack(std::string_view frame);
+  void stop();
+
+ private:
+  enum class Phase { kHeader, kText, kPayload, kStatus };
+  struct Receive {
+    char* data = nullptr;
+    int64_t num_bytes = 0;
+    int64_t received_bytes = 0;
+    int64_t cookie = 0;
+  };
+  struct Stream {
+    std::deque<Receive> receives;
+    int64_t num_posted = 0;
+    int64_t num_done = 0;
+  };
+
+  void onEvents(uint32_t events) override;
+  /// One system call; false when the connection has nothing more for now or is gone.
+  bool readOnce();
+  void consume();
+  bool consumeHeader();
+  bool consumeText();
+  bool consumePayload();
+  bool consumeStatus();
+  void startData();
+  void openRing();
+  void readFromRing();
+  /// Where the payload of the frame at hand belongs; null when it is discarded or was refused.
+  char* placeOfPayload();
+  void finishData();
+  /// Gives the connection up and tells both ends why.
+  void refuse(const std::string& reason);
+  std::string describeMessage(const Stream& stream) const;
+  size_t numStaged() const { return staged_end_ - staged_begin_; }
+
+  EventLoop& loop_;
+  ConnectionOwner& owner_;
+  const int32_t peer_;
+  const int32_t own_rank_;
+  const bool may_share_memory_;
+  Fd fd_;
+  uint64_t registration_ = 0;
+  int64_t budget_ = 0;               ///< bytes that this turn may still move
+  std::unique_ptr<char[]> staging_;  ///< bytes read ahead of the frame they belong to
+  size_t staged_begin_ = 0;
+  size_t staged_end_ = 0;
+  Phase phase_ = Phase::kHeader;
+  FrameHeader header_;
+  int64_t left_bytes_ = 0;       ///< of the text or payload
+  char* destination_ = nullptr;  ///< of the payload; null when it is discarded
+  std::optional<RingReader> ring_;
+  std::string text_;
+  std::unordered_map<OperationId, Stream> streams_;
+};
+
+}  // namespace xmesh::transport
