@@ -8,7 +8,7 @@ from models import Case, cases
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.partition import Partition, partition, split_at
+from torch_xmesh.pipeline.cut.partition import Partition, partition, split_at
 
 SPLITS = [pytest.param(case, names, id=f"{case.name}-{'-'.join(names)}") for case in cases() for names in case.splits]
 

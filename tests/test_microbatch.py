@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, sum_reducer
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.microbatch import (
+from torch_xmesh.pipeline.cut.microbatch import (
     Replicate,
     batch_size,
     loss_weights,
@@ -16,7 +16,7 @@ from torch_xmesh.pipeline.microbatch import (
     shard_sizes,
     split_microbatches,
 )
-from torch_xmesh.pipeline.seeds import dropout_rng, dropout_seed
+from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
 
 
 @given(st.integers(1, 50), st.integers(1, 50))

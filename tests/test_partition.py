@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import Case, cases, small
 from partition_cases import SPLITS, assert_same, cut, gradients
 
-from torch_xmesh.pipeline.partition import partition, split_at
+from torch_xmesh.pipeline.cut.partition import partition, split_at
 
 
 @pytest.mark.parametrize(("case", "names"), SPLITS)

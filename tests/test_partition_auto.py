@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import cases
 from partition_cases import assert_same, cut
 
-from torch_xmesh.pipeline.partition import SplitAt
-from torch_xmesh.pipeline.profile import balance, choose_split
-from torch_xmesh.pipeline.profile_memory import UnitCost
+from torch_xmesh.pipeline.cut.partition import SplitAt
+from torch_xmesh.pipeline.cut.profile import balance, choose_split
+from torch_xmesh.pipeline.cut.profile_memory import UnitCost
 
 
 def test_balance_is_optimal_and_keeps_the_memory_limit() -> None:

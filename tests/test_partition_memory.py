@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import cases
 from partition_cases import cut
 
-from torch_xmesh.pipeline.microbatch import leaf_specs
-from torch_xmesh.pipeline.partition import SplitAt, partition, split_at
-from torch_xmesh.pipeline.partition_values import StageProgram, sorted_arguments
-from torch_xmesh.pipeline.profile import Profile, balance, choose_split
-from torch_xmesh.pipeline.profile_memory import Needed, Read, UnitCost, needed_bytes
+from torch_xmesh.pipeline.cut.microbatch import leaf_specs
+from torch_xmesh.pipeline.cut.partition import SplitAt, split_at
+from torch_xmesh.pipeline.cut.profile import Profile, balance, check_limit, choose_split
+from torch_xmesh.pipeline.cut.profile_memory import Needed, Read, UnitCost, needed_bytes
+from torch_xmesh.pipeline.cut.values import StageProgram, sorted_arguments
 
 SAMPLES = 3
 OUTPUT = SAMPLES * 16 * 4
@@ -153,6 +153,5 @@ def test_limit_of_one_stage() -> None:
 
 
 def test_limit_needs_an_automatic_split() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.empty(2, 4)
     with pytest.raises(ValueError, match='memory_limit_bytes=100 is for split="auto"'):
-        partition(model, (x,), None, split_at("1"), memory_limit_bytes=100)
+        check_limit(split_at("1"), 100)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import cases, small
 from partition_cases import cut
 
-from torch_xmesh.pipeline.partition import partition, split_at
+from torch_xmesh.pipeline.cut.partition import partition, split_at
 
 
 def test_wrong_split_points() -> None:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models.random_graph import KINDS, Graph
 
-from torch_xmesh.pipeline.partition import partition, split_at
+from torch_xmesh.pipeline.cut.partition import partition, split_at
 
 
 @st.composite

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import small
 
-from torch_xmesh.pipeline.partition import partition
-from torch_xmesh.pipeline.partition_ready import StageSignature
+from torch_xmesh.pipeline.cut.partition import partition
+from torch_xmesh.pipeline.cut.ready import StageSignature
 
 
 def ready_stages() -> list[nn.Module]:

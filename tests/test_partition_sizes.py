@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import cases
 from models.language import GPT, Encoder
 
-from torch_xmesh.pipeline.partition import partition, split_at
+from torch_xmesh.pipeline.cut.partition import partition, split_at
 
 
 def tokens(samples: int, length: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import cases
 from partition_cases import assert_same, cut
 
-from torch_xmesh.pipeline.partition import partition, split_at
+from torch_xmesh.pipeline.cut.partition import partition, split_at
 
 
 def test_tied_parameters_are_groups() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torch_xmesh.pipeline import Costs, EdgeCosts, Schedule, StageCosts, simulate
-from torch_xmesh.pipeline.engine_setup import schedule_of
+from torch_xmesh.pipeline.engine.setup import schedule_of
 
 
 def torch_rows(text: str) -> list[list[Any]]:

@@ -1,4 +1,10 @@
-"""One colour for each thing that pictures show, the same in all of them; told apart by colour-blind readers too."""
+"""One color for each thing that pictures show, the same in all of them, told apart by color-blind readers too; and a
+figure to draw in."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ACTIONS = {
     "F": ("forward", "#4477aa"),
@@ -13,7 +19,7 @@ ACTIONS = {
     "send": ("sent", "#ccbb44"),
     "receive": ("received", "#ee6677"),
 }
-"""By kind of action: what it is called, and its colour."""
+"""By kind of action: what it is called, and its color."""
 
 METHODS = {
     "auto": "#004d40",
@@ -44,9 +50,23 @@ _OTHERS = ("#332288", "#882255", "#999933", "#cc6677", "#44aa99", "#117733", "#a
 
 
 def colors_of(methods: list[str]) -> list[str]:
-    """A colour for each, those with options of their own ("broadcast:size+dfs") apart from each other."""
+    """A color for each, those with options of their own ("broadcast:size+dfs") apart from each other."""
     colors: list[str] = []
     for method in methods:
         others = (one for one in _OTHERS if one not in colors)
         colors.append(METHODS[method] if method in METHODS else next(others, "#cccccc"))
     return colors
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches, that is only saved: the user's matplotlib backend and figures stay as they are.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh import _C
 from torch_xmesh.group import group_of
+from torch_xmesh.plan_plot import plot_lanes
 from torch_xmesh.spec import AnyMesh, Mesh, Spec, core_spec, mesh_grid, placement_of
 from torch_xmesh.topology import Topology
 
@@ -94,9 +95,7 @@ class ReshardingPlan:
 
     def plot(self, path: str | Path) -> None:
         """Draws each host's send and receive lanes over predicted time into an image file (format by suffix)."""
-        from torch_xmesh.plan_plot import plot_lanes
-
-        plot_lanes(self, Path(path))
+        plot_lanes(self.core, self.bound_ratio, Path(path))
 
     def __str__(self) -> str:
         return self.core.text()

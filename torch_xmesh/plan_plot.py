@@ -1,39 +1,37 @@
 """Draws a plan: what each host sends and receives, when."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch_xmesh.plan import ReshardingPlan
+from torch_xmesh import _C
+from torch_xmesh.palette import new_figure
 
 _UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
 
 
-def plot_lanes(plan: "ReshardingPlan", path: Path) -> None:
-    """A lane per host and direction in which anything moves, a bar per message between hosts in the colour of the host
-    at its other end; the lower bound as a line.
+def plot_lanes(plan: "_C.ReshardingPlan", bound_ratio: float | None, path: Path) -> None:
+    """A lane per host and direction in which anything moves, a bar per message between hosts in the color of the host
+    at its other end; the lower bound as a line, where there is a `bound_ratio`: predicted over bound.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     bars: dict[tuple[int, bool], dict[int, list[tuple[float, float]]]] = {}
-    for source, target, start, end in plan.core.lanes():
+    for source, target, start, end in plan.lanes():
         if source != target:
             bars.setdefault((source, False), {}).setdefault(target, []).append((start, end - start))
             bars.setdefault((target, True), {}).setdefault(source, []).append((start, end - start))
     lanes = sorted(bars)
     scale, unit = next((one for one in _UNITS if plan.predicted_seconds * one[0] >= 1), _UNITS[-1])
     others = sorted({other for spans in bars.values() for other in spans})
-    palette = plt.get_cmap("tab10" if len(others) <= 10 else "tab20")
+    palette = colormaps["tab10" if len(others) <= 10 else "tab20"]
     colors = {host: palette(position % 20) for position, host in enumerate(others)}
-    figure, axes = plt.subplots(figsize=(10, 1.9 + 0.4 * max(1, len(lanes))), layout="constrained")
+    figure = new_figure(10, 1.9 + 0.4 * max(1, len(lanes)))
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
         for other, spans in bars[lane].items():
             scaled = [(start * scale, width * scale) for start, width in spans]
@@ -43,13 +41,13 @@ def plot_lanes(plan: "ReshardingPlan", path: Path) -> None:
     axes.set_xlim(0, max(plan.predicted_seconds, plan.lower_bound_seconds) * scale * 1.02 or 1.0)
     axes.set_xlabel(f"{unit}, as predicted")
     handles: list[Patch | Line2D] = [Patch(color=colors[host], label=f"to or from host {host}") for host in others]
-    if plan.bound_ratio is not None:
+    if bound_ratio is not None:
         axes.axvline(plan.lower_bound_seconds * scale, color="black", linestyle="--", linewidth=1)
         handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label="lower bound of any plan"))
     if not lanes:
         axes.text(0.5, 0.5, "nothing moves between hosts", transform=axes.transAxes, ha="center", va="center")
-    ratio = "" if plan.bound_ratio is None else f", {plan.bound_ratio:.3f} of the lower bound"
-    sent = sum(plan.core.bytes_sent().values())
+    ratio = "" if bound_ratio is None else f", {bound_ratio:.3f} of the lower bound"
+    sent = sum(plan.bytes_sent().values())
     axes.set_title(
         f"{plan.strategy}: {_bytes(sent)} between hosts in {plan.predicted_seconds * scale:.4g} {unit}{ratio}",
         fontsize=10,
@@ -59,7 +57,6 @@ def plot_lanes(plan: "ReshardingPlan", path: Path) -> None:
             handles=handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=8, frameon=False
         )
     figure.savefig(path)
-    plt.close(figure)
 
 
 def _bytes(count: int) -> str:

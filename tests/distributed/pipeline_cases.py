@@ -18,7 +18,7 @@ from models import Case, cases
 from models.random_graph import Graph, random_plan
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.partition import partition
+from torch_xmesh.pipeline.cut.partition import partition
 from torch_xmesh.testing import serial_step
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.partition import partition
-from torch_xmesh.pipeline.sample_order import SampleOrder
+from torch_xmesh.pipeline.cut.partition import partition
+from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.testing import serial_step, spawn
 
 

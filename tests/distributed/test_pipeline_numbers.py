@@ -17,7 +17,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.microbatch import Replicate
+from torch_xmesh.pipeline.cut.microbatch import Replicate
 from torch_xmesh.testing import serial_step, spawn
 
 THREE = ([0], [1], [2])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.stage_mesh import places_of, stage_mesh
+from torch_xmesh.pipeline.ranks.stage_mesh import places_of, stage_mesh
 from torch_xmesh.testing import spawn
 
 MLP = ("layers.2", "layers.3")

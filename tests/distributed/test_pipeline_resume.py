@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.partition import partition
+from torch_xmesh.pipeline.cut.partition import partition
 from torch_xmesh.testing import serial_step, spawn
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline import clocks as pipeline_clocks
-from torch_xmesh.pipeline.trace_events import Event, aligned, table
+from torch_xmesh.pipeline.ranks import clocks as pipeline_clocks
+from torch_xmesh.pipeline.schedule.timeline import Event, aligned, table
 from torch_xmesh.testing import spawn
 
 

@@ -1,8 +1,8 @@
 """The pipeline engine: a model cut into stages on meshes of their own, schedules, and their simulation."""
 
-from torch_xmesh.pipeline.engine import PipelineEngine
-from torch_xmesh.pipeline.partition import split_at
-from torch_xmesh.pipeline.schedule import Schedule
-from torch_xmesh.pipeline.simulation import Costs, EdgeCosts, Simulation, StageCosts, simulate
+from torch_xmesh.pipeline.cut.partition import split_at
+from torch_xmesh.pipeline.engine.engine import PipelineEngine
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, Simulation, StageCosts, simulate
 
 __all__ = ["Costs", "EdgeCosts", "PipelineEngine", "Schedule", "Simulation", "StageCosts", "simulate", "split_at"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_xmesh.pipeline.microbatch import (
+from torch_xmesh.pipeline.cut.microbatch import (
     Microbatch,
     leaf_specs,
     loss_weights,
@@ -16,8 +16,8 @@ from torch_xmesh.pipeline.microbatch import (
     split_microbatches,
     split_tree,
 )
-from torch_xmesh.pipeline.partition import Partition
-from torch_xmesh.pipeline.seeds import dropout_rng, dropout_seed
+from torch_xmesh.pipeline.cut.partition import Partition
+from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
 
 __all__ = ["SerialResult", "serial_step"]
 

@@ -1,0 +1,340 @@
+"""Where stages should start: measured time per module call, balanced under each stage's memory."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_xmesh.pipeline.cut.capture import Traced, enter_modes
+from torch_xmesh.pipeline.cut.microbatch import leaf_specs
+from torch_xmesh.pipeline.cut.partition import SplitAt, opened_modules, trace_model
+from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes, tensors_in
+from torch_xmesh.pipeline.cut.sandbox import Sandbox, hooks_off
+from torch_xmesh.pipeline.cut.values import sorted_arguments
+
+_Figure = TypeVar("_Figure")
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_limit(split: SplitAt | str | None, memory_limit_bytes: int | None) -> None:
+    """Raises ValueError for a limit that nothing would keep."""
+    if memory_limit_bytes is not None and split != "auto":
+        raise ValueError(
+            f'memory_limit_bytes={memory_limit_bytes} is for split="auto", which chooses where stages start; '
+            f"split is {split!r}"
+        )
+
+
+def choose_split(
+    model: nn.Module,
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    num_stages: int,
+    *,
+    memory_limit_bytes: int | None = None,
+    microbatches_in_flight: Sequence[int] | None = None,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+    repeats: int = 3,
+) -> SplitAt:
+    """Split points that make the slowest stage as fast as possible.
+
+    The figures are measured here, so another process may get another answer: agree on one.
+
+    Args:
+        memory_limit_bytes: per stage, for parameters with gradients and two optimizer states, and what the
+            microbatches in flight hold: what autograd keeps of them for backward, and what the stage receives.
+        microbatches_in_flight: by stage, the schedule's peak; num_stages each without it.
+
+    Raises:
+        ValueError: fewer module calls than stages, or no split keeps the limit.
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages must be at least 1, got {num_stages}")
+    if num_stages == 1 and memory_limit_bytes is None:
+        return SplitAt(())
+    arguments = sorted_arguments(example_args, example_kwargs)
+    specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
+    profile = Profile(model, arguments, specs, repeats)
+    profile.refine(num_stages)
+    flight = [num_stages] * num_stages if microbatches_in_flight is None else microbatches_in_flight
+    while True:
+        units = profile.units if memory_limit_bytes is None else profile.units_with_memory()
+        try:
+            starts = balance(units, num_stages, memory_limit_bytes, flight)
+        except ValueError:
+            if profile.open([unit.name for unit in units]):
+                continue
+            raise
+        return SplitAt(tuple(units[start].name for start in starts))
+
+
+def balance(
+    units: Sequence[UnitCost],
+    num_stages: int,
+    memory_limit_bytes: int | None,
+    microbatches_in_flight: Sequence[int],
+) -> list[int]:
+    """The first unit of each stage but the first: minimises the slowest stage's seconds, then the sum of squares
+    (exact, O(n^2 * stages)).
+
+    Raises:
+        ValueError: fewer units than stages, or no split keeps the limit.
+    """
+    count = len(units)
+    if count < num_stages:
+        raise ValueError(
+            f"the model has {count} module calls at which a stage may start ({[u.name for u in units]}), fewer "
+            f"than {num_stages} stages"
+        )
+    needed = {} if memory_limit_bytes is None else needed_bytes(units)
+
+    def cost(stage: int, first: int, end: int) -> tuple[float, float] | None:
+        in_flight = microbatches_in_flight[stage]
+        if memory_limit_bytes is not None and needed[first, end].total(in_flight) > memory_limit_bytes:
+            return None
+        seconds = sum(u.seconds for u in units[first:end])
+        return seconds, seconds * seconds
+
+    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0.0, 0.0, ())}
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, count + 1):
+            options = []
+            for first in range(stage - 1, end):
+                before, own = best.get((stage - 1, first)), cost(stage - 1, first, end)
+                if before is not None and own is not None:
+                    options.append((max(before[0], own[0]), before[1] + own[1], (*before[2], first)))
+            if options:
+                best[stage, end] = min(options)
+    if (num_stages, count) not in best:
+        fewest = min(microbatches_in_flight)
+        largest = max(needed[unit, unit + 1].total(fewest) for unit in range(count))
+        raise ValueError(
+            f"no split into {num_stages} stages keeps memory_limit_bytes={memory_limit_bytes}: the largest single "
+            f"module call needs {largest} bytes, all together {needed[0, count].total(fewest)}, with {fewest} "
+            f"microbatches in flight (by stage: {list(microbatches_in_flight)})"
+        )
+    return list(best[num_stages, count][2][1:])
+
+
+class Profile:
+    """Costs per module call of a model; modules are opened, where that can be traced, for finer ones.
+
+    Attributes:
+        units: one per first call of a module; other nodes belong to the call before them.
+    """
+
+    def __init__(self, model: nn.Module, arguments: _Arguments, specs: Sequence[Any], repeats: int) -> None:
+        self._model, self._arguments, self._specs = model, arguments, specs
+        self._on_meta = any(parameter.is_meta for parameter in model.parameters())
+        self._repeats = 1 if self._on_meta else repeats
+        self._opened, self._closed = frozenset({""}), set[str]()
+        self._measure(trace_model(model, arguments, specs, self._opened))
+
+    def refine(self, num_stages: int) -> None:
+        """Opens modules until none takes half a stage's share of the time."""
+        is_finer = True
+        while is_finer:
+            share = sum(unit.seconds for unit in self.units) / num_stages
+            is_finer = self.open([unit.name for unit in self.units if unit.seconds > share / 2])
+
+    def open(self, names: Sequence[str]) -> bool:
+        """Looks into modules from now on; False if none of them can be opened."""
+        large = [n for n in names if n not in self._closed and _can_open(self._model.get_submodule(n))]
+        if not large:
+            return False
+        before = self._opened
+        for name in large:
+            trial = self._opened | {name} | opened_modules([name])
+            try:
+                traced = trace_model(self._model, self._arguments, self._specs, trial)
+                if traced.training is not None:
+                    raise ValueError(f"{name} differs between train() and eval()")
+            except ValueError:
+                self._closed.add(name)
+                continue
+            self._opened = trial
+        self._closed.update(large)
+        if self._opened == before:
+            return False
+        self._measure(trace_model(self._model, self._arguments, self._specs, self._opened))
+        return True
+
+    def units_with_memory(self) -> list[UnitCost]:
+        """The same, with what they hold."""
+        memory = self._walk(lambda inputs: _kept_meter(self._model, self._traced, inputs))
+        parameters: list[dict[int, int]] = [{} for _ in self.units]
+        kept: list[dict[int, int]] = [{} for _ in self.units]
+        reads: list[dict[str, Read]] = [{} for _ in self.units]
+        for node, found in memory.items() if self.units else ():
+            unit = self._unit_of[node]
+            for parameter in _parameters_of(self._model, self._traced, node):
+                parameters[unit][id(parameter)] = parameter.numel() * parameter.element_size()
+            kept[unit].update(found.kept)
+            self._add_reads(reads[unit], unit, node.all_input_nodes, memory)
+        if self.units:  # the last stage hands the model's outputs through
+            outputs = [leaf for leaf in pytree.tree_leaves(self._traced.output) if isinstance(leaf, fx.Node)]
+            self._add_reads(reads[-1], len(self.units) - 1, outputs, memory)
+        return [
+            dataclasses.replace(unit, parameters=parameters[index], kept=kept[index], reads=reads[index])
+            for index, unit in enumerate(self.units)
+        ]
+
+    def _add_reads(
+        self, reads: dict[str, Read], unit: int, nodes: Sequence[fx.Node], memory: Mapping[fx.Node, NodeMemory]
+    ) -> None:
+        for node in nodes:
+            if node in memory and self._unit_of[node] != unit:
+                reads[node.name] = Read(self._unit_of[node], memory[node].storages, memory[node].num_bytes)
+
+    def _measure(self, traced: Traced) -> None:
+        self._traced = traced
+        meter = _count_operations if self._on_meta else _measure
+        runs = [self._walk(lambda inputs: meter) for _ in range(self._repeats)]
+        self._unit_of: dict[fx.Node, int] = {}
+        names: dict[str, float] = {}
+        begun, known = set[str](), {name for name, _ in self._model.named_modules(remove_duplicate=False)} - {""}
+        is_flat = all(node.op != "call_module" for node in traced.graph.nodes)
+        for node in traced.graph.nodes:
+            owner = next((path for path in reversed(node.meta["modules"]) if path in known), None)
+            if owner is not None and owner not in begun and (node.op == "call_module" or is_flat):
+                names[owner] = 0.0
+            begun |= opened_modules(f"{path}.*" for path in node.meta["modules"])
+            self._unit_of[node] = max(0, len(names) - 1)
+        listed = list(names)
+        for node in runs[0] if names else ():
+            names[listed[self._unit_of[node]]] += min(run[node] for run in runs)
+        self.units = [UnitCost(name, seconds) for name, seconds in names.items()]
+
+    def _walk(self, make_meter: Callable[[list[torch.Tensor]], "_Meter[_Figure]"]) -> dict[fx.Node, _Figure]:
+        """A figure per node that computes; buffers, gradients and random state are kept."""
+        model = self._model
+        examples = tensors_in(self._arguments)
+        if self._on_meta:
+            with Sandbox(model) as sandbox:
+                inputs = [sandbox.fake(example) for example in examples]
+                return _walk(model, self._traced, inputs, make_meter(inputs))
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        real = [torch.zeros(e.shape, dtype=e.dtype, device=device) if e.is_meta else e.detach() for e in examples]
+        kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            with hooks_off(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                return _walk(model, self._traced, real, make_meter(real))
+        finally:
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)
+
+
+def _can_open(module: nn.Module) -> bool:
+    library = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    return not library and any(True for _ in module.children())
+
+
+def _attribute(model: nn.Module, traced: Traced, node: fx.Node) -> Any:
+    """What a get_attr node reads."""
+    value = traced.constants.get(str(node.target))
+    if value is None:
+        parent, _, field = str(node.target).rpartition(".")
+        value = getattr(model.get_submodule(parent), field)
+    return value
+
+
+def _parameters_of(model: nn.Module, traced: Traced, node: fx.Node) -> Iterator[nn.Parameter]:
+    """The parameters that a node reads."""
+    read = [_attribute(model, traced, source) for source in node.all_input_nodes if source.op == "get_attr"]
+    if node.op == "call_module":
+        read.append(model.get_submodule(str(node.target)))
+    for value in read:
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, nn.Parameter):
+            yield value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A node that computes: `run` it on `copies` of the values `given` by others; gradients flow into `leaves`."""
+
+    run: Callable[[], Any]
+    leaves: list[torch.Tensor]
+    given: list[Any]
+    copies: list[Any]
+
+
+_Meter = Callable[[_Call], tuple[Any, _Figure]]
+
+
+def _walk(
+    model: nn.Module, traced: Traced, inputs: list[torch.Tensor], meter: _Meter[_Figure]
+) -> dict[fx.Node, _Figure]:
+    environment: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    found = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            environment[node] = next(remaining)
+        elif node.op == "get_attr":
+            environment[node] = _attribute(model, traced, node)
+        else:
+            given = [environment[source] for source in node.all_input_nodes]
+            copies = pytree.tree_map_only(torch.Tensor, _input_of, given)
+            local = dict(zip(node.all_input_nodes, copies, strict=True))
+            module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+            leaves = tensors_in(copies) + (list(module.parameters()) if module is not None else [])
+            leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            environment[node], found[node] = meter(_Call(_caller(node, module, local), leaves, given, copies))
+    return found
+
+
+def _caller(node: fx.Node, module: nn.Module | None, local: dict[fx.Node, Any]) -> Callable[[], Any]:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: local[source])
+
+    def call() -> Any:
+        with enter_modes(*(node.meta["modes"] or (True, ()))):
+            if module is not None:
+                return module(*args, **kwargs)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    return call
+
+
+def _input_of(tensor: torch.Tensor) -> torch.Tensor:
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_().clone() if floating and tensor.requires_grad else tensor.detach()
+
+
+def _measure(call: _Call) -> tuple[Any, float]:
+    start = _now(call.leaves)
+    value = call.run()
+    outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    if outputs and call.leaves:
+        torch.autograd.grad(outputs, call.leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
+    return value, _now(call.leaves) - start
+
+
+def _now(leaves: list[torch.Tensor]) -> float:
+    if any(leaf.is_cuda for leaf in leaves):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _count_operations(call: _Call) -> tuple[Any, float]:
+    with FlopCounterMode(display=False) as counter:
+        value = call.run()
+    entries = sum(tensor.numel() for tensor in tensors_in(value))
+    return value, float(3 * counter.get_total_flops() + 10 * entries)
+
+
+def _kept_meter(model: nn.Module, traced: Traced, inputs: list[torch.Tensor]) -> _Meter[NodeMemory]:
+    there = [*model.parameters(), *model.buffers(), *traced.constants.values(), *inputs]
+    there += [value for module in model.modules() for value in vars(module).values()]
+    meter = KeptMeter(tensor for tensor in there if isinstance(tensor, torch.Tensor))
+    return lambda call: meter(call.run, call.given, call.copies)

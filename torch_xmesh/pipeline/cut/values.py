@@ -1,0 +1,391 @@
+"""What a partition consists of: stages, the tensors between them, the model's inputs and outputs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
+from torch_xmesh.pipeline.cut.propagate import TensorInfo
+from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
+
+MOST_SIZES = 64
+"""Of the inputs, for which stages are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueInfo:
+    """A tensor that enters the model, crosses stages or leaves the model.
+
+    Attributes:
+        name: unique in the partition, the same on every rank.
+        producer: the stage that makes it, or None for an input of the model.
+        consumers: the other stages that read it, ascending; the last stage is one if it hands on another's model
+            output.
+        shape: for the example's number of samples.
+        requires_grad: what the producer's autograd says, hence also `is_differentiable`.
+        batch_dim: the dim that holds the samples, or None.
+        varies: it has no batch dim and yet depends on the samples (a mean over the batch): data shards have values of
+            their own.
+    """
+
+    name: str
+    producer: int | None
+    consumers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    batch_dim: int | None
+    is_output: bool
+    tensor: TensorInfo = dataclasses.field(repr=False)
+    samples: int = dataclasses.field(repr=False, default=0)
+    fixed_batch: bool = dataclasses.field(repr=False, default=False)
+    varies: bool = dataclasses.field(repr=False, default=False)
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.requires_grad
+
+    def shape_for(self, num_samples: int) -> tuple[int, ...]:
+        """The shape for a microbatch (or a data shard of one) of `num_samples` samples.
+
+        Raises:
+            ValueError: the stage works for the example's number of samples only.
+        """
+        if self.fixed_batch and num_samples != self.samples:
+            raise ValueError(
+                f"{self.name}: the model was traced for microbatches of exactly {self.samples} samples, got "
+                f"{num_samples}: "
+                "its forward uses the batch size in a way that does not carry over to others"
+            )
+        return self.tensor.shape(num_samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputInfo:
+    """A tensor argument of the model: ``path`` is ("args", 0, ...) or ("kwargs", "name", ...)."""
+
+    name: str
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    stages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueName:
+    """The place of a value in the output's structure."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputStructure:
+    """The model's output: a pytree whose leaves are values (`names`, without repeats) and constants."""
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(leaf.name for leaf in self.leaves if isinstance(leaf, ValueName)))
+
+    @functools.cached_property
+    def is_single(self) -> bool:
+        """Whether the output is one value and nothing around it."""
+        return self.structure.is_leaf() and isinstance(self.leaves[0], ValueName)
+
+    def unflatten(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """The model's output, of the output values by name."""
+        flat = [values[leaf.name] if isinstance(leaf, ValueName) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(flat, self.structure)
+
+
+@dataclasses.dataclass
+class StageProgram:
+    """One stage: calling it maps its input values to its output values, on one autograd graph.
+
+    Attributes:
+        module: shares parameters, buffers and submodules with the model, under the model's names; may be replaced by
+            a wrapper with the same call.
+        input_values: order of the inputs; `model_inputs` are those that the user passes to the step.
+        output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
+            through.
+        uses_rng: False if the stage certainly draws no random numbers in training mode.
+        only_mode: the value of ``module.training`` for which the stage was traced, or None for both.
+        adapter: how a ready module is called, None for a traced one.
+        use: called before the stage runs: sets what its graph knows of the sizes of the model's inputs.
+    """
+
+    index: int
+    module: nn.Module
+    input_values: tuple[str, ...]
+    output_values: tuple[str, ...]
+    model_inputs: tuple[str, ...]
+    uses_rng: bool = True
+    only_mode: bool | None = None
+    adapter: ReadyAdapter | None = None
+    use: Callable[[], None] | None = dataclasses.field(default=None, repr=False)
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the stage.
+
+        Raises:
+            ValueError: another number of inputs than `input_values`.
+            RuntimeError: the stage is in a mode (train, eval) that it was not traced for.
+        """
+        if len(inputs) != len(self.input_values):
+            raise ValueError(
+                f"stage {self.index} takes {len(self.input_values)} inputs {list(self.input_values)}, got {len(inputs)}"
+            )
+        if self.only_mode is not None and self.module.training != self.only_mode:
+            have, want = ("train()", "eval()") if self.module.training else ("eval()", "train()")
+            raise RuntimeError(
+                f"stage {self.index} was traced in {want} and is now in {have}: the model's forward differs "
+                "between the two in more than constants; "
+                f"partition it in {have}, or start stages at modules whose parents do not look at self.training"
+            )
+        if self.use is not None:
+            self.use()
+        if self.adapter is not None:
+            return self.adapter.run(self.index, self.module, inputs)
+        return tuple(self.module(*inputs))
+
+    def parameter_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.module.named_parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedStages:
+    """What of a partition follows from the sizes of the model's inputs, as `Partition` and `StageProgram` have it."""
+
+    values: dict[str, ValueInfo]
+    outputs: OutputStructure
+    fixed_batch: bool
+    programs: list[StageProgram]
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the model's tensor arguments, by value name; with the example's number of samples."""
+
+
+@dataclasses.dataclass
+class Partition:
+    """A model as stages.
+
+    Attributes:
+        stages: what each stage runs.
+        values: the tensors that enter the model, cross stages or leave it; inputs first, then by producer and order
+            of execution.
+        inputs: the tensor arguments of the model, by value name.
+        outputs: the model's output over values.
+        tied_parameters: groups of (stage, name) of one parameter object that several stages hold.
+        unused_parameters: the model's parameters that no stage holds.
+        batch_size: samples of the example arguments, None if no argument has a batch dim.
+        fixed_batch: the stages work for `batch_size` samples only.
+        resize: finds the stages for inputs of other sizes; ValueError where they do not hold for them.
+    """
+
+    stages: list[StageProgram]
+    values: dict[str, ValueInfo]
+    inputs: dict[str, InputInfo]
+    outputs: OutputStructure
+    tied_parameters: list[list[tuple[int, str]]]
+    unused_parameters: tuple[str, ...]
+    batch_size: int | None
+    fixed_batch: bool
+    argument_leaves: tuple[Any, ...]
+    argument_structure: pytree.TreeSpec
+    resize: Callable[[Shapes], SizedStages] | None = dataclasses.field(default=None, repr=False)
+    _sized: dict[tuple[tuple[int, ...], ...], "Partition"] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def shapes_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], stages: Collection[int] | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """What :meth:`at` is given for arguments, or for those that some stages read: their shapes, the batch dim as in
+        the example.
+
+        Raises:
+            ValueError: another structure, dtype or number of dims than the example's.
+        """
+        leaves, structure = pytree.tree_flatten(sorted_arguments(args, kwargs))
+        self._check_structure(structure)
+        wanted = {name for stage in stages or range(self.num_stages) for name in self.stages[stage].model_inputs}
+        shapes = {}
+        for leaf, expected in zip(leaves, self.argument_leaves, strict=True):
+            if isinstance(expected, ValueName) and (stages is None or expected.name in wanted):
+                info = self.inputs[expected.name]
+                self._check_kind(info, leaf)
+                shapes[info.name] = tuple(
+                    info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
+                )
+        return shapes
+
+    def at(self, shapes: Shapes) -> "Partition":
+        """The same stages, with the same modules, for inputs of these shapes; the last ones found are kept.
+
+        Raises:
+            ValueError: the stages do not work for them, or only for the example's.
+        """
+        key = tuple(shapes[name] for name in self.inputs)
+        found = self._sized.pop(key, None) or self.resized(shapes)
+        if found is not self:
+            self._sized[key] = found
+        if len(self._sized) > MOST_SIZES:
+            del self._sized[next(iter(self._sized))]
+        return found
+
+    def resized(self, shapes: Shapes) -> "Partition":
+        """As :meth:`at`, found anew. With ready stages that are elsewhere, all processes call it alike."""
+        changed = next((info for info in self.inputs.values() if shapes[info.name] != info.shape), None)
+        if changed is None or self.resize is None:
+            return self
+        try:
+            found = self.resize(shapes)
+            _check_alike(self.values, found.values)
+            if found.fixed_batch != self.fixed_batch:
+                raise ValueError(f"they would work for {self.batch_size} samples only")
+        except ValueError as error:
+            what = f"argument {describe_path(changed.path)} has shape {shapes[changed.name]}"
+            raise ValueError(
+                f"{what}, the example had {changed.shape}, and the stages do not work for it: {error}"
+            ) from error
+        stages = [
+            dataclasses.replace(one, use=other.use, adapter=other.adapter)
+            for one, other in zip(self.stages, found.programs, strict=True)
+        ]
+        inputs = {name: dataclasses.replace(one, shape=found.values[name].shape) for name, one in self.inputs.items()}
+        return dataclasses.replace(
+            self,
+            stages=stages,
+            values=found.values,
+            inputs=inputs,
+            outputs=found.outputs,
+            fixed_batch=found.fixed_batch,
+        )
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, stage: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The model's input values in one microbatch's arguments: all of them, or those that `stage` takes.
+
+        Raises:
+            ValueError: another structure, dtype or size (the batch dim apart) than the example's, or another
+                constant.
+        """
+        return self.bind_leaves(*pytree.tree_flatten(sorted_arguments(args, kwargs)), stage)
+
+    def bind_leaves(
+        self, leaves: Sequence[Any], structure: pytree.TreeSpec, stage: int | None = None, any_size: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The same of :func:`sorted_arguments` as leaves and their structure; `any_size`: sizes are not compared, but
+        for the number of samples where that is fixed."""
+        self._check_structure(structure)
+        wanted = set(self.inputs if stage is None else self.stages[stage].model_inputs)
+        bound = {}
+        for leaf, expected in zip(leaves, self.argument_leaves, strict=True):
+            if not isinstance(expected, ValueName):
+                _check_constant(leaf, expected[0], expected[1])
+            elif expected.name in wanted:
+                self._check_input(self.inputs[expected.name], leaf, any_size)
+                bound[expected.name] = leaf
+        return bound
+
+    def _check_structure(self, structure: pytree.TreeSpec) -> None:
+        if structure != self.argument_structure:
+            raise ValueError(describe_mismatch(structure, self.argument_structure))
+
+    def _check_kind(self, info: InputInfo, tensor: Any) -> None:
+        where = f"argument {describe_path(info.path)}"
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{where} must be a tensor of shape {info.shape} as in the example arguments, got "
+                f"{type(tensor).__name__}"
+            )
+        if tensor.dtype != info.dtype:
+            raise ValueError(f"{where} has dtype {tensor.dtype}, the example had {info.dtype}")
+        if tensor.dim() != len(info.shape):
+            raise ValueError(f"{where} has shape {tuple(tensor.shape)}, the example had {info.shape}")
+
+    def _check_input(self, info: InputInfo, tensor: Any, any_size: bool = False) -> None:
+        self._check_kind(info, tensor)
+        free = None if self.fixed_batch else info.batch_dim
+        compared = [dim for dim in range(tensor.dim()) if dim != free and (dim == info.batch_dim or not any_size)]
+        if any(tensor.size(dim) != info.shape[dim] for dim in compared):
+            raise ValueError(
+                f"argument {describe_path(info.path)} has shape {tuple(tensor.shape)}, the example had {info.shape}"
+                + (f" (dim {free}, the batch, may differ)" if free is not None else "")
+            )
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output by running the stages one after another in this process, on one autograd graph."""
+        sized = self.for_arguments(args, kwargs)
+        values = sized.bind(args, kwargs)
+        for stage in sized.stages:
+            results = stage(*[values[name] for name in stage.input_values])
+            values.update(zip(stage.output_values, results, strict=True))
+        return sized.outputs.unflatten(values)
+
+    def for_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> "Partition":
+        """The partition :meth:`at` the sizes of these arguments."""
+        return self.at(self.shapes_of(args, kwargs or {}))
+
+    def __str__(self) -> str:
+        lines = []
+        for stage in self.stages:
+            count = sum(parameter.numel() for parameter in stage.module.parameters())
+            lines.append(
+                f"stage {stage.index}: {count} parameters; {', '.join(stage.input_values)} -> "
+                f"{', '.join(stage.output_values)}"
+            )
+        for value in self.values.values():
+            source = "input" if value.producer is None else f"stage {value.producer}"
+            readers = ", ".join(str(stage) for stage in value.consumers) + (
+                " and the output" if value.is_output else ""
+            )
+            grad = ", differentiable" if value.is_differentiable else ""
+            lines.append(
+                f"{value.name}: {source} -> {readers or 'nobody'}; {value.dtype} {list(value.shape)}, batch dim "
+                f"{value.batch_dim}{grad}"
+            )
+        return "\n".join(lines)
+
+
+def _check_alike(values: Mapping[str, ValueInfo], others: Mapping[str, ValueInfo]) -> None:
+    """Raises ValueError where values differ in more than their sizes."""
+    for name, one in values.items():
+        other = others.get(name)
+        kinds = [v and (v.producer, v.consumers, v.dtype, v.requires_grad, v.batch_dim, v.varies) for v in (one, other)]
+        if len(values) != len(others) or kinds[0] != kinds[1]:
+            raise ValueError(
+                f"value {name} would have another dtype or batch dim, or cross other stages: (producer, consumers, "
+                f"dtype, requires_grad, batch_dim, varies) {kinds[1]}, expected {kinds[0]}"
+            )
+
+
+def sorted_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments in the form that a partition compares: keyword arguments by name."""
+    return tuple(args), dict(sorted((kwargs or {}).items()))
+
+
+def describe_path(path: tuple[Any, ...]) -> str:
+    """``("kwargs", "mask", 0)`` as ``kwargs['mask'][0]``."""
+    return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
+
+
+def _check_constant(found: Any, expected: Any, where: str) -> None:
+    if isinstance(found, torch.Tensor) or type(found) is not type(expected) or found != expected:
+        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+        raise ValueError(
+            f"argument {where} is a constant of the traced model: the example had {expected!r}, got {shown}; pass "
+            "it as a tensor or partition again"
+        )

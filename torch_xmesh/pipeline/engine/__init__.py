@@ -1,0 +1,1 @@
+"""The engine: what is made once, and what runs in every step."""

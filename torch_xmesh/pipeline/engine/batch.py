@@ -1,0 +1,127 @@
+"""A step's arguments on one rank: how many samples they hold, and each stage's part of each microbatch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from torch_xmesh.pipeline.cut.microbatch import TensorChunkSpec, common_size, shard_sizes
+from torch_xmesh.pipeline.cut.partition import Partition
+from torch_xmesh.pipeline.cut.values import ValueName
+from torch_xmesh.pipeline.engine.sample_order import SampleOrder
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.spec import mesh_grid
+
+
+def num_samples(tree: Any, specs: Sequence[Any], what: str) -> int | None:
+    """Samples in a tree of arguments, None where nothing of it is to cut; messages call its leaves `what`.
+
+    Raises:
+        ValueError: its tensors disagree.
+    """
+    return common_size(tree, specs, what) if specs else None
+
+
+def num_batch_shards(tree: Any, specs: Sequence[Any], mesh: StageMesh, what: str) -> int | None:
+    """Into how many shards the DTensors of a tree are cut that are to be cut into microbatches; None if none is.
+
+    Raises:
+        ValueError: a DTensor that lies otherwise than the stage's batch.
+    """
+    for position, (leaf, spec) in enumerate(zip(pytree.tree_leaves(tree), specs, strict=True)):
+        if isinstance(leaf, DTensor) and isinstance(spec, TensorChunkSpec):
+            _check_placed(leaf, spec.split_dim, mesh, f"{what}, tensor {position}")
+            if mesh.num_shards > 1:
+                return mesh.num_shards
+    return None
+
+
+def local_microbatches(tree: Any, specs: Sequence[Any], order: SampleOrder, mesh: StageMesh, what: str) -> list[Any]:
+    """This rank's data shard of every microbatch of `tree`, one tree per microbatch; views of the tensors given, where
+    they can be.
+
+    A plain tensor is the whole batch, in its samples' order; a DTensor is sharded as the stage's batch.
+
+    Raises:
+        ValueError: a DTensor that lies otherwise than the stage's batch.
+    """
+    columns, structure = microbatch_columns(tree, specs, order, mesh, what)
+    return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(order.sizes))]
+
+
+def microbatch_columns(
+    tree: Any, specs: Sequence[Any], order: SampleOrder, mesh: StageMesh, what: str
+) -> tuple[list[Sequence[Any]], pytree.TreeSpec]:
+    """What `local_microbatches` cuts, by leaf: its part of every microbatch; and the structure of the leaves."""
+    leaves, structure = pytree.tree_flatten(tree)
+    columns: list[Sequence[Any]] = []
+    for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        where = f"{what}, tensor {position}"
+        if not isinstance(spec, TensorChunkSpec):
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
+        elif not isinstance(leaf, DTensor):
+            columns.append(_shards_of_whole(leaf, spec.split_dim, order, mesh, where))
+        elif mesh.num_shards == 1:
+            columns.append(_shards_of_whole(leaf.to_local(), spec.split_dim, order, mesh, where))
+        else:
+            columns.append(_shards_of_dtensor(leaf, spec.split_dim, order, mesh, where))
+    return columns, structure
+
+
+def model_inputs(
+    partition: Partition, stage: int, columns: Sequence[Sequence[Any]], structure: pytree.TreeSpec, sizes: Sequence[int]
+) -> list[list[torch.Tensor]]:
+    """By microbatch, the model's inputs that a stage takes, in its order; checked once for each size of microbatch.
+
+    Raises:
+        ValueError: arguments that are not like the example's, their sizes apart.
+    """
+    for size in dict.fromkeys(sizes):
+        first = sizes.index(size)
+        partition.bind_leaves([column[first] for column in columns], structure, stage, any_size=True)
+    names = [leaf.name if isinstance(leaf, ValueName) else None for leaf in partition.argument_leaves]
+    chosen = [columns[names.index(name)] for name in partition.stages[stage].model_inputs]
+    return [list(parts) for parts in zip(*chosen, strict=True)]
+
+
+def _shards_of_whole(
+    tensor: torch.Tensor, dim: int, order: SampleOrder, mesh: StageMesh, what: str
+) -> Sequence[torch.Tensor]:
+    if tensor.size(dim) != sum(order.sizes):
+        raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(order.sizes)}")
+    tensor, num_shards = tensor.detach(), mesh.num_shards
+    if order.num_shards == 1:
+        parts = [part for size in order.sizes for part in shard_sizes(size, num_shards)]
+        return torch.split(tensor, parts, dim)[0 if num_shards == 1 else mesh.shard :: num_shards]
+    found = []
+    for microbatch, size in enumerate(order.sizes):
+        shards = shard_sizes(size, num_shards)
+        begin = sum(shards[: mesh.shard])
+        found.append(order.part(tensor, dim, microbatch, begin, begin + shards[mesh.shard]))
+    return found
+
+
+def _check_placed(tensor: DTensor, dim: int, mesh: StageMesh, what: str) -> None:
+    dim = dim % tensor.dim()
+    expected = tuple(Shard(dim) if axis in mesh.data_axes else Replicate() for axis in range(len(mesh.whole.shape)))
+    if mesh_grid(tensor.device_mesh) != mesh.whole or tuple(tensor.placements) != expected:
+        raise ValueError(
+            f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, "
+            f"expected {expected} on the stage's {mesh.whole}"
+        )
+
+
+def _shards_of_dtensor(tensor: DTensor, dim: int, order: SampleOrder, mesh: StageMesh, what: str) -> list[torch.Tensor]:
+    _check_placed(tensor, dim, mesh, what)
+    mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in order.sizes]
+    local = tensor.to_local().detach()
+    if local.size(dim) != sum(mine):
+        raise ValueError(
+            f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of "
+            f"{list(order.sizes)} samples would cut into {mine}: pass a batch whose shards divide evenly into "
+            "microbatches"
+        )
+    return list(torch.split(local, mine, dim))

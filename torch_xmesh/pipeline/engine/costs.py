@@ -1,0 +1,32 @@
+"""What an engine's boundaries cost, for the simulator: its own plans' predictions."""
+
+from collections.abc import Sequence
+
+from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge
+from torch_xmesh.pipeline.ranks.transfers import Planning, Transfers
+from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCosts
+from torch_xmesh.topology import Topology
+
+
+def costs_of(
+    transfers: Transfers,
+    boundaries: Boundaries,
+    stages: Sequence[StageCosts],
+    topology: Topology | None,
+    overlap: bool,
+) -> Costs:
+    """Stages as given; each edge takes what the plan of one example microbatch is predicted to take, each way, on the
+    links of `topology`, by default those for which it is planned."""
+    planning = Planning(boundaries.planning.strategy, topology or boundaries.planning.topology)
+
+    def seconds(edge: Edge, is_gradient: bool) -> float:
+        moves = boundaries.moves(edge, edge.values[0].samples, is_gradient)
+        return transfers.plan(moves, planning).predicted_seconds if moves else 0.0
+
+    edges: dict[tuple[int, int], EdgeCosts | float] = {}
+    for edge in boundaries.edges:
+        ways = [0.0, 0.0] if boundaries.is_local(edge) else [seconds(edge, False), seconds(edge, True)]
+        edges[edge.from_stage, edge.to_stage] = EdgeCosts(
+            forward_seconds=ways[0], backward_seconds=ways[1], has_gradient=edge.has_gradient
+        )
+    return Costs(stages=stages, edges=edges, overlap=overlap, blocks_receiver=False)

@@ -1,0 +1,459 @@
+"""PipelineEngine: a model's stages, each on a mesh of its own, run by a schedule."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_xmesh.errors import PeerError, StageError
+from torch_xmesh.group import reshards_of
+from torch_xmesh.pipeline.cut.partition import Partition, SplitAt
+from torch_xmesh.pipeline.engine.boundary import Placed
+from torch_xmesh.pipeline.engine.costs import costs_of
+from torch_xmesh.pipeline.engine.facts import StepRefusedError
+from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.setup import PlaceOptions
+from torch_xmesh.pipeline.engine.steps import EngineSteps
+from torch_xmesh.pipeline.ranks.arrival import abandoning, stage_meshes_of, telling
+from torch_xmesh.pipeline.ranks.clocks import clock_offsets
+from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
+from torch_xmesh.pipeline.schedule.timeline import Event, aligned, chrome_trace, draw, events_of, table
+from torch_xmesh.pipeline.state.checkpoint import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
+from torch_xmesh.pipeline.state.init_sync import InitSync
+from torch_xmesh.pipeline.state.materialize import InitFn
+from torch_xmesh.pipeline.state.training import (
+    OwnParameter,
+    PipelineScaler,
+    clip_gradients,
+    is_counted,
+)
+from torch_xmesh.spec import AnyMesh
+from torch_xmesh.topology import Topology
+
+
+class PipelineEngine:
+    """Trains (or evaluates) a model cut into stages, each on its own mesh. Made by every rank of the meshes alike; as a
+    context manager it closes itself.
+
+    Args:
+        model: the whole model, equal on every rank, or a list of ready stage modules (None where it is another rank's;
+            a parameter that stages share is tied if every rank of their meshes passes the modules of all of them).
+        example_args, example_kwargs: one microbatch's arguments; only shapes and dtypes count, meta tensors will do.
+        meshes: one mesh per stage; repeat a mesh to put several stages on its ranks. Meshes may also share some ranks:
+            such stages are scheduled as if on one place, and each rank runs its own part of that place's order.
+        split: ``split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
+            with a list.
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, a CSV in torch's
+            notation, or torch's name or class for one of them ("1F1B", ``ScheduleGPipe``).
+        num_microbatches: into how many parts a step cuts its batch.
+        loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
+            train.
+        parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
+            to make a stage of a model on the meta device real. ``fully_shard`` (FSDP2) may be called there, over the
+            whole data axis or over others: gradients are reduced once, at the end of a step, to the sums that plain
+            parameters get; with ``reshard_after_forward=False`` parameters stay gathered from a step's first use of
+            them to its end. Inside no_sync() FSDP2 keeps what it has not reduced to itself: ``.grad`` does not show it,
+            and zero_grad() does not drop it.
+        data_axis: the mesh axis over which a stage's batch is sharded: a name, an index, None, or a tuple of axes that
+            together are one (for ``fully_shard`` on two axes, which replicates over the first); or a list, one per
+            stage. Default: axis 0; with `parallelize` None for meshes of one axis. After a step all data shards have
+            the buffers (batch norm's statistics) of the first one.
+        boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
+            (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
+        memory_limit_bytes: for ``split="auto"`` only: what no stage may exceed; ValueError if no split keeps it. It
+            counts parameters with gradients and two optimizer states, and what a stage receives and autograd keeps of
+            as many microbatches as the schedule has in flight there; all before `parallelize` and `data_axis` share it
+            out over ranks. Stages on the same ranks have the limit each.
+        args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
+            Without output_merge_spec a tensor without dims in the output, such as a loss, comes as one entry per
+            microbatch.
+        seed: of dropout.
+        group: a process group on xmesh with all ranks of the meshes.
+        overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
+        init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
+            that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
+        init_fn: ``init_fn(module)`` for each module with parameters or buffers on the meta device, once `parallelize`
+            has been called and they have memory on this rank's device; default: ``module.reset_parameters()``. What
+            neither sets, load_state_dict() must set before the first step.
+        strategy, topology: how what crosses from mesh to mesh is resharded, as in :func:`reshard`; a calibrated
+            topology's link speeds choose better and pace the sends.
+
+    Raises:
+        ValueError: on every rank, for a mistake in the arguments or ranks that disagree.
+        PeerError: a rank is lost or did not come within the group's timeout.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module | None],
+        example_args: Sequence[Any] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+        *,
+        meshes: Sequence[AnyMesh],
+        split: SplitAt | str | None = None,
+        schedule: str | Schedule | type[Any] = "auto",
+        num_microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        parallelize: Callable[[int, nn.Module, Any], nn.Module] | None = None,
+        data_axis: Any = DEFAULT_AXIS,
+        boundary_placements: Mapping[str, Placed] | None = None,
+        scale_grads: bool = True,
+        memory_limit_bytes: int | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        target_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        overlap: bool = True,
+        init_sync: InitSync = True,
+        init_fn: InitFn | None = None,
+        strategy: object = "auto",
+        topology: Topology | None = None,
+    ) -> None:
+        self._reshards = reshards_of(group)
+        self._is_closed = False
+        self._ended: BaseException | None = None  # by this; see _guarded
+        with telling(self._reshards, meshes):
+            stages, ranks = stage_meshes_of(self._reshards, meshes, data_axis, parallelize is not None)
+            places = places_of(stages)
+        self._transfers = Transfers(self._reshards, ranks)
+        specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
+        options = PlaceOptions(
+            split=split,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            loss_fn=loss_fn,
+            parallelize=parallelize,
+            boundary_placements=boundary_placements,
+            scale_grads=scale_grads,
+            memory_limit_bytes=memory_limit_bytes,
+            chunk_specs=specs,
+            seed=seed,
+            overlap=overlap,
+            init_sync=init_sync,
+            init_fn=init_fn,
+            strategy=strategy,
+            topology=topology,
+        )
+        with abandoning(self._transfers):
+            self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stages, places, options)
+            self._steps = EngineSteps(self._place, output_merge_spec)
+
+    # A step.
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """One training step: forward and backward of every microbatch; gradients are added to ``.grad``.
+
+        Between steps parameters may be frozen and unfrozen, alike on all ranks that hold them.
+
+        Args:
+            args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
+                a DTensor is sharded already, over the stage's data axis. Where one is, each shard is cut into
+                microbatches of its own; samples of plain tensors, the target and the output keep to their batch order.
+                Sizes may differ from the example's and from step to step (a sequence's length) where the stages work
+                for them; what follows from the last 64 combinations of sizes is kept.
+            target: on the last stage's ranks.
+            losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
+            return_outputs: False saves the memory of the outputs.
+
+        Returns:
+            the merged output on the last stage's ranks, None elsewhere.
+
+        Raises:
+            ValueError: arguments that do not fit, on every rank; nothing was computed, the next step may do.
+            StageError: a stage raised. PeerError: a rank is lost, or has closed its engine. These end the engine: each
+            later call raises the same ("this engine ended: ..."), or RuntimeError after anything else; make a new one.
+        """
+        if self._place.loss_fn is None:
+            raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
+        return self._run(args, kwargs, target, losses, return_outputs, is_train=True)
+
+    def evaluate(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        """The forwards of a step, without gradients. Everything else as in :meth:`step`; `target` may be missing."""
+        return self._run(args, kwargs, target, losses, True, is_train=False)
+
+    def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
+        with self._guarded(), torch.inference_mode(False):
+            try:
+                return self._steps.run(args, kwargs, target, losses, return_outputs, is_train)
+            finally:
+                self._place.forward.step = None
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Tells the other ranks of a failure that began here, and what this rank raises."""
+        traffic, rank = self._transfers.traffic, self._transfers.rank
+        if isinstance(error, PeerError | StageError):
+            return error
+        action = self._place.core.failed_action
+        if action is not None:
+            stage, microbatch = action
+            where = f"stage {stage} failed on rank {rank} in microbatch {microbatch} of step {self._steps.number}"
+            text = f"{where}: {type(error).__name__}: {error}"
+            traffic.fail_stage(text, stage, microbatch)
+            return StageError(text, stage, microbatch) if isinstance(error, Exception) else error
+        if not traffic.has_failed:
+            text = f"rank {rank}, step {self._steps.number}: {error}"
+            if isinstance(error, ValueError):
+                traffic.refuse(text)
+            else:
+                traffic.fail_stage(f"{text} ({type(error).__name__})", -1, -1)
+        return error
+
+    def last_loss(self) -> float | None:
+        """The last step's loss over the whole batch, on every rank; None before it, and where there was no target."""
+        return self._steps.loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside leave the sum over the data axis (and tied parameters) to the next step outside; until then
+        ``.grad`` has only this rank's part of what they add."""
+        before, self._steps.is_sync = self._steps.is_sync, False
+        try:
+            yield
+        finally:
+            self._steps.is_sync = before
+
+    # The stages of this rank.
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs where in which order; prints as a grid."""
+        return self._place.schedule
+
+    @property
+    def partition(self) -> Partition:
+        """The model as stages; prints as a table."""
+        return self._place.partition
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages on this rank."""
+        return list(self._place.stages)
+
+    def stage_module(self, stage: int) -> nn.Module:
+        """The module of a stage of this rank. Raises ValueError for another's."""
+        if stage not in self._place.works:
+            raise ValueError(
+                f"stage {stage} is not on rank {self._transfers.rank}, which has stages {self._place.stages}"
+            )
+        return self._place.works[stage].program.module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the model's own names ("0.weight" for stage 0 of a list of modules)."""
+        seen: set[int] = set()
+        for stage in self._place.stages:
+            for name, parameter in self._place.named[stage].items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield (f"{stage}.{name}" if self._place.names_stages else name), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters: what an optimizer is given."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of this rank's parameters, or sets them to zero."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def train(self, mode: bool = True) -> "PipelineEngine":
+        """Training mode for this rank's stages."""
+        for work in self._place.works.values():
+            work.program.module.train(mode)
+        return self
+
+    def eval(self) -> "PipelineEngine":
+        """Evaluation mode for this rank's stages."""
+        return self.train(False)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of the whole model; shards, replicas and tied copies count once. Called by all ranks.
+
+        Returns:
+            the norm before clipping, equal on every rank.
+        """
+        with self._guarded():
+            return clip_gradients(self._transfers, self._own_parameters(), float(max_norm), float(norm_type))
+
+    def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
+        """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
+        self._steps.scaler = PipelineScaler(self._transfers, scaler, self._guarded)
+        return self._steps.scaler
+
+    def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """This rank's stages as DTensors under the model's own names; torch.distributed.checkpoint saves and loads
+        them, also into another number of stages or other meshes. Parameters that no stage uses are with the first.
+
+        Returns:
+            name -> DTensor; with `optimizer` {"model": ..., "optimizer": {"name/key": value}, "step": n}. The
+            optimizer's options (lr, betas, ...) are "name/param_groups.key"; a scheduler adds some, so make it before
+            this. n counts the training steps done: dropout goes on from there.
+
+        Raises:
+            ValueError: a module's own ``state_dict`` leaves a parameter out.
+        """
+        model = model_state(self._modules(), self._place.unused)
+        if optimizer is None:
+            return model
+        found = optimizer_state(optimizer, self._own_parameters())
+        return {"model": model, "optimizer": found, "step": self._steps.number}
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Takes what :meth:`state_dict` gives, filled by torch.distributed.checkpoint, or a model's state dict.
+
+        With `optimizer`, the steps that follow are bitwise those that would have followed where it was saved, if the
+        stages and meshes are the same.
+
+        Raises:
+            ValueError: a key is missing or has another shape.
+        """
+        if optimizer is None:
+            load_model_state(self._modules(), self._place.unused, state)
+            self._place.unset.clear()
+            return
+        if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
+            raise ValueError(
+                f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
+                "state_dict(optimizer) gave"
+            )
+        load_model_state(self._modules(), self._place.unused, state["model"])
+        load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
+        self._place.unset.clear()
+        self._steps.number = int(state["step"])
+
+    def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
+        """For :func:`simulate` with this engine's schedule: what the stages take, as given (one entry per stage), and
+        what a microbatch like the example takes from mesh to mesh, as its plans predict. No other rank is needed.
+
+        Args:
+            topology: link speeds, for example a calibrated file's; without it those that the engine was given.
+        """
+        place = self._place
+        return costs_of(self._transfers, place.boundaries, stages, topology, place.overlap)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last step of all ranks, on one clock, as a Chrome trace. Called by all ranks; the first one
+        writes."""
+        events = self._events()
+        if self._is_first:
+            Path(path).write_text(chrome_trace(events))
+
+    def timeline(self, path: str | Path) -> None:
+        """Draws the last step of all ranks on one clock (format by suffix). Called by all ranks; the first one
+        writes."""
+        events = self._events()
+        if self._is_first:
+            draw(events, Path(path))
+
+    def summary(self) -> str:
+        """The last step in a table: what each rank computed, and how long it waited before and meanwhile. Called by all
+        ranks. Clocks of other machines are read by round trips: times between these are as right as half of one."""
+        return table(self._events())
+
+    @property
+    def _is_first(self) -> bool:
+        return self._transfers.rank == self._transfers.ranks[0]
+
+    def _events(self) -> list[Event]:
+        edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
+        with self._guarded():
+            steps, rank = self._steps, self._transfers.rank
+            mine = events_of(rank, self._place.core, edges, steps.entered_ns, steps.after)
+            ahead = {rank: offset for rank, (offset, _) in clock_offsets(self._transfers).items()}
+            return aligned([event for events in self._transfers.gather("events", mine) for event in events], ahead)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around what all ranks do together: a failure of one ends it on all."""
+        if self._is_closed:
+            raise RuntimeError("the pipeline engine is closed")
+        with self._reshards:
+            if self._ended is not None:
+                raise _ended_by(self._ended)
+            self._transfers.traffic.begin_turn()
+            try:
+                self._transfers.traffic.check()
+                yield
+            except StepRefusedError as refused:
+                raise refused.reason from None
+            except BaseException as error:
+                self._ended = self._failure(error)
+                if self._ended is error:
+                    raise
+                raise self._ended from error
+
+    def _modules(self) -> list[tuple[str, nn.Module, Any]]:
+        return [
+            (f"{stage}." if self._place.names_stages else "", self.stage_module(stage), self._place.meshes[stage])
+            for stage in self._place.stages
+        ]
+
+    def _own_parameters(self) -> list[OwnParameter]:
+        lent = {id(one.parameter) for one in self._place.tied if one.holders[0][0] not in self._place.stages}
+        found, seen = [], set()
+        for stage in self._place.stages:
+            for name, parameter in self._place.named[stage].items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    full = f"{stage}.{name}" if self._place.names_stages else name
+                    counted = id(parameter) not in lent and is_counted(parameter, self._place.meshes[stage])
+                    found.append(OwnParameter(full, parameter, self._place.meshes[stage], counted))
+        return found
+
+    def close(self) -> None:
+        """Ends the engine on this rank. Idempotent; the process group stays."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._transfers.traffic.close()
+
+    def __enter__(self) -> "PipelineEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place, schedule = self._place, self._place.schedule
+        own = ", ".join(map(str, place.stages))
+        return (
+            f"PipelineEngine({len(place.meshes)} stages on {schedule.num_places} places, schedule {schedule.name!r}, "
+            f"{place.num_microbatches} microbatches; rank {self._transfers.rank}: stage{'s' * (len(place.stages) > 1)} "
+            f"{own}{', closed' if self._is_closed else ''})"
+        )
+
+    @property
+    def buffer_counts(self) -> tuple[int, int]:
+        """Receive buffers allocated so far on this rank: how many, and their bytes. Constant after the second step."""
+        return self._place.core.num_buffers, self._place.core.buffer_bytes
+
+
+def _ended_by(first: BaseException) -> BaseException:
+    """What every call raises after the one that ended the engine."""
+    text = f"this engine ended: {str(first) or type(first).__name__}; make a new one"
+    if isinstance(first, StageError):
+        return StageError(text, first.stage, first.microbatch)
+    return PeerError(text, first.ranks) if isinstance(first, PeerError) else RuntimeError(text)

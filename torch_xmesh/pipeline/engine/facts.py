@@ -1,0 +1,113 @@
+"""What the ranks of a pipeline agree on before a step's first action: where one refuses it, nobody computes."""
+
+import dataclasses
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from torch_xmesh.pipeline.ranks.told import Told
+from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+
+_UNKNOWN = -(1 << 62)
+
+
+class StepRefusedError(Exception):
+    """No rank has begun the step, all of them know, and the engine can go on; `reason` is what the user gets."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def scale_bits(scale: float) -> int:
+    """A factor of the losses as a number that ranks can compare."""
+    bits: int = struct.unpack("<i", struct.pack("<f", scale))[0]
+    return bits
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """What a rank knows of a step; None where it does not.
+
+    Attributes:
+        arguments, target: samples in them.
+        shards: of the batch, where it comes sharded.
+        is_train: a step(), not an evaluate().
+        is_sync: gradients are summed at its end.
+        has_target, returns_outputs: on the last stage's ranks.
+        loss_scale: `scale_bits` there.
+    """
+
+    arguments: int | None
+    target: int | None
+    shards: int | None
+    is_train: int
+    is_sync: int
+    has_target: int | None
+    returns_outputs: int | None
+    loss_scale: int | None
+
+
+_TEXTS = {
+    "arguments": "the arguments have {} samples",
+    "target": "the target has {} samples",
+    "shards": "the batch is sharded over {} data shards",
+    "is_train": "step() (1) or evaluate() (0): {}",
+    "is_sync": "gradients are summed in this step (0 in no_sync): {}",
+    "has_target": "a target is given (1) or not (0): {}",
+    "returns_outputs": "return_outputs (1) or not (0): {}",
+    "loss_scale": "the scaler's factor, as float32 bits, is {}",
+}
+
+
+class StepAgreement:
+    """One exchange per step, in which every rank says what it knows and whether it refuses."""
+
+    def __init__(self, transfers: Transfers, texts: Mapping[str, str]) -> None:
+        """`texts`: of numbers that are agreed on besides StepFacts, by name."""
+        self._transfers = transfers
+        self._texts = {**_TEXTS, **texts}
+        everyone = transfers.everyone
+        move = Move((2 * len(self._texts) + 1,), torch.int64, everyone, (Partial("max"),), everyone, (Replicate(),))
+        self._told = Told(transfers, "step", move)
+
+    def agree(
+        self, mine: StepFacts | None, others: Mapping[str, int], refusal: str | None
+    ) -> tuple[StepFacts, dict[str, int | None]]:
+        """What the ranks know together, of the facts and of the other numbers. `mine` is None where `refusal` says why
+        this rank refuses.
+
+        Raises:
+            StepRefusedError: on every rank, where one refuses or two disagree.
+        """
+        known = {} if mine is None else {k: v for k, v in dataclasses.asdict(mine).items() if v is not None}
+        known.update(others)
+        numbers = [sign * known[name] if name in known else _UNKNOWN for name in self._texts for sign in (1, -1)]
+        told = self._told.exchange(torch.tensor([*numbers, int(refusal is not None)])).tolist()
+        pairs = {name: (told[2 * i], -told[2 * i + 1]) for i, name in enumerate(self._texts)}
+        if told[-1] or any(most != least for most, least in pairs.values() if most != _UNKNOWN):
+            self._refuse(known, refusal)
+        found: Any = {name: None if most == _UNKNOWN else most for name, (most, _) in pairs.items()}
+        agreed = StepFacts(**{name: found.pop(name) for name in _TEXTS})
+        if None not in (agreed.arguments, agreed.target) and agreed.arguments != agreed.target:
+            self._refuse(known, refusal)
+        return agreed, found
+
+    def _refuse(self, known: Mapping[str, int], refusal: str | None) -> None:
+        told = list(zip(self._transfers.ranks, self._transfers.gather("refusals", (known, refusal)), strict=True))
+        for rank, (_, text) in told:
+            if text is not None:
+                raise StepRefusedError(ValueError(f"rank {rank} refused the step: {text}"))
+        found = {name: [(one[name], rank) for rank, (one, _) in told if name in one] for name in self._texts}
+        for name, text in self._texts.items():
+            for value, rank in found[name]:
+                first, first_rank = found[name][0]
+                if value != first:
+                    here, there = f"{text.format(first)} on rank {first_rank}", f"{text.format(value)} on rank {rank}"
+                    raise StepRefusedError(ValueError(f"ranks disagree: {here}, {there}"))
+        (target, rank), (samples, other) = found["target"][0], found["arguments"][0]
+        text = f"the target has {target} samples on rank {rank}, the arguments have {samples} on rank {other}"
+        raise StepRefusedError(ValueError(text))

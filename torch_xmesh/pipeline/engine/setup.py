@@ -1,0 +1,124 @@
+"""What a pipeline engine works out before its first step."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_xmesh.pipeline.cut.partition import Partition, SplitAt
+from torch_xmesh.pipeline.engine.boundary import Placed
+from torch_xmesh.pipeline.schedule.schedule import Schedule, schedule_name
+from torch_xmesh.pipeline.state.init_sync import InitSync
+from torch_xmesh.pipeline.state.materialize import InitFn
+from torch_xmesh.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """What a user says of a pipeline besides its model and meshes; see PipelineEngine."""
+
+    split: SplitAt | str | None
+    schedule: str | type[Any] | Schedule
+    num_microbatches: int
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    parallelize: Callable[[int, nn.Module, Any], nn.Module] | None
+    boundary_placements: Mapping[str, Placed] | None
+    scale_grads: bool
+    memory_limit_bytes: int | None
+    chunk_specs: Mapping[str, Any]
+    seed: int
+    overlap: bool
+    init_sync: InitSync
+    init_fn: InitFn | None
+    strategy: object
+    topology: Topology | None
+
+
+def check_options(model: Any, options: PlaceOptions) -> None:
+    """Raises ValueError for an argument of another type than the engine's, and for a wrapped model."""
+    count = options.num_microbatches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_microbatches is an int of at least 1, got {count!r} ({type(count).__name__})")
+    check_model(model, "model")
+    if options.split is not None and not isinstance(options.split, SplitAt | str):
+        raise ValueError(f"split is xm.split_at(...), 'auto' or None, got {options.split!r}")
+    for name, given in (("loss_fn", options.loss_fn), ("parallelize", options.parallelize)):
+        if given is not None and not callable(given):
+            raise ValueError(f"{name} is a function or None, got {given!r} ({type(given).__name__})")
+
+
+def check_model(model: Any, what: str) -> None:
+    """Raises ValueError for what is neither a module nor a list of them, and for one that averages gradients itself."""
+    if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
+        for stage, one in enumerate(model):
+            if one is not None:
+                check_model(one, f"stage {stage}'s module")
+    elif not isinstance(model, nn.Module):
+        raise ValueError(f"{what} is an nn.Module, or a list of stage modules, got {type(model).__name__}")
+    elif isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        raise ValueError(
+            f"{what} is wrapped in {type(model).__name__}: pass the plain module; data_axis= says over which mesh axis "
+            "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
+        )
+
+
+def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:
+    """The schedule that a user means: an object, a CSV, or a name. Raises ValueError where it does not fit, or where it
+    has a backward that the engine does not run."""
+    num_stages, num_places = len(places), max(places) + 1
+    if not isinstance(given, str | Schedule):
+        given = schedule_name(given)
+    if isinstance(given, Schedule):
+        schedule = given
+    elif given == "auto":
+        cyclic = places == [stage % num_places for stage in range(num_stages)]
+        name = "interleaved_1f1b" if cyclic and num_places < num_stages else "eager_1f1b"
+        schedule = Schedule.make(name, num_stages, num_microbatches, place_of_stage=places)
+    elif "," in given or "\n" in given:
+        schedule = Schedule.from_csv(given)
+    else:
+        schedule = Schedule.make(given, num_stages, num_microbatches, place_of_stage=places)
+    if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
+        raise ValueError(
+            f"the schedule has {schedule.num_stages} stages and {schedule.num_microbatches} microbatches, "
+            f"expected {num_stages} and {num_microbatches}"
+        )
+    if list(schedule.place_of_stage) != places:
+        raise ValueError(
+            f"the schedule has its stages on places {list(schedule.place_of_stage)}, the meshes put them on {places}"
+        )
+    _check_full_backward(schedule)
+    return schedule
+
+
+def _check_full_backward(schedule: Schedule) -> None:
+    for place, cells in enumerate(schedule.core.cells):
+        for position, cell in enumerate(cells):
+            if cell is not None and cell[0] not in "FB":
+                kind, stage, microbatch = cell
+                schedule.core.refuse_cell(
+                    place,
+                    position,
+                    f"{stage}{kind}{microbatch} is part of a split backward; this version runs full backward only: "
+                    f"{stage}B{microbatch} in place of {stage}I{microbatch} and {stage}W{microbatch}",
+                )
+
+
+def digest(text: str) -> str:
+    """Equal for equal texts."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def describe_values(cut: Partition) -> str:
+    """All that ranks must agree on in a partition."""
+    stages = [f"{stage.index}: {stage.input_values} -> {stage.output_values}" for stage in cut.stages]
+    values = [
+        f"{info.name} {info.producer} {info.consumers} {info.shape} {info.dtype} {info.batch_dim} {info.requires_grad}"
+        for info in cut.values.values()
+    ]
+    return "\n".join([*stages, *values])

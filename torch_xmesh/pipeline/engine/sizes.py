@@ -1,0 +1,109 @@
+"""A pipeline whose inputs have other sizes than the example's besides the number of samples: a sequence's length."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch_xmesh import _C
+from torch_xmesh.pipeline.cut.partition import Partition
+from torch_xmesh.pipeline.cut.values import Shapes, describe_path
+from torch_xmesh.pipeline.engine.boundary import Boundaries
+from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.sample_order import SampleOrder
+from torch_xmesh.pipeline.engine.stage import StageWork
+
+
+@dataclasses.dataclass
+class SizedPlace:
+    """A place in steps whose inputs have the same sizes, the number of samples apart.
+
+    Attributes:
+        partition, boundaries, works: as EnginePlace has them for the example's sizes.
+        orders: of batches that all ranks can step, by samples and shards.
+    """
+
+    place: EnginePlace
+    partition: Partition
+    boundaries: Boundaries
+    works: Mapping[int, StageWork]
+    orders: dict[tuple[int, int], SampleOrder] = dataclasses.field(default_factory=dict)
+    _plans: dict[tuple[int, ...], list["_C.EdgePlans"]] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def at(place: EnginePlace, shapes: Shapes) -> "SizedPlace":
+        """Called by all ranks alike. Raises ValueError where the stages do not work for inputs of these shapes."""
+        partition = place.partition.resized(shapes)
+        if partition is place.partition:
+            return SizedPlace(place, partition, place.boundaries, place.works)
+        boundaries = place.boundaries.at(partition.values)
+        works = {stage: work.at(partition, boundaries) for stage, work in place.works.items()}
+        return SizedPlace(place, partition, boundaries, works)
+
+    def order_of(self, samples: int, shards: int) -> SampleOrder:
+        """Raises ValueError for a batch that cannot be cut so."""
+        order = SampleOrder.of(samples, self.place.num_microbatches, shards)
+        self.boundaries.check_samples(order.sizes[0])
+        self.boundaries.check_samples(order.sizes[-1])
+        self.place.sharded.check_samples(order.sizes)
+        return order
+
+    def plans(self, sizes: Sequence[int]) -> list["_C.EdgePlans"]:
+        """Of this rank's edges, for microbatches of these sizes."""
+        key = tuple(sizes)
+        if key not in self._plans:
+            self._plans[key] = self._make_plans(sizes)
+        return self._plans[key]
+
+    def _make_plans(self, sizes: Sequence[int]) -> list["_C.EdgePlans"]:
+        place, plans = self.place, []
+        for edge in self.boundaries.edges:
+            if edge.from_stage not in place.stages and edge.to_stage not in place.stages:
+                continue
+            start, end = place.meshes[edge.from_stage], place.meshes[edge.to_stage]
+            lane = f"{edge.from_stage}-{edge.to_stage}"
+            if self.boundaries.is_local(edge):
+                plans.append(_C.EdgePlans(lane, edge.text, False, [], []))
+                continue
+            ways: list[list[_C.PreparedPlan]] = []
+            for is_gradient in (False, True):
+                made: dict[int, _C.PreparedPlan] = {}
+                for n in dict.fromkeys(sizes if edge.has_gradient or not is_gradient else ()):
+                    moves = self.boundaries.moves(edge, n, is_gradient)
+                    made[n] = place.transfers.make(moves, self.boundaries.planning)
+                ways.append([made[n] for n in sizes if n in made])
+            is_joint = place.transfers.rank in start.ranks and place.transfers.rank in end.ranks
+            plans.append(_C.EdgePlans(lane, edge.text, is_joint, ways[0], ways[1]))
+        return plans
+
+
+class InputSizes:
+    """The sizes of a model's inputs as numbers that ranks can tell each other.
+
+    Attributes:
+        texts: by number, what a person is told of it.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self._inputs = partition.inputs
+        self._dims = {
+            f"size {name} {dim}": (name, dim)
+            for name, info in partition.inputs.items()
+            if info.stages
+            for dim in range(len(info.shape))
+        }
+        self.texts = {
+            key: f"argument {describe_path(self._inputs[name].path)} has {{}} entries along dim {dim}"
+            for key, (name, dim) in self._dims.items()
+        }
+
+    def told(self, shapes: Shapes) -> dict[str, int]:
+        """Of the inputs that this rank reads, the batch dim as in the example."""
+        return {key: shapes[name][dim] for key, (name, dim) in self._dims.items() if name in shapes}
+
+    def shapes(self, told: Mapping[str, int | None]) -> dict[str, tuple[int, ...]]:
+        """Of all inputs, by what the ranks have told."""
+        found = {name: list(info.shape) for name, info in self._inputs.items()}
+        for key, (name, dim) in self._dims.items():
+            size = told[key]
+            if size is not None:
+                found[name][dim] = size
+        return {name: tuple(shape) for name, shape in found.items()}

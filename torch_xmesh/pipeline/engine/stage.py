@@ -1,0 +1,217 @@
+"""What one stage does for one microbatch: dropout's seed, DTensors at the boundary, the module, the loss."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torch_xmesh.pipeline.cut.partition import Partition
+from torch_xmesh.pipeline.engine.boundary import Boundaries
+from torch_xmesh.pipeline.ranks.dtensors import activation_mesh, to_local, with_waited_gradient
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
+from torch_xmesh.spec import core_spec
+
+
+class StepState:
+    """What all stages of a rank know of the step under way.
+
+    Attributes:
+        sizes: samples per microbatch.
+        targets: this rank's part of each microbatch's target, on the last stage.
+        losses: this rank's share of each microbatch's loss.
+        outputs: this rank's part of each microbatch's model output values, by name.
+    """
+
+    def __init__(self, number: int, sizes: Sequence[int], is_train: bool) -> None:
+        self.number = number
+        self.sizes = list(sizes)
+        self.is_train = is_train
+        self.keeps_outputs = True
+        self.targets: list[Any] = []
+        self.losses: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, dict[str, torch.Tensor]] = {}
+
+
+class StageWork:
+    """Runs one stage's module; called by the C++ engine with the GIL."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        stage: int,
+        mesh: StageMesh,
+        boundaries: Boundaries,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        seed: int,
+        scale_grads: bool,
+    ) -> None:
+        self.program = partition.stages[stage]
+        self.mesh = mesh
+        self.is_last = stage == partition.num_stages - 1
+        self._partition = partition
+        self._boundaries = boundaries
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self._scale_grads = scale_grads
+        infos = partition.values
+        self._inputs = [infos[name] for name in self.program.input_values]
+        self._outputs = [infos[name] for name in self.program.output_values]
+        self._placements = [boundaries.placements(info, stage) for info in self._outputs]
+        self._is_stacked = [boundaries.is_stacked(info) for info in self._outputs]
+        self._shard = mesh.shard
+        self._samples: dict[int, int] = {}  # of this rank, by samples of the microbatch
+        self._shapes: dict[int, list[torch.Size]] = {}  # of this rank's outputs, by samples of the microbatch
+        self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
+        self._takes_as_sent = not self._has_dtensors and not any(
+            boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
+        )
+
+    def at(self, partition: Partition, boundaries: Boundaries) -> "StageWork":
+        """The same for values of other sizes."""
+        return StageWork(partition, self.stage, self.mesh, boundaries, self._loss_fn, self._seed, self._scale_grads)
+
+    @property
+    def stage(self) -> int:
+        return self.program.index
+
+    def run(
+        self, step: StepState, microbatch: int, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Outputs as local tensors, on the last stage as the module made them; and the loss where there is a target."""
+        samples = self.samples(step.sizes[microbatch])
+        if samples == 0:
+            return [torch.empty(info.shape_for(0), dtype=info.dtype) for info in self._outputs], None
+        if torch.is_grad_enabled() is not step.is_train:  # the step has set it; a stage may have left it otherwise
+            torch.set_grad_enabled(step.is_train)
+        if not (self.program.uses_rng and self.program.module.training):
+            return self._run(step, microbatch, samples, inputs)
+        with dropout_rng(dropout_seed(self._seed, step.number, self.stage, microbatch, self._shard)):
+            return self._run(step, microbatch, samples, inputs)
+
+    def samples(self, size: int) -> int:
+        """How many samples this rank has of a microbatch of `size` samples."""
+        if size not in self._samples:
+            self._samples[size] = self.mesh.samples(size)
+        return self._samples[size]
+
+    def _run(
+        self, step: StepState, microbatch: int, samples: int, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        outputs = self.program(*self._wrapped(inputs, step.sizes[microbatch]))
+        if self.is_last:
+            loss = self._finish(step, microbatch, samples, outputs)
+            if loss is not None and step.is_train and not loss.requires_grad:
+                self._check_untrained(inputs)
+            return list(outputs), loss
+        if len(outputs) != len(self._outputs):
+            raise ValueError(f"stage {self.stage} returned {len(outputs)} tensors, expected {len(self._outputs)}")
+        size = step.sizes[microbatch]
+        shapes = self._shapes.get(size)
+        if shapes is None:
+            shapes = self._shapes[size] = self._expected_shapes(size)
+        return [self._sent(index, output, shapes[index], microbatch) for index, output in enumerate(outputs)], None
+
+    def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
+        if self._takes_as_sent:
+            return inputs
+        wrapped = []
+        for info, tensor in zip(self._inputs, inputs, strict=True):
+            if self._has_dtensors:
+                tensor = with_waited_gradient(tensor)
+            if self._boundaries.is_stacked(info):
+                tensor = tensor.squeeze(0)
+            elif self._boundaries.is_dtensor(info):
+                mesh, axes = self._activation_mesh
+                shape = torch.Size(info.shape_for(self.mesh.samples(samples)))
+                stride = torch.empty(shape, device="meta").stride()
+                whole = self._boundaries.placements(info, self.stage)
+                placements = tuple(whole[axis] for axis in axes)
+                tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+            wrapped.append(tensor)
+        return wrapped
+
+    @functools.cached_property
+    def _activation_mesh(self) -> tuple[DeviceMesh, tuple[int, ...]]:
+        return activation_mesh(self.mesh, self.program.module)
+
+    def _expected_shapes(self, size: int) -> list[torch.Size]:
+        """Of this rank's part of each output in a microbatch of `size` samples."""
+        shapes = []
+        for info, placements, is_stacked in zip(self._outputs, self._placements, self._is_stacked, strict=True):
+            spec = core_spec(self._boundaries.sent_shape(info, size), info.dtype, self.mesh.grid, placements)
+            shapes.append(torch.Size((spec.local_shape(self.mesh.rank) or [])[int(is_stacked) :]))
+        return shapes
+
+    def _sent(self, index: int, output: torch.Tensor, shape: torch.Size, microbatch: int) -> torch.Tensor:
+        info = self._outputs[index]
+        if output.dtype != info.dtype:
+            raise ValueError(
+                f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as when the "
+                "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
+            )
+        local = self._local(index, output)
+        if local.shape != shape:
+            raise ValueError(
+                f"value {info.name} of stage {self.stage} has shape {list(local.shape)} in microbatch {microbatch}, "
+                f"expected {list(shape)} on rank {self.mesh.rank}: the shape of its example run, with this "
+                "microbatch's samples"
+            )
+        return local.unsqueeze(0) if self._is_stacked[index] else local
+
+    def _local(self, index: int, output: torch.Tensor) -> torch.Tensor:
+        if type(output) is torch.Tensor:
+            return output
+        what = f"value {self._outputs[index].name} of stage {self.stage}"
+        return to_local(output, self.mesh, self._placements[index], what)
+
+    def _finish(
+        self, step: StepState, microbatch: int, samples: int, outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        names = self.program.output_values
+        if step.keeps_outputs:
+            local = (self._local(index, output).detach() for index, output in enumerate(outputs))
+            step.outputs[microbatch] = dict(zip(names, local, strict=True))
+        if self._loss_fn is None or not step.targets:
+            return None
+        whole = self._partition.outputs
+        output = outputs[0] if whole.is_single else whole.unflatten(dict(zip(names, outputs, strict=True)))
+        loss = self._loss_fn(output, step.targets[microbatch])
+        if isinstance(loss, DTensor):
+            loss = loss.full_tensor()
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a scalar tensor, got {shown}")
+        share = samples / step.sizes[microbatch] if self._scale_grads else 1.0
+        step.losses[microbatch] = loss.detach() if share == 1.0 else loss.detach() * share
+        return loss
+
+    def _check_untrained(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A loss that carries no gradient is right only where nothing before it is trained."""
+        if any(one.requires_grad for one in (*inputs, *self.program.module.parameters())):
+            raise ValueError(
+                "loss_fn returned a loss that does not require grad, while parameters are trained: compute it from the "
+                "output without detach(), item() or no_grad()"
+            )
+
+    def loss_weights(self, sizes: Sequence[int]) -> list[float]:
+        """By microbatch, the weight of this rank's loss in the step's."""
+        total = sum(sizes)
+        return [self.samples(size) / total if self._scale_grads else 1.0 for size in sizes]
+
+
+class StageForward:
+    """What the C++ engine calls; it holds the stages' work, not the Python engine, which holds the C++ engine."""
+
+    def __init__(self, works: Mapping[int, StageWork]) -> None:
+        self.step: StepState | None = None
+        self.works = works  # of the step under way
+
+    def __call__(
+        self, stage: int, microbatch: int, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        assert self.step is not None
+        return self.works[stage].run(self.step, microbatch, inputs)

@@ -1,0 +1,279 @@
+"""A pipeline engine's steps on one rank: cut the batch, run the schedule, bring losses and outputs home."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_xmesh.pipeline.cut.microbatch import leaf_specs, loss_weights
+from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
+from torch_xmesh.pipeline.engine.batch import (
+    local_microbatches,
+    microbatch_columns,
+    model_inputs,
+    num_batch_shards,
+    num_samples,
+)
+from torch_xmesh.pipeline.engine.facts import StepAgreement, StepFacts, StepRefusedError, scale_bits
+from torch_xmesh.pipeline.engine.outputs import whole_outputs
+from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.sample_order import SampleOrder
+from torch_xmesh.pipeline.engine.setup import describe_values, digest
+from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
+from torch_xmesh.pipeline.engine.stage import StepState
+from torch_xmesh.pipeline.ranks.clocks import now_ns
+from torch_xmesh.pipeline.ranks.told import told_by_shards
+from torch_xmesh.pipeline.state.training import PipelineScaler
+
+
+@dataclasses.dataclass
+class _Given:
+    """A step's arguments on this rank, checked as far as one rank can.
+
+    Attributes:
+        shapes: of the model's inputs that this rank reads.
+        inputs, targets: cut by `order`; None before.
+    """
+
+    tree: Any
+    specs: list[Any]
+    target: Any
+    target_specs: list[Any]
+    facts: StepFacts
+    shapes: Shapes
+    order: SampleOrder | None = None
+    inputs: dict[int, list[list[torch.Tensor]]] = dataclasses.field(default_factory=dict)
+    targets: list[Any] = dataclasses.field(default_factory=list)
+
+
+class EngineSteps:
+    """The steps of one place, one after another.
+
+    Attributes:
+        number: training steps done so far; dropout is seeded by it.
+        loss: of the last one over the whole batch, or None.
+        is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
+        scaler: scales the losses, or None.
+        entered_ns: when the last one was called, in nanoseconds of the steady clock.
+        after: (name, begin, end) of what followed the last step's actions, in nanoseconds of the steady clock.
+    """
+
+    def __init__(self, place: EnginePlace, merge_spec: Any) -> None:
+        self.number = 0
+        self.loss: float | None = None
+        self.is_sync = True
+        self.scaler: PipelineScaler | None = None
+        self.entered_ns = 0
+        self.after: list[tuple[str, int, int]] = []
+        self._turn = 0  # runs so far, of step() or evaluate()
+        self._place = place
+        self._merge_spec = merge_spec
+        self._inputs = InputSizes(place.partition)
+        self._sized: dict[Any, SizedPlace] = {}  # by shapes of the inputs, the last ones used
+        self._agreement = StepAgreement(place.transfers, self._inputs.texts)
+        self._shared_losses = told_by_shards(place.transfers, "losses", place.meshes[-1], place.num_microbatches + 1)
+
+    def run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
+        """One step; everything as in PipelineEngine.step and evaluate.
+
+        Raises:
+            StepRefusedError: nothing has been computed; a later step may do.
+        """
+        place = self._place
+        entered_ns = now_ns()
+        is_last = place.has_last
+        given, sized, order = self._agree(args, kwargs, target, return_outputs, is_train)
+        sizes = list(order.sizes)
+        place.forward.works = sized.works
+        state = place.forward.step = StepState(self.number, sizes, is_train)
+        state.keeps_outputs = return_outputs and is_last
+        self._cut(given, order)
+        state.targets = given.targets
+        schedule = place.schedule.core if is_train else place.schedule.core.forwards()
+        if is_train:
+            place.sharded.begin_step(self.is_sync)
+            place.sync.begin_step(self.is_sync)
+        weights = []
+        if is_last and is_train:
+            scale = self._loss_scale()
+            weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
+        with torch.set_grad_enabled(is_train):
+            place.core.run(schedule, place.index, self._turn, sized.plans(sizes), given.inputs, is_train, weights)
+        self.entered_ns = entered_ns
+        self.after.clear()
+        if is_train and (place.sync.is_needed or place.sharded.is_needed):
+            with self._timed("gradients"):
+                place.sharded.end_step(self.is_sync)
+                place.sync.end_step(self.is_sync)
+        place.sharded.release()
+        with self._timed("losses"):
+            self._share_losses(state, is_last, losses, has_losses=is_train or given.target is not None)
+        with self._timed("buffers"):
+            place.buffers.run()
+        output = None
+        if state.keeps_outputs:
+            output = whole_outputs(
+                place.transfers,
+                sized.partition,
+                place.meshes,
+                order,
+                state.outputs,
+                self._merge_spec,
+            )
+        self._turn += 1
+        self.number += int(is_train)
+        return output
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        begin = now_ns()
+        yield
+        self.after.append((name, begin, now_ns()))
+
+    def _agree(
+        self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool
+    ) -> tuple[_Given, SizedPlace, SampleOrder]:
+        """Checks the arguments on every rank before any of them computes; ranks in the middle see no batch."""
+        given, failure = None, None
+        try:
+            given = self._take(args, kwargs, target, return_outputs, is_train)
+        except Exception as error:
+            failure = error
+        try:
+            text = None if failure is None else str(failure) or type(failure).__name__
+            sizes = {} if given is None else self._inputs.told(given.shapes)
+            facts, told = self._agreement.agree(None if given is None else given.facts, sizes, text)
+        except StepRefusedError as refused:
+            raise refused if failure is None else StepRefusedError(failure) from failure
+        assert given is not None
+        samples = facts.target if facts.arguments is None else facts.arguments
+        if samples is None:
+            text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
+            raise StepRefusedError(ValueError(text))
+        return given, *self._ready(self._inputs.shapes(told), samples, facts.shards or 1)
+
+    def _take(self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool) -> _Given:
+        place = self._place
+        rank, last = place.transfers.rank, place.meshes[-1]
+        takers = [stage for stage in place.stages if place.partition.stages[stage].model_inputs]
+        tree = (tuple(args), dict(sorted(kwargs.items()))) if takers else ((), {})
+        target = target if place.has_last else None
+        if place.unset:
+            raise ValueError(
+                f"{next(iter(place.unset))} has no values on rank {rank}: the model was on the meta device; give an "
+                "init_fn that sets it, or load a checkpoint (load_state_dict)"
+            )
+        if place.has_last and is_train and target is None:
+            raise ValueError(f"target is missing on rank {rank}, which has the last stage ({len(place.meshes) - 1})")
+        specs = []
+        if takers:
+            specs = leaf_specs(tree[0], place.chunk_specs["args"], "args")
+            specs += leaf_specs(tree[1], place.chunk_specs["kwargs"], "kwargs")
+            if not specs:
+                raise ValueError(
+                    f"the batch is missing on rank {rank}: its stage {takers[0]} takes "
+                    f"{list(place.partition.stages[takers[0]].model_inputs)}"
+                )
+        target_specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], "target")
+        samples, of_target = num_samples(tree, specs, "argument"), num_samples(target, target_specs, "target")
+        if samples is not None and of_target is not None and samples != of_target:
+            raise ValueError(f"the target has {of_target} samples, the arguments have {samples}")
+        shards = {num_batch_shards(tree, specs, place.meshes[stage], "the batch") for stage in takers}
+        shards.add(num_batch_shards(target, target_specs, last, "target") if target_specs else None)
+        if len(shards - {None}) > 1:
+            raise ValueError(f"tensors of one batch are sharded over {sorted(s for s in shards if s)} data shards")
+        known = next((one for one in shards if one), None)
+        given = _Given(
+            tree,
+            specs,
+            target,
+            target_specs,
+            StepFacts(
+                samples,
+                of_target,
+                known,
+                int(is_train),
+                int(self.is_sync),
+                int(target is not None) if place.has_last else None,
+                int(return_outputs) if place.has_last else None,
+                scale_bits(self._loss_scale()) if place.has_last and is_train else None,
+            ),
+            place.partition.shapes_of(*tree, takers) if takers else {},
+        )
+        if is_train:
+            place.sync.check_step()
+        if (both := samples if samples is not None else of_target) is not None:
+            self._cut(given, SampleOrder.of(both, place.num_microbatches, known or 1))
+        return given
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def _ready(self, shapes: Shapes, samples: int, shards: int) -> tuple[SizedPlace, SampleOrder]:
+        """What the pipeline is for a batch. Called by all ranks alike, which know of each other's refusal.
+
+        Raises:
+            StepRefusedError: the stages do not work for it, or cannot share it out.
+        """
+        key, batch = tuple(shapes.items()), (samples, shards)
+        sized = self._sized.pop(key, None)
+        if sized is None or batch not in sized.orders:
+            failure, text, found = None, None, ""
+            try:
+                sized = sized or SizedPlace.at(self._place, shapes)
+                order = sized.order_of(samples, shards)
+                found = digest(describe_values(sized.partition))
+            except ValueError as error:
+                failure, text = error, str(error)
+            told = self._place.transfers.gather("sizes", (text, found))
+            if failure is not None:
+                raise StepRefusedError(failure) from failure
+            for rank, (refusal, other) in zip(self._place.transfers.ranks, told, strict=True):
+                if refusal is not None:
+                    raise StepRefusedError(ValueError(f"rank {rank} refused the step: {refusal}"))
+                if other != told[0][1]:
+                    text = f"ranks disagree on the stages' values for inputs of shapes {list(shapes.values())}"
+                    raise StepRefusedError(ValueError(f"{text}: ranks {self._place.transfers.ranks[0]} and {rank}"))
+            assert sized is not None
+            sized.orders[batch] = order
+        self._sized[key] = sized
+        if len(self._sized) > MOST_SIZES:
+            del self._sized[next(iter(self._sized))]
+        return sized, sized.orders[batch]
+
+    def _cut(self, given: _Given, order: SampleOrder) -> None:
+        """The model's inputs that each stage takes, by microbatch, and the targets."""
+        if given.order == order:
+            return
+        place = self._place
+        for stage in place.stages:
+            if place.partition.stages[stage].model_inputs:
+                columns, structure = microbatch_columns(
+                    given.tree, given.specs, order, place.meshes[stage], "the batch"
+                )
+                given.inputs[stage] = model_inputs(place.partition, stage, columns, structure, order.sizes)
+        if given.target is not None:
+            given.targets = local_microbatches(given.target, given.target_specs, order, place.meshes[-1], "target")
+        given.order = order
+
+    def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
+        """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""
+        self.loss = None
+        mine = None
+        if is_last:
+            found = [state.losses.get(microbatch) for microbatch in range(self._place.num_microbatches)]
+            shares = [0.0 if loss is None else loss.item() for loss in found]
+            mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
+        told = self._shared_losses.exchange(mine)
+        *means, is_there = told.tolist()
+        if not is_there:
+            return
+        weights = loss_weights(state.sizes, self._place.scale_grads)
+        self.loss = sum(weight * loss for weight, loss in zip(weights, means, strict=True))
+        if losses is not None and is_last:
+            for microbatch in range(self._place.num_microbatches):
+                own = state.losses.get(microbatch)
+                alone = self._place.meshes[-1].num_shards == 1 and own is not None
+                losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))

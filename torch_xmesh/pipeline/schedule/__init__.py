@@ -1,0 +1,1 @@
+"""Schedules, their simulation, and the pictures of both."""

@@ -1,0 +1,172 @@
+"""What a schedule costs: an event simulator of stages and NICs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_xmesh import _C
+from torch_xmesh.pipeline.schedule.schedule import Edge, Schedule, chain_edges
+from torch_xmesh.pipeline.schedule.simulation_plot import plot_simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Seconds of one microbatch on one stage.
+
+    Args:
+        forward_seconds: F.
+        backward_input_seconds: I.
+        backward_weight_seconds: W.
+        backward_seconds: B; I plus W without it.
+    """
+
+    forward_seconds: float
+    backward_input_seconds: float = 0.0
+    backward_weight_seconds: float = 0.0
+    backward_seconds: float | None = None
+
+    def _row(self) -> tuple[float, float, float, float]:
+        split = self.backward_input_seconds + self.backward_weight_seconds
+        full = split if self.backward_seconds is None else self.backward_seconds
+        return self.forward_seconds, full, self.backward_input_seconds, self.backward_weight_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeCosts:
+    """How long one microbatch's values hold the NICs on their way between two stages.
+
+    Args:
+        forward_seconds: of the values, for example a reshard plan's ``predicted_seconds``.
+        backward_seconds: of their gradients; as forward without it.
+        forward_bytes: adds bytes over ``Costs.nic_bytes_per_s``.
+        backward_bytes: of the gradients; as forward without it.
+        has_gradient: False where no gradient comes back.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float | None = None
+    forward_bytes: int = 0
+    backward_bytes: int | None = None
+    has_gradient: bool = True
+
+    def _row(self, edge: Edge) -> tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int]]:
+        seconds = self.forward_seconds if self.backward_seconds is None else self.backward_seconds
+        num_bytes = self.forward_bytes if self.backward_bytes is None else self.backward_bytes
+        return (*edge, self.has_gradient), (self.forward_seconds, self.forward_bytes), (seconds, num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What :func:`simulate` is given.
+
+    Args:
+        stages: one per stage.
+        edges: (earlier stage, later stage) to costs, for every edge, skip connections too; a number is seconds each
+            way. The chain of stages at no cost without it.
+        nic_bytes_per_s: of each place, one way; needed where an edge has bytes.
+        latency_seconds: from the last byte sent until the value can be used.
+        overlap: False: after an action its place computes on only when what it made has left.
+        blocks_receiver: without overlap, a value also holds its receiver's computation, as in torch's 1F1B; with False
+            it may come while the receiver computes, as in ``PipelineEngine(overlap=False)``.
+    """
+
+    stages: Sequence[StageCosts]
+    edges: Mapping[Edge, EdgeCosts | float] | None = None
+    nic_bytes_per_s: float | None = None
+    latency_seconds: float = 0.0
+    overlap: bool = True
+    blocks_receiver: bool = True
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, *, stage: StageCosts, edge: EdgeCosts | float = 0.0, overlap: bool = True
+    ) -> "Costs":
+        """A chain of equal stages."""
+        return cls(stages=[stage] * num_stages, edges=dict.fromkeys(chain_edges(num_stages), edge), overlap=overlap)
+
+
+class ActionSpan(NamedTuple):
+    """An action in time, seconds from the step's start."""
+
+    place: int
+    action: str
+    start_seconds: float
+    end_seconds: float
+
+
+class TransferSpan(NamedTuple):
+    """A value's way between stages of different places; a gradient goes from a later to an earlier stage."""
+
+    from_stage: int
+    to_stage: int
+    microbatch: int
+    ready_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+
+class Simulation:
+    """What :func:`simulate` found.
+
+    Attributes:
+        schedule: what was played.
+        makespan_seconds: until the last action's end.
+        bubble_fraction: 1 minus busy seconds of all places over places times makespan.
+        busy_seconds: by place, seconds of computation.
+        peak_in_flight: by stage, the most microbatches whose activations are held at once.
+        actions: by start.
+        transfers: by start.
+    """
+
+    def __init__(self, schedule: Schedule, result: dict[str, Any]) -> None:
+        self.schedule = schedule
+        self.makespan_seconds: float = result["makespan_s"]
+        self.bubble_fraction: float = result["bubble_fraction"]
+        self.busy_seconds: list[float] = result["busy_s"]
+        self.peak_in_flight: list[int] = result["peak_in_flight"]
+        self.actions = [ActionSpan(*span) for span in result["actions"]]
+        self.transfers = [TransferSpan(*span) for span in result["transfers"]]
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the places' computation and NICs over time into an image file (format by suffix).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        title = (
+            f"{self.schedule.name}: {self.makespan_seconds:.4g} s, {100 * self.bubble_fraction:.1f} % idle, "
+            f"in flight {self.peak_in_flight}"
+        )
+        plot_simulation(self.schedule, self.actions, self.transfers, title, Path(path))
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation({self.schedule.name!r}, makespan_seconds={self.makespan_seconds:.6g}, "
+            f"bubble_fraction={self.bubble_fraction:.4f}, peak_in_flight={self.peak_in_flight})"
+        )
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """Plays a schedule: places run their actions in order, values cross full-duplex NICs, one per place. Between two
+    places they follow one another; flows of different pairs share the NICs max-min fairly, as TCP's do.
+
+    Args:
+        schedule: valid for the edges of ``costs``; one without any backward is played as an evaluation.
+        costs: of stages and edges, seconds and bytes.
+
+    Raises:
+        ValueError: costs that do not fit the schedule or are negative, or a schedule that cannot run, with the bad cell
+            marked.
+    """
+    edges = dict.fromkeys(chain_edges(schedule.num_stages), 0.0) if costs.edges is None else costs.edges
+    rows = [
+        (cost if isinstance(cost, EdgeCosts) else EdgeCosts(forward_seconds=float(cost)))._row(edge)
+        for edge, cost in edges.items()
+    ]
+    stages = [stage._row() for stage in costs.stages]
+    rate = costs.nic_bytes_per_s or 0.0
+    result = _C.simulate_schedule(
+        schedule.core, stages, rows, rate, costs.latency_seconds, costs.overlap, costs.blocks_receiver
+    )
+    return Simulation(schedule, result)

@@ -1,0 +1,174 @@
+"""What happened in a step: events of all ranks as a Chrome trace, a picture, or a table."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_xmesh.palette import ACTIONS, new_figure
+
+_COLUMNS = {
+    "before": "before s",
+    "F": "forward s",
+    "B": "backward s",
+    "I": "input grads s",
+    "W": "weight grads s",
+    "wait": "waiting s",
+    "gradients": "after s",
+    "losses": "after s",
+    "buffers": "after s",
+}
+"""By kind of what a rank computes or waits for: the column of the table."""
+_INCHES = 12.0
+_FONT = 6
+_CHARACTER_INCHES = 0.62 * _FONT / 72
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One thing that a rank did; nanoseconds of its own clock, or, once all ranks' are aligned, seconds since the first
+    rank entered the step.
+
+    Attributes:
+        lane: "compute", or "transfer" for what moved meanwhile.
+        name: the action ("2F0"), "wait 2F0", "before" its first action, what moved, or what follows the actions:
+            "gradients" (their sums over data shards and tied stages), "losses", "buffers".
+    """
+
+    rank: int
+    stage: int
+    lane: str
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """As the palette knows it."""
+        if self.lane == "transfer":
+            return "receive" if self.name.endswith(" in") else "send"
+        return self.name.split()[0] if self.name[0].isalpha() else self.name.strip("0123456789")
+
+
+def events_of(
+    rank: int,
+    core: Any,
+    edges: Sequence[tuple[int, int]],
+    entered_ns: int,
+    after: Sequence[tuple[str, int, int]],
+) -> list[Event]:
+    """This rank's events of the last step, in nanoseconds of its clock; `core` is its C++ part, `edges` its (from, to)
+    stages, `entered_ns` when the step was called, `after` what it did once the actions had ended: (name, begin, end).
+    """
+    spans = core.spans
+    if not spans:
+        return []
+    events = []
+    for kind, action, begin, end in spans:
+        stage = int(action.rstrip("0123456789")[:-1])
+        events.append(Event(rank, stage, "compute", action if kind == "compute" else f"wait {action}", begin, end))
+    stage = min(event.stage for event in events)
+    events.insert(0, Event(rank, stage, "compute", "before", entered_ns, min(event.begin for event in events)))
+    for is_send, edge, microbatch, is_gradient, begin, end in core.transfers:
+        start, stop = edges[edge][::-1] if is_gradient else edges[edge]
+        name = f"{'gradient' if is_gradient else 'value'} {start}>{stop} mb{microbatch} {'out' if is_send else 'in'}"
+        events.append(Event(rank, start if is_send else stop, "transfer", name, begin, end))
+    events += [Event(rank, stage, "compute", name, begin, end) for name, begin, end in after]
+    return events
+
+
+def aligned(events: Sequence[Event], ahead_ns: Mapping[int, int]) -> list[Event]:
+    """Events of all ranks on one clock, in seconds since the first rank entered the step; `ahead_ns`: what each rank's
+    clock is ahead.
+
+    A rank that came later waited before its first action. A receive, posted long before, begins when the first of its
+    senders does.
+    """
+    if not events:
+        return []
+    zero = min(event.begin - ahead_ns[event.rank] for event in events if event.name == "before")
+    begins: dict[str, float] = {}
+    moved = []
+    for event in events:
+        begin, end = ((at - ahead_ns[event.rank] - zero) / 1e9 for at in (event.begin, event.end))
+        moved.append(dataclasses.replace(event, begin=0.0 if event.name == "before" else begin, end=end))
+        if event.kind == "send":
+            sent = event.name.removesuffix(" out")
+            begins[sent] = min(begin, begins.get(sent, begin))
+    for position, event in enumerate(moved):
+        if event.kind == "receive":
+            begin = max(event.begin, begins.get(event.name.removesuffix(" in"), event.begin))
+            moved[position] = dataclasses.replace(event, begin=min(begin, event.end))
+    return moved
+
+
+def chrome_trace(events: Sequence[Event]) -> str:
+    """JSON for chrome://tracing or Perfetto: a process per rank, a row for computing and rows for transfers."""
+    rows: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        rows.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+    for number, event in enumerate(events):
+        common = {"pid": event.rank, "name": event.name, "cat": event.lane}
+        if event.lane == "compute":
+            duration = (event.end - event.begin) * 1e6
+            rows.append({**common, "ph": "X", "tid": 0, "ts": event.begin * 1e6, "dur": duration})
+        else:
+            rows.append({**common, "ph": "b", "id": number, "tid": 1, "ts": event.begin * 1e6})
+            rows.append({**common, "ph": "e", "id": number, "tid": 1, "ts": event.end * 1e6})
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
+
+
+def draw(events: Sequence[Event], path: Path) -> None:
+    """One row per rank: what it computed and waited for, and below that, thinner, what it sent and received; format by
+    suffix. An action carries its name where that fits."""
+    from matplotlib.patches import Patch
+
+    ranks = sorted({event.rank for event in events})
+    length = max((event.end for event in events), default=1.0)
+    scale, unit = (1e3, "ms") if length < 1 else (1.0, "s")
+    figure = new_figure(_INCHES, 1.6 + 0.8 * max(1, len(ranks)))
+    axes = figure.add_subplot()
+    for event in events:
+        row, width = ranks.index(event.rank), (event.end - event.begin) * scale
+        lane, height = {"send": (0.33, 0.09), "receive": (0.43, 0.09)}.get(event.kind, (0.0, 0.52))
+        color = ACTIONS[event.kind][1]
+        axes.barh(row + lane, width, height, event.begin * scale, color=color, edgecolor="white", linewidth=0.3)
+        fits = width / scale / length * 0.86 * _INCHES > len(event.name) * _CHARACTER_INCHES
+        if event.kind in "FBIW" and fits:
+            at = (event.begin + event.end) / 2 * scale
+            axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color="white")
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_xlim(0, length * scale)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit} since the first rank entered the step; 1F0: stage 1, forward, microbatch 0")
+    kinds = {event.kind for event in events}
+    handles = [Patch(color=color, label=text) for kind, (text, color) in ACTIONS.items() if kind in kinds]
+    if handles:
+        figure.legend(
+            handles=handles, loc="upper center", ncols=len(handles), fontsize=7, frameon=False, handlelength=1.2
+        )
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.savefig(path)
+
+
+def table(events: Sequence[Event]) -> str:
+    """Per rank: seconds before its first action (a rank that comes late makes others wait), of forwards, backwards
+    (or their two parts, where they are split), waiting, and of sums and losses afterwards; and until it was done, since
+    the first rank entered the step."""
+    computed = [event for event in events if event.lane == "compute"]
+    is_split = any(event.kind in "IW" for event in computed)
+    hidden = {"B"} - {event.kind for event in computed} if is_split else {"I", "W"}
+    heads = list(dict.fromkeys(head for kind, head in _COLUMNS.items() if kind not in hidden))
+    widths = {head: max(10, len(head)) for head in (*heads, "step s")}
+    lines = [" ".join([f"{'rank':>4}", f"{'stages':>8}", *(f"{head:>{width}}" for head, width in widths.items())])]
+    for rank in sorted({event.rank for event in events}):
+        mine = [event for event in computed if event.rank == rank]
+        sums = dict.fromkeys(heads, 0.0)
+        for event in mine:
+            sums[_COLUMNS[event.kind]] += event.end - event.begin
+        stages = ",".join(str(stage) for stage in sorted({event.stage for event in mine}))
+        sums["step s"] = max(event.end for event in mine)
+        cells = [f"{seconds:>{widths[head]}.4f}" for head, seconds in sums.items()]
+        lines.append(" ".join([f"{rank:>4}", f"{stages:>8}", *cells]))
+    return "\n".join(lines)

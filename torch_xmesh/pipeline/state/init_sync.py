@@ -1,0 +1,188 @@
+"""Every copy of a parameter or buffer starts from the same values: those of the first rank that holds one."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torch_xmesh.pipeline.ranks.dtensors import slice_of, spanned_axes
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+from torch_xmesh.pipeline.state.gradient_sync import GradientSync, local_of, plain_name
+from torch_xmesh.spec import Mesh
+
+_BUCKET_BYTES = 25 << 20
+InitSync = bool | str
+
+
+def check_option(given: InitSync) -> None:
+    """Raises ValueError for what is no value of the engine's `init_sync`."""
+    if given is not True and given is not False and given != "check":
+        raise ValueError(f'init_sync is True (broadcast), "check" (compare) or False, got {given!r}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A tensor that other ranks have too.
+
+    Attributes:
+        name: the same on all of them.
+        local: this rank's memory.
+        ranks: those that have it, in one order; the first one's values count.
+    """
+
+    name: str
+    local: torch.Tensor
+    ranks: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return f"a {self.local.dtype} tensor of shape {list(self.local.shape)}"
+
+
+def copies_on_mesh(stage: int, module: nn.Module, mesh: StageMesh) -> list[Copy]:
+    """The plain tensors of a stage that no `parallelize` has seen yet: equal on its whole mesh."""
+    found = _tensors_of(module)
+    return [Copy(_named(stage, name), one, mesh.ranks) for name, one in found if not isinstance(one, DTensor)]
+
+
+def copies_of_parts(stage: int, module: nn.Module, mesh: StageMesh) -> list[Copy]:
+    """The tensors of a stage as it trains: a plain one is equal over the data axis (over the others it may be a shard
+    that the module makes itself), a DTensor where it is replicated."""
+    found = []
+    for name, one in _tensors_of(module):
+        ranks = _ranks_of_part(one, mesh)
+        if len(ranks) > 1:
+            found.append(Copy(_named(stage, name), local_of(one), ranks))
+    return found
+
+
+def _tensors_of(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        if not one.is_meta:
+            yield plain_name(name), one.detach()
+
+
+def _named(stage: int, name: str) -> str:
+    return f"{name} of stage {stage}"
+
+
+def _ranks_of_part(tensor: torch.Tensor, mesh: StageMesh) -> tuple[int, ...]:
+    copied = set(mesh.data_axes)
+    if isinstance(tensor, DTensor):
+        axes = spanned_axes(mesh, tensor.device_mesh)
+        if axes is None:
+            return (mesh.rank,)
+        replicated = (isinstance(placement, Replicate) for placement in tensor.placements)
+        copied = (copied - set(axes)) | {axis for axis, is_copy in zip(axes, replicated, strict=True) if is_copy}
+    return slice_of(mesh, sorted(copied)).ranks
+
+
+def make_equal(transfers: Transfers, copies: Sequence[Copy], mode: InitSync) -> None:
+    """Compares the copies of all ranks by checksum, and gives those that differ the values of their first rank.
+
+    Called by all ranks of the pipeline. Nothing but checksums moves where all are equal.
+
+    Raises:
+        ValueError: on all ranks that hold it, a tensor that is there with another shape or dtype, or, with
+            mode="check", with other values.
+    """
+    mine: dict[tuple[int, ...], dict[str, tuple[str, str]]] = {}
+    for copy in copies if mode is not False else ():
+        mine.setdefault(copy.ranks, {})[copy.name] = (copy.kind, _checksum(copy.local))
+    sums = {} if mode is False else {ranks: _digest(sorted(found.items())) for ranks, found in mine.items()}
+    told = {}
+    for rank, (other, found) in _gather(transfers, "init/sums", (mode, sums)).items():
+        if other != mode:
+            raise ValueError(f"init_sync is {mode!r} on rank {transfers.rank} and {other!r} on rank {rank}")
+        told[rank] = found
+    odd = {ranks for one in told.values() for ranks in one if len({told[r].get(ranks) for r in ranks}) > 1}
+    if not odd:
+        return
+    details = _gather(transfers, "init/details", {ranks: mine[ranks] for ranks in odd if ranks in mine})
+    differing = {ranks: _compare(ranks, {r: details[r].get(ranks, {}) for r in ranks}, mode) for ranks in sorted(odd)}
+    for ranks, names in differing.items():
+        if transfers.rank in ranks:
+            held = {copy.name: copy.local for copy in copies if copy.ranks == ranks}
+            _broadcast(transfers, ranks, [(name, held[name]) for name in names])
+
+
+def make_ties_equal(transfers: Transfers, sync: GradientSync, mode: InitSync) -> None:
+    """Gives every copy of a tied parameter the values that its first stage has; "check" compares.
+
+    Raises:
+        ValueError: with mode="check", on the ranks that have other values.
+    """
+    for one in sync.tied if mode is not False else ():
+        stage, owner = one.holders[0]
+        for number, (other, mesh) in enumerate(one.holders[1:], 1):
+            if transfers.rank not in (*owner.ranks, *mesh.ranks) or one.parameter is None:
+                continue
+            mine = local_of(one.parameter.detach())
+            sent = [mine] if transfers.rank in owner.ranks else []
+            received = transfers.start(f"init/tied/{one.name}/{other}", [sync.tied_move(one, 0, number)], sent).wait()
+            if transfers.rank not in mesh.ranks or _checksum(received[0]) == _checksum(mine):
+                continue
+            if mode == "check":
+                raise ValueError(
+                    f"tied parameter {one.name} has other values on stage {other}, rank {transfers.rank}, than on "
+                    f"stage {stage}: seed alike before the engine is made, or let init_sync=True broadcast them"
+                )
+            mine.copy_(received[0].view(mine.shape))
+
+
+def _gather(transfers: Transfers, lane: str, mine: Any) -> Mapping[int, Any]:
+    return dict(zip(transfers.ranks, transfers.gather(lane, mine), strict=True))
+
+
+def _compare(ranks: tuple[int, ...], found: Mapping[int, Mapping[str, tuple[str, str]]], mode: InitSync) -> list[str]:
+    """The names of the tensors that differ between ranks."""
+    first = found[ranks[0]]
+    names = []
+    for rank in ranks[1:]:
+        other = found[rank]
+        for name in (*first, *other):
+            kinds = [one[name][0] if name in one else "nothing" for one in (first, other)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"ranks disagree on the model: {name} is {kinds[0]} on rank {ranks[0]}, {kinds[1]} on rank {rank}"
+                )
+            if first[name][1] != other[name][1]:
+                if mode == "check":
+                    raise ValueError(
+                        f"{name} has other values on rank {rank} than on rank {ranks[0]}: seed alike or load the same "
+                        "checkpoint before the engine is made, or let init_sync=True broadcast them"
+                    )
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tuple[str, torch.Tensor]]) -> None:
+    src, dst, everywhere = Mesh([ranks[0]]), Mesh(list(ranks[1:])), (Replicate(),)
+    is_first = transfers.rank == ranks[0]
+    start = 0
+    while start < len(held):
+        end, filled = start, 0
+        while end < len(held) and (end == start or filled < _BUCKET_BYTES):
+            filled += held[end][1].numel() * held[end][1].element_size()
+            end += 1
+        tensors = [one for _, one in held[start:end]]
+        moves = [Move(tuple(one.shape), one.dtype, src, everywhere, dst, everywhere) for one in tensors]
+        received = transfers.start("init/values", moves, tensors if is_first else []).wait()
+        if not is_first:
+            for one, value in zip(tensors, received, strict=True):
+                one.copy_(value.view(one.shape))
+        start = end
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,120 @@
+"""Stages of a model on the meta device made real: memory for their tensors, and initial values, the user's or the
+modules' own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_xmesh.pipeline.state.gradient_sync import local_of, plain_name
+from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
+
+InitFn = Callable[[nn.Module], object]
+
+
+def materialise(
+    modules: Mapping[int, nn.Module], init_fn: InitFn | None, device: torch.device, seed: int, rank: int
+) -> dict[str, torch.Tensor]:
+    """Gives every parameter and buffer on meta memory on `device`, in place; then calls `init_fn`, or else
+    ``reset_parameters`` where there is one, for each module that directly holds such a tensor.
+
+    Random numbers come from a seed per module: ranks that hold the same tensors draw the same numbers, ranks that hold
+    shards of them their own.
+
+    Args:
+        modules: by stage, this rank's. A parameter that has several names stays one.
+
+    Returns:
+        what still has no value, by name: tensors whose elements nobody has set.
+
+    Raises:
+        ValueError: nobody has set a buffer that no state dict will have.
+    """
+    found = [(stage, enumerate(_holders(module))) for stage, module in modules.items()]
+    holders = [(stage, number, path, one) for stage, several in found for number, (path, one) in several]
+    if not holders:
+        return {}
+    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in modules.values():
+        for one in module.modules():
+            for key, parameter in one._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    ties.setdefault(id(parameter), []).append((one, key))
+    with torch.no_grad():
+        for module in modules.values():
+            apply: Any = module._apply  # FSDP2's too, which has tensors of its own
+            apply(lambda tensor: _unset(tensor, device) if tensor.is_meta else tensor)
+    for names in ties.values():
+        first, key = names[0]
+        for other, other_key in names[1:]:
+            other._parameters[other_key] = first._parameters[key]
+    left: dict[str, torch.Tensor] = {}
+    for stage, number, path, one in holders:
+        marked = {key: (tensor, tensor._version) for key, tensor in _own(one)}
+        has_shards = any(isinstance(parameter, DTensor) for parameter in one.parameters(recurse=False))
+        with dropout_rng(dropout_seed(seed, -1, stage, number, rank if has_shards else -1)), torch.no_grad():
+            if init_fn is not None:
+                init_fn(one)
+            elif callable(reset := getattr(one, "reset_parameters", None)):
+                reset()
+        for key, tensor in _own(one):
+            if is_unset(tensor) and not (
+                _mark_is_value(tensor.dtype) and _is_written(tensor, *marked.get(key, (None, 0)))
+            ):
+                name = f"{plain_name(f'{path}.{key}' if path else key)} of stage {stage}"
+                _check_kept(one, key, name)
+                left.setdefault(name, tensor)
+    return left
+
+
+def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, one in module.named_modules():
+        if any(tensor.is_meta for _, tensor in _own(one)):
+            yield path, one
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield key, tensor
+
+
+def _unset(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory that shows whether somebody sets it."""
+    made = torch.empty_like(tensor, device=device)
+    local_of(made).fill_(_mark(tensor.dtype))
+    return made
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def is_unset(tensor: torch.Tensor) -> bool:
+    """Whether any element is as `_unset` left it; of bool and unsigned tensors, whose marks are values too, all."""
+    local = local_of(tensor.detach())
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(local.isnan().any())
+    marks = local == _mark(tensor.dtype)
+    return local.numel() > 0 and bool(marks.all() if _mark_is_value(tensor.dtype) else marks.any())
+
+
+def _mark_is_value(dtype: torch.dtype) -> bool:
+    """Whether all elements may rightly be as `_unset` makes them: a mask that is False throughout."""
+    return dtype == torch.bool or not dtype.is_signed
+
+
+def _is_written(tensor: torch.Tensor, before: torch.Tensor | None, version: int) -> bool:
+    return tensor is not before or tensor._version != version
+
+
+def _check_kept(module: nn.Module, key: str, name: str) -> None:
+    if key in module._non_persistent_buffers_set:
+        raise ValueError(
+            f"buffer {name} is on the meta device, no state dict will have it, and nobody has computed it: compute it "
+            f"in init_fn(module) ({type(module).__name__}) or in parallelize"
+        )

@@ -1,0 +1,155 @@
+"""Training around a step: gradient norms and loss scaling over the whole model."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import OptState
+from torch.distributed.tensor import DTensor, Replicate
+
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.pipeline.state.gradient_sync import local_of, settle_gradient
+from torch_xmesh.spec import mesh_grid
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParameter:
+    """One parameter of this rank.
+
+    Attributes:
+        name: the model's own name.
+        is_counted: this rank stands for all that hold the same part of it, in sums over the whole model.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    mesh: StageMesh
+    is_counted: bool
+
+
+def is_counted(parameter: nn.Parameter, mesh: StageMesh) -> bool:
+    """Whether this rank is the first of those that hold the same part of a parameter."""
+    if isinstance(parameter, DTensor):
+        coordinate = parameter.device_mesh.get_coordinate()
+        if coordinate is None:
+            return False
+        copies = zip(coordinate, parameter.placements, strict=True)
+        if any(index != 0 for index, placement in copies if isinstance(placement, Replicate)):
+            return False
+        covered = set(mesh_grid(parameter.device_mesh).ranks)
+    else:
+        covered = {mesh.rank}
+    grid = torch.tensor(mesh.grid.ranks).reshape(mesh.grid.shape)
+    for axis, index in enumerate(mesh.coordinate):
+        at = [slice(None) if a == axis else i for a, i in enumerate(mesh.coordinate)]
+        line = set(grid[tuple(at)].tolist())
+        if index != 0 and len(line & covered) <= 1:
+            return False
+    return True
+
+
+def clip_gradients(
+    transfers: Transfers, parameters: Sequence[OwnParameter], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scales gradients as torch's ``clip_grad_norm_`` would for the whole model; returns the norm, equal everywhere."""
+    for own in parameters:
+        settle_gradient(own.parameter)
+    counted = [
+        local_of(own.parameter.grad).detach().double()
+        for own in parameters
+        if own.is_counted and own.parameter.grad is not None
+    ]
+    if math.isinf(norm_type):
+        mine = max((float(one.abs().max()) for one in counted if one.numel()), default=0.0)
+        norm = max(transfers.gather("norm", mine))
+    else:
+        powers = sum((one.abs().pow(norm_type).sum() for one in counted), torch.zeros((), dtype=torch.float64))
+        norm = float(transfers.sum("norm", powers.reshape(1))[0]) ** (1.0 / norm_type)
+    scale = min(1.0, max_norm / (norm + 1e-6))
+    if scale < 1.0 or math.isnan(norm):
+        for own in parameters:
+            if own.parameter.grad is not None:
+                local_of(own.parameter.grad).mul_(scale)
+    return torch.tensor(norm, dtype=torch.float32)
+
+
+@dataclasses.dataclass(eq=False)
+class _StandIn:
+    """What a GradScaler looks at in an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class PipelineScaler:
+    """A ``torch.amp.GradScaler`` for a pipeline: the engine's steps scale their losses by it, and an overflow in one
+    stage skips the optimizer's step on every rank. ``step`` and ``unscale_`` are called by all ranks, once per step.
+    A disabled one does nothing, here as there; it is disabled on all ranks."""
+
+    def __init__(
+        self, transfers: Transfers, scaler: "torch.amp.GradScaler", guard: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._transfers = transfers
+        self._guard = guard  # around what all ranks do together
+        self._scaler = scaler
+        self._unscaled: set[int] = set()
+        scaler.scale(torch.zeros(()))  # makes its tensors
+
+    def get_scale(self) -> float:
+        """The factor of the losses."""
+        return float(self._scaler.get_scale())
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale, and shares whether any rank found one that is not finite."""
+        if not self._scaler.is_enabled():
+            return
+        self._unscale_locals(optimizer)
+        found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        mine = torch.zeros(1, dtype=torch.float64)
+        for one in found.values():
+            mine += one.double()
+        with self._guard():
+            total = self._transfers.sum("found_inf", mine)
+        if not found:
+            found[torch.device("cpu")] = torch.zeros((), dtype=torch.float32)
+        for one in found.values():
+            one.copy_((total[0] > 0).to(one.dtype))
+        self._unscaled.add(id(optimizer))
+
+    def _unscale_locals(self, optimizer: torch.optim.Optimizer) -> None:
+        """``GradScaler.unscale_`` on local tensors: its kernel takes no mixture of tensors and DTensors."""
+        states = self._scaler._per_optimizer_states
+        if states[id(optimizer)]["stage"] is not OptState.READY:
+            self._scaler.unscale_(optimizer)  # says why not
+        stand_ins = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    stand_ins.append(local_of(parameter.detach()))
+                    stand_ins[-1].grad = local_of(parameter.grad)
+        stand_in = _StandIn([{"params": stand_ins}])
+        self._scaler.unscale_(stand_in)  # type: ignore[arg-type]
+        states[id(optimizer)] = states.pop(id(stand_in))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """The optimizer's step, unless some rank found an overflow."""
+        if id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+        self._unscaled.discard(id(optimizer))
+        return self._scaler.step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adapts the scale: alike on every rank."""
+        self._scaler.update(new_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The scaler's."""
+        self._scaler.load_state_dict(state)
