@@ -14,6 +14,7 @@
 #include "c10d/reshard_work.h"
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
+#include "runtime/host/host_executors.h"
 #include "transport/local_address.h"
 #include "transport/tcp/network.h"
 
@@ -89,20 +90,21 @@ std::string summaryOf(const core::ReshardingPlan& plan, const CallTerms& terms) 
              : out;
 }
 
-/// The network told to bind and admit; made inside the service, which it reports to.
-runtime::ReshardService::MakeNetwork networkMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token, bool shared_memory,
-                                                  std::string& address) {
+/// TCP, told whom to bind to and whom to admit, for control and for cpu tensors; made inside the service, which it reports to.
+runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token,
+                                                    const ReshardGroupOptions& group_options, std::string& address) {
   return [=, &address](transport::PeerEvents& events) {
     transport::TcpNetworkOptions options;
     options.group_rank = group_rank;
     options.group_size = group_size;
     options.listen_host = host;
     std::copy_n(token.begin(), std::min(token.size(), options.token.size()), options.token.begin());
-    options.shared_memory = shared_memory;
+    options.shared_memory = group_options.shared_memory;
     options.connect_timeout = kConnectTimeout;
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
     address = network->address();
-    return network;
+    auto executors = std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes);
+    return runtime::ReshardService::Networks{std::move(network), std::move(executors)};
   };
 }
 
@@ -123,10 +125,9 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
   core::require(options_.staging_bytes >= 4096, "staging_bytes must be at least 4096, got " + std::to_string(options_.staging_bytes));
   const std::string token = agreeOnToken(*store_);
   std::string address;
-  service_ =
-      std::make_unique<runtime::ReshardService>(runtime::ReshardService::Options{global_ranks_, group_rank_, options_.staging_bytes},
-                                                networkMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()),
-                                                             transport::localAddress(storeHost(store)), token, options_.shared_memory, address));
+  service_ = std::make_unique<runtime::ReshardService>(
+      runtime::ReshardService::Options{global_ranks_, group_rank_},
+      networksMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, options_, address));
   address_ = address;
   store_->set(memberKey(group_rank_), bytesOf(address_ + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
 }

@@ -74,7 +74,7 @@ class Compiler {
       }
     }
     addCopies();
-    collectChannels();
+    collectTracks();
     linkSends();
     return std::move(program_);
   }
@@ -106,7 +106,7 @@ class Compiler {
     }
     program_->receives_of_peer.assign(program_->peer_ranks.size(), 0);
     program_->sends_of_peer.assign(program_->peer_ranks.size(), 0);
-    program_->first_send_of_channel.assign(program_->peer_ranks.size() * kNumChannels, -1);
+    program_->first_send_of_track.assign(program_->peer_ranks.size() * kNumTracks, -1);
   }
 
   int32_t placeOf(int64_t task_index, bool is_src) {
@@ -133,7 +133,7 @@ class Compiler {
     const UnitTask& task = taskOf(message);
     SendStep step;
     step.peer = peer_index_.at(message.dst_rank);
-    step.channel = channelOf(plan_, message);
+    step.track = trackOf(plan_, message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -185,7 +185,7 @@ class Compiler {
   ReceiveStep& addReceive(const Message& message, int64_t position) {
     ReceiveStep step;
     step.peer = peer_index_.at(message.src_rank);
-    step.channel = channelOf(plan_, message);
+    step.track = trackOf(plan_, message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -273,22 +273,22 @@ class Compiler {
     }
   }
 
-  void collectChannels() {
-    std::set<int32_t> channels;
+  void collectTracks() {
+    std::set<int32_t> tracks;
     for (const SendStep& step : program_->sends) {
-      channels.insert(step.channel);
+      tracks.insert(step.track);
     }
     for (const ReceiveStep& step : program_->receives) {
-      channels.insert(step.channel);
+      tracks.insert(step.track);
     }
-    program_->channels.assign(channels.begin(), channels.end());
+    program_->tracks.assign(tracks.begin(), tracks.end());
   }
 
   void linkSends() {
     std::vector<SendStep>& sends = program_->sends;
     for (size_t i = sends.size(); i-- > 0;) {
-      int32_t& first = program_->first_send_of_channel[Program::channelIndex(sends[i].peer, sends[i].channel)];
-      sends[i].next_of_channel = first;
+      int32_t& first = program_->first_send_of_track[Program::trackIndex(sends[i].peer, sends[i].track)];
+      sends[i].next_of_track = first;
       first = static_cast<int32_t>(i);
     }
     std::sort(dependencies_.begin(), dependencies_.end());

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/resharding/plan.h"
-#include "runtime/channels.h"
 #include "runtime/reduce.h"
 #include "runtime/region_copy.h"
+#include "runtime/tracks.h"
 
 namespace xmesh::runtime {
 
@@ -30,13 +30,13 @@ struct Place {
 
 /// One message out: elements [begin, end) of a place's box.
 struct SendStep {
-  int32_t peer = 0;              ///< index in Program::peers()
-  int32_t place = -1;            ///< index in places; -1 for a partial sum
-  int32_t reduction = -1;        ///< whose accumulator is sent as partial sum, an index in reductions; else -1
-  int32_t num_deps = 0;          ///< arrivals that must come first
-  int32_t channel = 0;           ///< see channelOf
-  int32_t next_of_channel = -1;  ///< the next send to the same peer in the same channel
-  int64_t position = 0;          ///< in the plan's order over sends and receives
+  int32_t peer = 0;            ///< index in Program::peers()
+  int32_t place = -1;          ///< index in places; -1 for a partial sum
+  int32_t reduction = -1;      ///< whose accumulator is sent as partial sum, an index in reductions; else -1
+  int32_t num_deps = 0;        ///< arrivals that must come first
+  int32_t track = 0;           ///< see trackOf
+  int32_t next_of_track = -1;  ///< the next send to the same peer in the same track
+  int64_t position = 0;        ///< in the plan's order over sends and receives
   int64_t begin = 0;
   int64_t end = 0;
 };
@@ -45,7 +45,7 @@ struct SendStep {
 struct ReceiveStep {
   int32_t peer = 0;
   int32_t place = -1;
-  int32_t channel = 0;
+  int32_t track = 0;
   bool is_sum = false;
   int32_t reduction = -1;  ///< index in reductions, or -1 for a value
   int32_t arrival = -1;    ///< told when a value has arrived
@@ -85,7 +85,7 @@ struct CopyStep {
 /// are only messages of the same tree. Every rank derives the same order from the same plan and options.
 class Program {
  public:
-  static size_t channelIndex(int32_t peer, int32_t channel) { return static_cast<size_t>(peer * kNumChannels + channel); }
+  static size_t trackIndex(int32_t peer, int32_t track) { return static_cast<size_t>(peer * kNumTracks + track); }
 
   int64_t globalRank() const { return global_rank; }
   /// Ascending global ranks that this rank exchanges messages with.
@@ -109,8 +109,8 @@ class Program {
   std::vector<int64_t> peer_ranks;
   std::vector<int64_t> receives_of_peer;  ///< by index in peers()
   std::vector<int64_t> sends_of_peer;
-  std::vector<int32_t> channels;               ///< those in use, ascending
-  std::vector<int32_t> first_send_of_channel;  ///< by channelIndex; -1 when there is none
+  std::vector<int32_t> tracks;               ///< those in use, ascending
+  std::vector<int32_t> first_send_of_track;  ///< by trackIndex; -1 when there is none
   std::vector<std::optional<std::vector<int64_t>>> src_shapes;
   std::vector<std::optional<std::vector<int64_t>>> dst_shapes;
   std::vector<Place> places;

@@ -134,7 +134,7 @@ void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is
 
 std::string ReshardService::progressOf(const ActiveCall& call) {
   if (call.executor != nullptr) {
-    return call.executor->describeProgress();
+    return describeProgress(call.executor->progress());
   }
   return call.request.is_watch && call.request.describe ? call.request.describe() : "has just started";
 }
@@ -156,7 +156,7 @@ bool ReshardService::needs(const ActiveCall& call, int32_t peer, bool is_goodbye
   if (call.executor == nullptr) {
     return false;
   }
-  const std::vector<int64_t> waiting = call.executor->waitingFor();
+  const std::vector<int64_t> waiting = waitingFor(call.executor->progress());
   return std::find(waiting.begin(), waiting.end(), globalRank(peer)) != waiting.end();
 }
 

@@ -16,9 +16,10 @@ int numRounds(size_t num_participants) {
 
 }  // namespace
 
-ReshardService::ReshardService(Options options, const MakeNetwork& make_network) : options_(std::move(options)), staging_(options_.staging_bytes) {
-  network_ = make_network(*this);
-  pacer_.emplace(*network_);
+ReshardService::ReshardService(Options options, const MakeNetworks& make_networks) : options_(std::move(options)) {
+  Networks made = make_networks(*this);
+  network_ = std::move(made.control);
+  executors_ = std::move(made.executors);
 }
 
 ReshardService::~ReshardService() { close(std::chrono::milliseconds(0)); }
@@ -116,20 +117,26 @@ void ReshardService::release(const CallKey& watch, std::optional<Failure> farewe
   });
 }
 
-std::unique_ptr<HostExecutor> ReshardService::makeExecutor(const CallKey& key, CallRequest& request) {
-  return std::make_unique<HostExecutor>(request.prepared->program, *network_, operationOf(key, request.prepared->fingerprint),
-                                        request.prepared->program_peers, std::move(request.src), std::move(request.dst), staging_, [this, key] {
-                                          // Later, not now: the executor must not be destroyed inside its own callback.
-                                          network_->post([this, key] {
-                                            if (const auto call = calls_.find(key); call != calls_.end()) {
-                                              call->second.is_moved = true;
-                                              if (call->second.handle->isDetached()) {
-                                                call->second.handle->markMoved();
-                                              }
-                                              finishIfDone(key);
-                                            }
-                                          });
-                                        });
+std::unique_ptr<Executor> ReshardService::makeExecutor(const CallKey& key, CallRequest& request) {
+  Execution execution;
+  execution.call = operationOf(key, request.prepared->fingerprint);
+  execution.prepared = request.prepared;
+  execution.src = std::move(request.src);
+  execution.dst = std::move(request.dst);
+  execution.keep_alive = request.keep_alive;
+  execution.on_done = [this, key] {
+    // Later, not now: the executor must not be destroyed inside its own callback.
+    network_->post([this, key] {
+      if (const auto call = calls_.find(key); call != calls_.end()) {
+        call->second.is_moved = true;
+        if (call->second.handle->isDetached()) {
+          call->second.handle->markMoved();
+        }
+        finishIfDone(key);
+      }
+    });
+  };
+  return executors_->make(std::move(execution));
 }
 
 void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
@@ -175,7 +182,6 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
   }
   if (call.request.prepared->program != nullptr) {
     call.executor = makeExecutor(key, call.request);
-    pacer_->callStarted(call.request.prepared->pacing);
   } else {
     call.is_moved = !call.request.is_watch;
   }
@@ -196,10 +202,12 @@ void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
   if (call.num_rounds > 0) {
     sendHello(key, call);
   }
-  if (call.executor != nullptr) {
+  if (call.executor == nullptr) {
+    if (call.num_rounds == 0) {
+      finishIfDone(key);
+    }
+  } else if (call.num_rounds == 0 || !executors_->needsAgreement()) {
     call.executor->start();
-  } else if (call.num_rounds == 0) {
-    finishIfDone(key);
   }
   for (auto& [peer, hello] : early.hellos) {
     takeHello(peer, std::move(hello));
@@ -245,6 +253,8 @@ void ReshardService::advanceAgreement(const CallKey& key) {
     ++call.rounds_done;
     if (call.rounds_done < call.num_rounds) {
       sendHello(key, call);
+    } else if (call.executor != nullptr && executors_->needsAgreement()) {
+      call.executor->start();
     }
   }
   finishIfDone(key);
@@ -270,9 +280,6 @@ void ReshardService::finishIfDone(const CallKey& key) {
 }
 
 void ReshardService::end(ActiveCall& call, const std::optional<Failure>& failure) {
-  if (call.executor != nullptr) {
-    pacer_->callEnded();
-  }
   call.executor.reset();
   call.request = {};  // the tensors are free before anybody is told
   if (call.handle->isDetached()) {
@@ -346,9 +353,10 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
   static_cast<void>(network_.release());
   for (auto& [key, call] : calls_) {
     if (call.executor != nullptr) {
-      call.executor->transportGone();
+      call.executor->abandon();
     }
   }
+  executors_->abandon();
   for (auto& [key, call] : calls_) {
     call.handle->complete(Failure{FailureKind::kGroup, callText(key, call) + ": the process group was closed while it was in flight", {}});
   }

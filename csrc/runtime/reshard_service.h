@@ -15,11 +15,9 @@
 #include <vector>
 
 #include "runtime/agreement/messages.h"
-#include "runtime/host/host_executor.h"
-#include "runtime/host/pacer.h"
-#include "runtime/host/staging_pool.h"
+#include "runtime/executor.h"
 #include "runtime/reshard_call.h"
-#include "transport/peer_network.h"
+#include "transport/control_network.h"
 
 namespace xmesh::runtime {
 
@@ -27,7 +25,8 @@ namespace xmesh::runtime {
 /// reshard_failures.cpp, how they are refused in reshard_refusals.cpp.
 ///
 /// Threading: begin(), flush(), refuse() and close() come from the caller's thread; everything else happens on the network's thread, which alone
-/// touches the calls in flight. The network is made by `make_network` (it needs the service as its PeerEvents) and dies in close().
+/// touches the calls in flight. The networks are made by `make_networks` (they need the service as their PeerEvents);
+/// the control network dies in close().
 ///
 /// A call ends when its own messages are done and every participant has been found to make the same call. It fails on every participant when one
 /// finds a disagreement, loses a peer that it still needs, or waits longer than its timeout; then the ranks that do not answer are named.
@@ -45,18 +44,22 @@ class ReshardService final : public transport::PeerEvents {
   struct Options {
     std::vector<int64_t> global_ranks;  ///< of every group rank
     int32_t group_rank = 0;
-    int64_t staging_bytes = int64_t{64} << 20;
   };
-  using MakeNetwork = std::function<std::unique_ptr<transport::PeerNetwork>(transport::PeerEvents&)>;
+  /// What carries the ranks' messages, and what moves the tensors.
+  struct Networks {
+    std::unique_ptr<transport::ControlNetwork> control;
+    std::unique_ptr<Executors> executors;  ///< may use `control`
+  };
+  using MakeNetworks = std::function<Networks(transport::PeerEvents&)>;
 
-  ReshardService(Options options, const MakeNetwork& make_network);
+  ReshardService(Options options, const MakeNetworks& make_networks);
   ~ReshardService() override;
   ReshardService(const ReshardService&) = delete;
   ReshardService& operator=(const ReshardService&) = delete;
 
-  int64_t peakStagingBytes() const { return staging_.peakBytes(); }
+  int64_t peakStagingBytes() const { return executors_->peakStagingBytes(); }
 
-  transport::PeerNetwork& network() { return *network_; }
+  transport::ControlNetwork& network() { return *network_; }
   /// Says where a peer listens. Throws GroupError when closed. Any thread.
   void setAddress(int32_t peer, const std::string& address);
 
@@ -105,7 +108,7 @@ class ReshardService final : public transport::PeerEvents {
   struct ActiveCall {
     std::shared_ptr<ReshardCall> handle;
     CallRequest request;
-    std::unique_ptr<HostExecutor> executor;
+    std::unique_ptr<Executor> executor;
     int num_rounds = 0;
     int rounds_done = 0;
     std::map<uint8_t, Hello> hellos;  ///< that came before their round
@@ -204,10 +207,9 @@ class ReshardService final : public transport::PeerEvents {
   static std::string progressOf(const ActiveCall& call);
   int64_t globalRank(int32_t peer) const { return options_.global_ranks.at(static_cast<size_t>(peer)); }
   std::string callText(const CallKey& key, const ActiveCall& call) const;
-  std::unique_ptr<HostExecutor> makeExecutor(const CallKey& key, CallRequest& request);
+  std::unique_ptr<Executor> makeExecutor(const CallKey& key, CallRequest& request);
 
   const Options options_;
-  StagingPool staging_;
 
   std::mutex mutex_;  ///< guards the seven below: what callers' threads share
   bool is_closed_ = false;
@@ -236,8 +238,8 @@ class ReshardService final : public transport::PeerEvents {
   std::set<std::pair<int32_t, uint64_t>> settled_;   ///< arrivals that have not come yet, but are settled: by peer and number
   std::map<int32_t, std::deque<Arrival>> arrivals_;  ///< of each peer, the last ones
 
-  std::unique_ptr<transport::PeerNetwork> network_;
-  std::optional<Pacer> pacer_;
+  std::unique_ptr<transport::ControlNetwork> network_;
+  std::unique_ptr<Executors> executors_;
 };
 
 }  // namespace xmesh::runtime

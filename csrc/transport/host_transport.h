@@ -2,19 +2,10 @@
 
 #include <cstdint>
 #include <functional>
-#include <string>
+
+#include "transport/operation.h"
 
 namespace xmesh::transport {
-
-/// One channel (the lowest kChannelBits) of one reshard in flight (the rest); chosen by the caller, the same number on every rank, never reused on
-/// one transport.
-using OperationId = uint64_t;
-inline constexpr int32_t kChannelBits = 3;
-
-enum class CompletionKind {
-  kHost,    ///< each message's completion is told to the host: HostTransport
-  kStream,  ///< messages are enqueued on an in-order stream and complete there: StreamTransport
-};
 
 /// What became of an operation's messages. Called on the transport's thread only. The `cookie` is the one given to send() or recv().
 class OperationEvents {
@@ -24,23 +15,15 @@ class OperationEvents {
   virtual void onReceived(int64_t cookie) = 0;
 };
 
-/// Moves bytes between the ranks of one group; knows no specs. `peer` is a group rank.
-class Transport {
- public:
-  virtual ~Transport() = default;
-  virtual CompletionKind completionKind() const = 0;
-  virtual int32_t groupRank() const = 0;
-};
-
-/// A transport that tells the host of every completion.
+/// Moves bytes between the ranks of one group and tells the host of every completion; knows no specs. `peer` is a group rank.
 /// Threading: everything but post() is called on the transport's own thread; callbacks come on it and may call back in.
 /// Matching: the k-th send of an operation to a peer meets the k-th recv that the peer posted for that operation from this rank; their sizes must be
 /// equal. A send moves bytes only once its receive is posted (the receiver's posting is told to the sender), so an operation that is not
-/// received yet never blocks another one on the same connection. Of the messages to one peer that may move at the same time those of one reshard
+/// received yet never blocks another one on the same connection. Of the messages to one peer that may move at the same time those of one call
 /// should leave by ascending cookie: that is the order in which they are needed. Buffers belong to the transport until the completion or close().
-class HostTransport : public Transport {
+class HostTransport {
  public:
-  CompletionKind completionKind() const final { return CompletionKind::kHost; }
+  virtual ~HostTransport() = default;
   /// Runs `task` on the transport's thread, after the tasks posted before. Any thread.
   virtual void post(std::function<void()> task) = 0;
   virtual void open(OperationId operation, OperationEvents& events) = 0;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "transport/host_transport.h"
+#include "transport/operation.h"
 
 namespace xmesh::transport {
 
@@ -22,7 +23,7 @@ class OperationTable {
   };
   /// Per peer: how many receives it has posted for messages from here.
   using Credits = std::map<int32_t, int64_t>;
-  static constexpr size_t kMaxRemembered = size_t{1} << 17;  ///< a reshard takes up to runtime::kNumChannels operations
+  static constexpr size_t kMaxRemembered = size_t{1} << 17;  ///< a call takes up to runtime::kNumTracks operations
 
   Open* find(OperationId operation) {
     const auto found = open_.find(operation);

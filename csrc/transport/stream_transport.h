@@ -3,8 +3,6 @@
 #include <cstdint>
 #include <functional>
 
-#include "transport/host_transport.h"
-
 namespace xmesh::transport {
 
 /// A transport whose messages are enqueued on one in-order stream and complete there; the host is told nothing. One object is one rank's end of one
@@ -13,9 +11,9 @@ namespace xmesh::transport {
 /// Matching: the k-th send to a peer meets the peer's k-th recv from this rank on the same communicator; their sizes must be equal.
 /// Order: an entry of the stream (a group, a message outside groups, a launch) begins when the one before it has ended. A message ends only when
 /// its counterpart has begun (rendezvous), so the ranks' orders must agree; messages of one group progress independently of each other.
-class StreamTransport : public Transport {
+class StreamTransport {
  public:
-  CompletionKind completionKind() const final { return CompletionKind::kStream; }
+  virtual ~StreamTransport() = default;
   /// Messages enqueued up to groupEnd() make one entry of the stream. Groups do not nest.
   virtual void groupBegin() = 0;
   virtual void groupEnd() = 0;
@@ -25,6 +23,8 @@ class StreamTransport : public Transport {
   /// entries so far and before all later ones. It runs on the host at once (a device stream) or when the stream gets there (a host-run fake,
   /// which passes nullptr). Not inside a group.
   virtual void enqueue(std::function<void(void* stream)> launch) = 0;
+  /// Runs `told` on the host, on any thread, once the stream has passed everything that was enqueued before. Not inside a group.
+  virtual void whenReached(std::function<void()> told) = 0;
 };
 
 }  // namespace xmesh::transport

@@ -7,12 +7,12 @@
 
 namespace xmesh::runtime {
 
-HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, transport::OperationId operation,
+HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, uint64_t call,
                            std::vector<int32_t> group_rank_of_peer, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, StagingPool& pool,
                            std::function<void()> on_done)
     : program_(std::move(program)),
       transport_(transport),
-      operation_(operation),
+      call_(call),
       group_rank_of_peer_(std::move(group_rank_of_peer)),
       pool_(pool),
       on_done_(std::move(on_done)) {
@@ -36,7 +36,7 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
       staged_sends_.push_back(static_cast<int32_t>(i));
     }
   }
-  next_send_ = todo.first_send_of_channel;
+  next_send_ = todo.first_send_of_track;
   num_sent_.assign(todo.peer_ranks.size(), 0);
   num_received_.assign(todo.peer_ranks.size(), 0);
   send_buffers_.resize(staged_sends_.empty() ? 0 : todo.sends.size());
@@ -61,14 +61,14 @@ void HostExecutor::cancel() {
   if (phase_ != Phase::kRunning) {
     return;
   }
-  closeChannels();
+  closeTracks();
   transportGone();
   pool_.serve();
 }
 
-void HostExecutor::closeChannels() {
-  for (const int32_t channel : program_->channels) {
-    transport_.close(operationOf(channel));
+void HostExecutor::closeTracks() {
+  for (const int32_t track : program_->tracks) {
+    transport_.close(operationOf(track));
   }
 }
 
@@ -164,7 +164,7 @@ void HostExecutor::settle() {
   if (phase_ == Phase::kRunning && num_open_ == 0) {
     phase_ = Phase::kDone;
     dropTasks();
-    closeChannels();
+    closeTracks();
     pool_.forget(*this);
     pool_.serve();
     const std::function<void()> on_done = std::move(on_done_);
@@ -180,15 +180,15 @@ void HostExecutor::settle() {
 }
 
 void HostExecutor::begin() {
-  for (const int32_t channel : program_->channels) {
-    transport_.open(operationOf(channel), *this);
+  for (const int32_t track : program_->tracks) {
+    transport_.open(operationOf(track), *this);
   }
   postReceives();
   // In plan order over all peers, as far as nothing has to be waited for.
   for (size_t i = 0; i < program_->sends.size(); ++i) {
     int32_t& next = nextSendLike(static_cast<int32_t>(i));
     if (next == static_cast<int32_t>(i) && num_deps_[i] == 0 && postSend(next)) {
-      next = program_->sends[i].next_of_channel;
+      next = program_->sends[i].next_of_track;
     }
   }
   if (!program_->copies.empty()) {

@@ -17,25 +17,20 @@
 
 namespace xmesh::runtime {
 
-struct ExecutorOptions {
-  int64_t staging_bytes = int64_t{64} << 20;  ///< bound of the rank's StagingPool
-};
-
 /// Runs one rank's program once on a HostTransport: posts receives ahead, sends what is ready (straight from the tensors where a range is one
-/// run in memory), passes on what arrives (before it is unpacked, and past late bytes of another slice: see channelOf), reduces contributions in
+/// run in memory), passes on what arrives (before it is unpacked, and past late bytes of another slice: see trackOf), reduces contributions in
 /// order, sends partial sums from their accumulators, copies what the rank keeps.
 /// Threading: everything on the transport's thread, constructor excepted; never blocks, never spins.
 /// Ownership: the tensors' memory, the transport and the pool must outlive the operation: until isDone() or cancel(). The destructor cancels;
 /// after isDone() or cancel() it may run on any thread that is ordered after it.
 class HostExecutor final : public transport::OperationEvents, private StagingClient {
  public:
-  /// The transport's operations are `operation` times kNumChannels plus the channel, so its highest bits are lost.
+  /// `call` names the transport's operations, one for each track of the program.
   /// `group_rank_of_peer[i]` is the transport's rank of program->peers()[i]. `src` and `dst` have one entry per tensor (empty entries where this rank
   /// is not in the mesh); throws InvalidArgument when their shapes are not what the plan says. `on_done` runs once on the transport's thread when all
   /// is sent, received and copied and the operation is closed; it may destroy the executor. It does not run after cancel().
-  HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, transport::OperationId operation,
-               std::vector<int32_t> group_rank_of_peer, std::vector<LocalTensor> src, std::vector<LocalTensor> dst, StagingPool& pool,
-               std::function<void()> on_done);
+  HostExecutor(std::shared_ptr<const Program> program, transport::HostTransport& transport, uint64_t call, std::vector<int32_t> group_rank_of_peer,
+               std::vector<LocalTensor> src, std::vector<LocalTensor> dst, StagingPool& pool, std::function<void()> on_done);
   HostExecutor(const HostExecutor&) = delete;
   HostExecutor& operator=(const HostExecutor&) = delete;
   ~HostExecutor() override;
@@ -50,8 +45,6 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool isDone() const { return phase_ == Phase::kDone; }
   /// One entry per peer of the program.
   std::vector<PeerProgress> progress() const;
-  std::vector<int64_t> waitingFor() const { return runtime::waitingFor(progress()); }
-  std::string describeProgress() const { return runtime::describeProgress(progress()); }
 
   void onSent(int64_t cookie) override;
   void onReceived(int64_t cookie) override;
@@ -94,12 +87,12 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   bool postReceive(int32_t index);
   bool prepareReduction(int32_t index);
   std::byte* receiveTarget(int32_t index);
-  transport::OperationId operationOf(int32_t channel) const { return operation_ << transport::kChannelBits | static_cast<uint64_t>(channel); }
-  void closeChannels();
-  /// The first send not posted of a send's channel, or -1.
+  transport::OperationId operationOf(int32_t track) const { return {call_, static_cast<uint32_t>(track)}; }
+  void closeTracks();
+  /// The first send not posted of a send's track, or -1.
   int32_t& nextSendLike(int32_t send) {
     const SendStep& step = program_->sends[static_cast<size_t>(send)];
-    return next_send_[Program::channelIndex(step.peer, step.channel)];
+    return next_send_[Program::trackIndex(step.peer, step.track)];
   }
   void postSendsLike(int32_t send);
   int32_t firstStagedSend();
@@ -132,7 +125,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
 
   std::shared_ptr<const Program> program_;
   transport::HostTransport& transport_;
-  const transport::OperationId operation_;
+  const uint64_t call_;
   std::vector<int32_t> group_rank_of_peer_;
   StagingPool& pool_;
   std::function<void()> on_done_;
@@ -145,7 +138,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete
 
   std::vector<int32_t> num_deps_;      ///< by send: arrivals still missing
-  std::vector<int32_t> next_send_;     ///< by channel (Program::channelIndex): the first send not posted, or -1
+  std::vector<int32_t> next_send_;     ///< by track (Program::trackIndex): the first send not posted, or -1
   std::vector<int64_t> num_sent_;      ///< by peer
   std::vector<int64_t> num_received_;  ///< by peer
   std::vector<int32_t> staged_sends_;  ///< those that must be packed, ascending

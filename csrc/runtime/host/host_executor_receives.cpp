@@ -30,7 +30,7 @@ bool HostExecutor::postReceive(int32_t index) {
     }
     target = buffer.data;
   }
-  transport_.recv(operationOf(step.channel), group_rank_of_peer_[static_cast<size_t>(step.peer)], target, num_bytes, index);
+  transport_.recv(operationOf(step.track), group_rank_of_peer_[static_cast<size_t>(step.peer)], target, num_bytes, index);
   return true;
 }
 

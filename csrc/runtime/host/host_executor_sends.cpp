@@ -1,4 +1,4 @@
-// How the executor posts its sends: in plan order to each peer and channel, packed where a range is not one run in memory.
+// How the executor posts its sends: in plan order to each peer and track, packed where a range is not one run in memory.
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -7,11 +7,11 @@
 
 namespace xmesh::runtime {
 
-/// Goes on in the channel of a send.
+/// Goes on in the track of a send.
 void HostExecutor::postSendsLike(int32_t send) {
   int32_t& next = nextSendLike(send);
   while (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0 && postSend(next)) {
-    next = program_->sends[static_cast<size_t>(next)].next_of_channel;
+    next = program_->sends[static_cast<size_t>(next)].next_of_track;
   }
 }
 
@@ -56,7 +56,7 @@ void HostExecutor::postHeldUpSends() {
     if (!postSend(index)) {
       return;
     }
-    next = program_->sends[static_cast<size_t>(index)].next_of_channel;
+    next = program_->sends[static_cast<size_t>(index)].next_of_track;
     if (next >= 0 && num_deps_[static_cast<size_t>(next)] == 0) {
       held_up_sends_.insert(next);
       held = held_up_sends_.upper_bound(index);
@@ -117,7 +117,7 @@ bool HostExecutor::postSend(int32_t index) {
   } else if (step.reduction < 0) {
     unpackRangeOf(step);
   }
-  transport_.send(operationOf(step.channel), group_rank_of_peer_[static_cast<size_t>(step.peer)], data, program_->numBytes(step), index);
+  transport_.send(operationOf(step.track), group_rank_of_peer_[static_cast<size_t>(step.peer)], data, program_->numBytes(step), index);
   return true;
 }
 

@@ -99,7 +99,7 @@ void Pacer::callStarted(const Rates& rates) {
 }
 
 void Pacer::callEnded() {
-  if (--num_calls_ == 0) {
+  if (--num_calls_ == 0 && !is_abandoned_) {
     lift();
   }
 }

@@ -26,11 +26,14 @@ class Pacer {
   /// `rates` must stay until the matching callEnded.
   void callStarted(const Rates& rates);
   void callEnded();
+  /// The transport is gone: nobody is paced any more.
+  void abandon() { is_abandoned_ = true; }
 
  private:
   void lift();
 
   transport::HostTransport& transport_;
+  bool is_abandoned_ = false;
   int64_t num_calls_ = 0;
   std::vector<int32_t> paced_;
 };

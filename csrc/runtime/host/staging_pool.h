@@ -13,7 +13,7 @@ namespace xmesh::runtime {
 /// What staging memory is for. Each kind has a quarter of the bound as a budget of its own, so that none can starve another.
 enum class StagingKind : uint8_t {
   kSend,        ///< packed bytes on their way out, in plan order; may be all there is of what was passed on and is not unpacked yet
-  kSendAhead,   ///< packed bytes beyond that: of messages that overtake an earlier one, in another channel, which cannot be sent yet
+  kSendAhead,   ///< packed bytes beyond that: of messages that overtake an earlier one, in another track, which cannot be sent yet
   kReceive,     ///< bytes that arrived and wait to be unpacked or accumulated
   kAccumulate,  ///< partial results of reductions
 };

@@ -17,7 +17,6 @@ class FakeEndpoint final : public PeerNetwork {
   FakeEndpoint(const FakeEndpoint&) = delete;
   FakeEndpoint& operator=(const FakeEndpoint&) = delete;
 
-  int32_t groupRank() const override { return rank_; }
   void post(std::function<void()> task) override { world_->post(rank_, std::move(task)); }
   void open(OperationId operation, OperationEvents& events) override { world_->open(rank_, operation, events); }
   void send(OperationId operation, int32_t peer, const void* data, int64_t num_bytes, int64_t cookie) override {

@@ -115,8 +115,7 @@ OperationEvents& FakeHostWorld::checkMessage(int32_t rank, OperationId operation
   }
   const auto found = rankAt(rank).operations.find(operation);
   if (found == rankAt(rank).operations.end()) {
-    throw std::logic_error("FakeHostNetwork::" + std::string(call) + ": operation " + std::to_string(operation) + " is not open at " +
-                           rankText(rank));
+    throw std::logic_error("FakeHostNetwork::" + std::string(call) + ": operation " + operation.str() + " is not open at " + rankText(rank));
   }
   return *found->second;
 }
@@ -127,7 +126,7 @@ void FakeHostWorld::open(int32_t rank, OperationId operation, OperationEvents& e
     return;
   }
   if (owner.operations.contains(operation) || owner.closed.contains(operation)) {
-    throw std::logic_error("FakeHostNetwork::open: operation " + std::to_string(operation) + " has been opened before at " + rankText(rank));
+    throw std::logic_error("FakeHostNetwork::open: operation " + operation.str() + " has been opened before at " + rankText(rank));
   }
   owner.operations.emplace(operation, &events);
 }
@@ -234,7 +233,7 @@ void FakeHostWorld::match(const StreamKey& key) {
     return;
   }
   if (stream.sends.front().num_bytes != stream.recvs.front().num_bytes) {
-    const std::string reason = "protocol error: a message of operation " + std::to_string(key.operation) + " from " + rankText(key.src) + " to " +
+    const std::string reason = "protocol error: a message of operation " + key.operation.str() + " from " + rankText(key.src) + " to " +
                                rankText(key.dst) + " has " + std::to_string(stream.sends.front().num_bytes) + " bytes, its receive expects " +
                                std::to_string(stream.recvs.front().num_bytes);
     notifyLoss(key.src, key.dst, reason, false);

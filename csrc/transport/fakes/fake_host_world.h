@@ -70,7 +70,7 @@ class FakeHostWorld {
     QueueKind kind = QueueKind::kPost;
     int32_t rank = 0;  ///< where it happens
     int32_t peer = 0;
-    uint64_t id = 0;
+    OperationId id;  ///< of a message; a timer's number is in its call
     auto operator<=>(const QueueKey&) const = default;
   };
   struct Message {
@@ -79,7 +79,7 @@ class FakeHostWorld {
     int64_t cookie = 0;
   };
   struct StreamKey {
-    OperationId operation = 0;
+    OperationId operation;
     int32_t src = 0;
     int32_t dst = 0;
     auto operator<=>(const StreamKey&) const = default;

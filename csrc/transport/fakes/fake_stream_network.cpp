@@ -33,8 +33,6 @@ class FakeStream final : public StreamTransport {
  public:
   FakeStream(int32_t rank, int32_t num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
 
-  int32_t groupRank() const override { return rank_; }
-
   void groupBegin() override {
     if (in_group_) {
       throw std::logic_error("FakeStream: groups do not nest");
@@ -63,6 +61,9 @@ class FakeStream final : public StreamTransport {
       throw std::logic_error("FakeStream: a launch inside a group");
     }
     entries_.push_back({std::move(launch), {}});
+  }
+  void whenReached(std::function<void()> told) override {
+    enqueue([told = std::move(told)](void*) { told(); });
   }
 
   bool isInGroup() const { return in_group_; }
@@ -149,6 +150,11 @@ void FakeStreamNetwork::run() {
       throw StreamDeadlock(describeDeadlock());
     }
   }
+}
+
+bool FakeStreamNetwork::isEmpty(int32_t rank, int32_t communicator) const {
+  const auto found = streams_.find({communicator, rank});
+  return found == streams_.end() || found->second->isEmpty();
 }
 
 bool FakeStreamNetwork::step() {

@@ -36,10 +36,12 @@ class FakeStreamNetwork {
   /// Runs everything that is enqueued, also what launches enqueue meanwhile. Throws StreamDeadlock when the streams block each other,
   /// std::runtime_error when the sizes of a matched send and recv differ (naming both ends), std::logic_error when a group is left open.
   void run();
-
- private:
   /// Moves one message or ends one entry; false when nothing can.
   bool step();
+  /// Whether nothing is enqueued on a rank's stream that it has not passed.
+  bool isEmpty(int32_t rank, int32_t communicator = 0) const;
+
+ private:
   std::string describeDeadlock() const;
 
   int32_t num_ranks_;

@@ -102,7 +102,7 @@ class TcpSender final : private FdHandler {
   };
   /// The kData frame that is being written.
   struct Frame {
-    OperationId operation = 0;
+    OperationId operation;
     std::array<char, kFrameHeaderBytes> header{};
     const char* payload = nullptr;  ///< filler once aborted
     int64_t payload_bytes = 0;
@@ -163,7 +163,7 @@ class TcpSender final : private FdHandler {
   std::map<OperationId, int64_t> ready_;
   std::optional<int64_t> ring_taken_;  ///< to be told
   std::unordered_map<OperationId, Stream> streams_;
-  std::deque<OperationId> runnable_;  ///< of one reshard's channels the lowest cookie first
+  std::deque<OperationId> runnable_;  ///< of one call's tracks the lowest cookie first
   std::optional<Frame> frame_;
 };
 

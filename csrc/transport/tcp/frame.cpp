@@ -12,7 +12,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "frames are written as the CPU keeps its numbers");
 
 constexpr std::string_view kMagic = "xmeshtcp";
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 
 template <typename T>
 void put(T value, size_t offset, std::span<char> out) {
@@ -27,6 +27,9 @@ T get(size_t offset, std::span<const char> bytes) {
 }
 
 bool isInRange(const FrameHeader& header) {
+  if (header.operation.track >= kMaxTracks) {
+    return false;
+  }
   if (header.kind == FrameKind::kRingTaken) {
     return header.num_bytes >= kRingRefused && header.message_bytes == 0;
   }
@@ -56,8 +59,8 @@ bool isInRange(const FrameHeader& header) {
 
 void encodeFrameHeader(const FrameHeader& header, std::span<char, kFrameHeaderBytes> out) {
   put(static_cast<uint32_t>(header.kind), 0, out);
-  put(uint32_t{0}, 4, out);
-  put(header.operation, 8, out);
+  put(header.operation.track, 4, out);
+  put(header.operation.call, 8, out);
   put(header.num_bytes, 16, out);
   put(header.message_bytes, 24, out);
 }
@@ -65,10 +68,10 @@ void encodeFrameHeader(const FrameHeader& header, std::span<char, kFrameHeaderBy
 std::optional<FrameHeader> decodeFrameHeader(std::span<const char, kFrameHeaderBytes> bytes) {
   FrameHeader header;
   header.kind = static_cast<FrameKind>(get<uint32_t>(0, bytes));
-  header.operation = get<uint64_t>(8, bytes);
+  header.operation = {get<uint64_t>(8, bytes), get<uint32_t>(4, bytes)};
   header.num_bytes = get<int64_t>(16, bytes);
   header.message_bytes = get<int64_t>(24, bytes);
-  if (get<uint32_t>(4, bytes) != 0 || !isInRange(header)) {
+  if (!isInRange(header)) {
     return std::nullopt;
   }
   return header;

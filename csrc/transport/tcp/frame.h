@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include "transport/operation.h"
+
 namespace xmesh::transport {
 
 /// What TcpNetwork writes on a connection. All numbers are little-endian.
@@ -17,7 +19,7 @@ enum class FrameKind : uint32_t {
   kData = 3,       ///< header, num_bytes of payload, one FrameStatus byte
   kGoodbye = 4,    ///< header only; see kGoodbye* below
   kError = 5,      ///< header, num_bytes of text: why the sender of this frame gives the connection up
-  kRing = 6,       ///< header only: a RingTicket (its nonce as operation, pid as num_bytes, descriptor as message_bytes)
+  kRing = 6,       ///< header only: a RingTicket (its nonce as the operation's call, pid as num_bytes, descriptor as message_bytes)
   kRingData = 7,   ///< header only; the payload, num_bytes of it, is next in the ring
   kRingTaken = 8,  ///< header only; num_bytes have been taken out of the peer's ring in all (from 0 on: it is in use), or kRingRefused
 };
@@ -39,7 +41,7 @@ constexpr int64_t kRingRefused = -1;
 
 struct FrameHeader {
   FrameKind kind = FrameKind::kControl;
-  uint64_t operation = 0;
+  OperationId operation;
   int64_t num_bytes = 0;
   int64_t message_bytes = 0;  ///< kData, kRingData: size of the whole message, of which this frame is the next part
   bool operator==(const FrameHeader&) const = default;

@@ -18,7 +18,6 @@ TcpNetwork::~TcpNetwork() {
 std::string TcpNetwork::address() const { return impl_->address_; }
 bool TcpNetwork::drain(std::chrono::milliseconds timeout) { return impl_->drain(timeout); }
 int64_t TcpNetwork::numRejectedConnections() const { return impl_->num_rejected_.load(); }
-int32_t TcpNetwork::groupRank() const { return impl_->options_.group_rank; }
 void TcpNetwork::post(std::function<void()> task) { impl_->post(std::move(task)); }
 
 void TcpNetwork::open(OperationId operation, OperationEvents& events) {

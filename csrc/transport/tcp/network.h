@@ -33,7 +33,7 @@ struct TcpNetworkOptions {
 
 /// PeerNetwork over TCP. One thread per network, which sleeps in epoll. Each rank opens a connection of its own to a peer at the first message to
 /// it and writes all its messages there, so a pair has up to two connections, each used in one direction. A message leaves in frames of at most
-/// kMaxFramePayloadBytes; reshards of which receives are posted take turns, the channels of one go by ascending cookie; control frames go between.
+/// kMaxFramePayloadBytes; reshards of which receives are posted take turns, the tracks of one go by ascending cookie; control frames go between.
 /// Payload is not copied, but for ranks at one address, between which it goes through a ring in shared memory, and its connection only says what is
 /// there and what has been taken.
 ///
@@ -61,7 +61,6 @@ class TcpNetwork final : public PeerNetwork {
   /// Connections dropped because they did not belong to the group.
   int64_t numRejectedConnections() const;
 
-  int32_t groupRank() const override;
   void post(std::function<void()> task) override;
   void open(OperationId operation, OperationEvents& events) override;
   void send(OperationId operation, int32_t peer, const void* data, int64_t num_bytes, int64_t cookie) override;

@@ -83,14 +83,14 @@ void TcpNetwork::Impl::startConnection(int32_t rank, const char* call) {
 OperationTable::Open& TcpNetwork::Impl::openOperation(OperationId operation, const char* call) {
   OperationTable::Open* found = operations_.find(operation);
   if (found == nullptr) {
-    throw std::logic_error(std::string("TcpNetwork::") + call + ": operation " + std::to_string(operation) + " is not open");
+    throw std::logic_error(std::string("TcpNetwork::") + call + ": operation " + operation.str() + " is not open");
   }
   return *found;
 }
 
 void TcpNetwork::Impl::open(OperationId operation, OperationEvents& events) {
   if (operations_.find(operation) != nullptr || operations_.wasClosed(operation)) {
-    throw std::logic_error("TcpNetwork::open: operation " + std::to_string(operation) + " has been opened before");
+    throw std::logic_error("TcpNetwork::open: operation " + operation.str() + " has been opened before");
   }
   for (const auto& [peer, count] : operations_.open(operation, events)) {
     onReadyFrame(peer, operation, count);

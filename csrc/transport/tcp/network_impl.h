@@ -60,7 +60,7 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   /// A callback that is due.
   struct Event {
     enum class Kind { kSent, kReceived, kControl, kLost, kGoodbye } kind = Kind::kSent;
-    OperationId operation = 0;
+    OperationId operation;
     int64_t cookie = 0;
     int32_t peer = 0;
     std::string text;

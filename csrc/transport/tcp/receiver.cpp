@@ -199,7 +199,7 @@ void TcpReceiver::openRing() {
     return;
   }
   if (may_share_memory_) {
-    ring_ = RingReader::open({header_.num_bytes, header_.message_bytes, header_.operation});
+    ring_ = RingReader::open({header_.num_bytes, header_.message_bytes, header_.operation.call});
   }
   owner_.onRingTaken(peer_, ring_ ? 0 : kRingRefused);
 }
@@ -242,7 +242,7 @@ char* TcpReceiver::placeOfPayload() {
 }
 
 std::string TcpReceiver::describeMessage(const Stream& stream) const {
-  return "message " + std::to_string(stream.num_done) + " of operation " + std::to_string(header_.operation) + " from rank " + std::to_string(peer_) +
+  return "message " + std::to_string(stream.num_done) + " of operation " + header_.operation.str() + " from rank " + std::to_string(peer_) +
          " to rank " + std::to_string(own_rank_);
 }
 

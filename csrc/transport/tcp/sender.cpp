@@ -169,13 +169,13 @@ void TcpSender::schedule(OperationId operation, Stream& stream) {
   }
 }
 
-/// At the end, where messages of the same reshard change places with it until their cookies ascend.
+/// At the end, where messages of the same call change places with it until their cookies ascend.
 void TcpSender::makeRunnable(OperationId operation) {
   const auto cookie = [this](OperationId runnable) { return streams_.at(runnable).messages.front().cookie; };
   runnable_.push_back(operation);
   size_t place = runnable_.size() - 1;
   for (size_t i = place; i-- > 0;) {
-    if (runnable_[i] >> kChannelBits != operation >> kChannelBits) {
+    if (runnable_[i].call != operation.call) {
       continue;
     }
     if (cookie(runnable_[i]) <= cookie(operation)) {

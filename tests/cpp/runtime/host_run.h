@@ -47,14 +47,14 @@ class HostRanks {
 /// One operation on all ranks.
 class HostOperation {
  public:
-  HostOperation(HostRanks& ranks, const core::ReshardingPlan& plan, transport::OperationId operation, MemoryLayout layout, uint64_t seed,
+  HostOperation(HostRanks& ranks, const core::ReshardingPlan& plan, uint64_t call, MemoryLayout layout, uint64_t seed,
                 runtime::ProgramOptions options = {})
       : ranks_(ranks), data_(plan, plan.topology.hostOfRanks().rbegin()->first + 1, layout, seed) {
     for (int64_t rank : plan.participants()) {
       auto program = runtime::compileProgram(plan, rank, options);
       std::vector<int32_t> peers = sameRanks(*program);
-      executors_.push_back(std::make_unique<runtime::HostExecutor>(std::move(program), ranks.endpoint(rank), operation, std::move(peers),
-                                                                   data_.src(rank), data_.dst(rank), ranks.pool(rank), [this] { ++num_done_; }));
+      executors_.push_back(std::make_unique<runtime::HostExecutor>(std::move(program), ranks.endpoint(rank), call, std::move(peers), data_.src(rank),
+                                                                   data_.dst(rank), ranks.pool(rank), [this] { ++num_done_; }));
       rank_of_.push_back(rank);
     }
   }
@@ -75,7 +75,7 @@ class HostOperation {
   std::string progress() const {
     std::string out;
     for (size_t i = 0; i < executors_.size(); ++i) {
-      out += "rank " + std::to_string(rank_of_[i]) + " " + executors_[i]->describeProgress() + "\n";
+      out += "rank " + std::to_string(rank_of_[i]) + " " + runtime::describeProgress(executors_[i]->progress()) + "\n";
     }
     return out;
   }

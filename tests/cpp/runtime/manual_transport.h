@@ -22,7 +22,6 @@ class ManualTransport final : public transport::HostTransport {
     int64_t cookie = 0;
   };
 
-  int32_t groupRank() const override { return 0; }
   void post(std::function<void()> task) override { tasks.push_back(std::move(task)); }
   void open(transport::OperationId operation, transport::OperationEvents& to) override {
     events = &to;

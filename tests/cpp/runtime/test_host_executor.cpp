@@ -36,13 +36,13 @@ TEST(HostExecutor, ForwardsEachChunkInPlaceAsSoonAsItIsThere) {
   EXPECT_EQ(rank.transport.sends[0].peer, 2);
   rank.transport.events->onReceived(1);
   rank.transport.events->onSent(0);
-  EXPECT_EQ(rank.executor->describeProgress(), "sent 1 of 2 messages to rank 2");
-  EXPECT_EQ(rank.executor->waitingFor(), std::vector<int64_t>{2});
+  EXPECT_EQ(describeProgress(rank.executor->progress()), "sent 1 of 2 messages to rank 2");
+  EXPECT_EQ(waitingFor(rank.executor->progress()), std::vector<int64_t>{2});
   rank.transport.events->onSent(1);
   EXPECT_EQ(rank.num_done, 1);
   EXPECT_TRUE(rank.executor->isDone());
   EXPECT_EQ(rank.transport.events, nullptr) << "the operation is closed";
-  EXPECT_EQ(rank.executor->describeProgress(), "");
+  EXPECT_EQ(describeProgress(rank.executor->progress()), "");
   EXPECT_EQ(rank.pool.peakBytes(), 0);
 }
 
@@ -51,8 +51,8 @@ TEST(HostExecutor, SaysWhatIsMissing) {
   OneRank rank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {10}, {1}}});
   rank.executor->start();
   rank.transport.events->onReceived(0);
-  EXPECT_EQ(rank.executor->describeProgress(), "received 1 of 2 messages from rank 0, sent 0 of 2 messages to rank 2");
-  EXPECT_EQ(rank.executor->waitingFor(), (std::vector<int64_t>{0, 2}));
+  EXPECT_EQ(describeProgress(rank.executor->progress()), "received 1 of 2 messages from rank 0, sent 0 of 2 messages to rank 2");
+  EXPECT_EQ(waitingFor(rank.executor->progress()), (std::vector<int64_t>{0, 2}));
 }
 
 TEST(HostExecutor, BearsCallbacksFromInsideSend) {

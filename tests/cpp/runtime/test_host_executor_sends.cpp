@@ -102,7 +102,7 @@ TEST(HostExecutor, PassesOnWhatCameInPackedBeforeItUnpacksIt) {
   ASSERT_EQ(relay.rank->transport.sends.size(), 2U);
   EXPECT_EQ(relay.sendOf(0), relay.rank->transport.receives[0].data) << "not packed again";
   EXPECT_EQ(relay.sendOf(1), relay.rank->transport.receives[1].data);
-  EXPECT_NE(relay.rank->transport.sends[0].operation, relay.rank->transport.sends[1].operation) << "slices have channels of their own";
+  EXPECT_NE(relay.rank->transport.sends[0].operation, relay.rank->transport.sends[1].operation) << "slices have tracks of their own";
   EXPECT_EQ(relay.rank->transport.receives[0].operation, relay.rank->transport.receives[1].operation) << "holders' messages share one";
   EXPECT_EQ(relay.out, kNothing);
   while (!relay.rank->transport.tasks.empty()) {

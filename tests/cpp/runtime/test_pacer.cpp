@@ -20,7 +20,6 @@ core::ReshardingPlan planOf(bool is_measured, const std::string& strategy, std::
 /// Records what it is told to pace; carries nothing.
 class PaceRecorder final : public transport::HostTransport {
  public:
-  int32_t groupRank() const override { return 0; }
   void post(std::function<void()> task) override { task(); }
   void open(transport::OperationId /*operation*/, transport::OperationEvents& /*events*/) override {}
   void send(transport::OperationId, int32_t, const void*, int64_t, int64_t) override {}

@@ -4,8 +4,7 @@
 #include <numeric>
 #include <random>
 
-#include "runtime/reshard_service.h"
-#include "transport/fakes/fake_host_network.h"
+#include "runtime/fake_networks.h"
 
 // Programs of calls that some ranks refuse, with and without a name, run in any order that the network allows: who calls is told of the refusal, and
 // the next call works.
@@ -45,11 +44,10 @@ std::shared_ptr<const PreparedPlan> meeting(const Step& step, int64_t rank, size
 /// One rank's way through the program.
 class Runner {
  public:
-  Runner(int32_t rank, transport::FakeHostNetwork& network)
-      : rank_(rank), service_({everyRank(), rank, 1 << 20}, [&](transport::PeerEvents& events) { return network.join(rank, events); }) {
+  Runner(int32_t rank, transport::FakeHostNetwork& network) : rank_(rank), service_(hostService(network, everyRank(), rank)) {
     for (int32_t peer = 0; peer < kNumRanks; ++peer) {
       if (peer != rank) {
-        service_.network().setAddress(peer, "fake");
+        service_->network().setAddress(peer, "fake");
       }
     }
   }
@@ -70,11 +68,11 @@ class Runner {
     const std::vector<int32_t> all(step.participants.begin(), step.participants.end());
     switch (step.deeds[static_cast<size_t>(me - step.participants.begin())]) {
       case Deed::kRefuse:
-        service_.refuse(step.participants, all, "a mistake");
+        service_->refuse(step.participants, all, "a mistake");
         ++line_;
         return true;
       case Deed::kRefuseUnnamed:
-        service_.refuseUnnamed(step.known, {0, 1, 2, 3}, "an empty list");
+        service_->refuseUnnamed(step.known, {0, 1, 2, 3}, "an empty list");
         ++line_;
         return true;
       case Deed::kCall:
@@ -92,7 +90,7 @@ class Runner {
   bool advanceCall(const Step& step) {
     if (call_ == nullptr) {
       if (!settled_.valid()) {
-        settled_ = service_.settleRefusals(meeting(step, rank_, line_));
+        settled_ = service_->settleRefusals(meeting(step, rank_, line_));
       }
       if (settled_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
         return false;
@@ -100,7 +98,7 @@ class Runner {
       settled_ = {};
       CallRequest request;
       request.prepared = meeting(step, rank_, line_);
-      call_ = service_.begin(std::move(request));
+      call_ = service_->begin(std::move(request));
       return true;
     }
     if (!call_->isCompleted()) {
@@ -116,7 +114,7 @@ class Runner {
   }
 
   int32_t rank_;
-  ReshardService service_;
+  std::unique_ptr<ReshardService> service_;
   size_t line_ = 0;
   std::future<void> settled_;
   std::shared_ptr<ReshardCall> call_;

@@ -6,8 +6,7 @@
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
 #include "core/resharding/plan_resharding.h"
-#include "runtime/reshard_service.h"
-#include "transport/fakes/fake_host_network.h"
+#include "runtime/fake_networks.h"
 
 namespace xmesh::runtime {
 namespace {
@@ -47,8 +46,7 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     std::vector<int64_t> ranks(kNumRanks);
     std::iota(ranks.begin(), ranks.end(), 0);
     for (int32_t rank = 0; rank < kNumRanks; ++rank) {
-      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{ranks, rank, 1 << 20},
-                                                           [this, rank](transport::PeerEvents& events) { return network_.join(rank, events); }));
+      services_.push_back(hostService(network_, ranks, rank));
       for (int32_t peer = 0; peer < kNumRanks; ++peer) {
         if (peer != rank) {
           services_.back()->network().setAddress(peer, "fake");

@@ -43,7 +43,7 @@ class Conformance : public testing::TestWithParam<Kind> {
   /// Large enough to be in many frames and many socket buffers; small on the fake, where it would only cost time.
   size_t largeBytes() const { return GetParam().is_tcp || GetParam().seed == 0 ? size_t{64} << 20 : size_t{1} << 16; }
   /// A message from rank 0 to rank 1 over an operation of its own arrives.
-  void expectUsable(OperationId operation, size_t num_bytes = 3000) {
+  void expectUsable(uint64_t operation, size_t num_bytes = 3000) {
     const std::vector<char> data = randomBytes(num_bytes, operation);
     std::vector<char> got(data.size());
     cluster_->open(0, operation);

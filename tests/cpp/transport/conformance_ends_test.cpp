@@ -65,7 +65,7 @@ TEST_P(Conformance, ReceiverClosesInTheMiddle) {
 
 TEST_P(Conformance, ClosedOperationsHearNothing) {
   start(2);
-  for (OperationId operation = 1; operation <= 100; ++operation) {
+  for (uint64_t operation = 1; operation <= 100; ++operation) {
     openEverywhere(operation);
     const std::vector<char> data = randomBytes(64, operation);
     std::vector<char> got(data.size());
@@ -219,8 +219,6 @@ TEST_P(Conformance, MisuseThrows) {
     network.close(1);
     EXPECT_THROW(network.open(1, cluster_->recorder(0).operation(1)), std::logic_error);
     EXPECT_TRUE(network.hasAddress(1));
-    EXPECT_EQ(network.completionKind(), CompletionKind::kHost);
-    EXPECT_EQ(network.groupRank(), 0);
   });
 }
 

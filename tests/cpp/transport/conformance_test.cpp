@@ -94,9 +94,9 @@ TEST_P(Conformance, ZeroBytes) {
 
 TEST_P(Conformance, ManyOperationsInFlightBetweenThreeRanks) {
   start(3);
-  constexpr OperationId kOperations = 64;
+  constexpr uint64_t kOperations = 64;
   struct Pair {
-    OperationId operation;
+    uint64_t operation;
     int32_t src;
     int32_t dst;
     std::vector<char> data;
@@ -104,7 +104,7 @@ TEST_P(Conformance, ManyOperationsInFlightBetweenThreeRanks) {
   };
   std::vector<Pair> pairs;
   std::mt19937_64 random(GetParam().seed);
-  for (OperationId operation = 1; operation <= kOperations; ++operation) {
+  for (uint64_t operation = 1; operation <= kOperations; ++operation) {
     openEverywhere(operation);
     for (int32_t src = 0; src < 3; ++src) {
       const int32_t dst = (src + 1 + static_cast<int32_t>(random() % 2)) % 3;
@@ -125,7 +125,7 @@ TEST_P(Conformance, ManyOperationsInFlightBetweenThreeRanks) {
   ASSERT_TRUE(cluster_->waitFor([&] {
     size_t count = 0;
     for (int32_t rank = 0; rank < 3; ++rank) {
-      for (OperationId operation = 1; operation <= kOperations; ++operation) {
+      for (uint64_t operation = 1; operation <= kOperations; ++operation) {
         count += cluster_->told(rank).received[operation].size() + cluster_->told(rank).sent[operation].size();
       }
     }

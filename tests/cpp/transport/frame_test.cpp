@@ -76,14 +76,14 @@ class NoEvents final : public OperationEvents {
 TEST(OperationTable, WhatItRemembersIsBounded) {
   OperationTable table;
   NoEvents events;
-  const OperationId count = 3 * OperationTable::kMaxRemembered;
-  for (OperationId operation = 1; operation <= count; ++operation) {
+  const uint64_t count = 3 * OperationTable::kMaxRemembered;
+  for (uint64_t operation = 1; operation <= count; ++operation) {
     table.open(operation, events);
     table.close(operation);
   }
   EXPECT_FALSE(table.wasClosed(1));
   EXPECT_TRUE(table.wasClosed(count));
-  for (OperationId operation = 1; operation <= count; ++operation) {
+  for (uint64_t operation = 1; operation <= count; ++operation) {
     table.rememberCredit(operation, 2, 1);
     table.rememberCredit(operation, 2, 4);
     table.rememberCredit(operation, 3, 1);

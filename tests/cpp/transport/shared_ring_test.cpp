@@ -148,7 +148,7 @@ TEST(SharedRing, IsMadeAtTheFirstLargeMessageAndGoesWithTheNetwork) {
     TcpNetworkOptions options;
     options.shared_memory = shared_memory;
     TcpCluster cluster(2, options);
-    const auto move = [&](OperationId operation, size_t num_bytes) {
+    const auto move = [&](uint64_t operation, size_t num_bytes) {
       const std::vector<char> data = randomBytes(num_bytes, operation);
       std::vector<char> got(data.size());
       cluster.open(0, operation);

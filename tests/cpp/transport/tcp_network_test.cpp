@@ -134,10 +134,11 @@ TEST(TcpNetwork, PaceSetsTheRateOfTheConnection) {
   EXPECT_EQ(rate(), ~uint64_t{0});
 }
 
-TEST(TcpNetwork, ChannelsOfAReshardGoByCookieAndReshardsInTurns) {
-  constexpr OperationId kReshard = 1 << kChannelBits;
-  const std::vector<std::pair<OperationId, int64_t>> sends{{kReshard, 2},     {kReshard, 3},     {kReshard, 5},      {kReshard + 1, 0},
-                                                           {kReshard + 1, 1}, {kReshard + 2, 4}, {2 * kReshard, 10}, {2 * kReshard, 11}};
+TEST(TcpNetwork, TracksOfACallGoByCookieAndCallsInTurns) {
+  constexpr uint64_t kFirst = 8;
+  constexpr uint64_t kSecond = 16;
+  const std::vector<std::pair<OperationId, int64_t>> sends{{kFirst, 2},      {kFirst, 3},      {kFirst, 5},   {{kFirst, 1}, 0},
+                                                           {{kFirst, 1}, 1}, {{kFirst, 2}, 4}, {kSecond, 10}, {kSecond, 11}};
   for (const bool shared_memory : {true, false}) {
     for (const size_t num_bytes : {size_t{100}, size_t{3} << 20}) {
       TcpNetworkOptions options;
@@ -145,7 +146,7 @@ TEST(TcpNetwork, ChannelsOfAReshardGoByCookieAndReshardsInTurns) {
       TcpCluster cluster(2, options);
       const std::vector<char> data(num_bytes);
       std::vector<std::vector<char>> got(sends.size(), std::vector<char>(num_bytes));
-      for (const OperationId operation : {kReshard, kReshard + 1, kReshard + 2, 2 * kReshard}) {
+      for (const OperationId operation : {OperationId(kFirst), OperationId(kFirst, 1), OperationId(kFirst, 2), OperationId(kSecond)}) {
         cluster.open(0, operation);
         cluster.open(1, operation);
       }
@@ -177,7 +178,7 @@ TEST(TcpNetwork, LeavesNoDescriptorAndNoThread) {
     ASSERT_TRUE(cluster.fenceBoth(0, 1));
     ASSERT_TRUE(cluster.fenceBoth(1, 2));
     const size_t in_use = countEntries("/proc/self/fd");
-    for (OperationId operation = 1; operation <= 50; ++operation) {
+    for (uint64_t operation = 1; operation <= 50; ++operation) {
       const std::vector<char> data = randomBytes(20'000, operation);
       std::vector<char> got(data.size());
       cluster.open(0, operation);

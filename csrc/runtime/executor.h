@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "runtime/peer_progress.h"
+#include "runtime/prepared_plan.h"
+
+namespace xmesh::runtime {
+
+/// What a call has an executor do.
+struct Execution {
+  uint64_t call = 0;  ///< names what it moves: alike on every rank, never used again
+  std::shared_ptr<const PreparedPlan> prepared;
+  std::vector<LocalTensor> src;  ///< one per tensor; empty entries where this rank is not in the mesh
+  std::vector<LocalTensor> dst;
+  std::shared_ptr<void> keep_alive;  ///< owns their memory
+  /// Runs once on the network's thread, when all is sent, received and copied; not after cancel(). May destroy the executor.
+  std::function<void()> on_done;
+};
+
+/// Runs one rank's program once. Threading: the network's thread.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  /// Begins. May call on_done before it returns.
+  virtual void start() = 0;
+  /// Gives up; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.
+  virtual void cancel() = 0;
+  /// Gives up after the network has been destroyed.
+  virtual void abandon() = 0;
+  /// One entry per peer of the program.
+  virtual std::vector<PeerProgress> progress() const = 0;
+};
+
+/// Makes the executors of one group's rank on one data transport, and owns what they share. It outlives them. Threading: the network's thread;
+/// peakStagingBytes() on any.
+class Executors {
+ public:
+  virtual ~Executors() = default;
+  /// Whether an executor may start only once the ranks have agreed on its call, since its bytes could meet those of another plan.
+  virtual bool needsAgreement() const = 0;
+  /// Throws InvalidArgument when the tensors' shapes are not what the plan says.
+  virtual std::unique_ptr<Executor> make(Execution execution) = 0;
+  /// The network has been destroyed: nothing more may be asked of it.
+  virtual void abandon() = 0;
+  /// Most staging memory that was in use at once.
+  virtual int64_t peakStagingBytes() const = 0;
+};
+
+}  // namespace xmesh::runtime

@@ -1,0 +1,198 @@
+// The service with its messages on one network and its tensors on in-order streams.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "core/resharding/fingerprint.h"
+#include "core/resharding/plan_resharding.h"
+#include "runtime/reshard_service.h"
+#include "runtime/stream/stream_executors.h"
+#include "transport/fakes/fake_host_network.h"
+#include "transport/fakes/fake_stream_network.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Placement;
+using std::chrono::milliseconds;
+
+constexpr int32_t kNumRanks = 4;
+constexpr int64_t kExtent = 96;
+
+core::ReshardingPlan planOf(Placement dst, const std::string& strategy) {
+  const core::DType dtype = core::DType::parse("int32");
+  return core::planResharding(
+      {{{{kExtent}, dtype, core::Mesh({2}, {0, 1}), {Placement::shard(0)}}, {{kExtent}, dtype, core::Mesh({2}, {2, 3}), {std::move(dst)}}}},
+      core::Topology::uniform(kNumRanks, 1), core::parseStrategy(strategy));
+}
+
+class StreamServiceTest : public testing::TestWithParam<uint64_t> {
+ protected:
+  StreamServiceTest() : control_(kNumRanks, GetParam()), streams_(kNumRanks, GetParam()), random_(GetParam()) {
+    std::vector<int64_t> ranks(kNumRanks);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank](transport::PeerEvents& events) {
+        std::unique_ptr<transport::PeerNetwork> joined = control_.join(rank, events);
+        const auto allocate = [this](int64_t num_bytes) {
+          ++num_staged_;
+          return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [this](void* memory) {
+            --num_staged_;
+            ::operator delete(memory);
+          });
+        };
+        const auto post = [network = joined.get()](std::function<void()> task) { network->post(std::move(task)); };
+        auto executors = std::make_unique<StreamExecutors>(streams_.transport(rank), kernels_, allocate, post, 256);
+        return ReshardService::Networks{std::move(joined), std::move(executors)};
+      }));
+      for (int32_t peer = 0; peer < kNumRanks; ++peer) {
+        if (peer != rank) {
+          services_.back()->network().setAddress(peer, "fake");
+        }
+      }
+    }
+  }
+
+  struct Made {
+    std::vector<int32_t> src;
+    std::vector<int32_t> dst;
+    std::shared_ptr<int> alive = std::make_shared<int>();
+    std::shared_ptr<ReshardCall> call;
+  };
+
+  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
+    auto prepared = std::make_shared<PreparedPlan>();
+    prepared->participants = plan.participants();
+    prepared->participant_peers.assign(prepared->participants.begin(), prepared->participants.end());
+    prepared->participants_hash = hashRanks(prepared->participants);
+    prepared->my_index = rank;
+    prepared->program = compileProgram(plan, rank);
+    prepared->program_peers.assign(prepared->program->peers().begin(), prepared->program->peers().end());
+    prepared->fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
+    prepared->fingerprint = core::planFingerprint(plan);
+    prepared->plan = std::make_shared<core::ReshardingPlan>(plan);
+    auto made = std::make_unique<Made>();
+    CallRequest request;
+    request.src = {local(prepared->program->srcShape(0), made->src)};
+    request.dst = {local(prepared->program->dstShape(0), made->dst)};
+    request.keep_alive = made->alive;
+    request.prepared = prepared;
+    request.timeout = timeout;
+    std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
+    made->call = services_[static_cast<size_t>(rank)]->begin(std::move(request));
+    return made;
+  }
+
+  static LocalTensor local(const std::optional<std::vector<int64_t>>& shape, std::vector<int32_t>& memory) {
+    if (!shape.has_value()) {
+      return {};
+    }
+    memory.assign(static_cast<size_t>(shape->front()), -1);
+    return {memory.data(), *shape, {1}};
+  }
+
+  /// Messages and streams go on in any order, until neither can.
+  void runUntilIdle() {
+    bool has_moved = true;
+    while (has_moved) {
+      has_moved = random_() % 2 == 0 ? control_.step() || streams_.step() : streams_.step() || control_.step();
+    }
+  }
+
+  transport::FakeHostNetwork control_;
+  transport::FakeStreamNetwork streams_;
+  HostKernels kernels_;
+  std::mt19937_64 random_;
+  int num_staged_ = 0;
+  std::vector<std::unique_ptr<ReshardService>> services_;
+};
+
+TEST_P(StreamServiceTest, CallsInFlightTogetherKeepOneOrder) {
+  std::vector<std::vector<std::unique_ptr<Made>>> calls(kNumRanks);
+  std::vector<core::ReshardingPlan> plans;
+  for (const char* strategy : {"broadcast", "send_recv", "striped"}) {
+    plans.push_back(planOf(Placement::replicate(), strategy));
+    plans.push_back(planOf(Placement::shard(0), strategy));
+  }
+  std::vector<size_t> next(kNumRanks);
+  for (size_t left = kNumRanks * plans.size(); left > 0; --left) {
+    size_t rank = random_() % kNumRanks;
+    while (next[rank] == plans.size()) {
+      rank = (rank + 1) % kNumRanks;
+    }
+    calls[rank].push_back(begin(static_cast<int32_t>(rank), plans[next[rank]++]));
+    for (uint64_t steps = random_() % 20; steps > 0; --steps) {
+      static_cast<void>(random_() % 2 == 0 ? control_.step() : streams_.step());
+    }
+  }
+  runUntilIdle();
+  std::vector<int32_t> whole(kExtent);
+  std::iota(whole.begin(), whole.end(), 0);
+  for (size_t i = 0; i < plans.size(); ++i) {
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      const Made& made = *calls[static_cast<size_t>(rank)][i];
+      ASSERT_TRUE(made.call->isCompleted());
+      EXPECT_FALSE(made.call->failure().has_value());
+      EXPECT_EQ(made.alive.use_count(), 1) << "the tensors are free";
+      if (rank >= 2) {
+        const auto half = whole.begin() + (rank - 2) * kExtent / 2;
+        EXPECT_EQ(made.dst, i % 2 == 0 ? whole : std::vector<int32_t>(half, half + kExtent / 2));
+      }
+    }
+  }
+  EXPECT_EQ(num_staged_, 0);
+}
+
+TEST_P(StreamServiceTest, NothingIsEnqueuedForCallsThatDiffer) {
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(rank == 2 ? Placement::shard(0) : Placement::replicate(), "broadcast")));
+  }
+  runUntilIdle();
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_NE(made->call->failure()->text.find("ranks disagree on destination"), std::string::npos) << made->call->failure()->text;
+    EXPECT_EQ(made->alive.use_count(), 1);
+  }
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls[static_cast<size_t>(rank)] = begin(rank, planOf(Placement::replicate(), "broadcast"));
+  }
+  runUntilIdle();
+  for (const auto& made : calls) {
+    EXPECT_FALSE(made->call->failure().has_value());
+  }
+}
+
+/// Rank 3 dies when its part is not enqueued: the others have failed, and what their streams still hold keeps its memory.
+TEST_P(StreamServiceTest, WhatIsEnqueuedKeepsItsMemory) {
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(Placement::replicate(), "broadcast")));
+  }
+  control_.stop(3);  // it has begun, and enqueues nothing
+  while (control_.step()) {
+  }
+  control_.kill(3);
+  while (control_.step()) {
+  }
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    const Made& made = *calls[static_cast<size_t>(rank)];
+    ASSERT_TRUE(made.call->isCompleted());
+    EXPECT_EQ(made.call->failure()->blamed_ranks, std::vector<int64_t>{3});
+  }
+  services_.clear();
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    const bool is_enqueued = calls[static_cast<size_t>(rank)]->alive.use_count() > 1;
+    EXPECT_EQ(is_enqueued, !streams_.isEmpty(rank)) << rank;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, StreamServiceTest, testing::Range<uint64_t>(0, 40));
+
+}  // namespace
+}  // namespace xmesh::runtime
