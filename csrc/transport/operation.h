@@ -17,6 +17,8 @@ struct OperationId {
   uint32_t track = 0;
 
   constexpr OperationId() = default;
+  /// A call without tracks is its first one.
+  // NOLINTNEXTLINE(google-explicit-constructor)
   constexpr OperationId(uint64_t of_call, uint32_t of_track = 0) : call(of_call), track(of_track) {}
   auto operator<=>(const OperationId&) const = default;
   /// "7, track 2": for texts.
