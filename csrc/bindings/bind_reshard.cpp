@@ -66,7 +66,7 @@ std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGro
 void bindReshard(py::module_& module) {
   py::register_exception_translator(&translate);
   py::class_<runtime::PreparedPlan, std::shared_ptr<runtime::PreparedPlan>>(module, "PreparedPlan")
-      .def_property_readonly("participants", [](const runtime::PreparedPlan& self) { return self.participants; });
+      .def_property_readonly("participants", [](const runtime::PreparedPlan& self) { return self.terms.participants.ranks; });
   const py::class_<runtime::CallKey> call_key(module, "CallKey");
   py::class_<ReshardGroup, std::shared_ptr<ReshardGroup>>(module, "ReshardGroup")
       .def_property_readonly("global_rank", &ReshardGroup::globalRank)

@@ -56,12 +56,12 @@ runtime::LocalTensor localOf(const at::Tensor& tensor) {
   return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()};
 }
 
-runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& terms, int64_t max_message_bytes) {
-  runtime::CallFields fields = terms.entries;
+runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails& details, int64_t max_message_bytes) {
+  runtime::CallFields fields = details.entries;
   fields.emplace_back("number of tensors", std::to_string(plan.tensors.size()));
   for (size_t i = 0; i < plan.tensors.size(); ++i) {
-    const bool is_alone = plan.tensors.size() == 1 && terms.labels.empty();
-    const std::string tensor = is_alone ? "" : " of tensor " + (terms.labels.empty() ? std::to_string(i) : terms.labels.at(i));
+    const bool is_alone = plan.tensors.size() == 1 && details.labels.empty();
+    const std::string tensor = is_alone ? "" : " of tensor " + (details.labels.empty() ? std::to_string(i) : details.labels.at(i));
     const auto& [src, dst] = plan.tensors[i];
     fields.emplace_back("shape" + tensor, core::shapeStr(src.shape));
     fields.emplace_back("dtype" + tensor, src.dtype.name);
@@ -69,7 +69,7 @@ runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& 
     fields.emplace_back("source placements" + tensor, core::placementsStr(src.placements));
     fields.emplace_back("destination mesh" + tensor, dst.mesh.str());
     fields.emplace_back("destination placements" + tensor, core::placementsStr(dst.placements));
-    fields.emplace_back("requires_grad" + tensor, i < terms.requires_grad.size() && terms.requires_grad[i] == '1' ? "True" : "False");
+    fields.emplace_back("requires_grad" + tensor, i < details.requires_grad.size() && details.requires_grad[i] == '1' ? "True" : "False");
   }
   std::string hosts;
   for (const auto& [rank, host] : plan.topology.hostOfRanks()) {
@@ -81,19 +81,19 @@ runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallTerms& 
   return fields;
 }
 
-std::string summaryOf(const core::ReshardingPlan& plan, const CallTerms& terms) {
+std::string summaryOf(const core::ReshardingPlan& plan, const CallDetails& details) {
   const auto& [src, dst] = plan.tensors.front();
-  std::string out = (terms.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
+  std::string out = (details.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
                     core::placementsStr(src.placements) + " -> " + core::placementsStr(dst.placements);
   return plan.tensors.size() > 1
-             ? "tensor " + (terms.labels.empty() ? "0" : terms.labels.front()) + " of " + std::to_string(plan.tensors.size()) + ": " + out
+             ? "tensor " + (details.labels.empty() ? "0" : details.labels.front()) + " of " + std::to_string(plan.tensors.size()) + ": " + out
              : out;
 }
 
 /// TCP, told whom to bind to and whom to admit, for control and for cpu tensors; made inside the service, which it reports to.
 runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token,
-                                                    const ReshardGroupOptions& group_options, std::string& address) {
-  return [=, &address](transport::PeerEvents& events) {
+                                                    const ReshardGroupOptions& group_options) {
+  return [=](transport::PeerEvents& events) {
     transport::TcpNetworkOptions options;
     options.group_rank = group_rank;
     options.group_size = group_size;
@@ -102,9 +102,9 @@ runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t 
     options.shared_memory = group_options.shared_memory;
     options.connect_timeout = kConnectTimeout;
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
-    address = network->address();
+    std::string address = network->address();
     auto executors = std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes);
-    return runtime::ReshardService::Networks{std::move(network), std::move(executors)};
+    return runtime::ReshardService::Networks{std::move(network), std::move(executors), std::move(address)};
   };
 }
 
@@ -124,12 +124,10 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
   }
   core::require(options_.staging_bytes >= 4096, "staging_bytes must be at least 4096, got " + std::to_string(options_.staging_bytes));
   const std::string token = agreeOnToken(*store_);
-  std::string address;
   service_ = std::make_unique<runtime::ReshardService>(
       runtime::ReshardService::Options{global_ranks_, group_rank_},
-      networksMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, options_, address));
-  address_ = address;
-  store_->set(memberKey(group_rank_), bytesOf(address_ + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
+      networksMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, options_));
+  store_->set(memberKey(group_rank_), bytesOf(service_->address() + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
 }
 
 ReshardGroup::~ReshardGroup() { close(false); }
@@ -218,15 +216,11 @@ core::Topology ReshardGroup::topology(const std::vector<int64_t>& ranks, const c
   return core::Topology(std::move(host_of), links);
 }
 
-std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallTerms& terms) const {
+std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_ptr<const core::ReshardingPlan> plan,
+                                                                   const CallDetails& details) const {
   auto out = std::make_shared<runtime::PreparedPlan>();
   const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging)};
-  out->participants = plan->participants();
-  out->participant_peers = peersOf(out->participants);
-  out->participants_hash = runtime::hashRanks(out->participants);
-  const auto me = std::find(out->participants.begin(), out->participants.end(), globalRank());
-  core::require(me != out->participants.end(), "rank " + std::to_string(globalRank()) + " is in neither mesh");
-  out->my_index = me - out->participants.begin();
+  out->terms.participants = participantsOf(plan->participants());
   out->program = runtime::compileProgram(*plan, globalRank(), options);
   out->program_peers = peersOf(out->program->peers());
   if (options_.is_paced) {
@@ -234,70 +228,72 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
       out->pacing.emplace_back(groupRankOf(rank), bytes_per_s);
     }
   }
-  out->fields = runtime::packFields(fieldsOf(*plan, terms, options.max_message_bytes));
-  out->fingerprint = core::planFingerprint(*plan) + std::to_string(runtime::hashBytes(out->fields));
-  out->summary = summaryOf(*plan, terms);
+  out->terms.fields = runtime::packFields(fieldsOf(*plan, details, options.max_message_bytes));
+  out->terms.fingerprint = core::planFingerprint(*plan) + std::to_string(runtime::hashBytes(out->terms.fields));
+  out->terms.summary = summaryOf(*plan, details);
   out->plan = std::move(plan);
   return out;
 }
 
-std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::meeting(std::vector<int64_t> ranks, const runtime::CallFields& fields,
-                                                                   std::string summary) {
+runtime::Participants ReshardGroup::participantsOf(std::vector<int64_t> ranks) const {
+  runtime::Participants out;
+  const auto me = std::find(ranks.begin(), ranks.end(), globalRank());
+  core::require(me != ranks.end(), "rank " + std::to_string(globalRank()) + " is not one of ranks " + runtime::rankList(ranks));
+  out.my_index = me - ranks.begin();
+  out.peers = peersOf(ranks);
+  out.hash = runtime::hashRanks(ranks);
+  out.ranks = std::move(ranks);
+  return out;
+}
+
+std::shared_ptr<const runtime::CallTerms> ReshardGroup::terms(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary) {
   findMembers(ranks);
-  auto out = std::make_shared<runtime::PreparedPlan>();
-  out->participants = std::move(ranks);
-  out->participant_peers = peersOf(out->participants);
-  out->participants_hash = runtime::hashRanks(out->participants);
-  const auto me = std::find(out->participants.begin(), out->participants.end(), globalRank());
-  core::require(me != out->participants.end(), "rank " + std::to_string(globalRank()) + " is not one of those that meet");
-  out->my_index = me - out->participants.begin();
+  auto out = std::make_shared<runtime::CallTerms>();
+  out->participants = participantsOf(std::move(ranks));
   out->fields = runtime::packFields(fields);
   out->fingerprint = std::to_string(runtime::hashBytes(out->fields));
   out->summary = std::move(summary);
   return out;
 }
 
-std::shared_ptr<runtime::ReshardCall> ReshardGroup::start(const std::shared_ptr<const runtime::PreparedPlan>& prepared,
-                                                          const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
-                                                          runtime::CallRequest request) {
-  if (!request.is_agreed) {
-    findMembers(prepared->participants);
+runtime::Movement ReshardGroup::movementOf(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
+                                           const std::vector<at::Tensor>& dst) {
+  // The memory without the tensors: the network's thread drops it without the GIL.
+  auto alive = std::make_shared<c10::SmallVector<c10::Storage, 2>>();
+  const auto lent = [&alive](const at::Tensor& tensor) {
+    alive->push_back(tensor.storage());
+    return localOf(tensor);
+  };
+  const runtime::Program& program = *prepared->program;
+  runtime::Movement out;
+  out.prepared = prepared;
+  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
+    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor)) : runtime::LocalTensor{});
+    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor)) : runtime::LocalTensor{});
   }
-  request.prepared = prepared;
-  if (prepared->program != nullptr) {
-    // The memory without the tensors: the network's thread drops it without the GIL.
-    auto alive = std::make_shared<c10::SmallVector<c10::Storage, 2>>();
-    const auto lent = [&alive](const at::Tensor& tensor) {
-      alive->push_back(tensor.storage());
-      return localOf(tensor);
-    };
-    const runtime::Program& program = *prepared->program;
-    for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
-      request.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor)) : runtime::LocalTensor{});
-      request.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor)) : runtime::LocalTensor{});
-    }
-    program.checkLocalTensors(request.src, request.dst);
-    request.keep_alive = std::move(alive);
-  }
-  return service_->begin(std::move(request));
+  program.checkLocalTensors(out.src, out.dst);
+  out.keep_alive = std::move(alive);
+  return out;
 }
 
 c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                                      std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached) {
-  runtime::CallRequest request;
+  const runtime::Participants& participants = prepared->terms.participants;
+  findMembers(participants.ranks);
+  runtime::ReshardRequest request;
+  request.movement = movementOf(prepared, src, dst);
   request.timeout = timeout();
-  if (!forward.has_value() && service_->numRefusals() > 0) {
-    findMembers(prepared->participants);
-    const std::future<void> settled = service_->settleRefusals(prepared);
+  request.is_detached = is_detached;
+  request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
+  if (!forward.has_value() && service_->refusals().size() > 0) {
+    const std::future<void> settled = service_->refusals().settle(participants);
     if (request.timeout.count() > 0) {
       settled.wait_for(request.timeout);
     } else {
       settled.wait();
     }
   }
-  request.is_detached = is_detached;
-  request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
-  return c10::make_intrusive<ReshardWork>(start(prepared, src, dst, std::move(request)), std::move(dst));
+  return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst));
 }
 
 void ReshardGroup::findPresentMembers(const std::vector<int64_t>& ranks) {
@@ -318,7 +314,7 @@ void ReshardGroup::refuse(std::vector<int64_t> participants, const std::string& 
   sortUnique(participants);
   if (areMembers(participants) && std::binary_search(participants.begin(), participants.end(), globalRank())) {
     findPresentMembers(participants);
-    service_->refuse(participants, peersOf(participants), text);
+    service_->refusals().refuse(participants, peersOf(participants), text);
   }
 }
 
@@ -326,28 +322,28 @@ void ReshardGroup::refuseUnnamed(std::vector<int64_t> ranks, const std::string& 
   sortUnique(ranks);
   if (areMembers(ranks)) {
     findPresentMembers(global_ranks_);
-    service_->refuseUnnamed(ranks, peersOf(global_ranks_), text);
+    service_->refusals().refuseUnnamed(ranks, peersOf(global_ranks_), text);
   }
 }
 
 uint64_t ReshardGroup::arrive(const std::vector<int64_t>& ranks) {
   findPresentMembers(ranks);
-  const uint64_t count = service_->arrive(ranks, peersOf(ranks), address_);
+  const uint64_t count = service_->arrivals().arrive(ranks, peersOf(ranks));
   std::optional<runtime::Failure> known;
   try {
     findMembers(ranks, [&] {
-      known = service_->arrivalFailure(ranks, count);
+      known = service_->arrivals().failureBefore(ranks, count);
       if (known.has_value()) {
         runtime::throwFailure(*known);
       }
     });
   } catch (const runtime::PeerError& error) {
     const runtime::Failure lost{runtime::FailureKind::kPeer, error.what(), error.globalRanks()};
-    service_->abandonArrival(ranks, count, peersOf(ranks), known.value_or(lost));
+    service_->arrivals().abandon(ranks, count, peersOf(ranks), known.value_or(lost));
     throw;
   } catch (const std::exception& error) {
     const runtime::Failure other{runtime::FailureKind::kGroup, error.what(), {}};
-    service_->abandonArrival(ranks, count, peersOf(ranks), known.value_or(other));
+    service_->arrivals().abandon(ranks, count, peersOf(ranks), known.value_or(other));
     throw;
   }
   return count;
@@ -360,10 +356,10 @@ void ReshardGroup::refusePipeline(std::vector<int64_t> ranks, const runtime::Fai
   }
   findPresentMembers(global_ranks_);
   if (std::binary_search(ranks.begin(), ranks.end(), globalRank())) {
-    const uint64_t count = service_->arrive(ranks, peersOf(ranks), address_);
-    service_->abandonArrival(ranks, count, peersOf(ranks), failure);
+    const uint64_t count = service_->arrivals().arrive(ranks, peersOf(ranks));
+    service_->arrivals().abandon(ranks, count, peersOf(ranks), failure);
   } else {
-    service_->arrive(ranks, peersOf(global_ranks_), address_, failure);
+    service_->arrivals().arrive(ranks, peersOf(global_ranks_), failure);
   }
 }
 

@@ -29,7 +29,7 @@ struct ReshardGroupOptions {
 };
 
 /// What ranks must agree on besides the plan.
-struct CallTerms {
+struct CallDetails {
   std::string requires_grad;  ///< one letter per tensor
   bool is_backward = false;
   std::vector<std::string> labels = {};  ///< one name per tensor; empty where they are numbered
@@ -38,7 +38,7 @@ struct CallTerms {
 
 /// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain
 /// memory. Made at the first reshard; the store keys and the connections are its own.
-/// Threading: calls are begun and refused by one thread at a time (the Python layer sees to it); topology(), prepare(), meeting() and close() come
+/// Threading: calls are begun and refused by one thread at a time (the Python layer sees to it); topology(), prepare(), terms() and close() come
 /// from any thread at any time. No method needs the GIL.
 class ReshardGroup final : public GroupAttachment {
  public:
@@ -54,23 +54,25 @@ class ReshardGroup final : public GroupAttachment {
   /// made their group yet, up to the timeout; PeerError then. InvalidArgument for a rank outside the group.
   core::Topology topology(const std::vector<int64_t>& ranks, const core::LinkModel& links);
   /// Compiles what this rank does for a plan. Keep it: later calls with the same arguments start from it.
-  std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallTerms& terms) const;
+  std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallDetails& details) const;
   /// Starts a call: src and dst have one local tensor per tensor of the plan (ignored where this rank is not in the mesh). `forward` names the
   /// call whose backward this is. The memory belongs to the call until it has ended.
   c10::intrusive_ptr<::c10d::Work> begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                          std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached);
-  /// The same with everything else said by `request` (its tensors and memory are filled in here).
-  std::shared_ptr<runtime::ReshardCall> start(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
-                                              const std::vector<at::Tensor>& dst, runtime::CallRequest request);
-  /// A plan that moves nothing: for calls in which `ranks` (ascending global ranks; this one among them) compare `fields`, or watch each other.
-  std::shared_ptr<const runtime::PreparedPlan> meeting(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);
+  /// The tensors as the service takes them: their memory without the tensors, one entry per tensor of the plan. Throws what
+  /// Program::checkLocalTensors throws.
+  static runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
+                                      const std::vector<at::Tensor>& dst);
+  /// The terms of meetings and watches of `ranks` (ascending global ranks; this one among them), who compare `fields`. Waits until all of them use
+  /// the group.
+  std::shared_ptr<const runtime::CallTerms> terms(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);
   runtime::ReshardService& service() { return *service_; }
-  /// Tells the other participants that this rank refuses its call; see ReshardService::refuse.
+  /// Tells the other participants that this rank refuses its call; see runtime::Refusals::refuse.
   void refuse(std::vector<int64_t> participants, const std::string& text);
-  /// The same where only some of the participants (global ranks) are known; see ReshardService::refuseUnnamed.
+  /// The same where only some of the participants (global ranks) are known; see runtime::Refusals::refuseUnnamed.
   void refuseUnnamed(std::vector<int64_t> ranks, const std::string& text);
   /// This rank makes a pipeline of `ranks` (ascending, itself among them), and waits until all of them use the group: the how many-th of these ranks
-  /// it is. Throws what is known to be in the way; see ReshardService::arrive.
+  /// it is. Throws what is known to be in the way; see runtime::Arrivals.
   uint64_t arrive(const std::vector<int64_t>& ranks);
   /// It could not make a pipeline of `ranks` (any; none where they are not known).
   void refusePipeline(std::vector<int64_t> ranks, const runtime::Failure& failure);
@@ -95,6 +97,7 @@ class ReshardGroup final : public GroupAttachment {
   bool areMembers(const std::vector<int64_t>& ranks) const;
   int32_t groupRankOf(int64_t global_rank) const;
   std::vector<int32_t> peersOf(const std::vector<int64_t>& ranks) const;
+  runtime::Participants participantsOf(std::vector<int64_t> ranks) const;
 
   c10::intrusive_ptr<::c10d::Store> store_;
   const int32_t group_rank_;
@@ -102,7 +105,6 @@ class ReshardGroup final : public GroupAttachment {
   std::atomic<std::chrono::milliseconds> timeout_;
   const ReshardGroupOptions options_;
   const c10::intrusive_ptr<::c10d::Store> group_store_;
-  std::string address_;  ///< where this rank listens
   const int64_t owner_pid_;
   std::map<int64_t, int32_t> group_rank_of_;
   mutable std::mutex members_mutex_;

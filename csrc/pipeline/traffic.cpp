@@ -17,17 +17,16 @@ PipelineTraffic::PipelineTraffic(std::shared_ptr<c10d_backend::ReshardGroup> gro
       name_("pipeline " + std::to_string(number_) + " of ranks " + runtime::rankList(ranks_)),
       participants_(runtime::hashRanks(ranks_)),
       description_(std::make_shared<Description>()) {
-  runtime::CallRequest request;
+  runtime::WatchRequest request;
+  request.terms = group_->terms(ranks_, {}, name_);
   request.key = runtime::pipelineWatch(ranks_, number_);
-  request.is_agreed = true;
-  request.is_watch = true;
-  request.arrival = number_;
+  request.pipeline = number_;
   request.timeout = group_->timeout();
   request.describe = [description = description_] {
     const std::lock_guard lock(description->mutex);
     return description->describe ? description->describe() : std::string("is making the pipeline");
   };
-  watch_ = group_->start(group_->meeting(ranks_, {}, name_), {}, {}, std::move(request));
+  watch_ = group_->service().watch(std::move(request));
 }
 
 PipelineTraffic::~PipelineTraffic() { close(); }
@@ -38,11 +37,12 @@ void PipelineTraffic::describeBy(std::function<std::string()> describe) {
 }
 
 void PipelineTraffic::meet(const runtime::CallFields& fields) {
-  runtime::CallRequest request;
+  runtime::MeetingRequest request;
+  request.terms = group_->terms(ranks_, fields, name_);
   request.key = runtime::CallKey{participants_, runtime::hashBytes(name_ + "/meeting") | 1U, num_meetings_++};
   request.watch = watch_->key();
   request.timeout = group_->timeout();
-  group_->start(group_->meeting(ranks_, fields, name_), {}, {}, std::move(request))->wait();
+  group_->service().meet(std::move(request))->wait();
 }
 
 PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
@@ -55,14 +55,13 @@ PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
 
 PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
                                              const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
-  runtime::CallRequest request;
+  runtime::TransferRequest request;
+  request.movement = c10d_backend::ReshardGroup::movementOf(prepared, src, dst);
   request.key = runtime::CallKey{participants_, lane.key, count};
-  request.is_agreed = true;
-  request.is_held = true;
   request.watch = watch_->key();
   request.turn = turn_;
   request.describe = std::move(what);
-  return group_->start(prepared, src, dst, std::move(request));
+  return group_->service().transfer(std::move(request));
 }
 
 void PipelineTraffic::wait(const Call& call) {

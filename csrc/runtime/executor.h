@@ -10,13 +10,18 @@
 
 namespace xmesh::runtime {
 
-/// What a call has an executor do.
-struct Execution {
-  uint64_t call = 0;  ///< names what it moves: alike on every rank, never used again
+/// Tensors that move as a plan says.
+struct Movement {
   std::shared_ptr<const PreparedPlan> prepared;
   std::vector<LocalTensor> src;  ///< one per tensor; empty entries where this rank is not in the mesh
   std::vector<LocalTensor> dst;
-  std::shared_ptr<void> keep_alive;  ///< owns their memory
+  std::shared_ptr<void> keep_alive;  ///< owns their memory; dropped on the network's thread
+};
+
+/// What a call has an executor do.
+struct Execution {
+  uint64_t call = 0;  ///< names what it moves: alike on every rank, never used again
+  Movement movement;
   /// Runs once on the network's thread, when all is sent, received and copied; not after cancel(). May destroy the executor.
   std::function<void()> on_done;
 };

@@ -1,54 +1,93 @@
 #include "runtime/reshard_service.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace xmesh::runtime {
-namespace {
 
-int numRounds(size_t num_participants) {
-  int rounds = 0;
-  while ((size_t{1} << rounds) < num_participants) {
-    ++rounds;
-  }
-  return rounds;
-}
-
-}  // namespace
-
-ReshardService::ReshardService(Options options, const MakeNetworks& make_networks) : options_(std::move(options)) {
+ReshardService::ReshardService(Options options, const MakeNetworks& make_networks)
+    : peers_(std::move(options.global_ranks), options.group_rank),
+      refusals_(mailbox_, peers_, history_),
+      arrivals_(mailbox_, peers_, history_),
+      calls_(peers_, history_, refusals_, arrivals_) {
   Networks made = make_networks(*this);
+  address_ = std::move(made.address);
   network_ = std::move(made.control);
   executors_ = std::move(made.executors);
+  mailbox_.connect(*network_);
+  peers_.connect(*network_, address_);
+  calls_.connect(*network_, *executors_);
 }
 
 ReshardService::~ReshardService() { close(std::chrono::milliseconds(0)); }
 
 void ReshardService::setAddress(int32_t peer, const std::string& address) {
-  const std::lock_guard lock(mutex_);
-  if (is_closed_) {
+  if (!mailbox_.post([this, peer, address] { peers_.setAddress(peer, address); })) {
     throw GroupError("the process group is closed: no reshard can start on it");
   }
-  network_->post([this, peer, address] { network_->setAddress(peer, address); });
 }
 
-std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
+std::shared_ptr<ReshardCall> ReshardService::reshard(ReshardRequest request) {
+  Call call;
+  call.kind = CallKind::kReshard;
+  call.terms = std::shared_ptr<const CallTerms>(request.movement.prepared, &request.movement.prepared->terms);
+  call.key = {call.terms->participants.hash, request.lane, 0};
+  call.timeout = request.timeout;
+  call.movement = std::move(request.movement);
+  return begin(std::move(call), request.is_detached);
+}
+
+std::shared_ptr<ReshardCall> ReshardService::transfer(TransferRequest request) {
+  Call call;
+  call.kind = CallKind::kTransfer;
+  call.key = request.key;
+  call.terms = std::shared_ptr<const CallTerms>(request.movement.prepared, &request.movement.prepared->terms);
+  call.watch = request.watch;
+  call.turn = request.turn;
+  call.describe = std::move(request.describe);
+  call.movement = std::move(request.movement);
+  return begin(std::move(call));
+}
+
+std::shared_ptr<ReshardCall> ReshardService::meet(MeetingRequest request) {
+  Call call;
+  call.kind = CallKind::kMeeting;
+  call.key = request.key;
+  call.terms = std::move(request.terms);
+  call.watch = request.watch;
+  call.timeout = request.timeout;
+  return begin(std::move(call));
+}
+
+std::shared_ptr<ReshardCall> ReshardService::watch(WatchRequest request) {
+  Call call;
+  call.kind = CallKind::kWatch;
+  call.key = request.key;
+  call.terms = std::move(request.terms);
+  call.timeout = request.timeout;
+  call.pipeline = request.pipeline;
+  call.describe = std::move(request.describe);
+  return begin(std::move(call));
+}
+
+std::shared_ptr<ReshardCall> ReshardService::begin(Call call, bool is_detached) {
   const std::lock_guard lock(mutex_);
-  if (is_closed_) {
+  if (mailbox_.isClosed()) {
     throw GroupError("the process group is closed: no reshard can start on it");
   }
-  const uint64_t participants = request.prepared->participants_hash;
-  if (!request.key.has_value() && request.lane == 0 && !refusals_.empty()) {
-    countRefusals(request.prepared->participants, participants);
+  if (call.kind == CallKind::kReshard && call.key.lane == 0) {
+    call.key = refusals_.next(call.terms->participants);
   }
-  const CallKey key =
-      request.key.has_value() ? *request.key : CallKey{participants, request.lane, request.lane == 0 ? next_count_[participants]++ : 0};
-  const bool is_held = request.is_held;
-  auto handle = std::make_shared<ReshardCall>(key, std::move(request));
-  if (handle->isDetached()) {
-    detached_.insert(handle);
+  auto handle = std::make_shared<ReshardCall>(call.key, is_detached);
+  if (is_detached) {
+    detached_.emplace(handle.get(), handle);
+    handle->onCompletion([this, ended = handle.get()] {
+      const std::lock_guard ended_lock(mutex_);
+      detached_.erase(ended);
+    });
   }
-  begun_.push_back(handle);
+  const bool is_held = call.kind == CallKind::kTransfer;
+  call.handle = handle;
+  begun_.push_back(std::move(call));
   ++num_held_;
   if (!is_held) {
     postHeld();
@@ -58,287 +97,80 @@ std::shared_ptr<ReshardCall> ReshardService::begin(CallRequest request) {
 
 void ReshardService::flush() {
   const std::lock_guard lock(mutex_);
-  if (num_held_ > 0 && !is_closed_) {
+  if (num_held_ > 0) {
     postHeld();
   }
 }
 
 void ReshardService::postHeld() {
-  network_->post([this, num_calls = std::exchange(num_held_, 0)] { startBegun(num_calls); });
+  mailbox_.post([this, num_calls = std::exchange(num_held_, 0)] { startBegun(num_calls); });
 }
 
 void ReshardService::startBegun(size_t num_calls) {
   for (; num_calls > 0; --num_calls) {
-    std::shared_ptr<ReshardCall> handle;
+    Call call;
     {
       const std::lock_guard lock(mutex_);
-      handle = std::move(begun_.front());
+      call = std::move(begun_.front());
       begun_.pop_front();
     }
-    try {
-      startCall(handle);
-    } catch (const std::exception& error) {
-      fail(handle->key(), {FailureKind::kGroup, std::string("a reshard could not start: ") + error.what(), {}}, true);
-    }
+    calls_.start(std::move(call));
   }
 }
 
 void ReshardService::failCall(const CallKey& key, Failure failure) {
-  const std::lock_guard lock(mutex_);
-  if (!is_closed_) {
-    network_->post([this, key, failure = std::move(failure)] { fail(key, failure, true); });
-  }
+  mailbox_.post([this, key, failure = std::move(failure)] { calls_.fail(key, failure); });
 }
 
 void ReshardService::suspect(const CallKey& key) {
-  const std::lock_guard lock(mutex_);
-  if (!is_closed_) {
-    network_->post([this, key] { askAround(key); });
-  }
+  mailbox_.post([this, key] { calls_.askAround(key); });
 }
 
 void ReshardService::release(const CallKey& watch, std::optional<Failure> farewell) {
-  const std::lock_guard lock(mutex_);
-  if (is_closed_) {
-    return;
-  }
-  network_->post([this, watch, farewell = std::move(farewell)] {
-    if (const auto found = calls_.find(watch); found != calls_.end()) {
-      ActiveCall call = std::move(found->second);
-      for (const int32_t peer : call.request.prepared->participant_peers) {
-        if (farewell.has_value() && peer != options_.group_rank && !lost_.contains(peer)) {
-          network_->sendControl(peer, encode(FailNotice{watch, *farewell, {}}));
-        }
-      }
-      calls_.erase(found);
-      network_->cancelTimer(call.timer);
-      end(call, std::nullopt);
-    }
-  });
-}
-
-std::unique_ptr<Executor> ReshardService::makeExecutor(const CallKey& key, CallRequest& request) {
-  Execution execution;
-  execution.call = operationOf(key, request.prepared->fingerprint);
-  execution.prepared = request.prepared;
-  execution.src = std::move(request.src);
-  execution.dst = std::move(request.dst);
-  execution.keep_alive = request.keep_alive;
-  execution.on_done = [this, key] {
-    // Later, not now: the executor must not be destroyed inside its own callback.
-    network_->post([this, key] {
-      if (const auto call = calls_.find(key); call != calls_.end()) {
-        call->second.is_moved = true;
-        if (call->second.handle->isDetached()) {
-          call->second.handle->markMoved();
-        }
-        finishIfDone(key);
-      }
-    });
-  };
-  return executors_->make(std::move(execution));
-}
-
-void ReshardService::startCall(const std::shared_ptr<ReshardCall>& handle) {
-  const CallKey key = handle->key();
-  CallRequest request = handle->takeRequest();
-  if (key.lane == 0) {
-    started_[key.participants] = key.count + 1;
-  }
-  if (!request.key.has_value()) {
-    last_call_ =
-        "reshard call " + std::to_string(key.count) + " of ranks " + rankList(request.prepared->participants) + ": " + request.prepared->summary;
-  }
-  ActiveCall& call = calls_[key];
-  call.handle = handle;
-  call.request = std::move(request);
-  call.num_rounds = call.request.is_agreed ? 0 : numRounds(call.request.prepared->participants.size());
-  EarlyNews early;
-  if (const auto found = early_.find(key); found != early_.end()) {
-    early = std::move(found->second);
-    early_.erase(found);
-  }
-  if (early.failure.has_value()) {
-    fail(key, *early.failure, true);
-    return;
-  }
-  if (!joinWatch(key, call)) {
-    return;
-  }
-  // Of a call that is agreed, those that this rank has no messages with may have done their part and left.
-  const bool is_agreed = call.request.is_agreed && call.request.prepared->program != nullptr;
-  for (const int32_t peer : is_agreed ? call.request.prepared->program_peers : call.request.prepared->participant_peers) {
-    if (const auto lost = lost_.find(peer); lost != lost_.end()) {
-      fail(key,
-           {FailureKind::kPeer,
-            callText(key, call) + " cannot start: rank " + std::to_string(globalRank(peer)) + " is lost (" + lost->second.reason + ")",
-            lost->second.blamed_ranks},
-           true);
-      return;
-    }
-  }
-  if (call.request.timeout.count() > 0 && !call.request.is_watch) {
-    call.timer = network_->startTimer(call.request.timeout, [this, key] { askAround(key); });
-  }
-  if (call.request.prepared->program != nullptr) {
-    call.executor = makeExecutor(key, call.request);
-  } else {
-    call.is_moved = !call.request.is_watch;
-  }
-  if (call.request.arrival > 0) {
-    if (const std::optional<Failure> conflict = arrivalConflict(call.request.prepared->participants, call.request.arrival)) {
-      fail(key, *conflict, true);
-      return;
-    }
-    for (OwnArrival& own : own_arrivals_) {
-      for (const int32_t peer : call.request.prepared->participant_peers) {
-        tellArrival(own, peer);
-      }
-    }
-  }
-  for (const int32_t peer : call.request.prepared->participant_peers) {
-    askAboutRefusals(key, call, peer);
-  }
-  if (call.num_rounds > 0) {
-    sendHello(key, call);
-  }
-  if (call.executor == nullptr) {
-    if (call.num_rounds == 0) {
-      finishIfDone(key);
-    }
-  } else if (call.num_rounds == 0 || !executors_->needsAgreement()) {
-    call.executor->start();
-  }
-  for (auto& [peer, hello] : early.hellos) {
-    takeHello(peer, std::move(hello));
-  }
-}
-
-void ReshardService::sendHello(const CallKey& key, ActiveCall& call) {
-  const PreparedPlan& prepared = *call.request.prepared;
-  const int64_t distance = int64_t{1} << call.rounds_done;
-  network_->sendControl(prepared.participantAt(distance),
-                        encode(Hello{key, static_cast<uint8_t>(call.rounds_done), prepared.fingerprint, prepared.fields}));
-}
-
-void ReshardService::takeHello(int32_t peer, Hello hello) {
-  const CallKey key = hello.key;
-  const auto found = calls_.find(key);
-  if (found == calls_.end()) {
-    if (const auto failed = failed_.find(key); failed != failed_.end()) {
-      network_->sendControl(peer, encode(FailNotice{key, failed->second, {}}));
-    } else if (!isPast(key) && early_.size() < kMaxEarlyCalls) {
-      early_[key].hellos.emplace_back(peer, std::move(hello));
-      if (!told_.contains(peer) && numRefusals() > 0) {
-        tellRefusals(peer);
-      }
-    }
-    return;
-  }
-  ActiveCall& call = found->second;
-  const PreparedPlan& prepared = *call.request.prepared;
-  if (hello.fingerprint != prepared.fingerprint) {
-    const std::string what = firstDifference(prepared.fields, globalRank(options_.group_rank), hello.fields, globalRank(peer));
-    fail(key, {FailureKind::kMistake, callText(key, call) + ": ranks disagree on " + what, {}}, true);
-    return;
-  }
-  call.hellos.emplace(hello.round, std::move(hello));
-  advanceAgreement(key);
-}
-
-void ReshardService::advanceAgreement(const CallKey& key) {
-  ActiveCall& call = calls_.at(key);
-  while (call.rounds_done < call.num_rounds && call.hellos.contains(static_cast<uint8_t>(call.rounds_done))) {
-    call.hellos.erase(static_cast<uint8_t>(call.rounds_done));
-    ++call.rounds_done;
-    if (call.rounds_done < call.num_rounds) {
-      sendHello(key, call);
-    } else if (call.executor != nullptr && executors_->needsAgreement()) {
-      call.executor->start();
-    }
-  }
-  finishIfDone(key);
-}
-
-void ReshardService::finishIfDone(const CallKey& key) {
-  const auto found = calls_.find(key);
-  if (found == calls_.end() || !found->second.is_moved || found->second.rounds_done < found->second.num_rounds) {
-    return;
-  }
-  ActiveCall call = std::move(found->second);
-  calls_.erase(found);
-  network_->cancelTimer(call.timer);
-  if (call.executor != nullptr) {
-    call.executor->cancel();
-  }
-  if (call.request.watch.has_value()) {
-    if (const auto watch = calls_.find(*call.request.watch); watch != calls_.end()) {
-      watch->second.watched.erase(key);
-    }
-  }
-  end(call, std::nullopt);
-}
-
-void ReshardService::end(ActiveCall& call, const std::optional<Failure>& failure) {
-  call.executor.reset();
-  call.request = {};  // the tensors are free before anybody is told
-  if (call.handle->isDetached()) {
-    const std::lock_guard lock(mutex_);
-    detached_.erase(call.handle);
-  }
-  call.handle->complete(failure);
+  mailbox_.post([this, watch, farewell = std::move(farewell)] { calls_.release(watch, farewell); });
 }
 
 void ReshardService::onControl(int32_t peer, std::string message) {
   try {
-    takeControl(peer, message);
+    switch (controlKind(message)) {
+      case ControlKind::kHello:
+        return calls_.hear(peer, decodeHello(message));
+      case ControlKind::kFail:
+        return calls_.hear(peer, decodeFail(message));
+      case ControlKind::kQuestion:
+        return calls_.hear(peer, decodeQuestion(message));
+      case ControlKind::kAnswer:
+        return calls_.hear(peer, decodeAnswer(message));
+      case ControlKind::kUnnamedRefusals:
+        return calls_.hear(peer, decodeUnnamedRefusals(message));
+      case ControlKind::kArrival:
+        return calls_.hear(peer, decodeArrival(message));
+      case ControlKind::kIntroduction:
+        return peers_.hear(peer, decodeIntroduction(message));
+    }
+    throw std::runtime_error("its kind is unknown");
   } catch (const std::exception& error) {
     onPeerLost(peer, std::string("it sent a control message that cannot be read: ") + error.what(), false);
   }
 }
 
-void ReshardService::takeControl(int32_t peer, const std::string& message) {
-  switch (controlKind(message)) {
-    case ControlKind::kHello:
-      takeHello(peer, decodeHello(message));
-      return;
-    case ControlKind::kFail:
-      takeFailNotice(peer, decodeFail(message));
-      return;
-    case ControlKind::kQuestion:
-      takeQuestion(peer, decodeQuestion(message));
-      return;
-    case ControlKind::kAnswer:
-      takeAnswer(peer, decodeAnswer(message));
-      return;
-    case ControlKind::kUnnamedRefusals:
-      takeUnnamedRefusals(peer, decodeUnnamedRefusals(message));
-      return;
-    case ControlKind::kArrival:
-      takeArrival(peer, decodeArrival(message));
-      return;
-  }
-}
-
-bool ReshardService::isPast(const CallKey& key) const {
-  if (key.lane != 0) {
-    return failed_.contains(key);
-  }
-  const auto started = started_.find(key.participants);
-  return started != started_.end() && key.count < started->second;
+void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) {
+  const LostPeer& lost = peers_.lose(peer, reason, is_goodbye);
+  refusals_.releaseWaiter();
+  calls_.lose(peer, lost, is_goodbye);
 }
 
 void ReshardService::close(std::chrono::milliseconds drain) noexcept {
-  std::set<std::shared_ptr<ReshardCall>> detached;
+  std::map<const ReshardCall*, std::shared_ptr<ReshardCall>> detached;
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(is_closed_, true)) {
+    if (!mailbox_.close()) {
       return;
     }
     detached = detached_;
   }
   const auto deadline = std::chrono::steady_clock::now() + drain;
-  for (const std::shared_ptr<ReshardCall>& call : detached) {
+  for (const auto& [key, call] : detached) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     try {
       if (left.count() > 0) {
@@ -351,24 +183,11 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
   // Joins the thread: from here on nobody else touches the calls. reset() would clear network_ first, which tasks still use.
   delete network_.get();
   static_cast<void>(network_.release());
-  for (auto& [key, call] : calls_) {
-    if (call.executor != nullptr) {
-      call.executor->abandon();
-    }
+  calls_.abandon();
+  for (const Call& call : std::exchange(begun_, {})) {
+    call.handle->complete(Failure{FailureKind::kGroup, "the process group was closed before the call could start", {}});
   }
-  executors_->abandon();
-  for (auto& [key, call] : calls_) {
-    call.handle->complete(Failure{FailureKind::kGroup, callText(key, call) + ": the process group was closed while it was in flight", {}});
-  }
-  calls_.clear();
-  for (const std::shared_ptr<ReshardCall>& call : begun_) {
-    call->complete(Failure{FailureKind::kGroup, "the process group was closed before the call could start", {}});
-  }
-  begun_.clear();
-  if (waiter_.has_value()) {
-    waiter_->settled->set_value();
-    waiter_.reset();
-  }
+  refusals_.releaseWaiter(true);
 }
 
 }  // namespace xmesh::runtime

@@ -160,13 +160,17 @@ std::string encode(const Answer& answer) {
 
 std::string encode(const Arrival& arrival) {
   WireWriter writer = begin(ControlKind::kArrival, {});
-  writer.put(arrival.number).put(arrival.count).put(std::string_view(arrival.address));
+  writer.put(arrival.number).put(arrival.count);
   putRanks(writer, arrival.ranks);
   writer.put(static_cast<uint8_t>(arrival.failure.has_value()));
   if (arrival.failure.has_value()) {
     putFailure(writer, *arrival.failure);
   }
   return writer.take();
+}
+
+std::string encode(const Introduction& introduction) {
+  return begin(ControlKind::kIntroduction, {}).put(std::string_view(introduction.address)).take();
 }
 
 Hello decodeHello(std::string_view message) {
@@ -217,12 +221,17 @@ Arrival decodeArrival(std::string_view message) {
   Arrival out;
   out.number = reader.get<uint64_t>();
   out.count = reader.get<uint64_t>();
-  out.address = reader.getText();
   out.ranks = getRanks(reader);
   if (reader.get<uint8_t>() != 0) {
     out.failure = getFailure(reader);
   }
   return out;
+}
+
+Introduction decodeIntroduction(std::string_view message) {
+  WireReader reader(message);
+  readHead(reader);
+  return {reader.getText()};
 }
 
 CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count) {

@@ -75,12 +75,15 @@ struct Arrival {
   uint64_t count = 0;
   std::vector<int64_t> ranks;  ///< global, ascending
   std::optional<Failure> failure;
-  std::string address;  ///< where the sender listens
+};
+/// "Here you reach me": the first that a peer hears of a rank, so that it can answer even where it has not looked for this rank itself.
+struct Introduction {
+  std::string address;
 };
 /// The watch of the `count`-th pipeline of `ranks`.
 CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count);
 
-enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5, kArrival = 6 };
+enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5, kArrival = 6, kIntroduction = 7 };
 ControlKind controlKind(std::string_view message);
 std::string encode(const Hello& hello);
 std::string encode(const FailNotice& notice);
@@ -88,6 +91,7 @@ std::string encode(const UnnamedRefusals& refusals);
 std::string encode(const Question& question);
 std::string encode(const Answer& answer);
 std::string encode(const Arrival& arrival);
+std::string encode(const Introduction& introduction);
 /// Each throws std::runtime_error for a message that is not whole.
 Hello decodeHello(std::string_view message);
 FailNotice decodeFail(std::string_view message);
@@ -95,5 +99,6 @@ UnnamedRefusals decodeUnnamedRefusals(std::string_view message);
 Question decodeQuestion(std::string_view message);
 Answer decodeAnswer(std::string_view message);
 Arrival decodeArrival(std::string_view message);
+Introduction decodeIntroduction(std::string_view message);
 
 }  // namespace xmesh::runtime

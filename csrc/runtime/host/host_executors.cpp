@@ -11,11 +11,11 @@ namespace {
 class PacedExecutor final : public Executor {
  public:
   PacedExecutor(Execution execution, transport::HostTransport& transport, StagingPool& staging, Pacer& pacer)
-      : prepared_(std::move(execution.prepared)),
-        keep_alive_(std::move(execution.keep_alive)),
+      : prepared_(std::move(execution.movement.prepared)),
+        keep_alive_(std::move(execution.movement.keep_alive)),
         pacer_(pacer),
-        executor_(prepared_->program, transport, execution.call, prepared_->program_peers, std::move(execution.src), std::move(execution.dst),
-                  staging, std::move(execution.on_done)) {
+        executor_(prepared_->program, transport, execution.call, prepared_->program_peers, std::move(execution.movement.src),
+                  std::move(execution.movement.dst), staging, std::move(execution.on_done)) {
     pacer_.callStarted(prepared_->pacing);
   }
   PacedExecutor(const PacedExecutor&) = delete;

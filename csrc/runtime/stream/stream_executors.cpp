@@ -63,7 +63,7 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
       self->post([call] {
         call->is_done = true;
         call->staging.reset();
-        call->execution.keep_alive.reset();
+        call->execution.movement.keep_alive.reset();
         if (!call->is_cancelled) {
           call->execution.on_done();
         }
@@ -95,7 +95,7 @@ class StreamRun final : public Executor {
   void abandon() override { call_->is_cancelled = true; }
   std::vector<PeerProgress> progress() const override {
     std::vector<PeerProgress> out;
-    const Program& program = *call_->execution.prepared->program;
+    const Program& program = *call_->execution.movement.prepared->program;
     for (const int64_t rank : program.peers()) {
       out.push_back({rank, 0, 0, 0, 0});
     }
@@ -129,9 +129,9 @@ StreamExecutors::~StreamExecutors() { abandon(); }
 
 std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
   auto call = std::make_shared<Call>();
-  const PreparedPlan& prepared = *execution.prepared;
-  call->executor = std::make_unique<StreamExecutor>(prepared.program, shared_->transport, prepared.program_peers, execution.src, execution.dst,
-                                                    shared_->kernels, StreamExecutor::Options{shared_->staging_bytes});
+  const PreparedPlan& prepared = *execution.movement.prepared;
+  call->executor = std::make_unique<StreamExecutor>(prepared.program, shared_->transport, prepared.program_peers, execution.movement.src,
+                                                    execution.movement.dst, shared_->kernels, StreamExecutor::Options{shared_->staging_bytes});
   call->execution = std::move(execution);
   shared_->waiting.push_back(call);
   return std::make_unique<StreamRun>(shared_, std::move(call));

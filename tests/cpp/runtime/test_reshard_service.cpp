@@ -24,18 +24,14 @@ core::ReshardingPlan planOf(Placement dst) {
       core::Topology::uniform(kNumRanks, 1), core::parseStrategy("broadcast"));
 }
 
-/// What the c10d layer does for a rank, without torch: group ranks are global ranks.
 std::shared_ptr<const PreparedPlan> prepare(const core::ReshardingPlan& plan, int64_t rank) {
   auto out = std::make_shared<PreparedPlan>();
-  out->participants = plan.participants();
-  out->participant_peers.assign(out->participants.begin(), out->participants.end());
-  out->participants_hash = hashRanks(out->participants);
-  out->my_index = rank;
+  out->terms.participants = participantsOf(plan.participants(), rank);
   out->program = compileProgram(plan, rank);
   out->program_peers.assign(out->program->peers().begin(), out->program->peers().end());
-  out->fields = packFields({{"destination placements", core::placementsStr(plan.tensors[0].dst.placements)}});
-  out->fingerprint = core::planFingerprint(plan);
-  out->summary = "a test's tensor";
+  out->terms.fields = packFields({{"destination placements", core::placementsStr(plan.tensors[0].dst.placements)}});
+  out->terms.fingerprint = core::planFingerprint(plan);
+  out->terms.summary = "a test's tensor";
   out->plan = std::make_shared<core::ReshardingPlan>(plan);
   return out;
 }
@@ -62,17 +58,34 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     std::shared_ptr<ReshardCall> call;
   };
 
-  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0), bool is_held = false) {
+  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
     auto made = std::make_unique<Made>();
-    CallRequest request;
-    request.prepared = prepare(plan, rank);
+    ReshardRequest request;
+    request.movement = lend(*made, prepare(plan, rank));
     request.timeout = timeout;
-    request.is_held = is_held;
-    request.src = {local(request.prepared->program->srcShape(0), made->src)};
-    request.dst = {local(request.prepared->program->dstShape(0), made->dst)};
-    std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
-    made->call = services_[static_cast<size_t>(rank)]->begin(std::move(request));
+    made->call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
     return made;
+  }
+
+  /// One rank's transfer under the watch, which starts with flush().
+  std::unique_ptr<Made> transfer(int32_t rank, const core::ReshardingPlan& plan, uint64_t count, uint64_t turn = 0) {
+    auto made = std::make_unique<Made>();
+    TransferRequest request;
+    request.movement = lend(*made, prepare(plan, rank));
+    request.key = {kWatch.participants, kWatch.lane + 1, count};
+    request.watch = kWatch;
+    request.turn = turn;
+    made->call = services_[static_cast<size_t>(rank)]->transfer(std::move(request));
+    return made;
+  }
+
+  static Movement lend(Made& made, std::shared_ptr<const PreparedPlan> prepared) {
+    Movement out;
+    out.src = {local(prepared->program->srcShape(0), made.src)};
+    out.dst = {local(prepared->program->dstShape(0), made.dst)};
+    std::iota(made.src.begin(), made.src.end(), prepared->program->globalRank() == 1 ? kExtent / 2 : 0);
+    out.prepared = std::move(prepared);
+    return out;
   }
 
   static LocalTensor local(const std::optional<std::vector<int64_t>>& shape, std::vector<int32_t>& memory) {
@@ -103,30 +116,30 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     EXPECT_EQ(calls[3]->dst, whole);
   }
 
-  /// A watch over all ranks, or a call under it, which moves nothing and waits for nobody.
+  /// A watch over all ranks.
   std::shared_ptr<ReshardCall> beginWatch(int32_t rank) {
-    return beginMeeting(rank, kWatch, [](CallRequest& request) { request.is_watch = true; });
+    auto terms = std::make_shared<CallTerms>();
+    terms->participants = participantsOf({0, 1, 2, 3}, rank);
+    WatchRequest request;
+    request.terms = terms;
+    request.key = kWatch;
+    return services_[static_cast<size_t>(rank)]->watch(std::move(request));
   }
+  /// A transfer under it that moves nothing and waits for nobody.
   std::shared_ptr<ReshardCall> beginWatched(int32_t rank, uint64_t count, uint64_t turn) {
-    return beginMeeting(rank, {kWatch.participants, kWatch.lane + 1, count}, [turn](CallRequest& request) {
-      request.watch = kWatch;
-      request.turn = turn;
-    });
-  }
-
-  std::shared_ptr<ReshardCall> beginMeeting(int32_t rank, const CallKey& key, const std::function<void(CallRequest&)>& fill) {
     auto prepared = std::make_shared<PreparedPlan>();
-    prepared->participants = {0, 1, 2, 3};
-    prepared->participant_peers = {0, 1, 2, 3};
-    prepared->participants_hash = hashRanks(prepared->participants);
-    prepared->my_index = rank;
-    prepared->fingerprint = "meeting";
-    CallRequest request;
-    request.prepared = prepared;
-    request.key = key;
-    request.is_agreed = true;
-    fill(request);
-    return services_[static_cast<size_t>(rank)]->begin(std::move(request));
+    prepared->terms.participants = participantsOf({0, 1, 2, 3}, rank);
+    auto nothing = std::make_shared<Program>();
+    nothing->global_rank = rank;
+    prepared->program = std::move(nothing);
+    TransferRequest request;
+    request.movement.prepared = std::move(prepared);
+    request.key = {kWatch.participants, kWatch.lane + 1, count};
+    request.watch = kWatch;
+    request.turn = turn;
+    std::shared_ptr<ReshardCall> call = services_[static_cast<size_t>(rank)]->transfer(std::move(request));
+    services_[static_cast<size_t>(rank)]->flush();
+    return call;
   }
   static constexpr CallKey kWatch{77, 5, 0};
 
@@ -175,12 +188,12 @@ TEST_P(ReshardServiceTest, TellsEveryRankWhatDiffers) {
 }
 
 TEST_P(ReshardServiceTest, ARefusalReachesThoseWhoCallBeforeAndAfter) {
-  expectRefused([this] { services_[3]->refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype"); }, "rank 3 refused this call: wrong dtype");
+  expectRefused([this] { services_[3]->refusals().refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype"); }, "rank 3 refused this call: wrong dtype");
 }
 
 TEST_P(ReshardServiceTest, ARefusalWithoutANameReachesThoseWhoCallBeforeAndAfter) {
   for (int turn = 0; turn < 2; ++turn) {
-    expectRefused([this] { services_[3]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec"); }, "rank 3 refused this call: no spec");
+    expectRefused([this] { services_[3]->refusals().refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec"); }, "rank 3 refused this call: no spec");
   }
 }
 
@@ -188,7 +201,7 @@ TEST_P(ReshardServiceTest, ARefusalWithoutANameThatAllMadeIsOfNoOtherCall) {
   const core::ReshardingPlan plan = planOf(Placement::replicate());
   for (int turn = 0; turn < 3; ++turn) {
     for (int32_t rank = 0; rank < kNumRanks; ++rank) {
-      services_[static_cast<size_t>(rank)]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
+      services_[static_cast<size_t>(rank)]->refusals().refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
       if (turn == 2) {
         network_.runUntilIdle();
       }
@@ -200,10 +213,10 @@ TEST_P(ReshardServiceTest, ARefusalWithoutANameThatAllMadeIsOfNoOtherCall) {
 
 TEST_P(ReshardServiceTest, ARefusalWithAndOneWithoutANameAreOfTheSameCall) {
   const core::ReshardingPlan plan = planOf(Placement::replicate());
-  services_[0]->refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
+  services_[0]->refusals().refuseUnnamed({2, 3}, {0, 1, 2, 3}, "no spec");
   network_.runUntilIdle();
   for (const int32_t rank : {1, 2, 3}) {
-    services_[static_cast<size_t>(rank)]->refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype");
+    services_[static_cast<size_t>(rank)]->refusals().refuse({0, 1, 2, 3}, {0, 1, 2, 3}, "wrong dtype");
     network_.runUntilIdle();
   }
   expectWhole(beginAll(plan));
@@ -216,8 +229,8 @@ TEST_P(ReshardServiceTest, ARefusalWithoutANameIsOfNoCallBeforeItAndNoneOfOtherR
     calls.push_back(begin(rank, plan));
   }
   network_.runUntilIdle();
-  services_[3]->refuseUnnamed({3}, {0, 1, 2, 3}, "made after its call");
-  services_[1]->refuseUnnamed({1, 7}, {0, 1, 2, 3}, "with a rank that is not in the call");
+  services_[3]->refusals().refuseUnnamed({3}, {0, 1, 2, 3}, "made after its call");
+  services_[1]->refusals().refuseUnnamed({1, 7}, {0, 1, 2, 3}, "with a rank that is not in the call");
   network_.runUntilIdle();
   calls.insert(calls.begin() + 2, begin(2, plan));
   std::swap(calls[0], calls[3]);
@@ -293,36 +306,54 @@ TEST_P(ReshardServiceTest, WhoLeavesAfterAFailureIsNotBlamedForIt) {
   }
 }
 
-TEST_P(ReshardServiceTest, HeldCallsStartTogetherInTheirOrder) {
+TEST_P(ReshardServiceTest, TransfersStartTogetherInTheirOrder) {
   const core::ReshardingPlan plan = planOf(Placement::replicate());
-  const auto others = [&] {
-    std::vector<std::unique_ptr<Made>> calls;
-    for (const int32_t rank : {1, 2, 3}) {
-      calls.push_back(begin(rank, plan));
+  std::vector<std::vector<std::unique_ptr<Made>>> transfers(3);
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    beginWatch(rank);
+    for (uint64_t count = 0; count < 2; ++count) {
+      transfers[count].push_back(transfer(rank, plan, count));
     }
-    return calls;
-  };
-  auto first = others();
-  auto second = others();
-  auto third = others();
-  first.insert(first.begin(), begin(0, plan, milliseconds(0), true));
-  second.insert(second.begin(), begin(0, plan, milliseconds(0), true));
+  }
+  for (int32_t rank = 1; rank < kNumRanks; ++rank) {
+    services_[static_cast<size_t>(rank)]->flush();
+  }
   network_.runUntilIdle();
-  EXPECT_FALSE(first[0]->call->isCompleted());
+  EXPECT_FALSE(transfers[0][2]->call->isCompleted());
   services_[0]->flush();
-  expectWhole(first);
-  expectWhole(second);
-  third.insert(third.begin(), begin(0, plan, milliseconds(0), true));
-  auto fourth = beginAll(plan);  // rank 0's takes the held one along
-  expectWhole(third);
-  expectWhole(fourth);
+  expectWhole(transfers[0]);
+  expectWhole(transfers[1]);
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    transfers[2].push_back(transfer(rank, plan, 2));
+  }
+  expectWhole(beginAll(plan));  // takes the held ones along
+  expectWhole(transfers[2]);
 }
 
-TEST_P(ReshardServiceTest, AHeldCallFailsWhenTheServiceCloses) {
-  const auto made = begin(0, planOf(Placement::replicate()), milliseconds(0), true);
+TEST_P(ReshardServiceTest, AHeldTransferFailsWhenTheServiceCloses) {
+  const auto made = transfer(0, planOf(Placement::replicate()), 0);
   services_[0]->close(milliseconds(0));
   ASSERT_TRUE(made->call->isCompleted());
   EXPECT_THROW(made->call->wait(), GroupError);
+}
+
+/// Rank 1 refuses before it knows where rank 0 is; that one looks for it only later.
+TEST_P(ReshardServiceTest, ARankAnswersThoseWhomItHasNotLookedFor) {
+  transport::FakeHostNetwork network(2, GetParam());
+  const auto refusing = hostService(network, {0, 1}, 1);
+  refusing->refusals().refuse({0, 1}, {0, 1}, "wrong dtype");
+  network.runUntilIdle();
+  const auto calling = hostService(network, {0, 1}, 0);
+  calling->network().setAddress(1, "fake");
+  ReshardRequest request;
+  auto prepared = std::make_shared<PreparedPlan>();
+  prepared->terms.participants = participantsOf({0, 1}, 0);
+  prepared->program = std::make_shared<Program>();
+  request.movement.prepared = std::move(prepared);
+  const auto call = calling->reshard(std::move(request));
+  network.runUntilIdle();
+  ASSERT_TRUE(call->isCompleted());
+  EXPECT_EQ(call->failure()->text, "rank 1 refused this call: wrong dtype");
 }
 
 /// Rank 3 refuses turn 2 while the others are still in turn 1.

@@ -10,6 +10,7 @@
 
 #include "core/resharding/fingerprint.h"
 #include "core/resharding/plan_resharding.h"
+#include "runtime/fake_networks.h"
 #include "runtime/reshard_service.h"
 #include "runtime/stream/stream_executors.h"
 #include "transport/fakes/fake_host_network.h"
@@ -48,7 +49,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
         };
         const auto post = [network = joined.get()](std::function<void()> task) { network->post(std::move(task)); };
         auto executors = std::make_unique<StreamExecutors>(streams_.transport(rank), kernels_, allocate, post, 256);
-        return ReshardService::Networks{std::move(joined), std::move(executors)};
+        return ReshardService::Networks{std::move(joined), std::move(executors), "fake"};
       }));
       for (int32_t peer = 0; peer < kNumRanks; ++peer) {
         if (peer != rank) {
@@ -67,24 +68,21 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
 
   std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
     auto prepared = std::make_shared<PreparedPlan>();
-    prepared->participants = plan.participants();
-    prepared->participant_peers.assign(prepared->participants.begin(), prepared->participants.end());
-    prepared->participants_hash = hashRanks(prepared->participants);
-    prepared->my_index = rank;
+    prepared->terms.participants = participantsOf(plan.participants(), rank);
     prepared->program = compileProgram(plan, rank);
     prepared->program_peers.assign(prepared->program->peers().begin(), prepared->program->peers().end());
-    prepared->fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
-    prepared->fingerprint = core::planFingerprint(plan);
+    prepared->terms.fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
+    prepared->terms.fingerprint = core::planFingerprint(plan);
     prepared->plan = std::make_shared<core::ReshardingPlan>(plan);
     auto made = std::make_unique<Made>();
-    CallRequest request;
-    request.src = {local(prepared->program->srcShape(0), made->src)};
-    request.dst = {local(prepared->program->dstShape(0), made->dst)};
-    request.keep_alive = made->alive;
-    request.prepared = prepared;
+    ReshardRequest request;
+    request.movement.src = {local(prepared->program->srcShape(0), made->src)};
+    request.movement.dst = {local(prepared->program->dstShape(0), made->dst)};
+    request.movement.keep_alive = made->alive;
+    request.movement.prepared = prepared;
     request.timeout = timeout;
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
-    made->call = services_[static_cast<size_t>(rank)]->begin(std::move(request));
+    made->call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
     return made;
   }
 

@@ -29,15 +29,16 @@ std::vector<int64_t> everyRank() {
   return out;
 }
 
-std::shared_ptr<const PreparedPlan> meeting(const Step& step, int64_t rank, size_t line) {
+/// A reshard that moves nothing.
+std::shared_ptr<const PreparedPlan> planOf(const Step& step, int64_t rank, size_t line) {
   auto out = std::make_shared<PreparedPlan>();
-  out->participants = step.participants;
-  out->participant_peers.assign(step.participants.begin(), step.participants.end());
-  out->participants_hash = hashRanks(step.participants);
-  out->my_index = std::find(step.participants.begin(), step.participants.end(), rank) - step.participants.begin();
-  out->fields = packFields({{"line", std::to_string(line)}});
-  out->fingerprint = std::to_string(line);  // calls of different lines must never meet
-  out->summary = "a call of line " + std::to_string(line);
+  out->terms.participants = participantsOf(step.participants, rank);
+  out->terms.fields = packFields({{"line", std::to_string(line)}});
+  out->terms.fingerprint = std::to_string(line);  // calls of different lines must never meet
+  out->terms.summary = "a call of line " + std::to_string(line);
+  auto nothing = std::make_shared<Program>();
+  nothing->global_rank = rank;
+  out->program = std::move(nothing);
   return out;
 }
 
@@ -68,11 +69,11 @@ class Runner {
     const std::vector<int32_t> all(step.participants.begin(), step.participants.end());
     switch (step.deeds[static_cast<size_t>(me - step.participants.begin())]) {
       case Deed::kRefuse:
-        service_->refuse(step.participants, all, "a mistake");
+        service_->refusals().refuse(step.participants, all, "a mistake");
         ++line_;
         return true;
       case Deed::kRefuseUnnamed:
-        service_->refuseUnnamed(step.known, {0, 1, 2, 3}, "an empty list");
+        service_->refusals().refuseUnnamed(step.known, {0, 1, 2, 3}, "an empty list");
         ++line_;
         return true;
       case Deed::kCall:
@@ -90,15 +91,15 @@ class Runner {
   bool advanceCall(const Step& step) {
     if (call_ == nullptr) {
       if (!settled_.valid()) {
-        settled_ = service_->settleRefusals(meeting(step, rank_, line_));
+        settled_ = service_->refusals().settle(planOf(step, rank_, line_)->terms.participants);
       }
       if (settled_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
         return false;
       }
       settled_ = {};
-      CallRequest request;
-      request.prepared = meeting(step, rank_, line_);
-      call_ = service_->begin(std::move(request));
+      ReshardRequest request;
+      request.movement.prepared = planOf(step, rank_, line_);
+      call_ = service_->reshard(std::move(request));
       return true;
     }
     if (!call_->isCompleted()) {

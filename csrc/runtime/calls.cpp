@@ -1,0 +1,390 @@
+#include "runtime/calls.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace xmesh::runtime {
+namespace {
+
+constexpr std::chrono::milliseconds kAnswerTime{2000};
+
+bool isCompared(CallKind kind) { return kind == CallKind::kReshard || kind == CallKind::kMeeting; }
+
+/// The peers without whom a call cannot start. Of a transfer, those that this rank has no messages with may have done their part and left.
+const std::vector<int32_t>& neededToStart(const Call& call) {
+  return call.kind == CallKind::kTransfer ? call.movement->prepared->program_peers : call.terms->participants.peers;
+}
+
+}  // namespace
+
+void Calls::start(Call call) {
+  const CallKey key = call.key;
+  const auto started = calls_.emplace(key, std::move(call)).first;
+  try {
+    begin(started->second);
+  } catch (const std::exception& error) {
+    fail(key, {FailureKind::kGroup, std::string("a reshard could not start: ") + error.what(), {}});
+  }
+}
+
+void Calls::begin(Call& call) {
+  const CallKey key = call.key;
+  const Participants& participants = call.terms->participants;
+  history_.start(key);
+  if (call.kind == CallKind::kReshard) {
+    history_.setLastCall("reshard call " + std::to_string(key.count) + " of ranks " + rankList(participants.ranks) + ": " + call.terms->summary);
+  }
+  call.rounds = AgreementRounds(isCompared(call.kind) ? participants.size() : 1);
+  EarlyNews early = history_.takeNews(key);
+  if (early.failure.has_value()) {
+    fail(key, *early.failure);
+    return;
+  }
+  if (!joinWatch(call)) {
+    return;
+  }
+  for (const int32_t peer : neededToStart(call)) {
+    if (const auto lost = peers_.lost().find(peer); lost != peers_.lost().end()) {
+      const std::string text =
+          textOf(call) + " cannot start: rank " + std::to_string(peers_.globalRank(peer)) + " is lost (" + lost->second.reason + ")";
+      fail(key, {FailureKind::kPeer, text, lost->second.blamed_ranks});
+      return;
+    }
+  }
+  if (call.timeout.count() > 0 && call.kind != CallKind::kWatch) {
+    call.timer = network_->startTimer(call.timeout, [this, key] { askAround(key); });
+  }
+  if (call.pipeline > 0) {
+    if (const std::optional<Failure> conflict = arrivals_.begin(key, participants.ranks, participants.peers, call.pipeline)) {
+      fail(key, *conflict);
+      return;
+    }
+  }
+  if (call.kind == CallKind::kReshard) {
+    for (const int32_t peer : participants.peers) {
+      refusals_.ask(key, participants, peer);
+    }
+  }
+  call.is_moved = call.kind == CallKind::kMeeting;
+  if (call.movement.has_value()) {
+    startExecutor(call);
+  }
+  if (!call.rounds.isDone()) {
+    sendHello(call);
+  }
+  if (call.executor != nullptr && (call.rounds.isDone() || !executors_->needsAgreement())) {
+    call.executor->start();
+  }
+  for (auto& [peer, hello] : early.hellos) {
+    hear(peer, std::move(hello));
+  }
+  finishIfDone(key);
+}
+
+void Calls::startExecutor(Call& call) {
+  Execution execution;
+  execution.call = operationOf(call.key, call.terms->fingerprint);
+  execution.movement = *std::exchange(call.movement, std::nullopt);
+  execution.on_done = [this, key = call.key] {
+    // Later, not now: the executor must not be destroyed inside its own callback.
+    network_->post([this, key] {
+      if (const auto found = calls_.find(key); found != calls_.end()) {
+        found->second.is_moved = true;
+        if (found->second.handle->isDetached()) {
+          found->second.handle->markMoved();
+        }
+        finishIfDone(key);
+      }
+    });
+  };
+  call.executor = executors_->make(std::move(execution));
+}
+
+void Calls::sendHello(const Call& call) {
+  const CallTerms& terms = *call.terms;
+  peers_.tell(terms.participants.peerAt(call.rounds.distance()), encode(Hello{call.key, call.rounds.round(), terms.fingerprint, terms.fields}));
+}
+
+void Calls::hear(int32_t peer, Hello hello) {
+  const CallKey key = hello.key;
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    if (const Failure* failure = history_.failureOf(key)) {
+      peers_.tell(peer, encode(FailNotice{key, *failure, {}}));
+    } else if (EarlyNews* news = history_.newsFor(key)) {
+      news->hellos.emplace_back(peer, std::move(hello));
+      refusals_.tellOnce(peer);
+    }
+    return;
+  }
+  Call& call = found->second;
+  if (hello.fingerprint != call.terms->fingerprint) {
+    const std::string what = firstDifference(call.terms->fields, peers_.myGlobalRank(), hello.fields, peers_.globalRank(peer));
+    fail(key, {FailureKind::kMistake, textOf(call) + ": ranks disagree on " + what, {}});
+    return;
+  }
+  call.rounds.hear(hello.round);
+  advanceAgreement(key);
+}
+
+void Calls::advanceAgreement(const CallKey& key) {
+  Call& call = calls_.at(key);
+  while (call.rounds.advance()) {
+    if (!call.rounds.isDone()) {
+      sendHello(call);
+    } else if (call.executor != nullptr && executors_->needsAgreement()) {
+      call.executor->start();
+    }
+  }
+  finishIfDone(key);
+}
+
+void Calls::finishIfDone(const CallKey& key) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end() || !found->second.is_moved || !found->second.rounds.isDone()) {
+    return;
+  }
+  Call call = std::move(found->second);
+  calls_.erase(found);
+  if (call.executor != nullptr) {
+    call.executor->cancel();
+  }
+  if (call.watch.has_value()) {
+    if (const auto watch = calls_.find(*call.watch); watch != calls_.end()) {
+      watch->second.watched.leave(call.key);
+    }
+  }
+  end(call, std::nullopt);
+}
+
+void Calls::end(Call& call, const std::optional<Failure>& failure) {
+  network_->cancelTimer(call.timer);
+  arrivals_.end(call.key);
+  call.executor.reset();  // the tensors are free before anybody is told
+  call.movement.reset();
+  call.handle->complete(failure);
+}
+
+void Calls::fail(const CallKey& key, const Failure& failure, bool tell) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    return;
+  }
+  Call call = std::move(found->second);
+  calls_.erase(found);
+  history_.fail(call.key, failure);
+  if (call.executor != nullptr) {
+    call.executor->cancel();
+  }
+  if (tell) {
+    peers_.tell(call.terms->participants.peers, encode(FailNotice{call.key, failure, call.terms->participants.ranks}));
+  }
+  failWithWatch(call, failure);
+  end(call, failure);
+}
+
+bool Calls::joinWatch(const Call& call) {
+  if (!call.watch.has_value()) {
+    return true;
+  }
+  const CallKey watch = *call.watch;
+  if (const auto found = calls_.find(watch); found != calls_.end()) {
+    const std::optional<Failure> failure = found->second.watched.join(call.key, call.turn);
+    if (failure.has_value()) {
+      fail(watch, *failure);
+    }
+    return !failure.has_value();
+  }
+  const Failure* failure = history_.failureOf(watch);
+  fail(call.key, failure != nullptr ? Failure(*failure) : Failure{FailureKind::kGroup, textOf(call) + ": what it belongs to is closed", {}}, false);
+  return false;
+}
+
+void Calls::failWithWatch(const Call& call, const Failure& failure) {
+  if (call.watch.has_value()) {
+    if (const auto watch = calls_.find(*call.watch); watch != calls_.end()) {
+      watch->second.watched.leave(call.key);
+      fail(*call.watch, failure);
+    }
+  }
+  for (const CallKey& watched : call.watched.calls()) {
+    fail(watched, failure, false);
+  }
+}
+
+void Calls::release(const CallKey& watch, const std::optional<Failure>& farewell) {
+  const auto found = calls_.find(watch);
+  if (found == calls_.end()) {
+    return;
+  }
+  Call call = std::move(found->second);
+  calls_.erase(found);
+  if (farewell.has_value()) {
+    peers_.tell(call.terms->participants.peers, encode(FailNotice{call.key, *farewell, {}}));
+  }
+  end(call, std::nullopt);
+}
+
+void Calls::hear(int32_t peer, FailNotice notice) {
+  if (notice.failure.kind == FailureKind::kPeer) {
+    peers_.heardFailure(peer, notice.failure);
+  }
+  const auto found = calls_.find(notice.key);
+  if (notice.failure.arrived_peer == peers_.groupRank() && found == calls_.end()) {
+    if (const auto failed = arrivals_.takeBlame(notice)) {
+      fail(failed->first, failed->second);
+    }
+    return;
+  }
+  arrivals_.settle(notice.failure.arrived_peer, notice.failure.arrival);
+  if (found != calls_.end()) {
+    if (found->second.kind != CallKind::kWatch || found->second.watched.isDue(peer, notice.failure)) {
+      fail(notice.key, notice.failure);  // passed on, so that nobody hears this rank's goodbye before the reason
+    }
+    return;
+  }
+  if (notice.failure.kind == FailureKind::kMistake && !notice.participants.empty()) {
+    refusals_.name(notice.key, notice.participants);  // both may have refused the same call
+  }
+  if (EarlyNews* news = history_.newsFor(notice.key)) {
+    news->failure = std::move(notice.failure);
+    news->participants = std::move(notice.participants);
+  }
+}
+
+void Calls::hear(int32_t peer, Arrival arrival) {
+  for (const auto& [watch, failure] : arrivals_.hear(peer, std::move(arrival))) {
+    fail(watch, failure);
+  }
+}
+
+void Calls::hear(int32_t peer, const UnnamedRefusals& unnamed) {
+  refusals_.hear(peer, unnamed);
+  for (const auto& [key, call] : calls_) {
+    if (call.kind == CallKind::kReshard) {
+      refusals_.ask(key, call.terms->participants, peer);
+    }
+  }
+}
+
+void Calls::lose(int32_t peer, const LostPeer& lost, bool is_goodbye) {
+  std::vector<CallKey> hit;
+  for (const auto& [key, call] : calls_) {
+    if (needs(call, peer, is_goodbye)) {
+      hit.push_back(key);
+    }
+  }
+  // Watches last: what fails first names the tensor.
+  std::stable_partition(hit.begin(), hit.end(), [this](const CallKey& key) { return calls_.at(key).kind != CallKind::kWatch; });
+  for (const CallKey& key : hit) {
+    const auto found = calls_.find(key);
+    if (found == calls_.end()) {
+      continue;
+    }
+    const Call& call = found->second;
+    if (const std::optional<Failure> told = call.watched.toldBy(peer)) {
+      fail(key, *told);
+      continue;
+    }
+    const std::string text =
+        textOf(call) + ": rank " + std::to_string(peers_.globalRank(peer)) + " is lost (" + lost.reason + "); " + progressOf(call);
+    fail(key, {FailureKind::kPeer, text, lost.blamed_ranks});
+  }
+}
+
+bool Calls::needs(const Call& call, int32_t peer, bool is_goodbye) const {
+  const Participants& participants = call.terms->participants;
+  if (std::find(participants.peers.begin(), participants.peers.end(), peer) == participants.peers.end()) {
+    return false;
+  }
+  if (call.kind == CallKind::kWatch) {
+    // A rank that has done its part may leave.
+    return !is_goodbye || (call.pipeline > 0 && !arrivals_.hasArrived(peer, call.key));
+  }
+  bool is_missed = false;
+  call.rounds.forEachMissing([&](int64_t distance) { is_missed = is_missed || participants.peerAt(-distance) == peer; });
+  if (is_missed || call.executor == nullptr) {
+    return is_missed;
+  }
+  const std::vector<int64_t> waiting = waitingFor(call.executor->progress());
+  return std::find(waiting.begin(), waiting.end(), peers_.globalRank(peer)) != waiting.end();
+}
+
+void Calls::askAround(const CallKey& key) {
+  const auto found = calls_.find(key);
+  if (found != calls_.end() && found->second.inquiry.begin(key, found->second.terms->participants, peers_)) {
+    found->second.timer = network_->startTimer(kAnswerTime, [this, key] { concludeInquiry(key); });
+  }
+}
+
+void Calls::hear(int32_t peer, Answer answer) {
+  const CallKey key = answer.key;
+  const auto found = calls_.find(key);
+  if (found != calls_.end() && found->second.inquiry.hear(peer, std::move(answer), found->second.terms->participants)) {
+    concludeInquiry(key);
+  }
+}
+
+void Calls::concludeInquiry(const CallKey& key) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    return;
+  }
+  const Call& call = found->second;
+  const std::string head = textOf(call) + (call.kind == CallKind::kWatch ? " does not get on: a wait took longer than " : " did not end within ") +
+                           std::to_string(call.timeout.count()) + " ms";
+  fail(key, call.inquiry.conclude(head, progressOf(call), call.terms->participants, peers_));
+}
+
+Answer Calls::answerTo(const Question& question) const {
+  const auto found = calls_.find(question.key);
+  if (found != calls_.end()) {
+    return {question.key, true, (found->second.kind == CallKind::kWatch ? "" : "is in this call: ") + progressOf(found->second)};
+  }
+  const std::string last = history_.lastCall().empty() ? "has called no reshard yet" : "last called " + history_.lastCall();
+  return history_.isPast(question.key) ? Answer{question.key, true, "has ended this call; " + last}
+                                       : Answer{question.key, false, "has not made this call; it " + last};
+}
+
+void Calls::hear(int32_t peer, const Question& question) {
+  refusals_.heardQuestion(peer, question);
+  const Failure* failure = history_.failureOf(question.key);
+  peers_.tell(peer, failure != nullptr ? encode(FailNotice{question.key, *failure, question.participants}) : encode(answerTo(question)));
+}
+
+std::string Calls::progressOf(const Call& call) {
+  if (call.executor != nullptr) {
+    return describeProgress(call.executor->progress());
+  }
+  return call.kind == CallKind::kWatch && call.describe ? call.describe() : "has just started";
+}
+
+std::string Calls::textOf(const Call& call) const {
+  const std::string here = "on rank " + std::to_string(peers_.myGlobalRank()) + ", ";
+  switch (call.kind) {
+    case CallKind::kReshard:
+      return here + (call.key.lane == 0 ? "reshard call " + std::to_string(call.key.count) : "backward of a reshard") + " of ranks " +
+             rankList(call.terms->participants.ranks) + " (" + call.terms->summary + ")";
+    case CallKind::kTransfer:
+      return here + (call.describe ? call.describe() : call.terms->summary);
+    case CallKind::kMeeting:
+    case CallKind::kWatch:
+      return here + call.terms->summary;
+  }
+  return here;
+}
+
+void Calls::abandon() {
+  for (auto& [key, call] : calls_) {
+    if (call.executor != nullptr) {
+      call.executor->abandon();
+    }
+  }
+  executors_->abandon();
+  for (auto& [key, call] : calls_) {
+    call.handle->complete(Failure{FailureKind::kGroup, textOf(call) + ": the process group was closed while it was in flight", {}});
+  }
+  calls_.clear();
+}
+
+}  // namespace xmesh::runtime
