@@ -1,5 +1,5 @@
 #!/bin/bash
-# The lint command: clang-format, clang-tidy (the core; --all: every room), ruff, mypy --strict, stubtest, codespell.
+# The lint command: clang-format, clang-tidy (on what has changed; a fresh clone: on all), ruff, mypy --strict, stubtest, codespell.
 # --fix formats in place; --analyze adds clang's static analyzer, which takes four times as long; --no-mypy leaves mypy out: torch's annotations
 # change from version to version, and ours are written for the default one.
 # Tools are those of PYTHON's environment (pyproject.toml's extra "lint"), compile commands those of build/cpp-plain.
@@ -7,14 +7,13 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 PATH="$(dirname "$PYTHON"):$PATH"
-all=0 fix=0 mypy=1 tidy_args=()
+fix=0 mypy=1 tidy_args=()
 for arg in "$@"; do
   case $arg in
-  --all) all=1 ;;
   --fix) fix=1 ;;
   --no-mypy) mypy=0 ;;
   --analyze) tidy_args=(--checks=clang-analyzer-*) ;;
-  *) echo "usage: $0 [--all] [--fix] [--analyze] [--no-mypy]" && exit 2 ;;
+  *) echo "usage: $0 [--fix] [--analyze] [--no-mypy]" && exit 2 ;;
   esac
 done
 failed=()
@@ -24,17 +23,18 @@ check() { # NAME COMMAND...
   if "$@"; then echo "lint: $name ok ($((SECONDS - began)) s)"; else failed+=("$name") && echo "lint: $name FAILED"; fi
 }
 cpp_files() { find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' \) | LC_ALL=C sort; }
-tidy() { # BUILD_FOLDER FILES...
-  local folder=$1
+tidy() { # BUILD_FOLDER ROOMS...
+  local folder=$1 files
   shift
-  printf '%s\n' "$@" | xargs -r -d '\n' -n 1 -P "${MAX_JOBS:-2}" clang-tidy --quiet -p "$folder" --warnings-as-errors='*' ${tidy_args[@]+"${tidy_args[@]}"} 2>/dev/null
+  mapfile -t files < <(find "$@" -name '*.cpp' | LC_ALL=C sort)
+  "$PYTHON" scripts/tidy.py "$folder" ${tidy_args[@]+"${tidy_args[@]}"} "${files[@]}"
 }
 # Rooms that include torch: the compile commands are those of the extension's own build.
 tidy_torch_rooms() {
   local found
   found=build/torch-$("$PYTHON" -c 'import sysconfig, torch; print(torch.__version__.split("+")[0], sysconfig.get_config_var("SOABI"), sep="-")')
   [ -f "$found/build.ninja" ] || { echo "no build.ninja under $found: build the extension first" && return 1; }
-  ninja -C "$found" -t compdb >"$found/compile_commands.json" && tidy "$found" csrc/c10d/*.cpp csrc/pipeline/*.cpp csrc/bindings/*.cpp
+  ninja -C "$found" -t compdb >"$found/compile_commands.json" && tidy "$found" csrc/c10d csrc/pipeline csrc/bindings
 }
 if [ $fix = 1 ]; then
   cpp_files | xargs clang-format -i
@@ -47,11 +47,6 @@ check "ruff format" ruff format -q --check .
 check codespell codespell csrc torch_xmesh tests examples benchmarks scripts README.md setup.py pyproject.toml
 [ $mypy = 0 ] || check mypy mypy --python-executable "$PYTHON"
 check stubtest "$PYTHON" -m mypy.stubtest torch_xmesh._C --ignore-missing-stub --allowlist scripts/stubtest_allowlist.txt
-mapfile -t core < <(find csrc/core -name '*.cpp' | LC_ALL=C sort)
-check "clang-tidy (core)" tidy build/cpp-plain "${core[@]}"
-if [ $all = 1 ]; then
-  mapfile -t rooms < <(find csrc/transport csrc/runtime -name '*.cpp' | LC_ALL=C sort)
-  check "clang-tidy (transport, runtime)" tidy build/cpp-plain "${rooms[@]}"
-  check "clang-tidy (c10d, pipeline, bindings)" tidy_torch_rooms
-fi
+check "clang-tidy (core, transport, runtime)" tidy build/cpp-plain csrc/core csrc/transport csrc/runtime
+check "clang-tidy (c10d, pipeline, bindings)" tidy_torch_rooms
 [ ${#failed[@]} -eq 0 ] || { printf 'lint failed: %s\n' "${failed[*]}" && exit 1; }

@@ -2,24 +2,24 @@
 # Every test: lint, GoogleTest (ctest), pytest.
 #   --torch X         with torch X, in an environment of its own (default 2.11.0)
 #   --only a,b        some of lint, cpp, python
-#   --lint-all        clang-tidy on every room, not the core alone
-#   --sanitize        C++ tests also under ASan+UBSan and TSan
+#   --sanitize        transport's and runtime's C++ tests also under ASan+UBSan and TSan
+#   --fuzz SECONDS    what strangers send, SECONDS each (tests/fuzz.sh)
 #   --soak            the long tests too
 #   -- ARGS           handed to pytest
 #   XMESH_PYTHON=/path/python uses that environment as it is.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 stages=lint,cpp,python
-lint_args=() pytest_args=() builds=(plain)
+lint_args=() pytest_args=() builds=(plain) fuzz_seconds=0
 while [ $# -gt 0 ]; do
   case $1 in
   --torch) TORCH_VERSION=$2 TORCH_ASKED=$2 && shift ;;
   --only) stages=$2 && shift ;;
-  --lint-all) lint_args+=(--all) ;;
   --sanitize) builds+=(address,undefined thread) ;;
+  --fuzz) fuzz_seconds=$2 && shift ;;
   --soak) pytest_args+=(--soak) ;;
   --) shift && pytest_args+=("$@") && break ;;
-  *) sed -n '2,10s/^# \?//p' "$0" && exit 2 ;;
+  *) sed -n '2,11s/^# \?//p' "$0" && exit 2 ;;
   esac
   shift
 done
@@ -40,14 +40,17 @@ run_lint() {
   configure build/cpp-plain && timeout -k 10 2400 bash scripts/lint.sh ${lint_args[@]+"${lint_args[@]}"}
 }
 run_cpp() {
-  local build folder
+  local build folder targets left_out
   for build in "${builds[@]}"; do
     folder=build/cpp-${build%%,*}
     say "C++ tests ($build)"
     configure "$folder" "${build/plain/}" || return 1
-    timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" >"$folder.log" 2>&1 || { tail -n 60 "$folder.log" && return 1; }
-    TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 900 -j "$MAX_JOBS" || return 1
+    targets=(test_transport test_runtime) left_out=(-E '_NOT_BUILT|^Corpus')
+    [ "$build" != plain ] || targets=(all) left_out=()
+    timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" -t "${targets[@]}" >"$folder.log" 2>&1 || { tail -n 60 "$folder.log" && return 1; }
+    TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 900 -j "$MAX_JOBS" "${left_out[@]}" || return 1
   done
+  [ "$fuzz_seconds" = 0 ] || bash tests/fuzz.sh "$fuzz_seconds"
 }
 run_python() {
   timeout -k 10 2400 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}

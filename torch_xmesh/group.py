@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torch_xmesh import _C
 from torch_xmesh.backend import backend_of
-from torch_xmesh.topology import Topology
+from torch_xmesh.planning import Plans
 
 
 class GroupReshards:
@@ -21,7 +21,7 @@ class GroupReshards:
     def __init__(self, backend: "_C.ProcessGroupXmesh", ranks: list[int]) -> None:
         self.backend = backend
         self.ranks = frozenset(ranks)
-        self.plans: dict[object, object] = {}
+        self.plans = Plans(self.ranks, lambda: self.core)
         # Works of backwards, which nobody waits for to their end, with the tensors whose first use waits for them.
         self.unwatched: list[tuple[Any, list[torch.Tensor]]] = []
         self._in_order = ranks
@@ -81,11 +81,3 @@ def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:
 def group_of(group: dist.ProcessGroup | None) -> "_C.ReshardGroup":
     """The C++ side of :func:`reshards_of`."""
     return reshards_of(group).core
-
-
-def core_topology(core: "_C.ReshardGroup", ranks: list[int], given: Topology | None) -> "_C.Topology":
-    """The hosts and links of `ranks`: as given, and as discovered where nothing is said of them."""
-    if given is not None and given.knows_hosts:
-        return given.to_core(ranks)
-    discovered = core.topology(ranks, (given or Topology()).links)
-    return discovered if given is None else given.to_core(ranks, discovered)

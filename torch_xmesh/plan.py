@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch_xmesh import _C
 from torch_xmesh.group import group_of
 from torch_xmesh.plan_plot import plot_lanes
-from torch_xmesh.spec import AnyMesh, Mesh, Spec, core_spec, mesh_grid, placement_of
+from torch_xmesh.planning import Move, Planning, plan_of, ranks_of, topology_of
+from torch_xmesh.spec import AnyMesh, Mesh, Spec, placement_of
 from torch_xmesh.topology import Topology
 
 _LEAST_BOUND_SECONDS = 1e-6
@@ -165,18 +166,12 @@ def plan_resharding(
         raise ValueError("there is no tensor to reshard: the list is empty")
     sources = [_source_spec(spec) for spec in many]
     placements = placements_per_tensor(dst_placements, len(sources))
-    pairs = [
-        (source.to_core(), core_spec(source.shape, source.dtype, dst_mesh, target))
+    moves = [
+        Move(source, Spec(source.shape, source.dtype, dst_mesh, target))
         for source, target in zip(sources, placements, strict=True)
     ]
-    ranks = sorted(
-        {rank for source in sources for rank in mesh_grid(source.mesh).ranks} | set(mesh_grid(dst_mesh).ranks)
-    )
-    if topology is not None and topology.knows_hosts:
-        core_topology = topology.to_core(ranks)
-    else:
-        core_topology = _discovered(ranks, topology)
-    return ReshardingPlan(_C.plan_resharding(pairs, core_topology, str(strategy)))
+    planning = Planning.of(strategy, topology)
+    return ReshardingPlan(plan_of(moves, planning.strategy, topology_of(ranks_of(moves), topology, _discovered)))
 
 
 def _source_spec(spec: object) -> Spec:
@@ -187,11 +182,10 @@ def _source_spec(spec: object) -> Spec:
     raise ValueError(f"expected an xm.Spec or a DTensor, got {type(spec).__name__}")
 
 
-def _discovered(ranks: list[int], topology: Topology | None) -> "_C.Topology":
+def _discovered(ranks: list[int], links: "_C.LinkModel") -> "_C.Topology":
     if not dist.is_initialized():
         raise ValueError(
             "it is not known which ranks share a host: pass topology=xm.Topology(devices_per_host=...), "
             "or call it after init_process_group('xmesh')"
         )
-    found = group_of(None).topology(ranks, (topology or Topology()).links)
-    return found if topology is None else topology.to_core(ranks, found)
+    return group_of(None).topology(ranks, links)

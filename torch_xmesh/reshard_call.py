@@ -1,85 +1,20 @@
-"""One call of a reshard on this rank: its normal form, the plan that equal calls share, its run, and its backward."""
+"""One call of a reshard on this rank: its run, its refusal, and its backward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _register_work
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
-from torch_xmesh.group import GroupReshards, core_topology
-from torch_xmesh.spec import AnyMesh, Spec, core_spec, device_mesh, empty_local, mesh_grid, wrap_local
+from torch_xmesh.group import GroupReshards
+from torch_xmesh.planning import Move, PlanRequest
+from torch_xmesh.spec import Spec, device_mesh, mesh_grid, wrap_local
 from torch_xmesh.tensor_tree import Source, TensorTree
-from torch_xmesh.topology import Topology
-
-_MAX_PLANS = 4096
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """One call's arguments, checked and in normal form; equal ones share a plan."""
-
-    sources: tuple[Spec, ...]
-    dst_meshes: tuple[AnyMesh, ...]
-    placements: tuple[tuple[Placement, ...], ...]
-    strategy: str
-    topology: Topology | None
-    is_backward: bool
-    labels: tuple[str, ...] = ()  # one name per tensor; empty: by number
-    entries: tuple[tuple[str, str], ...] = ()  # what ranks compare besides, before the tensors
-
-    def ranks(self) -> list[int]:
-        meshes = {mesh_grid(mesh) for mesh in self.dst_meshes} | {mesh_grid(source.mesh) for source in self.sources}
-        return sorted({rank for mesh in meshes for rank in mesh.ranks})
-
-    def requires_grad(self) -> str:
-        return "".join("1" if source.requires_grad else "0" for source in self.sources)
-
-
-@dataclass
-class Prepared:
-    """What a plan's calls share on this rank."""
-
-    core: "_C.PreparedPlan | None"  # None on a rank of neither mesh
-    arguments: Arguments
-    dst_shapes: list[list[int] | None]
-
-
-def prepare(reshards: GroupReshards, arguments: Arguments) -> Prepared:
-    """What calls with these arguments share, planned once. ValueError for arguments that no plan serves."""
-    known = reshards.plans.get(arguments)
-    if isinstance(known, Prepared):
-        return known
-    ranks = arguments.ranks()
-    sources = arguments.sources
-    targets = [
-        core_spec(source.shape, source.dtype, mesh, placements)
-        for source, mesh, placements in zip(sources, arguments.dst_meshes, arguments.placements, strict=True)
-    ]
-    strangers = [rank for rank in ranks if rank not in reshards.ranks]
-    if strangers:
-        raise ValueError(
-            f"rank {strangers[0]} of a mesh is not in the process group, which has {len(reshards.ranks)} ranks"
-        )
-    me = reshards.core.global_rank
-    core = None
-    if me in ranks:
-        topology = core_topology(reshards.core, ranks, arguments.topology)
-        pairs = [(source.to_core(), target) for source, target in zip(sources, targets, strict=True)]
-        plan = _C.plan_resharding(pairs, topology, arguments.strategy)
-        core = reshards.core.prepare(
-            plan, arguments.requires_grad(), arguments.is_backward, arguments.labels, arguments.entries
-        )
-    prepared = Prepared(core, arguments, [target.local_shape(me) for target in targets])
-    if len(reshards.plans) >= _MAX_PLANS:
-        reshards.plans.pop(next(iter(reshards.plans)))
-    reshards.plans[arguments] = prepared
-    return prepared
 
 
 def refuse(reshards: GroupReshards, xs: Any, dst_mesh: Any, text: str) -> None:
@@ -112,43 +47,39 @@ def _meshes_of_sources(xs: Any) -> tuple[list[Any], bool]:
 class Call:
     """One call in flight."""
 
-    def __init__(self, reshards: GroupReshards, prepared: Prepared) -> None:
+    def __init__(self, reshards: GroupReshards, request: PlanRequest) -> None:
+        """ValueError for a request that no plan serves."""
+        self.request = request
         self._reshards = reshards
-        self._prepared = prepared
+        self._prepared = reshards.plans.prepare(request)
         self.work: Any = _CompletedWork()
         self.key: Any = None
-
-    @property
-    def arguments(self) -> Arguments:
-        return self._prepared.arguments
 
     def run(
         self, xs: Sequence[Source], outs: list[DTensor] | None, forward: Any = None, is_detached: bool = False
     ) -> list[DTensor]:
         """Starts the call; the results' memory is filled when it ends."""
-        arguments = self.arguments
-        locals_in = [local_of(x) if isinstance(x, DTensor) else torch.empty(0, dtype=x.dtype) for x in xs]
+        moves = self.request.moves
+        nothing = torch.empty(0)  # stands for the source of a rank that has none
+        locals_in = [local_of(x) if isinstance(x, DTensor) else nothing for x in xs]
         if outs is not None:
             locals_out = [local_of(out) for out in outs]
         else:
-            locals_out = [
-                empty_local(source.shape, source.dtype) if shape is None else torch.empty(shape, dtype=source.dtype)
-                for shape, source in zip(self._prepared.dst_shapes, arguments.sources, strict=True)
-            ]
+            shapes = zip(moves, self._prepared.dst_shapes, strict=True)
+            locals_out = [move.empty_result(shape) for move, shape in shapes]
         if self._prepared.core is not None:
             try:
                 self.work = self._reshards.core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached)
             except ValueError as error:
                 if forward is None:  # a backward is no call that the others count
-                    self._reshards.core.refuse(arguments.ranks(), str(error))
+                    self._reshards.core.refuse(self.request.ranks(), str(error))
                 raise
             self.key = _C.call_key(self.work)
         if outs is not None:
             return list(outs)
-        targets = zip(locals_out, arguments.sources, arguments.dst_meshes, arguments.placements, strict=True)
         return [
-            wrap_local(local, source.shape, device_mesh(mesh), placements)
-            for local, source, mesh, placements in targets
+            wrap_local(local, move.dst.shape, device_mesh(move.dst.mesh, move.device_type), move.dst.placements)
+            for local, move in zip(locals_out, moves, strict=True)
         ]
 
     def wait(self) -> None:
@@ -156,32 +87,37 @@ class Call:
 
     def backward(self, gradients: Sequence[Any], zeros: Sequence[DTensor]) -> list[DTensor]:
         """The gradients on the source mesh, of those tensors that require one, in order."""
-        arguments = self.arguments
-        chosen = [i for i, source in enumerate(arguments.sources) if source.requires_grad]
+        moves, labels = self.request.moves, self.request.labels
+        chosen = [i for i, move in enumerate(moves) if move.src.requires_grad]
         incoming = [zeros[i] if gradients[i] is None else gradients[i] for i in chosen]
         for i, gradient in zip(chosen, incoming, strict=True):
             if not isinstance(gradient, DTensor):
                 raise RuntimeError(
                     f"the gradient of tensor {i} is a plain {type(gradient).__name__}, expected a DTensor"
                 )
-        sources = [arguments.sources[i] for i in chosen]
-        back = Arguments(
-            tuple(Spec.of(gradient).without_grad() for gradient in incoming),
-            tuple(source.mesh for source in sources),
-            tuple(tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements) for source in sources),
-            arguments.strategy,
-            arguments.topology,
+        back = PlanRequest(
+            tuple(
+                Move(Spec.of(gradient).without_grad(), _gradient_spec(moves[i].src, gradient))
+                for i, gradient in zip(chosen, incoming, strict=True)
+            ),
+            self.request.planning,
             is_backward=True,
-            labels=tuple(arguments.labels[i] for i in chosen) if arguments.labels else (),
+            labels=tuple(labels[i] for i in chosen) if labels else (),
         )
         with self._reshards as reshards:
             reshards.raise_late_failure()
-            call = Call(reshards, prepare(reshards, back))
+            call = Call(reshards, back)
             # Backwards run in any order on any rank: who gives waits for nobody, who receives waits when it looks.
             results = call.run(incoming, None, self.key, is_detached=True)
             waiting = [result._local_tensor for result in results if result._local_tensor.numel() > 0]
             reshards.unwatched.append((call.work, waiting))
         return [_when_looked_at(result, call.work) for result in results]
+
+
+def _gradient_spec(source: Spec, gradient: DTensor) -> Spec:
+    """Where the gradient of a source belongs."""
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements)
+    return Spec.unchecked(source.shape, gradient.dtype, source.mesh, placements)
 
 
 def _when_looked_at(x: DTensor, work: Any) -> DTensor:
@@ -223,7 +159,7 @@ class DifferentiableReshard(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.results = [(y.shape, y.dtype, y.device_mesh, y.placements, y._local_tensor.shape) for y in results]
-        flags = [source.requires_grad for source in call.arguments.sources]
+        flags = [move.src.requires_grad for move in call.request.moves]
         ctx.mark_non_differentiable(*(y for y, wanted in zip(results, flags, strict=True) if not wanted))
         return tuple(results)
 
@@ -236,4 +172,4 @@ class DifferentiableReshard(torch.autograd.Function):
             for shape, dtype, mesh, placements, local_shape in ctx.results
         ]
         found = iter(call.backward(gradients, zeros))
-        return (None, None, *(next(found) if source.requires_grad else None for source in call.arguments.sources))
+        return (None, None, *(next(found) if move.src.requires_grad else None for move in call.request.moves))

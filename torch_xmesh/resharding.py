@@ -1,6 +1,5 @@
 """``reshard`` and ``reshard_many``: DTensors in, DTensors on another mesh out."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
-from torch_xmesh import _C
 from torch_xmesh.group import reshards_of
-from torch_xmesh.reshard_call import Arguments, Call, DifferentiableReshard, Prepared, local_of, prepare, refuse
+from torch_xmesh.planning import Move, Planning, PlanRequest
+from torch_xmesh.reshard_call import Call, DifferentiableReshard, local_of, refuse
 from torch_xmesh.spec import (
     AnyMesh,
     Mesh,
@@ -120,16 +119,18 @@ def _reshard(
             if is_single:
                 _check_single(xs[0], dst_mesh)
             tree = TensorTree(xs)
-            arguments = _normal_arguments(tree, dst_mesh, dst_placements, strategy, topology)
-            prepared = prepare(reshards, arguments)
-            wants_grad = any(source.requires_grad for source in arguments.sources)
+            planning = Planning.of(strategy, topology)
+            request = PlanRequest(
+                _moves(tree, dst_mesh, dst_placements), planning, labels=tree.labels, entries=tree.entries
+            )
+            call = Call(reshards, request)
+            wants_grad = any(move.src.requires_grad for move in request.moves)
             if wants_grad and out is not None:
                 raise ValueError("out= cannot be used with a tensor that requires grad: detach it first")
-            outs = None if out is None else _normal_outs(tree, out, prepared)
+            outs = None if out is None else _normal_outs(tree, out, request)
         except ValueError as error:
             refuse(reshards, xs, dst_mesh, str(error))
             raise
-        call = Call(reshards, prepared)
         if wants_grad:
             tensors = [_placeholder(x) if isinstance(x, Spec) else x for x in tree.tensors]
             results = list(DifferentiableReshard.apply(call, async_op, *tensors))  # type: ignore[no-untyped-call]
@@ -147,9 +148,7 @@ def _check_single(x: Any, dst_mesh: Any) -> None:
     mesh_grid(dst_mesh)
 
 
-def _normal_arguments(
-    tree: TensorTree, dst_mesh: Any, dst_placements: Any, strategy: object, topology: Topology | None
-) -> Arguments:
+def _moves(tree: TensorTree, dst_mesh: Any, dst_placements: Any) -> tuple[Move, ...]:
     if not tree.tensors:
         raise ValueError("there is no tensor to reshard: the list is empty")
     enabled = torch.is_grad_enabled()
@@ -160,17 +159,10 @@ def _normal_arguments(
             f"destination placements are a sequence with one placement per mesh axis, got {dst_placements!r}"
         )
     placements = tree.spread(dst_placements, is_placements, "dst_placements", "one placement per mesh axis")
-    normal = tuple(normal_placements(p, len(s.shape)) for p, s in zip(placements, sources, strict=True))
-    meshes = meshes_of(tree, dst_mesh)
-    return Arguments(
-        tuple(sources),
-        tuple(meshes),
-        normal,
-        _canonical(str(strategy)),
-        topology,
-        is_backward=False,
-        labels=tree.labels,
-        entries=tree.entries,
+    normal = [normal_placements(p, len(s.shape)) for p, s in zip(placements, sources, strict=True)]
+    return tuple(
+        Move(source, Spec.unchecked(source.shape, source.dtype, mesh, target))
+        for source, mesh, target in zip(sources, meshes_of(tree, dst_mesh), normal, strict=True)
     )
 
 
@@ -185,25 +177,20 @@ def _is_mesh(value: Any) -> bool:
     return isinstance(value, Mesh | torch.distributed.DeviceMesh)
 
 
-_canonical = functools.lru_cache(maxsize=256)(_C.canonical_strategy)
-
-
-def _normal_outs(tree: TensorTree, out: Any, prepared: Prepared) -> list[DTensor]:
+def _normal_outs(tree: TensorTree, out: Any, request: PlanRequest) -> list[DTensor]:
     """The DTensors to receive into, checked."""
     if isinstance(out, torch.Tensor) or not isinstance(out, Sequence | Mapping):
         raise ValueError(f"out= is a container of DTensors like the tensors', got {type(out).__name__}")
-    arguments = prepared.arguments
     outs: list[DTensor] = tree.spread(out, lambda value: isinstance(value, torch.Tensor), "out=", "a DTensor")
-    for i, (given, source, placements) in enumerate(zip(outs, arguments.sources, arguments.placements, strict=True)):
+    for i, (given, move) in enumerate(zip(outs, request.moves, strict=True)):
         what = f"out= of tensor {tree.label(i)}"
         if not isinstance(given, DTensor):
             raise ValueError(f"{what}: expected a DTensor, got {type(given).__name__}")
         if given.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{what} requires grad: detach it first")
-        expected = Spec(source.shape, source.dtype, arguments.dst_meshes[i], placements)
         spec = Spec.of(given).without_grad()
-        if spec != expected:
-            raise ValueError(f"{what}: expected {expected}, got {spec}")
+        if spec != move.dst:
+            raise ValueError(f"{what}: expected {move.dst}, got {spec}")
     _check_memory(tree, outs)
     return outs
 
@@ -224,7 +211,8 @@ def _memory_of(x: DTensor) -> int:
 
 def _placeholder(spec: Spec) -> DTensor:
     """An empty DTensor for a rank that passes a spec: the leaf that its backward ends in."""
-    mesh = device_mesh(spec.mesh)
-    empty = wrap_local(empty_local(spec.shape, spec.dtype), spec.shape, mesh, spec.placements)
+    device_type = spec.mesh.device_type if isinstance(spec.mesh, torch.distributed.DeviceMesh) else "cpu"
+    mesh = device_mesh(spec.mesh, device_type)
+    empty = wrap_local(empty_local(spec.shape, spec.dtype, device_type), spec.shape, mesh, spec.placements)
     empty.requires_grad_(spec.requires_grad)
     return empty

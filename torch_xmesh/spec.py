@@ -187,17 +187,21 @@ class Spec:
     @classmethod
     def of(cls, tensor: DTensor) -> "Spec":
         """The spec of a DTensor."""
-        return cls._known(tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, tensor.requires_grad)
+        return cls.unchecked(
+            tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, requires_grad=tensor.requires_grad
+        )
 
     @classmethod
-    def _known(
+    def unchecked(
         cls,
         shape: torch.Size,
         dtype: torch.dtype,
         mesh: AnyMesh,
         placements: tuple[Placement, ...],
-        requires_grad: bool,
+        *,
+        requires_grad: bool = False,
     ) -> "Spec":
+        """Of what is in normal form already."""
         spec = cls.__new__(cls)
         spec.shape, spec.dtype, spec.mesh, spec.placements, spec.requires_grad = (
             shape,
@@ -210,7 +214,7 @@ class Spec:
 
     def without_grad(self) -> "Spec":
         """The same spec that requires no gradient."""
-        return self._known(self.shape, self.dtype, self.mesh, self.placements, False) if self.requires_grad else self
+        return Spec.unchecked(self.shape, self.dtype, self.mesh, self.placements) if self.requires_grad else self
 
     def to_core(self) -> "_C.TensorSpec":
         """The C++ form."""
@@ -371,9 +375,9 @@ def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placeme
     return made
 
 
-def empty_local(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def empty_local(shape: torch.Size, dtype: torch.dtype, device_type: str) -> torch.Tensor:
     """The local tensor of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for."""
-    return torch.empty([0] * max(len(shape), 1), dtype=dtype)
+    return torch.empty([0] * max(len(shape), 1), dtype=dtype, device=device_type)
 
 
 def stage_meshes(world_mesh: AnyMesh, axis: str | int) -> list[Mesh]:

@@ -16,7 +16,7 @@ from layouts import Layout, source_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
-from torch_xmesh.reshard_call import _MAX_PLANS
+from torch_xmesh.planning import MAX_PLANS
 from torch_xmesh.testing import World, mark, spawn
 
 TIMEOUT = 4.0
@@ -235,10 +235,10 @@ def many_reshards(rank: int, world_size: int, count: int, is_fresh: bool, max_pl
 
     from layouts import assert_same_bytes, expected_of, random_layout
 
-    from torch_xmesh import reshard_call
+    from torch_xmesh import planning
     from torch_xmesh.group import reshards_of
 
-    reshard_call._MAX_PLANS = max_plans
+    planning.MAX_PLANS = max_plans
     rng = random.Random(5)
     layouts = [random_layout(rng, world_size) for _ in range(50)]
 
@@ -257,7 +257,7 @@ def many_reshards(rank: int, world_size: int, count: int, is_fresh: bool, max_pl
     plans = reshards_of(None).plans
     while is_fresh and len(plans) < max_plans:
         once(1)
-    first = next(iter(plans))
+    first = next(iter(plans._prepared))
     dist.barrier()
     before = usage()
     for i in range(count):
@@ -273,7 +273,7 @@ def many_reshards(rank: int, world_size: int, count: int, is_fresh: bool, max_pl
 
 
 def test_no_growth() -> None:
-    spawn(many_reshards, 4, 1000, False, _MAX_PLANS)
+    spawn(many_reshards, 4, 1000, False, MAX_PLANS)
 
 
 def test_no_growth_where_plans_are_dropped() -> None:
@@ -284,4 +284,4 @@ def test_no_growth_where_plans_are_dropped() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("is_fresh", [False, True], ids=["cached", "dropped"])
 def test_no_growth_over_ten_thousand(is_fresh: bool) -> None:
-    spawn(many_reshards, 4, 10_000, is_fresh, _MAX_PLANS, timeout=1100)
+    spawn(many_reshards, 4, 10_000, is_fresh, MAX_PLANS, timeout=1100)

@@ -1,6 +1,7 @@
 #include "runtime/agreement/messages.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "runtime/agreement/wire.h"
 
@@ -45,6 +46,9 @@ std::vector<int64_t> getRanks(WireReader& reader) {
 Failure getFailure(WireReader& reader) {
   Failure out;
   out.kind = reader.get<FailureKind>();
+  if (out.kind > FailureKind::kStage) {
+    throw std::runtime_error("a failure is of no known kind");
+  }
   out.text = reader.getText();
   out.blamed_ranks = getRanks(reader);
   out.stage = reader.get<int32_t>();

@@ -18,6 +18,9 @@ struct StreamExecutors::Call {
 };
 
 struct StreamExecutors::Shared {
+  Shared(transport::StreamTransport& own_transport, const StreamKernels& own_kernels, Allocate own_allocate, int64_t own_staging_bytes)
+      : transport(own_transport), kernels(own_kernels), allocate(std::move(own_allocate)), staging_bytes(own_staging_bytes) {}
+
   transport::StreamTransport& transport;
   const StreamKernels& kernels;
   const Allocate allocate;

@@ -1,6 +1,6 @@
 #include "transport/stream_conformance.h"
 
-#include <cstring>
+#include <algorithm>
 #include <map>
 #include <random>
 
@@ -25,7 +25,7 @@ class FakeStreamCluster final : public StreamCluster {
     auto memory = std::make_shared<std::vector<char>>(num_bytes);
     return {memory, memory->data()};
   }
-  void write(void* memory, const std::vector<char>& bytes) override { std::memcpy(memory, bytes.data(), bytes.size()); }
+  void write(void* memory, const std::vector<char>& bytes) override { std::copy(bytes.begin(), bytes.end(), static_cast<char*>(memory)); }
   std::vector<char> read(const void* memory, size_t num_bytes) override {
     const char* begin = static_cast<const char*>(memory);
     return {begin, begin + num_bytes};

@@ -12,8 +12,9 @@ from torch_xmesh.pipeline.cut.ready import Exchange
 from torch_xmesh.pipeline.engine.boundary import Boundaries
 from torch_xmesh.pipeline.engine.setup import PlaceOptions, digest
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Planning, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.planning import Planning
 
 
 def options_fields(

@@ -9,7 +9,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
 from torch_xmesh.pipeline.cut.values import ValueInfo
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Move, Planning
+from torch_xmesh.planning import Move, Planning
 from torch_xmesh.spec import normal_placements
 
 Placed = tuple[Sequence[Placement], bool]
@@ -130,9 +130,10 @@ class Boundaries:
             shape = self.sent_shape(info, num_samples)
             start, end = self.placements(info, edge.from_stage), self.placements(info, edge.to_stage)
             if is_gradient:
-                moves.append(Move(shape, info.dtype, dst.grid, dst.gradient_placements(info, end), src.grid, start))
+                back = dst.gradient_placements(info, end)
+                moves.append(Move.of(shape, info.dtype, (dst.grid, back), (src.grid, start)))
             else:
-                moves.append(Move(shape, info.dtype, src.grid, start, dst.grid, end))
+                moves.append(Move.of(shape, info.dtype, (src.grid, start), (dst.grid, end)))
         return moves
 
     def check_samples(self, num_samples: int) -> None:

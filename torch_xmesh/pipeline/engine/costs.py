@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge
-from torch_xmesh.pipeline.ranks.transfers import Planning, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCosts
+from torch_xmesh.planning import Planning
 from torch_xmesh.topology import Topology
 
 
@@ -21,7 +22,7 @@ def costs_of(
 
     def seconds(edge: Edge, is_gradient: bool) -> float:
         moves = boundaries.moves(edge, edge.values[0].samples, is_gradient)
-        return transfers.plan(moves, planning).predicted_seconds if moves else 0.0
+        return transfers.plans.plan(moves, planning).predicted_seconds if moves else 0.0
 
     edges: dict[tuple[int, int], EdgeCosts | float] = {}
     for edge in boundaries.edges:

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.ranks.told import Told
-from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.planning import Move
 
 _UNKNOWN = -(1 << 62)
 
@@ -71,7 +72,9 @@ class StepAgreement:
         self._transfers = transfers
         self._texts = {**_TEXTS, **texts}
         everyone = transfers.everyone
-        move = Move((2 * len(self._texts) + 1,), torch.int64, everyone, (Partial("max"),), everyone, (Replicate(),))
+        move = Move.of(
+            (2 * len(self._texts) + 1,), torch.int64, (everyone, [Partial("max")]), (everyone, [Replicate()])
+        )
         self._told = Told(transfers, "step", move)
 
     def agree(

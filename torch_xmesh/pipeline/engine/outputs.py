@@ -14,8 +14,9 @@ from torch_xmesh.pipeline.cut.partition import Partition, ValueInfo
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Move, Pending, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Pending, Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
+from torch_xmesh.planning import Move
 from torch_xmesh.spec import Mesh
 
 
@@ -78,7 +79,7 @@ def _as_made(info: ValueInfo, meshes: Sequence[StageMesh]) -> ValueInfo:
 def _to_whole(info: ValueInfo, last: StageMesh, num_samples: int) -> Move:
     everywhere = (Replicate(),) * len(last.grid.shape)
     shape = last.global_shape(info, num_samples)
-    return Move(shape, info.dtype, last.grid, last.placements(info), last.grid, everywhere)
+    return Move.of(shape, info.dtype, (last.grid, last.placements(info)), (last.grid, everywhere))
 
 
 def _part(info: ValueInfo, mine: Mapping[str, torch.Tensor], last: StageMesh, num_samples: int) -> torch.Tensor:
@@ -158,7 +159,7 @@ class BufferSync:
 
 def _from_first(mesh: StageMesh, shape: tuple[int, ...], dtype: torch.dtype) -> Move:
     line, everywhere = mesh.line, (Replicate(),)
-    return Move(shape, dtype, Mesh([line.ranks[0]]), everywhere, line, everywhere)
+    return Move.of(shape, dtype, (Mesh([line.ranks[0]]), everywhere), (line, everywhere))
 
 
 def _own_buffers(module: nn.Module) -> list[torch.Tensor]:

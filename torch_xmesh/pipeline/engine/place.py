@@ -16,7 +16,7 @@ from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.setup import PlaceOptions, check_options, schedule_of
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Planning, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.fully_sharded import FullySharded
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync, Tied, check_ties, plain_name, ties_of
 from torch_xmesh.pipeline.state.init_sync import (
@@ -27,6 +27,7 @@ from torch_xmesh.pipeline.state.init_sync import (
     make_ties_equal,
 )
 from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialise
+from torch_xmesh.planning import Planning
 from torch_xmesh.spec import device_mesh
 
 _LOOKAHEAD = 4
@@ -72,7 +73,7 @@ class EnginePlace:
         self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
         planning = Planning.of(options.strategy, options.topology)
         transfers.traffic.meet(options_fields(self.meshes, self.schedule, model, options, planning))
-        transfers.topology(transfers.ranks, planning.topology)  # it knows all ranks
+        transfers.plans.topology(transfers.ranks, planning.topology)  # it knows all ranks
         self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
         given = self._checked(options.boundary_placements)
         self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, planning)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import Replicate
 
-from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.planning import Move
 from torch_xmesh.spec import Mesh
 
 _ROUNDS = 10
@@ -61,7 +62,6 @@ def _ask(transfers: Transfers, first: int, other: int) -> tuple[int, int]:
 
 
 def _tell(transfers: Transfers, lane: str, source: int, target: int, value: int) -> int:
-    everywhere = (Replicate(),)
-    move = Move((1,), torch.int64, Mesh([source]), everywhere, Mesh([target]), everywhere)
+    move = Move.of((1,), torch.int64, (Mesh([source]), [Replicate()]), (Mesh([target]), [Replicate()]))
     received = transfers.start(lane, [move], [torch.tensor([value])] if transfers.rank == source else []).wait()
     return int(received[0][0]) if transfers.rank == target else value

@@ -4,7 +4,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.planning import Move
 
 
 class Told:
@@ -13,7 +14,7 @@ class Told:
     def __init__(self, transfers: Transfers, lane: str, move: Move) -> None:
         self._transfers = transfers
         self._lane = lane
-        self._shape, self._dtype = move.shape, move.dtype
+        self._shape, self._dtype = move.dst.shape, move.dst.dtype
         self._plan = transfers.prepare([move])
         self._count = 0
 
@@ -33,5 +34,5 @@ def told_by_shards(transfers: Transfers, lane: str, mesh: StageMesh, length: int
     placements = tuple(
         Partial("sum") if axis == mesh.data_axis else Replicate() for axis in range(len(mesh.grid.shape))
     )
-    move = Move((length,), torch.float64, mesh.grid, placements, transfers.everyone, (Replicate(),))
+    move = Move.of((length,), torch.float64, (mesh.grid, placements), (transfers.everyone, [Replicate()]))
     return Told(transfers, lane, move)

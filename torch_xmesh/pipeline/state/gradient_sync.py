@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh.pipeline.ranks.dtensors import placements_on, waited
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.trained import TrainedTogether
+from torch_xmesh.planning import Move
 from torch_xmesh.spec import Mesh, mesh_grid
 
 _BUCKET_BYTES = 25 << 20
@@ -215,7 +216,7 @@ class GradientSync:
         (stage, src), (to, dst) = one.holders[start], one.holders[end]
         there, here = self._lies[one.name, stage], self._lies[one.name, to]
         assert one.parameter is not None
-        return Move(tuple(one.parameter.shape), one.parameter.dtype, src.whole, there, dst.whole, here)
+        return Move.of(one.parameter.shape, one.parameter.dtype, (src.whole, there), (dst.whole, here))
 
     @property
     def is_needed(self) -> bool:

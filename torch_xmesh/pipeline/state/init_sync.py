@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torch_xmesh.pipeline.ranks.dtensors import slice_of, spanned_axes
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.ranks.transfers import Move, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync, local_of, plain_name
+from torch_xmesh.planning import Move
 from torch_xmesh.spec import Mesh
 
 _BUCKET_BYTES = 25 << 20
@@ -171,7 +172,7 @@ def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tupl
             filled += held[end][1].numel() * held[end][1].element_size()
             end += 1
         tensors = [one for _, one in held[start:end]]
-        moves = [Move(tuple(one.shape), one.dtype, src, everywhere, dst, everywhere) for one in tensors]
+        moves = [Move.of(one.shape, one.dtype, (src, everywhere), (dst, everywhere)) for one in tensors]
         received = transfers.start("init/values", moves, tensors if is_first else []).wait()
         if not is_first:
             for one, value in zip(tensors, received, strict=True):

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from torch_xmesh.pipeline.ranks.transfers import Move, Pending, Transfers
+from torch_xmesh.pipeline.ranks.transfers import Pending, Transfers
+from torch_xmesh.planning import Move
 from torch_xmesh.spec import Mesh
 
 
@@ -29,7 +30,7 @@ class TrainedTogether:
     def begin(self, trained: Collection[nn.Parameter]) -> None:
         """Tells the other ranks which parameters are trained here; waits for nobody."""
         mine = torch.tensor([int(parameter in trained) for parameter in self.parameters])
-        move = Move(tuple(mine.shape), mine.dtype, self._mesh, (Partial("sum"),), self._mesh, (Replicate(),))
+        move = Move.of(mine.shape, mine.dtype, (self._mesh, [Partial("sum")]), (self._mesh, [Replicate()]))
         self._pending = self._transfers.start(self._lane, [move], [mine])
 
     def end(self) -> tuple[bool, ...]:

@@ -1,0 +1,54 @@
+/// What a rank of the group says to the others about its calls.
+
+#include <stdexcept>
+#include <string>
+
+#include "fuzz/fuzz.h"
+#include "runtime/agreement/messages.h"
+
+using xmesh::fuzz::promise;
+using namespace xmesh::runtime;
+
+namespace {
+
+template <typename Message>
+void expectComesBack(std::string_view bytes, Message (*decode)(std::string_view)) {
+  const std::string once = encode(decode(bytes));
+  promise(encode(decode(once)) == once, "a message comes back");
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const std::string_view bytes = xmesh::fuzz::textOf(data, size);
+  try {
+    switch (controlKind(bytes)) {
+      case ControlKind::kHello: {
+        expectComesBack(bytes, decodeHello);
+        const Hello hello = decodeHello(bytes);
+        promise(!firstDifference(hello.fields, 0, hello.fingerprint, 1).empty(), "a difference has a text");
+        break;
+      }
+      case ControlKind::kFail:
+        expectComesBack(bytes, decodeFail);
+        break;
+      case ControlKind::kQuestion:
+        expectComesBack(bytes, decodeQuestion);
+        break;
+      case ControlKind::kAnswer:
+        expectComesBack(bytes, decodeAnswer);
+        break;
+      case ControlKind::kUnnamedRefusals:
+        expectComesBack(bytes, decodeUnnamedRefusals);
+        break;
+      case ControlKind::kArrival:
+        expectComesBack(bytes, decodeArrival);
+        break;
+      case ControlKind::kIntroduction:
+        expectComesBack(bytes, decodeIntroduction);
+        break;
+    }
+  } catch (const std::runtime_error&) {  // as promised for what is no message
+  }
+  return 0;
+}

@@ -1,0 +1,179 @@
+"""The one door to planning: specs, a strategy and a topology, in a normal form, become a plan; equal ones once."""
+
+import dataclasses
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from torch_xmesh import _C
+from torch_xmesh.spec import AnyMesh, Spec, empty_local, mesh_grid
+from torch_xmesh.topology import Topology
+
+MAX_PLANS = 4096
+"""Of one process group; the least recently used one goes first."""
+
+_canonical = functools.lru_cache(maxsize=256)(_C.canonical_strategy)
+
+Placed = tuple[AnyMesh, Sequence[Placement]]
+"""A mesh, and one placement per axis of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor: where it is, and where it shall be."""
+
+    src: Spec
+    dst: Spec
+
+    @property
+    def device_type(self) -> str:
+        """Of the result: the destination mesh's, or where that has none, as an ``xm.Mesh``, the source's."""
+        for spec in (self.dst, self.src):
+            if isinstance(spec.mesh, DeviceMesh):
+                return spec.mesh.device_type
+        return "cpu"
+
+    def empty_result(self, local_shape: Sequence[int] | None) -> torch.Tensor:
+        """Memory for this rank's part of the result; of a rank that has none, an empty tensor."""
+        if local_shape is None:
+            return empty_local(self.dst.shape, self.dst.dtype, self.device_type)
+        return torch.empty(local_shape, dtype=self.dst.dtype, device=self.device_type)
+
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype, src: Placed, dst: Placed) -> "Move":
+        """A plain tensor's; placements in normal form. What does not fit is found when it is planned."""
+        size = torch.Size(shape)
+        return Move(*(Spec.unchecked(size, dtype, mesh, tuple(placements)) for mesh, placements in (src, dst)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planning:
+    """How moves are planned: a strategy in its canonical spelling, and links (None: as discovered, at nominal
+    speeds)."""
+
+    strategy: str = "auto"
+    topology: Topology | None = None
+
+    @staticmethod
+    def of(strategy: object, topology: Topology | None) -> "Planning":
+        """Raises ValueError for what is no strategy or no topology."""
+        if topology is not None and not isinstance(topology, Topology):
+            raise ValueError(f"topology must be an xm.Topology, got {type(topology).__name__}")
+        return Planning(_canonical(str(strategy)), topology)
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {'the discovered topology' if self.topology is None else self.topology}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What ranks plan and agree on for one call; equal ones share a plan.
+
+    Attributes:
+        is_backward: it is the backward of another call.
+        labels: one name per move; empty: by number.
+        entries: what ranks compare besides, before the moves.
+    """
+
+    moves: tuple[Move, ...]
+    planning: Planning
+    is_backward: bool = False
+    labels: tuple[str, ...] = ()
+    entries: tuple[tuple[str, str], ...] = ()
+
+    def ranks(self) -> list[int]:
+        """Those of any mesh, ascending."""
+        return ranks_of(self.moves)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """What equal calls share on this rank.
+
+    Attributes:
+        core: None on a rank of neither mesh.
+        dst_shapes: this rank's local shape of each result, None where it has none.
+    """
+
+    core: "_C.PreparedPlan | None"
+    dst_shapes: tuple[list[int] | None, ...]
+
+
+def ranks_of(moves: Sequence[Move]) -> list[int]:
+    """Those of any mesh of these moves, ascending."""
+    meshes = {mesh_grid(spec.mesh) for move in moves for spec in (move.src, move.dst)}
+    return sorted({rank for mesh in meshes for rank in mesh.ranks})
+
+
+def plan_of(moves: Sequence[Move], strategy: str, topology: "_C.Topology") -> "_C.ReshardingPlan":
+    """ValueError for what no plan serves."""
+    return _C.plan_resharding([(move.src.to_core(), move.dst.to_core()) for move in moves], topology, strategy)
+
+
+def topology_of(
+    ranks: Sequence[int], given: Topology | None, discover: Callable[[list[int], "_C.LinkModel"], "_C.Topology"]
+) -> "_C.Topology":
+    """Hosts and links of `ranks`: as given, and as discovered where nothing is said of them."""
+    if given is not None and given.knows_hosts:
+        return given.to_core(list(ranks))
+    discovered = discover(list(ranks), (given or Topology()).links)
+    return discovered if given is None else given.to_core(list(ranks), discovered)
+
+
+class Plans:
+    """The plans of one process group on this rank. Any thread."""
+
+    def __init__(self, ranks: frozenset[int], core: "Callable[[], _C.ReshardGroup]") -> None:
+        self._ranks = ranks
+        self._core = core
+        self._lock = threading.Lock()
+        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._prepared)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._prepared
+
+    def topology(self, ranks: Sequence[int], given: Topology | None) -> "_C.Topology":
+        """ValueError where `given` lacks a rank."""
+        return topology_of(ranks, given, self._core().topology)
+
+    def plan(self, moves: Sequence[Move], planning: Planning) -> "_C.ReshardingPlan":
+        """What any ranks move; not kept."""
+        return plan_of(moves, planning.strategy, self.topology(ranks_of(moves), planning.topology))
+
+    def prepare(self, request: PlanRequest) -> Prepared:
+        """Planned once for equal requests. ValueError for those that no plan serves."""
+        with self._lock:
+            known = self._prepared.get(request)
+            if known is not None:
+                self._prepared.move_to_end(request)
+                return known
+        made = self._make(request)
+        with self._lock:
+            self._prepared[request] = made
+            while len(self._prepared) > MAX_PLANS:
+                self._prepared.popitem(last=False)
+        return made
+
+    def _make(self, request: PlanRequest) -> Prepared:
+        targets = [move.dst.to_core() for move in request.moves]
+        ranks = request.ranks()
+        strangers = [rank for rank in ranks if rank not in self._ranks]
+        if strangers:
+            raise ValueError(
+                f"rank {strangers[0]} of a mesh is not in the process group, which has {len(self._ranks)} ranks"
+            )
+        group = self._core()
+        core = None
+        if group.global_rank in ranks:
+            requires_grad = "".join("1" if move.src.requires_grad else "0" for move in request.moves)
+            plan = self.plan(request.moves, request.planning)
+            core = group.prepare(plan, requires_grad, request.is_backward, request.labels, request.entries)
+        return Prepared(core, tuple(target.local_shape(group.global_rank) for target in targets))
