@@ -69,7 +69,7 @@ class Method:
 
 
 class Ours(Method):
-    """torch_xmesh's engine on the traced model."""
+    """torch_xmesh's engine on the captured model."""
 
     blocks_receiver = False
 

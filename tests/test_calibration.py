@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 
 import torch_xmesh as xm
 from torch_xmesh import calibration
-from torch_xmesh.calibration import Clock, Move, Timing, calibrate, link_costs, measure_costs, nic_rates
+from torch_xmesh.calibration import Clock, Probe, Timing, calibrate, link_costs, measure_costs, nic_rates
 from torch_xmesh.spec import mesh_grid
 from torch_xmesh.testing import spawn
 from torch_xmesh.testing.cluster import Cluster
@@ -44,17 +44,17 @@ def clock_of(truth: xm.Topology, message_cpu_s: float = 0.0) -> Clock:
     """A clock that shows what the event simulator says, and the cost of a call; of a rank's CPU, that of the messages
     that it passes on, and of the call."""
 
-    def clock(moves: Sequence[Move], factor: int) -> list[Timing]:
+    def clock(probes: Sequence[Probe], factor: int) -> list[Timing]:
         plans = [
             xm.plan_resharding(list(m.sources), m.mesh, m.placements, strategy=m.strategy, topology=truth)
-            for m in moves
+            for m in probes
         ]
         return [
             Timing(
                 CALL_S + plan.predicted_seconds,
-                CALL_S + message_cpu_s * plan.num_messages / len(mesh_grid(move.mesh).ranks),
+                CALL_S + message_cpu_s * plan.num_messages / len(mesh_grid(probe.mesh).ranks),
             )
-            for plan, move in zip(plans, moves, strict=True)
+            for plan, probe in zip(plans, probes, strict=True)
         ]
 
     return clock

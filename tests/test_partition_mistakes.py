@@ -67,7 +67,7 @@ def test_arguments_that_differ_from_the_example_are_refused() -> None:
     args, kwargs, _ = case.batch(5)
     parts.bind(args, kwargs)
     with pytest.raises(
-        ValueError, match=r"argument .*scale.* is a constant of the traced model: the example had 0.5, got 2.0"
+        ValueError, match=r"argument .*scale.* is a constant of the captured model: the example had 0.5, got 2.0"
     ):
         parts.bind(args, {"scale": 2.0})
     with pytest.raises(

@@ -95,7 +95,7 @@ def test_a_forward_that_branches_on_training_runs_in_its_mode_only() -> None:
     parts.run(x)
     for stage in parts.stages:
         stage.module.eval()
-    with pytest.raises(RuntimeError, match=r"stage 0 was traced in train\(\) and is now in eval\(\)"):
+    with pytest.raises(RuntimeError, match=r"stage 0 was captured in train\(\) and is now in eval\(\)"):
         parts.run(x)
 
 

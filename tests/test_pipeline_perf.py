@@ -1,4 +1,4 @@
-"""The pipeline benchmark measures what it says: models cut by hand equal the traced ones, wrong gradients are found,
+"""The pipeline benchmark measures what it says: models cut by hand equal the captured ones, wrong gradients are found,
 every suite runs."""
 
 from __future__ import annotations

@@ -304,20 +304,20 @@ class PipelineTraffic:
     def has_failed(self) -> bool: ...
     def fail_stage(self, text: str, stage: int, microbatch: int) -> None:
         """Tells all ranks that a stage raised: StageError there."""
-    def begin_turn(self) -> None:
+    def begin_phase(self) -> None:
         """What follows is the next thing that all ranks do together."""
     def refuse(self, text: str) -> None:
-        """Tells all ranks of a mistake: ValueError there, once they come to this rank's turn."""
+        """Tells all ranks of a mistake: ValueError there, once they come to this rank's phase."""
     def close(self) -> None: ...
 
-class StageLayout:
+class StageValues:
     """What a stage takes and gives: values by name, and which inputs the user passes."""
 
     def __init__(
         self, stage: int, inputs: Sequence[str], outputs: Sequence[str], model_positions: Sequence[int]
     ) -> None: ...
 
-class EdgeLayout:
+class EdgeValues:
     """The values that go from one stage to another."""
 
     from_stage: int
@@ -345,8 +345,8 @@ class PipelinePlace:
     def __init__(
         self,
         traffic: PipelineTraffic,
-        stages: Sequence[StageLayout],
-        edges: Sequence[EdgeLayout],
+        stages: Sequence[StageValues],
+        edges: Sequence[EdgeValues],
         forward: Callable[[int, int, list[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor | None]],
         overlap: bool,
         lookahead: int,

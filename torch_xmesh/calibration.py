@@ -44,7 +44,7 @@ _MOST_PASSES = 5  # over all hosts; two do unless NIC rates differ by orders of 
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class Probe:
     """A call to be timed: tensors that lie as ``sources`` say go to one mesh, in one plan."""
 
     sources: tuple[Spec, ...]
@@ -60,9 +60,9 @@ class Timing(NamedTuple):
     cpu_seconds: float  # of all threads of the rank that needs most
 
 
-#: What each move takes, the same on every rank; measured by turns, so that a disturbance hits all alike, and so many
+#: What each probe takes, the same on every rank; measured by turns, so that a disturbance hits all alike, and so many
 #: times as often as usual.
-Clock = Callable[[Sequence[Move], int], list[Timing]]
+Clock = Callable[[Sequence[Probe], int], list[Timing]]
 
 
 def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
@@ -172,7 +172,7 @@ def rate_into(targets: Sequence[int], sources: Mapping[tuple[int, ...], float], 
         num_bytes: of the larger of the two transfers whose difference is the rate.
     """
     totals: list[int] = []
-    moves: list[Move] = []
+    probes: list[Probe] = []
     for wanted in (num_bytes // 4, num_bytes):
         unit = wanted / sum(sources.values())
         specs = [
@@ -180,8 +180,8 @@ def rate_into(targets: Sequence[int], sources: Mapping[tuple[int, ...], float], 
             for ranks, share in sources.items()
         ]
         totals.append(sum(spec.shape[0] for spec in specs))
-        moves.append(Move(tuple(specs), Mesh(targets), (Shard(0),), "send_recv"))
-    small_s, large_s = (timing.seconds for timing in clock(moves, 1))
+        probes.append(Probe(tuple(specs), Mesh(targets), (Shard(0),), "send_recv"))
+    small_s, large_s = (timing.seconds for timing in clock(probes, 1))
     # The call's cost drops out of the difference, unless a disturbance was longer than the difference itself.
     if large_s - small_s > _LEAST_SHARE * large_s:
         return (totals[1] - totals[0]) / (large_s - small_s)
@@ -196,12 +196,12 @@ def message_cost(ranks: Sequence[int], clock: Clock) -> float:
     """
     chain = _chain(ranks)
     spec = Spec((_NUM_MESSAGES * _MESSAGE_BYTES,), torch.uint8, Mesh(chain[:1]), (Replicate(),))
-    moves = [
-        Move((spec,), Mesh(targets), (Replicate(),), f"broadcast:num_chunks={num_messages}")
+    probes = [
+        Probe((spec,), Mesh(targets), (Replicate(),), f"broadcast:num_chunks={num_messages}")
         for targets in (chain[1:2], chain[1:])
         for num_messages in (1, _NUM_MESSAGES)
     ]
-    one, many, one_passed_on, many_passed_on = clock(moves, _MESSAGE_REPEATS)
+    one, many, one_passed_on, many_passed_on = clock(probes, _MESSAGE_REPEATS)
     on_a_hop = many.seconds - one.seconds
     on_a_rank = many_passed_on.cpu_seconds - one_passed_on.cpu_seconds
     return max(0.0, on_a_hop, on_a_rank) / (_NUM_MESSAGES - 1)
@@ -212,7 +212,7 @@ def hop_cost(ranks: Sequence[int], clock: Clock) -> float:
     chain = _chain(ranks)
     spec = Spec((1,), torch.float32, Mesh(chain), (Partial("sum"),))
     needers = [Mesh(chain[:1]), Mesh(chain)]
-    root, on_from_root = clock([Move((spec,), mesh, (Replicate(),), "broadcast") for mesh in needers], _SMALL_REPEATS)
+    root, on_from_root = clock([Probe((spec,), mesh, (Replicate(),), "broadcast") for mesh in needers], _SMALL_REPEATS)
     return max(0.0, on_from_root.seconds - root.seconds) / (len(chain) - 1)
 
 
@@ -220,21 +220,21 @@ def _chain(ranks: Sequence[int]) -> list[int]:
     return list(ranks[: _MOST_HOPS + 1])
 
 
-def _timings(moves: Sequence[Move], factor: int, *, repeats: int) -> list[Timing]:
+def _timings(probes: Sequence[Probe], factor: int, *, repeats: int) -> list[Timing]:
     """The clock of a running group: the least of each kind, from a common start on."""
-    inputs = [[_tensor(spec) for spec in move.sources] for move in moves]
+    inputs = [[_tensor(spec) for spec in probe.sources] for probe in probes]
     rounds = [
-        [_timed(move, tensors) for move, tensors in zip(moves, inputs, strict=True)]
+        [_timed(probe, tensors) for probe, tensors in zip(probes, inputs, strict=True)]
         for _ in range(1 + factor * repeats)
     ]
     return [Timing(*map(min, zip(*timings, strict=True))) for timings in zip(*rounds, strict=True)]
 
 
-def _timed(move: Move, tensors: list[DTensor | Spec]) -> Timing:
+def _timed(probe: Probe, tensors: list[DTensor | Spec]) -> Timing:
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
-    if any(dist.get_rank() in mesh_grid(mesh).ranks for mesh in (move.mesh, *(spec.mesh for spec in move.sources))):
-        reshard_many(tensors, move.mesh, move.placements, strategy=move.strategy)
+    if any(dist.get_rank() in mesh_grid(mesh).ranks for mesh in (probe.mesh, *(spec.mesh for spec in probe.sources))):
+        reshard_many(tensors, probe.mesh, probe.placements, strategy=probe.strategy)
     cpu_seconds = time.process_time() - cpu_start
     mine = torch.tensor([time.perf_counter() - start, cpu_seconds], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torch_xmesh import _C
 from torch_xmesh.backend import backend_of
-from torch_xmesh.planning import Plans
+from torch_xmesh.plan_cache import Plans
 
 
 class GroupReshards:

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh import _C
 from torch_xmesh.group import group_of
+from torch_xmesh.plan_cache import Move, PlanOptions, plan_of, ranks_of, topology_of
 from torch_xmesh.plan_plot import plot_lanes
-from torch_xmesh.planning import Move, Planning, plan_of, ranks_of, topology_of
 from torch_xmesh.spec import AnyMesh, Mesh, Spec, placement_of
 from torch_xmesh.topology import Topology
 
@@ -170,8 +170,8 @@ def plan_resharding(
         Move(source, Spec(source.shape, source.dtype, dst_mesh, target))
         for source, target in zip(sources, placements, strict=True)
     ]
-    planning = Planning.of(strategy, topology)
-    return ReshardingPlan(plan_of(moves, planning.strategy, topology_of(ranks_of(moves), topology, _discovered)))
+    plan_options = PlanOptions.of(strategy, topology)
+    return ReshardingPlan(plan_of(moves, plan_options.strategy, topology_of(ranks_of(moves), topology, _discovered)))
 
 
 def _source_spec(spec: object) -> Spec:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards
-from torch_xmesh.planning import Move, PlanRequest
+from torch_xmesh.plan_cache import Move, PlanRequest
 from torch_xmesh.spec import Spec, device_mesh, mesh_grid, wrap_local
 from torch_xmesh.tensor_tree import Source, TensorTree
 
@@ -100,7 +100,7 @@ class Call:
                 Move(Spec.of(gradient).without_grad(), _gradient_spec(moves[i].src, gradient))
                 for i, gradient in zip(chosen, incoming, strict=True)
             ),
-            self.request.planning,
+            self.request.plan_options,
             is_backward=True,
             labels=tuple(labels[i] for i in chosen) if labels else (),
         )

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.group import reshards_of
-from torch_xmesh.planning import Move, Planning, PlanRequest
+from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest
 from torch_xmesh.reshard_call import Call, DifferentiableReshard, local_of, refuse
 from torch_xmesh.spec import (
     AnyMesh,
@@ -119,9 +119,9 @@ def _reshard(
             if is_single:
                 _check_single(xs[0], dst_mesh)
             tree = TensorTree(xs)
-            planning = Planning.of(strategy, topology)
+            plan_options = PlanOptions.of(strategy, topology)
             request = PlanRequest(
-                _moves(tree, dst_mesh, dst_placements), planning, labels=tree.labels, entries=tree.entries
+                _moves(tree, dst_mesh, dst_placements), plan_options, labels=tree.labels, entries=tree.entries
             )
             call = Call(reshards, request)
             wants_grad = any(move.src.requires_grad for move in request.moves)

@@ -13,12 +13,12 @@ namespace py = pybind11;
 namespace xmesh::bindings {
 namespace {
 
-using pipeline::EdgeLayout;
 using pipeline::EdgePlans;
+using pipeline::EdgeValues;
 using pipeline::ForwardResult;
 using pipeline::PipelinePlace;
 using pipeline::PipelineTraffic;
-using pipeline::StageLayout;
+using pipeline::StageValues;
 using runtime::PreparedPlan;
 
 using Release = py::call_guard<py::gil_scoped_release>;
@@ -65,7 +65,7 @@ py::list spansOf(const PipelinePlace& place) {
 /// Whether a send, the edge, the microbatch, whether gradients, begin, end.
 py::list transfersOf(const PipelinePlace& place) {
   py::list out;
-  for (const pipeline::TransferSpan& span : place.boundary().spans()) {
+  for (const pipeline::TrafficSpan& span : place.boundary().spans()) {
     out.append(py::make_tuple(span.is_send, span.transfer.edge, span.transfer.microbatch, span.transfer.is_gradient, span.begin_ns, span.end_ns));
   }
   return out;
@@ -99,7 +99,7 @@ void bindTraffic(py::module_& module) {
             self.fail({runtime::FailureKind::kStage, text, {}, stage, microbatch});
           },
           py::arg("text"), py::arg("stage"), py::arg("microbatch"), Release())
-      .def("begin_turn", &PipelineTraffic::beginTurn, Release())
+      .def("begin_phase", &PipelineTraffic::beginPhase, Release())
       .def("refuse", &PipelineTraffic::refuse, py::arg("text"), Release())
       .def("close", &PipelineTraffic::close, Release());
 }
@@ -108,30 +108,30 @@ void bindTraffic(py::module_& module) {
 
 void bindPipeline(py::module_& module) {
   bindTraffic(module);
-  py::class_<StageLayout>(module, "StageLayout")
+  py::class_<StageValues>(module, "StageValues")
       .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions) {
-             return StageLayout{stage, std::move(inputs), std::move(outputs), std::move(model_positions)};
+             return StageValues{stage, std::move(inputs), std::move(outputs), std::move(model_positions)};
            }),
            py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"));
-  py::class_<EdgeLayout>(module, "EdgeLayout")
+  py::class_<EdgeValues>(module, "EdgeValues")
       .def(py::init<>())
-      .def_readwrite("from_stage", &EdgeLayout::from)
-      .def_readwrite("to_stage", &EdgeLayout::to)
-      .def_readwrite("from_positions", &EdgeLayout::from_positions)
-      .def_readwrite("to_positions", &EdgeLayout::to_positions)
-      .def_readwrite("dtypes", &EdgeLayout::dtypes)
-      .def_readwrite("is_differentiable", &EdgeLayout::is_differentiable)
-      .def_readwrite("drops_gradient", &EdgeLayout::drops_gradient)
-      .def_readwrite("is_local", &EdgeLayout::is_local)
-      .def_readwrite("has_producer", &EdgeLayout::has_producer)
-      .def_readwrite("has_consumer", &EdgeLayout::has_consumer);
+      .def_readwrite("from_stage", &EdgeValues::from)
+      .def_readwrite("to_stage", &EdgeValues::to)
+      .def_readwrite("from_positions", &EdgeValues::from_positions)
+      .def_readwrite("to_positions", &EdgeValues::to_positions)
+      .def_readwrite("dtypes", &EdgeValues::dtypes)
+      .def_readwrite("is_differentiable", &EdgeValues::is_differentiable)
+      .def_readwrite("drops_gradient", &EdgeValues::drops_gradient)
+      .def_readwrite("is_local", &EdgeValues::is_local)
+      .def_readwrite("has_producer", &EdgeValues::has_producer)
+      .def_readwrite("has_consumer", &EdgeValues::has_consumer);
   py::class_<EdgePlans, std::shared_ptr<EdgePlans>>(module, "EdgePlans")
       .def(py::init([](std::string lane, std::string values, bool is_joint, const Plans& forward, const Plans& backward) {
              return EdgePlans{std::move(lane), std::move(values), is_joint, constPlans(forward), constPlans(backward)};
            }),
            py::arg("lane"), py::arg("values"), py::arg("is_joint"), py::arg("forward"), py::arg("backward"));
   py::class_<PipelinePlace>(module, "PipelinePlace")
-      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, py::object forward,
+      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges, py::object forward,
                        bool overlap, int32_t lookahead) {
              return std::make_unique<PipelinePlace>(std::move(traffic), std::move(stages), std::move(edges), forwardOf(std::move(forward)),
                                                     runtime::EngineOptions{overlap, lookahead});

@@ -45,15 +45,15 @@ bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::De
   // The factory needs the GIL, and another thread may hold it while it waits for the mutex.
   hooks_.run_unlocked([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Slot& place = slots_[*slot];
-    if (!place.owner) {
+    Slot& slot_here = slots_[*slot];
+    if (!slot_here.owner) {
       auto backend = hooks_.make_inner(kind, store_, rank_, size_, options_);
       TORCH_CHECK(backend, "xmesh: the factory of the ", c10::DeviceTypeName(kind, true), " backend returned None");
       prepare(*backend);
-      place.owner = std::move(backend);
-      place.fast.store(place.owner.get(), std::memory_order_release);
+      slot_here.owner = std::move(backend);
+      slot_here.fast.store(slot_here.owner.get(), std::memory_order_release);
     }
-    result = place.owner.get();
+    result = slot_here.owner.get();
   });
   return *result;
 }

@@ -26,7 +26,7 @@ class JsonValue {
   const JsonValue& at(std::string_view name) const;
   /// Throws unless this is an object with these members and no others.
   void expectMembers(const std::vector<std::string_view>& names) const;
-  /// Throws InvalidArgument "<place>: <message>".
+  /// Throws InvalidArgument "<where>: <message>".
   [[noreturn]] void fail(const std::string& message) const;
   Kind kind() const { return kind_; }
 

@@ -14,7 +14,7 @@ Mesh::Mesh(std::vector<int64_t> shape, std::vector<int64_t> ranks) : shape_(std:
     require(product <= (int64_t{1} << 30) / extent, "a mesh of more than 2^30 ranks is not supported");
     product *= extent;
   }
-  require(product == numRanks(), "a mesh of shape with " + std::to_string(product) + " places was given " + std::to_string(numRanks()) + " ranks");
+  require(product == numRanks(), "a mesh of shape with " + std::to_string(product) + " positions was given " + std::to_string(numRanks()) + " ranks");
   std::vector<int64_t> sorted = ranks_;
   std::sort(sorted.begin(), sorted.end());
   for (size_t i = 0; i < sorted.size(); ++i) {

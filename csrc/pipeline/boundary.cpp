@@ -31,7 +31,7 @@ const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transf
 }
 
 std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
-  const EdgeLayout& edge = runner_.edges()[static_cast<size_t>(transfer.edge)];
+  const EdgeValues& edge = runner_.edges()[static_cast<size_t>(transfer.edge)];
   const std::vector<size_t>& differentiable = runner_.differentiable(transfer.edge);
   const runtime::Program& program = *planOf(transfer)->program;
   std::vector<at::Tensor> out;
@@ -47,7 +47,7 @@ PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, cons
                                                   bool is_send) {
   const auto index = static_cast<size_t>(transfer.edge);
   const std::shared_ptr<const EdgePlans>& plans = plans_[index];
-  const EdgeLayout& edge = runner_.edges()[index];
+  const EdgeValues& edge = runner_.edges()[index];
   const uint64_t count = step_ * plans->forward.size() + static_cast<uint64_t>(transfer.microbatch);
   const int64_t begin_ns = runtime::steadyNanoseconds();
   PipelineTraffic::Call call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer), src,

@@ -23,7 +23,7 @@ struct EdgePlans {
 };
 
 /// A transfer in time: steady clock, nanoseconds, from its start (the value exists, or room is made for it) to its end.
-struct TransferSpan {
+struct TrafficSpan {
   runtime::Transfer transfer;
   bool is_send = false;
   int64_t begin_ns = 0;
@@ -49,13 +49,13 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
 
   const TensorPool& pool() const { return pool_; }
   /// Of the last step's transfers that have ended.
-  const std::vector<TransferSpan>& spans() const { return spans_; }
+  const std::vector<TrafficSpan>& spans() const { return spans_; }
 
  private:
   /// A transfer that has been begun.
   struct Pending {
     PipelineTraffic::Call call;
-    TransferSpan span;
+    TrafficSpan span;
     std::vector<at::Tensor> buffers;  ///< that receive
   };
   struct EdgeLanes {
@@ -75,7 +75,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   uint64_t step_ = 0;
   std::map<runtime::Transfer, Pending> receives_;
   std::deque<Pending> sends_;
-  std::vector<TransferSpan> spans_;
+  std::vector<TrafficSpan> spans_;
 };
 
 }  // namespace xmesh::pipeline

@@ -6,7 +6,7 @@
 
 namespace xmesh::pipeline {
 
-PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges,
+PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
                              StageRunner::Forward forward, runtime::EngineOptions options)
     : traffic_(std::move(traffic)),
       runner_(std::move(stages), std::move(edges), std::move(forward)),
@@ -19,7 +19,7 @@ PipelinePlace::~PipelinePlace() { traffic_->describeBy({}); }
 
 std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
   std::vector<runtime::PlaceEdge> out;
-  for (const EdgeLayout& edge : runner_.edges()) {
+  for (const EdgeValues& edge : runner_.edges()) {
     const bool has_gradient = !edge.differentiable().empty();
     out.push_back({edge.from, edge.to, has_gradient, edge.has_producer && !edge.is_local, edge.has_consumer && !edge.is_local});
   }

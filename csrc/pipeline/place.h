@@ -20,7 +20,7 @@ struct PlaceStepPlans {
 /// Threading: one thread, without the GIL.
 class PipelinePlace {
  public:
-  PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageLayout> stages, std::vector<EdgeLayout> edges,
+  PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
                 StageRunner::Forward forward, runtime::EngineOptions options);
   ~PipelinePlace();
   PipelinePlace(const PipelinePlace&) = delete;

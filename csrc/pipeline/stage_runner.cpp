@@ -15,7 +15,7 @@ namespace xmesh::pipeline {
 
 using torch::autograd::Edge;
 
-std::vector<size_t> EdgeLayout::differentiable() const {
+std::vector<size_t> EdgeValues::differentiable() const {
   std::vector<size_t> out;
   for (size_t i = 0; i < is_differentiable.size(); ++i) {
     if (is_differentiable[i] != 0) {
@@ -25,28 +25,28 @@ std::vector<size_t> EdgeLayout::differentiable() const {
   return out;
 }
 
-StageRunner::StageRunner(std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, Forward forward)
+StageRunner::StageRunner(std::vector<StageValues> stages, std::vector<EdgeValues> edges, Forward forward)
     : edges_(std::move(edges)), forward_(std::move(forward)) {
-  for (StageLayout& layout : stages) {
-    StageCrossings& crossings = crossings_[layout.stage];
-    crossings.inputs.resize(layout.inputs.size());
-    crossings.outputs.resize(layout.outputs.size());
-    for (const EdgeLayout& edge : edges_) {
+  for (StageValues& stage_values : stages) {
+    StageCrossings& crossings = crossings_[stage_values.stage];
+    crossings.inputs.resize(stage_values.inputs.size());
+    crossings.outputs.resize(stage_values.outputs.size());
+    for (const EdgeValues& edge : edges_) {
       for (size_t i = 0; i < edge.is_differentiable.size(); ++i) {
         const bool is_differentiable = edge.is_differentiable[i] != 0;
-        if (edge.from == layout.stage) {
+        if (edge.from == stage_values.stage) {
           Crossing& output = crossings.outputs.at(static_cast<size_t>(edge.from_positions.at(i)));
           output = {true, output.is_differentiable || is_differentiable};
         }
-        if (edge.to == layout.stage) {
+        if (edge.to == stage_values.stage) {
           crossings.inputs.at(static_cast<size_t>(edge.to_positions.at(i))) = {true, is_differentiable};
         }
       }
     }
-    const int32_t stage = layout.stage;
-    stages_.emplace(stage, std::move(layout));
+    const int32_t stage = stage_values.stage;
+    stages_.emplace(stage, std::move(stage_values));
   }
-  for (const EdgeLayout& edge : edges_) {
+  for (const EdgeValues& edge : edges_) {
     differentiable_.push_back(edge.differentiable());
   }
 }
@@ -75,28 +75,28 @@ void StageRunner::run(const core::Action& action) {
 }
 
 void StageRunner::forward(int32_t stage, int32_t microbatch) {
-  const StageLayout& layout = layoutOf(stage);
+  const StageValues& stage_values = valuesOf(stage);
   Flight& flight = this->flight(stage, microbatch);
-  flight.inputs.resize(layout.inputs.size());
-  if (!layout.model_positions.empty()) {
+  flight.inputs.resize(stage_values.inputs.size());
+  if (!stage_values.model_positions.empty()) {
     const std::vector<at::Tensor>& given = step_.model_inputs.at(stage).at(static_cast<size_t>(microbatch));
-    for (size_t i = 0; i < layout.model_positions.size(); ++i) {
-      flight.inputs[static_cast<size_t>(layout.model_positions[i])] = given.at(i);
+    for (size_t i = 0; i < stage_values.model_positions.size(); ++i) {
+      flight.inputs[static_cast<size_t>(stage_values.model_positions[i])] = given.at(i);
     }
   }
-  keepRoots(layout, flight, forward_(stage, microbatch, flight.inputs), microbatch);
+  keepRoots(stage_values, flight, forward_(stage, microbatch, flight.inputs), microbatch);
   if (!step_.has_backward) {
     flight.inputs.clear();
   }
   handOver(stage, microbatch, false);
 }
 
-void StageRunner::keepRoots(const StageLayout& layout, Flight& flight, const ForwardResult& result, int32_t microbatch) {
-  if (result.outputs.size() != layout.outputs.size()) {
-    throw core::InvalidArgument("stage " + std::to_string(layout.stage) + " returned " + std::to_string(result.outputs.size()) +
-                                " tensors, expected " + std::to_string(layout.outputs.size()));
+void StageRunner::keepRoots(const StageValues& stage_values, Flight& flight, const ForwardResult& result, int32_t microbatch) {
+  if (result.outputs.size() != stage_values.outputs.size()) {
+    throw core::InvalidArgument("stage " + std::to_string(stage_values.stage) + " returned " + std::to_string(result.outputs.size()) +
+                                " tensors, expected " + std::to_string(stage_values.outputs.size()));
   }
-  const std::vector<Crossing>& crossings = crossings_.at(layout.stage).outputs;
+  const std::vector<Crossing>& crossings = crossings_.at(stage_values.stage).outputs;
   flight.outputs.resize(result.outputs.size());
   flight.roots.resize(result.outputs.size());
   for (size_t i = 0; i < result.outputs.size(); ++i) {
@@ -109,7 +109,7 @@ void StageRunner::keepRoots(const StageLayout& layout, Flight& flight, const For
       continue;
     }
     if (!crossings[i].is_differentiable) {
-      throw core::InvalidArgument("value " + layout.outputs[i] + " of stage " + std::to_string(layout.stage) +
+      throw core::InvalidArgument("value " + stage_values.outputs[i] + " of stage " + std::to_string(stage_values.stage) +
                                   " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen "
                                   "or unfrozen");
     }
@@ -135,7 +135,7 @@ at::Tensor StageRunner::lossGradient(const at::Tensor& loss, int32_t microbatch)
 std::vector<at::Tensor> StageRunner::sumGradients(int32_t stage, const Flight& flight) const {
   std::vector<at::Tensor> sums(flight.roots.size());
   for (const auto& [index, gradients] : flight.gradients) {
-    const EdgeLayout& edge = edges_[static_cast<size_t>(index)];
+    const EdgeValues& edge = edges_[static_cast<size_t>(index)];
     core::require(edge.from == stage, "a gradient came to a stage that did not make its value");
     const std::vector<size_t>& chosen = differentiable(index);
     for (size_t i = 0; i < chosen.size(); ++i) {
@@ -219,22 +219,22 @@ void StageRunner::release(const core::Action& action) {
 }
 
 void StageRunner::putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor> values) {
-  const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
-  Flight& flight = this->flight(layout.to, microbatch);
-  flight.inputs.resize(layoutOf(layout.to).inputs.size());
+  const EdgeValues& edge_values = edges_.at(static_cast<size_t>(edge));
+  Flight& flight = this->flight(edge_values.to, microbatch);
+  flight.inputs.resize(valuesOf(edge_values.to).inputs.size());
   for (size_t i = 0; i < values.size(); ++i) {
-    if (step_.has_backward && layout.is_differentiable[i] != 0) {
+    if (step_.has_backward && edge_values.is_differentiable[i] != 0) {
       values[i].requires_grad_();
     }
-    flight.inputs[static_cast<size_t>(layout.to_positions[i])] = std::move(values[i]);
+    flight.inputs[static_cast<size_t>(edge_values.to_positions[i])] = std::move(values[i]);
   }
 }
 
 std::vector<at::Tensor> StageRunner::takeValues(int32_t edge, int32_t microbatch) {
-  const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
-  Flight& flight = this->flight(layout.from, microbatch);
+  const EdgeValues& edge_values = edges_.at(static_cast<size_t>(edge));
+  Flight& flight = this->flight(edge_values.from, microbatch);
   std::vector<at::Tensor> out;
-  for (const int64_t position : layout.from_positions) {
+  for (const int64_t position : edge_values.from_positions) {
     out.push_back(flight.outputs.at(static_cast<size_t>(position)));
   }
   return out;
@@ -245,11 +245,11 @@ void StageRunner::putGradients(int32_t edge, int32_t microbatch, std::vector<at:
 }
 
 std::vector<at::Tensor> StageRunner::takeGradients(int32_t edge, int32_t microbatch) {
-  const EdgeLayout& layout = edges_.at(static_cast<size_t>(edge));
-  Flight& flight = this->flight(layout.to, microbatch);
+  const EdgeValues& edge_values = edges_.at(static_cast<size_t>(edge));
+  Flight& flight = this->flight(edge_values.to, microbatch);
   std::vector<at::Tensor> out;
   for (const size_t i : differentiable(edge)) {
-    out.push_back(flight.input_gradients.at(static_cast<size_t>(layout.to_positions[i])));
+    out.push_back(flight.input_gradients.at(static_cast<size_t>(edge_values.to_positions[i])));
   }
   return out;
 }

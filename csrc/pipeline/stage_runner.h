@@ -17,7 +17,7 @@
 namespace xmesh::pipeline {
 
 /// The values that go from one stage to a later one, by their positions among the outputs of the one and the inputs of the other.
-struct EdgeLayout {
+struct EdgeValues {
   int32_t from = 0;
   int32_t to = 0;
   std::vector<int64_t> from_positions;
@@ -35,7 +35,7 @@ struct EdgeLayout {
 };
 
 /// What a stage looks like.
-struct StageLayout {
+struct StageValues {
   int32_t stage = 0;
   std::vector<std::string> inputs;       ///< names of its input values, in order
   std::vector<std::string> outputs;      ///< names of its output values
@@ -50,7 +50,7 @@ struct ForwardResult {
 
 /// What one step is given.
 struct StepInputs {
-  /// By stage of this rank and microbatch: the model's inputs, in the order of StageLayout::model_positions.
+  /// By stage of this rank and microbatch: the model's inputs, in the order of StageValues::model_positions.
   std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
   bool has_backward = true;
   std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
@@ -64,10 +64,10 @@ class StageRunner final : public runtime::ActionRunner {
   /// Takes the GIL itself where it needs it.
   using Forward = std::function<ForwardResult(int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs)>;
 
-  StageRunner(std::vector<StageLayout> stages, std::vector<EdgeLayout> edges, Forward forward);
+  StageRunner(std::vector<StageValues> stages, std::vector<EdgeValues> edges, Forward forward);
 
-  const std::vector<EdgeLayout>& edges() const { return edges_; }
-  /// EdgeLayout::differentiable() of an edge.
+  const std::vector<EdgeValues>& edges() const { return edges_; }
+  /// EdgeValues::differentiable() of an edge.
   const std::vector<size_t>& differentiable(int32_t edge) const { return differentiable_.at(static_cast<size_t>(edge)); }
   bool has(int32_t stage) const { return stages_.contains(stage); }
   void beginStep(StepInputs inputs);
@@ -100,9 +100,9 @@ class StageRunner final : public runtime::ActionRunner {
   void forward(int32_t stage, int32_t microbatch);
   /// Input and weight gradients.
   void backward(int32_t stage, int32_t microbatch);
-  const StageLayout& layoutOf(int32_t stage) const { return stages_.at(stage); }
+  const StageValues& valuesOf(int32_t stage) const { return stages_.at(stage); }
   Flight& flight(int32_t stage, int32_t microbatch) { return flights_[{stage, microbatch}]; }
-  void keepRoots(const StageLayout& layout, Flight& flight, const ForwardResult& result, int32_t microbatch);
+  void keepRoots(const StageValues& stage_values, Flight& flight, const ForwardResult& result, int32_t microbatch);
   at::Tensor lossGradient(const at::Tensor& loss, int32_t microbatch);
   std::vector<at::Tensor> sumGradients(int32_t stage, const Flight& flight) const;
   void handOver(int32_t stage, int32_t microbatch, bool is_gradient);
@@ -117,8 +117,8 @@ class StageRunner final : public runtime::ActionRunner {
     std::vector<Crossing> outputs;
   };
 
-  std::map<int32_t, StageLayout> stages_;
-  const std::vector<EdgeLayout> edges_;
+  std::map<int32_t, StageValues> stages_;
+  const std::vector<EdgeValues> edges_;
   const Forward forward_;
   std::vector<std::vector<size_t>> differentiable_;  ///< by edge
   std::map<int32_t, StageCrossings> crossings_;      ///< by stage

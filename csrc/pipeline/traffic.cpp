@@ -59,7 +59,7 @@ PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Pr
   request.movement = c10d_backend::ReshardGroup::movementOf(prepared, src, dst);
   request.key = runtime::CallKey{participants_, lane.key, count};
   request.watch = watch_->key();
-  request.turn = turn_;
+  request.phase = phase_;
   request.describe = std::move(what);
   return group_->service().transfer(std::move(request));
 }
@@ -85,7 +85,7 @@ void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCal
 void PipelineTraffic::close() {
   if (!std::exchange(is_closed_, true)) {
     const std::string text = "rank " + std::to_string(group_->globalRank()) + " has closed the pipeline's engine";
-    group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, turn_ + 1});
+    group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, phase_ + 1});
     describeBy([] { return std::string("has closed the pipeline"); });
   }
 }

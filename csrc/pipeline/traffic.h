@@ -34,8 +34,8 @@ class PipelineTraffic {
   void meet(const runtime::CallFields& fields);
   /// The lane of that name: equal on all ranks, another for every name.
   Lane lane(const std::string& name);
-  /// The transfers from now on are of the next turn, the same on all ranks: a turn is one thing that all of them do together.
-  void beginTurn() { ++turn_; }
+  /// The transfers from now on are of the next phase, the same on all ranks: a phase is one thing that all of them do together.
+  void beginPhase() { ++phase_; }
   /// Transfer number `count` of a lane, which starts with the next flush(); `what` tells for error texts what it carries.
   Call begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
              std::function<std::string()> what);
@@ -48,10 +48,10 @@ class PipelineTraffic {
   bool hasFailed() const { return watch_->failure().has_value(); }
   /// Ends the pipeline on every rank.
   void fail(runtime::Failure failure);
-  /// Ends it with a ValueError: on the others once they come to this rank's turn.
-  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, turn_}); }
+  /// Ends it with a ValueError: on the others once they come to this rank's phase.
+  void refuse(std::string text) { fail({runtime::FailureKind::kMistake, std::move(text), {}, -1, -1, phase_}); }
   const std::shared_ptr<c10d_backend::ReshardGroup>& group() const { return group_; }
-  /// Ends the watch here; the others get a PeerError in their next turn. Idempotent.
+  /// Ends the watch here; the others get a PeerError in their next phase. Idempotent.
   void close();
 
  private:
@@ -65,7 +65,7 @@ class PipelineTraffic {
   std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
   Call watch_;
-  uint64_t turn_ = 0;
+  uint64_t phase_ = 0;
   uint64_t num_meetings_ = 0;
   bool is_closed_ = false;
 };

@@ -70,13 +70,13 @@ void Calls::begin(Call& call) {
     startExecutor(call);
   }
   if (!call.rounds.isDone()) {
-    sendHello(call);
+    sendNotice(call);
   }
   if (call.executor != nullptr && (call.rounds.isDone() || !executors_->needsAgreement())) {
     call.executor->start();
   }
-  for (auto& [peer, hello] : early.hellos) {
-    hear(peer, std::move(hello));
+  for (auto& [peer, notice] : early.notices) {
+    hear(peer, std::move(notice));
   }
   finishIfDone(key);
 }
@@ -100,30 +100,30 @@ void Calls::startExecutor(Call& call) {
   call.executor = executors_->make(std::move(execution));
 }
 
-void Calls::sendHello(const Call& call) {
+void Calls::sendNotice(const Call& call) {
   const CallTerms& terms = *call.terms;
-  peers_.tell(terms.participants.peerAt(call.rounds.distance()), encode(Hello{call.key, call.rounds.round(), terms.fingerprint, terms.fields}));
+  peers_.tell(terms.participants.peerAt(call.rounds.distance()), encode(CallNotice{call.key, call.rounds.round(), terms.fingerprint, terms.fields}));
 }
 
-void Calls::hear(int32_t peer, Hello hello) {
-  const CallKey key = hello.key;
+void Calls::hear(int32_t peer, CallNotice notice) {
+  const CallKey key = notice.key;
   const auto found = calls_.find(key);
   if (found == calls_.end()) {
     if (const Failure* failure = history_.failureOf(key)) {
       peers_.tell(peer, encode(FailNotice{key, *failure, {}}));
     } else if (EarlyNews* news = history_.newsFor(key)) {
-      news->hellos.emplace_back(peer, std::move(hello));
+      news->notices.emplace_back(peer, std::move(notice));
       refusals_.tellOnce(peer);
     }
     return;
   }
   Call& call = found->second;
-  if (hello.fingerprint != call.terms->fingerprint) {
-    const std::string what = firstDifference(call.terms->fields, peers_.myGlobalRank(), hello.fields, peers_.globalRank(peer));
+  if (notice.fingerprint != call.terms->fingerprint) {
+    const std::string what = firstDifference(call.terms->fields, peers_.myGlobalRank(), notice.fields, peers_.globalRank(peer));
     fail(key, {FailureKind::kMistake, textOf(call) + ": ranks disagree on " + what, {}});
     return;
   }
-  call.rounds.hear(hello.round);
+  call.rounds.hear(notice.round);
   advanceAgreement(key);
 }
 
@@ -131,7 +131,7 @@ void Calls::advanceAgreement(const CallKey& key) {
   Call& call = calls_.at(key);
   while (call.rounds.advance()) {
     if (!call.rounds.isDone()) {
-      sendHello(call);
+      sendNotice(call);
     } else if (call.executor != nullptr && executors_->needsAgreement()) {
       call.executor->start();
     }
@@ -189,7 +189,7 @@ bool Calls::joinWatch(const Call& call) {
   }
   const CallKey watch = *call.watch;
   if (const auto found = calls_.find(watch); found != calls_.end()) {
-    const std::optional<Failure> failure = found->second.watched.join(call.key, call.turn);
+    const std::optional<Failure> failure = found->second.watched.join(call.key, call.phase);
     if (failure.has_value()) {
       fail(watch, *failure);
     }

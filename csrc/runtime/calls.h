@@ -36,7 +36,7 @@ struct Call {
   std::chrono::milliseconds timeout{0};
   std::function<std::string()> describe;  ///< of a transfer or a watch; may be null
   std::optional<CallKey> watch;           ///< the one that it fails with
-  uint64_t turn = 0;                      ///< of that watch
+  uint64_t phase = 0;                     ///< of that watch
   uint64_t pipeline = 0;                  ///< of a watch
   std::optional<Movement> movement;       ///< until it starts
 
@@ -65,11 +65,11 @@ class Calls {
   void start(Call call);
   /// Ends a call with a failure; with `tell` every other participant hears of it. No-op once it has ended.
   void fail(const CallKey& key, const Failure& failure, bool tell = true);
-  /// Ends a watch in peace; the others get `farewell`, if any, once they come to its turn.
+  /// Ends a watch in peace; the others get `farewell`, if any, once they come to its phase.
   void release(const CallKey& watch, const std::optional<Failure>& farewell);
   /// Asks the participants of a call what they do about it, and fails it with what they say.
   void askAround(const CallKey& key);
-  void hear(int32_t peer, Hello hello);
+  void hear(int32_t peer, CallNotice notice);
   void hear(int32_t peer, FailNotice notice);
   void hear(int32_t peer, const Question& question);
   void hear(int32_t peer, Answer answer);
@@ -83,7 +83,7 @@ class Calls {
  private:
   void begin(Call& call);
   void startExecutor(Call& call);
-  void sendHello(const Call& call);
+  void sendNotice(const Call& call);
   void advanceAgreement(const CallKey& key);
   void finishIfDone(const CallKey& key);
   /// Joins a call to the watch that it names; false if that has failed, and the call with it.

@@ -109,22 +109,22 @@ class Compiler {
     program_->first_send_of_track.assign(program_->peer_ranks.size() * kNumTracks, -1);
   }
 
-  int32_t placeOf(int64_t task_index, bool is_src) {
-    std::unordered_map<int64_t, int32_t>& known = is_src ? src_place_ : dst_place_;
-    const auto [found, is_new] = known.try_emplace(task_index, static_cast<int32_t>(program_->places.size()));
+  int32_t boxOf(int64_t task_index, bool is_src) {
+    std::unordered_map<int64_t, int32_t>& known = is_src ? src_box_ : dst_box_;
+    const auto [found, is_new] = known.try_emplace(task_index, static_cast<int32_t>(program_->boxes.size()));
     if (is_new) {
       const UnitTask& task = plan_.tasks[static_cast<size_t>(task_index)];
       const View& view = (is_src ? src_views_ : dst_views_).at(static_cast<size_t>(task.tensor)).value();
-      Place place;
-      place.tensor = static_cast<int32_t>(task.tensor);
-      place.is_src = is_src;
-      place.item_bytes = plan_.itemBytes(task);
+      SliceBox box;
+      box.tensor = static_cast<int32_t>(task.tensor);
+      box.is_src = is_src;
+      box.item_bytes = plan_.itemBytes(task);
       const std::vector<int64_t> offset = core::localOffset(view.tiling, view.coord, task.box);
-      std::copy(offset.begin(), offset.end(), place.offsets.begin());
+      std::copy(offset.begin(), offset.end(), box.offsets.begin());
       for (size_t dim = 0; dim < task.box.size(); ++dim) {
-        place.extents[dim] = task.box[dim].size();
+        box.extents[dim] = task.box[dim].size();
       }
-      program_->places.push_back(place);
+      program_->boxes.push_back(box);
     }
     return found->second;
   }
@@ -145,12 +145,12 @@ class Compiler {
     } else if (message.payload == Payload::kContribution) {
       core::require(ownContribution(task) == message.contribution,
                     messageStr(message) + ": its sender does not hold contribution " + std::to_string(message.contribution));
-      step.place = placeOf(message.task, true);
+      step.box = boxOf(message.task, true);
     } else if (holdsValue(task)) {
-      step.place = placeOf(message.task, true);
+      step.box = boxOf(message.task, true);
     } else {
       addDependencies(message, step);
-      step.place = placeOf(message.task, false);
+      step.box = boxOf(message.task, false);
     }
     ++program_->sends_of_peer[static_cast<size_t>(step.peer)];
     program_->sends.push_back(step);
@@ -174,11 +174,11 @@ class Compiler {
     core::require(needs(taskOf(message)), messageStr(message) + ": its receiver does not need them");
     core::require(!holdsValue(taskOf(message)), messageStr(message) + ": its receiver holds them already");
     std::vector<ArrivedRange>& ranges = arrived_[message.task];
-    const auto place = std::lower_bound(ranges.begin(), ranges.end(), message.begin,
+    const auto after = std::lower_bound(ranges.begin(), ranges.end(), message.begin,
                                         [](const ArrivedRange& candidate, int64_t begin) { return candidate.begin < begin; });
-    const bool is_free = (place == ranges.end() || message.end <= place->begin) && (place == ranges.begin() || (place - 1)->end <= message.begin);
+    const bool is_free = (after == ranges.end() || message.end <= after->begin) && (after == ranges.begin() || (after - 1)->end <= message.begin);
     core::require(is_free, messageStr(message) + ": its receiver has some of them already");
-    ranges.insert(place, {message.begin, message.end, num_arrivals_});
+    ranges.insert(after, {message.begin, message.end, num_arrivals_});
     return num_arrivals_++;
   }
 
@@ -199,7 +199,7 @@ class Compiler {
     const int32_t arrival = addArrival(message);
     ReceiveStep& step = addReceive(message, position);
     step.arrival = arrival;
-    step.place = placeOf(message.task, false);
+    step.box = boxOf(message.task, false);
   }
 
   static bool isOfSameRange(const Message& a, const Message& b) { return a.task == b.task && a.begin == b.begin && a.end == b.end; }
@@ -222,15 +222,15 @@ class Compiler {
       step.arrival = num_arrivals_++;
     } else {
       step.arrival = addArrival(message);
-      step.place = placeOf(message.task, false);
+      step.box = boxOf(message.task, false);
     }
     step.begin = message.begin;
     step.end = message.end;
     step.first_receive = static_cast<int32_t>(program_->receives.size());
     step.reduction = reductionOf(plan_.tensors[static_cast<size_t>(task.tensor)].src);
     if (ownContribution(task) >= 0) {
-      step.own_place = placeOf(message.task, true);
-      step.own_turn = 0;
+      step.own_box = boxOf(message.task, true);
+      step.own_after = 0;
     }
     program_->reductions.push_back(step);
     last_reduced_task_ = message.task;
@@ -247,7 +247,7 @@ class Compiler {
     ReduceStep& step = reductions.back();
     ++step.num_receives;
     if (message.contribution < ownContribution(taskOf(message))) {
-      step.own_turn = step.num_receives;
+      step.own_after = step.num_receives;
     }
     addReceive(message, static_cast<int64_t>(position)).reduction = static_cast<int32_t>(reductions.size()) - 1;
   }
@@ -260,8 +260,8 @@ class Compiler {
       }
       const int64_t num_elements = core::numElements(task.box);
       if (holdsValue(task)) {
-        const int32_t src_place = placeOf(static_cast<int64_t>(index), true);
-        program_->copies.push_back({src_place, placeOf(static_cast<int64_t>(index), false), num_elements});
+        const int32_t src_box = boxOf(static_cast<int64_t>(index), true);
+        program_->copies.push_back({src_box, boxOf(static_cast<int64_t>(index), false), num_elements});
         continue;
       }
       int64_t covered = 0;
@@ -311,8 +311,8 @@ class Compiler {
   std::vector<int64_t> own_contribution_;  ///< by index in plan.holders
   std::vector<bool> is_needer_;            ///< by index in plan.needers
   std::unordered_map<int64_t, int32_t> peer_index_;
-  std::unordered_map<int64_t, int32_t> src_place_;
-  std::unordered_map<int64_t, int32_t> dst_place_;
+  std::unordered_map<int64_t, int32_t> src_box_;
+  std::unordered_map<int64_t, int32_t> dst_box_;
   std::unordered_map<int64_t, std::vector<ArrivedRange>> arrived_;  ///< by task; ascending
   std::vector<std::pair<int32_t, int32_t>> dependencies_;           ///< (arrival, send)
   int64_t last_reduced_task_ = -1;
@@ -335,7 +335,7 @@ void checkLocalTensor(const std::string& what, const LocalTensor& tensor, const 
 int64_t Program::numBytes(const ReceiveStep& step) const {
   const int64_t num_elements = step.end - step.begin;
   if (step.reduction < 0) {
-    return num_elements * places[static_cast<size_t>(step.place)].item_bytes;
+    return num_elements * boxes[static_cast<size_t>(step.box)].item_bytes;
   }
   const Reduction& reduction = reductions[static_cast<size_t>(step.reduction)].reduction;
   return num_elements * (step.is_sum ? reduction.accumulatorItemBytes() : reduction.itemBytes());

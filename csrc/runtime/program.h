@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/resharding/plan.h"
+#include "runtime/box_copy.h"
 #include "runtime/reduce.h"
-#include "runtime/region_copy.h"
 #include "runtime/tracks.h"
 
 namespace xmesh::runtime {
@@ -20,7 +20,7 @@ struct ProgramOptions {
 };
 
 /// Where a task's box lies in this rank's part of a tensor.
-struct Place {
+struct SliceBox {
   int32_t tensor = 0;
   bool is_src = false;  ///< the source's local tensor, else the destination's
   int64_t item_bytes = 0;
@@ -28,10 +28,10 @@ struct Place {
   std::array<int64_t, kMaxDims> extents{};
 };
 
-/// One message out: elements [begin, end) of a place's box.
+/// One message out: elements [begin, end) of a slice.
 struct SendStep {
   int32_t peer = 0;            ///< index in Program::peers()
-  int32_t place = -1;          ///< index in places; -1 for a partial sum
+  int32_t box = -1;            ///< index in boxes; -1 for a partial sum
   int32_t reduction = -1;      ///< whose accumulator is sent as partial sum, an index in reductions; else -1
   int32_t num_deps = 0;        ///< arrivals that must come first
   int32_t track = 0;           ///< see trackOf
@@ -41,10 +41,10 @@ struct SendStep {
   int64_t end = 0;
 };
 
-/// One message in. A value goes to its place; a contribution or a partial sum goes to its reduction.
+/// One message in. A value goes where its slice lies; a contribution or a partial sum goes to its reduction.
 struct ReceiveStep {
   int32_t peer = 0;
-  int32_t place = -1;
+  int32_t box = -1;
   int32_t track = 0;
   bool is_sum = false;
   int32_t reduction = -1;  ///< index in reductions, or -1 for a value
@@ -55,12 +55,12 @@ struct ReceiveStep {
 };
 
 /// Elements [begin, end) of a task, reduced here. Receives first_receive, first_receive + 1, ... bring contributions and partial sums in the order
-/// in which they are added; the own contribution comes after `own_turn` of them. The result is the value of a destination place, or without one
+/// in which they are added; the own contribution comes after `own_after` of them. The result is the value of a destination slice, or without one
 /// a partial sum that the next step in plan order sends.
 struct ReduceStep {
-  int32_t place = -1;
-  int32_t own_place = -1;  ///< in the source's local tensor, or -1 when this rank holds no contribution
-  int32_t own_turn = -1;
+  int32_t box = -1;
+  int32_t own_box = -1;  ///< in the source's local tensor, or -1 when this rank holds no contribution
+  int32_t own_after = -1;
   int32_t first_receive = 0;
   int32_t num_receives = 0;
   int32_t arrival = 0;
@@ -71,8 +71,8 @@ struct ReduceStep {
 
 /// Elements that this rank holds and needs.
 struct CopyStep {
-  int32_t src_place = 0;
-  int32_t dst_place = 0;
+  int32_t src_box = 0;
+  int32_t dst_box = 0;
   int64_t num_elements = 0;
 };
 
@@ -100,7 +100,7 @@ class Program {
   void checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const;
 
   int64_t numBytes(const SendStep& step) const {
-    return (step.end - step.begin) * (step.reduction < 0 ? places[static_cast<size_t>(step.place)].item_bytes
+    return (step.end - step.begin) * (step.reduction < 0 ? boxes[static_cast<size_t>(step.box)].item_bytes
                                                          : reductions[static_cast<size_t>(step.reduction)].reduction.accumulatorItemBytes());
   }
   int64_t numBytes(const ReceiveStep& step) const;
@@ -113,7 +113,7 @@ class Program {
   std::vector<int32_t> first_send_of_track;  ///< by trackIndex; -1 when there is none
   std::vector<std::optional<std::vector<int64_t>>> src_shapes;
   std::vector<std::optional<std::vector<int64_t>>> dst_shapes;
-  std::vector<Place> places;
+  std::vector<SliceBox> boxes;
   std::vector<SendStep> sends;
   std::vector<ReceiveStep> receives;
   std::vector<ReduceStep> reductions;

@@ -145,7 +145,7 @@ class Groups {
   Groups(const ReshardingPlan& plan, const std::vector<bool>& has_sums, int64_t global_rank) : has_sums_(has_sums) {
     for (const Message& message : plan.messages) {
       if (isGrouped(message) && involves(message, global_rank)) {
-        const auto [place, is_new] = index_.try_emplace({message.task, message.dst_rank}, groups_.size());
+        const auto [entry, is_new] = index_.try_emplace({message.task, message.dst_rank}, groups_.size());
         if (is_new) {
           groups_.push_back({message.task, message.dst_rank, false, {}});
         }

@@ -42,7 +42,7 @@ std::shared_ptr<ReshardCall> ReshardService::transfer(TransferRequest request) {
   call.key = request.key;
   call.terms = std::shared_ptr<const CallTerms>(request.movement.prepared, &request.movement.prepared->terms);
   call.watch = request.watch;
-  call.turn = request.turn;
+  call.phase = request.phase;
   call.describe = std::move(request.describe);
   call.movement = std::move(request.movement);
   return begin(std::move(call));
@@ -133,8 +133,8 @@ void ReshardService::release(const CallKey& watch, std::optional<Failure> farewe
 void ReshardService::onControl(int32_t peer, std::string message) {
   try {
     switch (controlKind(message)) {
-      case ControlKind::kHello:
-        return calls_.hear(peer, decodeHello(message));
+      case ControlKind::kCallNotice:
+        return calls_.hear(peer, decodeCallNotice(message));
       case ControlKind::kFail:
         return calls_.hear(peer, decodeFail(message));
       case ControlKind::kQuestion:

@@ -31,8 +31,8 @@ namespace xmesh::runtime {
 ///
 /// A watch ties many calls together: it stands for all ranks that work on something, e.g. a pipeline. It fails on every one of its participants when
 /// one of them dies, when one calls failCall() on it, or when a call that names it fails; with it fail all calls that name it, so that no rank waits
-/// for a call that will not be made. A rank that refuses its part in one turn has done its part in those before: the failure waits for the others to
-/// come to that turn (Failure::turn). Before they share the watch of a pipeline its ranks arrive: it fails where one of them, which has not arrived
+/// for a call that will not be made. A rank that refuses its part in one phase has done its part in those before: the failure waits for the others to
+/// come to that phase (Failure::phase). Before they share the watch of a pipeline its ranks arrive: it fails where one of them, which has not arrived
 /// there, waits for this one elsewhere, could not make a pipeline, or leaves.
 ///
 /// Threading: requests, flush(), refusals and close() come from one thread at a time; what says so from any; everything else happens on the network's
@@ -75,7 +75,7 @@ class ReshardService final : public transport::PeerEvents {
   void failCall(const CallKey& key, Failure failure);
   /// Asks the participants of a call what they do about it; it fails with what they say as it does at its timeout. Any thread.
   void suspect(const CallKey& key);
-  /// Ends a watch in peace; the others get `farewell` once they come to its turn. Any thread.
+  /// Ends a watch in peace; the others get `farewell` once they come to its phase. Any thread.
   void release(const CallKey& watch, std::optional<Failure> farewell = std::nullopt);
 
   Refusals& refusals() { return refusals_; }

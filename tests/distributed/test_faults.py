@@ -16,7 +16,7 @@ from layouts import Layout, source_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
-from torch_xmesh.planning import MAX_PLANS
+from torch_xmesh.plan_cache import MAX_PLANS
 from torch_xmesh.testing import World, mark, spawn
 
 TIMEOUT = 4.0
@@ -235,10 +235,10 @@ def many_reshards(rank: int, world_size: int, count: int, is_fresh: bool, max_pl
 
     from layouts import assert_same_bytes, expected_of, random_layout
 
-    from torch_xmesh import planning
+    from torch_xmesh import plan_cache
     from torch_xmesh.group import reshards_of
 
-    planning.MAX_PLANS = max_plans
+    plan_cache.MAX_PLANS = max_plans
     rng = random.Random(5)
     layouts = [random_layout(rng, world_size) for _ in range(50)]
 

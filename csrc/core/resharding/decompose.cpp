@@ -63,11 +63,11 @@ class Interner {
  public:
   explicit Interner(std::vector<Value>& table) : table_(table) {}
   int64_t indexOf(const Key& key, const Value& value) {
-    const auto [place, is_new] = index_.try_emplace(key, static_cast<int64_t>(table_.size()));
+    const auto [entry, is_new] = index_.try_emplace(key, static_cast<int64_t>(table_.size()));
     if (is_new) {
       table_.push_back(value);
     }
-    return place->second;
+    return entry->second;
   }
 
  private:

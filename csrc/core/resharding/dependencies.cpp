@@ -24,8 +24,8 @@ class Inbox {
       received_.push_back(received);
       return;
     }
-    const auto place = std::upper_bound(received_.begin(), received_.end(), received.begin, [](int64_t b, const Received& r) { return b < r.begin; });
-    received_.insert(place, received);
+    const auto after = std::upper_bound(received_.begin(), received_.end(), received.begin, [](int64_t b, const Received& r) { return b < r.begin; });
+    received_.insert(after, received);
   }
   /// Appends the messages whose elements meet [begin, end).
   void append(int64_t begin, int64_t end, std::vector<int32_t>& out) const {

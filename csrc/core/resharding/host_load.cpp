@@ -7,23 +7,23 @@ namespace {
 
 __extension__ using Wide = __int128;
 
-/// Dinic's maximum flow from the blocks through their hosts. Nodes: source, blocks, hosts, sink.
-class BlockFlow {
+/// Dinic's maximum flow from the shared loads through their hosts. Nodes: source, shared loads, hosts, sink.
+class LoadFlow {
  public:
-  BlockFlow(const std::vector<MassBlock>& blocks, const std::vector<int64_t>& rates, LoadRatio bound)
-      : num_blocks_(static_cast<int32_t>(blocks.size())),
-        num_nodes_(num_blocks_ + static_cast<int32_t>(rates.size()) + 2),
-        edges_of_(static_cast<size_t>(num_nodes_)) {
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      const Wide supply = Wide{blocks[i].mass} * bound.rate;
+  LoadFlow(const std::vector<SharedLoad>& shared_loads, const std::vector<int64_t>& rates, LoadRatio bound)
+      : num_loads_(static_cast<int32_t>(shared_loads.size())),
+        num_nodes_(num_loads_ + static_cast<int32_t>(rates.size()) + 2),
+        arcs_of_(static_cast<size_t>(num_nodes_)) {
+    for (size_t i = 0; i < shared_loads.size(); ++i) {
+      const Wide supply = Wide{shared_loads[i].mass} * bound.rate;
       total_ += supply;
-      addEdge(source(), block(i), supply);
-      for (int32_t host : blocks[i].hosts) {
-        addEdge(block(i), hostNode(host), supply);
+      addArc(source(), loadNode(i), supply);
+      for (int32_t host : shared_loads[i].hosts) {
+        addArc(loadNode(i), hostNode(host), supply);
       }
     }
     for (size_t host = 0; host < rates.size(); ++host) {
-      addEdge(hostNode(static_cast<int32_t>(host)), sink(), Wide{bound.mass} * rates[host]);
+      addArc(hostNode(static_cast<int32_t>(host)), sink(), Wide{bound.mass} * rates[host]);
     }
   }
 
@@ -40,30 +40,30 @@ class BlockFlow {
   /// After a flow that is not feasible: whether the host is on the source's side of the minimum cut.
   bool isCut(int32_t host) const { return level_[static_cast<size_t>(hostNode(host))] >= 0; }
 
-  /// Flow from block i to the k-th of its hosts.
+  /// Flow from shared load i to the k-th of its hosts.
   Wide flowOf(size_t i, size_t k) const {
-    const Edge& edge = edges_[static_cast<size_t>(edges_of_[static_cast<size_t>(block(i))][k + 1])];
-    return edges_[static_cast<size_t>(edge.reverse)].capacity;
+    const Arc& arc = arcs_[static_cast<size_t>(arcs_of_[static_cast<size_t>(loadNode(i))][k + 1])];
+    return arcs_[static_cast<size_t>(arc.reverse)].capacity;
   }
 
  private:
-  struct Edge {
+  struct Arc {
     int32_t to = 0;
     int32_t reverse = 0;
     Wide capacity = 0;
   };
 
   static int32_t source() { return 0; }
-  int32_t block(size_t i) const { return 1 + static_cast<int32_t>(i); }
-  int32_t hostNode(int32_t host) const { return 1 + num_blocks_ + host; }
+  int32_t loadNode(size_t i) const { return 1 + static_cast<int32_t>(i); }
+  int32_t hostNode(int32_t host) const { return 1 + num_loads_ + host; }
   int32_t sink() const { return num_nodes_ - 1; }
 
-  void addEdge(int32_t from, int32_t to, Wide capacity) {
-    const auto index = static_cast<int32_t>(edges_.size());
-    edges_.push_back({to, index + 1, capacity});
-    edges_.push_back({from, index, 0});
-    edges_of_[static_cast<size_t>(from)].push_back(index);
-    edges_of_[static_cast<size_t>(to)].push_back(index + 1);
+  void addArc(int32_t from, int32_t to, Wide capacity) {
+    const auto index = static_cast<int32_t>(arcs_.size());
+    arcs_.push_back({to, index + 1, capacity});
+    arcs_.push_back({from, index, 0});
+    arcs_of_[static_cast<size_t>(from)].push_back(index);
+    arcs_of_[static_cast<size_t>(to)].push_back(index + 1);
   }
 
   bool levelNodes() {
@@ -71,11 +71,11 @@ class BlockFlow {
     level_[0] = 0;
     std::vector<int32_t> queue = {source()};
     for (size_t head = 0; head < queue.size(); ++head) {
-      for (int32_t index : edges_of_[static_cast<size_t>(queue[head])]) {
-        const Edge& edge = edges_[static_cast<size_t>(index)];
-        if (edge.capacity > 0 && level_[static_cast<size_t>(edge.to)] < 0) {
-          level_[static_cast<size_t>(edge.to)] = level_[static_cast<size_t>(queue[head])] + 1;
-          queue.push_back(edge.to);
+      for (int32_t index : arcs_of_[static_cast<size_t>(queue[head])]) {
+        const Arc& arc = arcs_[static_cast<size_t>(index)];
+        if (arc.capacity > 0 && level_[static_cast<size_t>(arc.to)] < 0) {
+          level_[static_cast<size_t>(arc.to)] = level_[static_cast<size_t>(queue[head])] + 1;
+          queue.push_back(arc.to);
         }
       }
     }
@@ -87,15 +87,15 @@ class BlockFlow {
       return limit;
     }
     Wide pushed = 0;
-    const std::vector<int32_t>& edges = edges_of_[static_cast<size_t>(node)];
-    for (size_t& i = next_edge_[static_cast<size_t>(node)]; i < edges.size(); ++i) {
-      Edge& edge = edges_[static_cast<size_t>(edges[i])];
-      if (edge.capacity <= 0 || level_[static_cast<size_t>(edge.to)] != level_[static_cast<size_t>(node)] + 1) {
+    const std::vector<int32_t>& arcs = arcs_of_[static_cast<size_t>(node)];
+    for (size_t& i = next_edge_[static_cast<size_t>(node)]; i < arcs.size(); ++i) {
+      Arc& arc = arcs_[static_cast<size_t>(arcs[i])];
+      if (arc.capacity <= 0 || level_[static_cast<size_t>(arc.to)] != level_[static_cast<size_t>(node)] + 1) {
         continue;
       }
-      const Wide flow = push(edge.to, std::min(limit - pushed, edge.capacity));
-      edge.capacity -= flow;
-      edges_[static_cast<size_t>(edge.reverse)].capacity += flow;
+      const Wide flow = push(arc.to, std::min(limit - pushed, arc.capacity));
+      arc.capacity -= flow;
+      arcs_[static_cast<size_t>(arc.reverse)].capacity += flow;
       pushed += flow;
       if (pushed == limit) {
         return pushed;
@@ -104,23 +104,23 @@ class BlockFlow {
     return pushed;
   }
 
-  int32_t num_blocks_;
+  int32_t num_loads_;
   int32_t num_nodes_;
   Wide total_ = 0;
-  std::vector<std::vector<int32_t>> edges_of_;
-  std::vector<Edge> edges_;
+  std::vector<std::vector<int32_t>> arcs_of_;
+  std::vector<Arc> arcs_;
   std::vector<int32_t> level_;
   std::vector<size_t> next_edge_;
 };
 
-bool isInside(const MassBlock& block, const std::vector<bool>& hosts) {
-  return std::all_of(block.hosts.begin(), block.hosts.end(), [&](int32_t host) { return hosts[static_cast<size_t>(host)]; });
+bool isInside(const SharedLoad& shared, const std::vector<bool>& hosts) {
+  return std::all_of(shared.hosts.begin(), shared.hosts.end(), [&](int32_t host) { return hosts[static_cast<size_t>(host)]; });
 }
 
-LoadRatio ratioOf(const std::vector<MassBlock>& blocks, const std::vector<int64_t>& rates, const std::vector<bool>& hosts) {
+LoadRatio ratioOf(const std::vector<SharedLoad>& shared_loads, const std::vector<int64_t>& rates, const std::vector<bool>& hosts) {
   LoadRatio out{0, 0};
-  for (const MassBlock& block : blocks) {
-    out.mass += isInside(block, hosts) ? block.mass : 0;
+  for (const SharedLoad& shared : shared_loads) {
+    out.mass += isInside(shared, hosts) ? shared.mass : 0;
   }
   for (size_t host = 0; host < rates.size(); ++host) {
     out.rate += hosts[host] ? rates[host] : 0;
@@ -132,11 +132,11 @@ bool isMore(LoadRatio a, LoadRatio b) { return Wide{a.mass} * b.rate > Wide{b.ma
 
 }  // namespace
 
-LoadRatio worstHostSet(const std::vector<MassBlock>& blocks, const std::vector<int64_t>& rates, LoadRatio at_least) {
+LoadRatio worstHostSet(const std::vector<SharedLoad>& shared_loads, const std::vector<int64_t>& rates, LoadRatio at_least) {
   std::vector<int64_t> alone(rates.size(), 0);
-  for (const MassBlock& block : blocks) {
-    if (block.hosts.size() == 1) {
-      alone[static_cast<size_t>(block.hosts[0])] += block.mass;
+  for (const SharedLoad& shared : shared_loads) {
+    if (shared.hosts.size() == 1) {
+      alone[static_cast<size_t>(shared.hosts[0])] += shared.mass;
     }
   }
   LoadRatio best = at_least;
@@ -145,7 +145,7 @@ LoadRatio worstHostSet(const std::vector<MassBlock>& blocks, const std::vector<i
     best = isMore(ratio, best) ? ratio : best;
   }
   while (true) {
-    BlockFlow flow(blocks, rates, best);
+    LoadFlow flow(shared_loads, rates, best);
     if (flow.isFeasible()) {
       return best;
     }
@@ -153,18 +153,18 @@ LoadRatio worstHostSet(const std::vector<MassBlock>& blocks, const std::vector<i
     for (size_t host = 0; host < rates.size(); ++host) {
       cut[host] = flow.isCut(static_cast<int32_t>(host));
     }
-    best = ratioOf(blocks, rates, cut);
+    best = ratioOf(shared_loads, rates, cut);
   }
 }
 
-std::vector<std::vector<int64_t>> splitWithin(const std::vector<MassBlock>& blocks, const std::vector<int64_t>& rates, LoadRatio bound) {
-  BlockFlow flow(blocks, rates, bound);
+std::vector<std::vector<int64_t>> splitWithin(const std::vector<SharedLoad>& shared_loads, const std::vector<int64_t>& rates, LoadRatio bound) {
+  LoadFlow flow(shared_loads, rates, bound);
   flow.isFeasible();
   std::vector<std::vector<int64_t>> out;
-  for (size_t i = 0; i < blocks.size(); ++i) {
+  for (size_t i = 0; i < shared_loads.size(); ++i) {
     std::vector<int64_t>& bytes = out.emplace_back();
-    int64_t left = blocks[i].mass;
-    for (size_t k = 0; k < blocks[i].hosts.size(); ++k) {
+    int64_t left = shared_loads[i].mass;
+    for (size_t k = 0; k < shared_loads[i].hosts.size(); ++k) {
       const auto share = static_cast<int64_t>(flow.flowOf(i, k) / bound.rate);
       bytes.push_back(std::min(share, left));
       left -= bytes.back();

@@ -67,11 +67,11 @@ std::pair<int32_t, bool> PairIndex::idOf(int32_t first, int32_t second) {
 }
 
 int32_t HostSetTable::idOf(const std::vector<int32_t>& hosts) {
-  const auto [place, is_new] = ids_.try_emplace(hosts, static_cast<int32_t>(sets_.size()));
+  const auto [entry, is_new] = ids_.try_emplace(hosts, static_cast<int32_t>(sets_.size()));
   if (is_new) {
-    sets_.push_back(&place->first);
+    sets_.push_back(&entry->first);
   }
-  return place->second;
+  return entry->second;
 }
 
 }  // namespace xmesh::core

@@ -40,7 +40,7 @@ struct LoadClass {
 
 struct Demands {
   std::vector<int64_t> incoming;  ///< bytes by host
-  std::vector<MassBlock> outgoing;
+  std::vector<SharedLoad> outgoing;
 };
 
 Demands demandsOf(const ReshardingPlan& plan, const Network& network) {

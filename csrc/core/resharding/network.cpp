@@ -119,7 +119,7 @@ Network::Cost Network::nicCost(int32_t src_host, int32_t dst_host, int64_t num_b
 Timeline::Timeline(ReshardingPlan& plan, const Network& network)
     : plan_(plan), network_(network), send_free_(static_cast<size_t>(network.numPorts())), recv_free_(static_cast<size_t>(network.numPorts())) {}
 
-int64_t Timeline::place(const Message& message, int64_t ready_ticks) {
+int64_t Timeline::add(const Message& message, int64_t ready_ticks) {
   const Network::Cost cost = network_.cost(network_.rankIndex(message.src_rank), network_.rankIndex(message.dst_rank), plan_.numBytes(message));
   int64_t& send_free = send_free_[static_cast<size_t>(cost.send_port)];
   int64_t& recv_free = recv_free_[static_cast<size_t>(cost.recv_port)];

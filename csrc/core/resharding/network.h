@@ -60,8 +60,8 @@ class Network {
 class Timeline {
  public:
   Timeline(ReshardingPlan& plan, const Network& network);
-  /// Places a message whose data the sender has from `ready_ticks` on; returns when the receiver has it.
-  int64_t place(const Message& message, int64_t ready_ticks);
+  /// Adds a message whose data the sender has from `ready_ticks` on; returns when the receiver has it.
+  int64_t add(const Message& message, int64_t ready_ticks);
   void finish();
   void reserve(size_t num_messages);
 

@@ -82,7 +82,7 @@ std::map<int64_t, int64_t> readPairs(const JsonValue& value) {
   return out;
 }
 
-/// Runs `read`; what it finds wrong is reported at the value's place.
+/// Runs `read`; what it finds wrong is reported where the value stands.
 template <typename Read>
 auto readAt(const JsonValue& value, Read read) {
   try {

@@ -107,17 +107,17 @@ class Replay {
 
   /// A rank's stock; it begins with the contribution that the rank holds.
   Stock& stockOf(int64_t task, int64_t rank) {
-    const auto [place, is_new] = stocks_.try_emplace({task, rank});
+    const auto [entry, is_new] = stocks_.try_emplace({task, rank});
     if (is_new) {
       const std::vector<std::vector<int64_t>>& contributions = contributionsOf(task);
-      place->second.contributions.resize(contributions.size());
+      entry->second.contributions.resize(contributions.size());
       for (size_t i = 0; i < contributions.size(); ++i) {
         if (has(contributions[i], rank)) {
-          place->second.contributions[i].add({0, numElements(plan_.tasks[static_cast<size_t>(task)].box)});
+          entry->second.contributions[i].add({0, numElements(plan_.tasks[static_cast<size_t>(task)].box)});
         }
       }
     }
-    return place->second;
+    return entry->second;
   }
 
   /// The first range that the rank can neither copy nor reduce, or an empty one.

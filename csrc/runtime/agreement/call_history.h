@@ -15,7 +15,7 @@ namespace xmesh::runtime {
 
 /// What came for a call before this rank made it.
 struct EarlyNews {
-  std::vector<std::pair<int32_t, Hello>> hellos;  ///< by peer
+  std::vector<std::pair<int32_t, CallNotice>> notices;  ///< by peer
   std::optional<Failure> failure;
   std::vector<int64_t> participants;  ///< with the failure, where they are known
 };

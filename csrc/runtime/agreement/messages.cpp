@@ -32,7 +32,7 @@ void putRanks(WireWriter& writer, const std::vector<int64_t>& ranks) {
 void putFailure(WireWriter& writer, const Failure& failure) {
   writer.put(failure.kind).put(std::string_view(failure.text));
   putRanks(writer, failure.blamed_ranks);
-  writer.put(failure.stage).put(failure.microbatch).put(failure.arrived_peer).put(failure.arrival).put(failure.turn);
+  writer.put(failure.stage).put(failure.microbatch).put(failure.arrived_peer).put(failure.arrival).put(failure.phase);
 }
 
 std::vector<int64_t> getRanks(WireReader& reader) {
@@ -55,7 +55,7 @@ Failure getFailure(WireReader& reader) {
   out.microbatch = reader.get<int32_t>();
   out.arrived_peer = reader.get<int32_t>();
   out.arrival = reader.get<uint64_t>();
-  out.turn = reader.get<uint64_t>();
+  out.phase = reader.get<uint64_t>();
   return out;
 }
 
@@ -139,8 +139,12 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
 
 ControlKind controlKind(std::string_view message) { return WireReader(message).get<ControlKind>(); }
 
-std::string encode(const Hello& hello) {
-  return begin(ControlKind::kHello, hello.key).put(hello.round).put(std::string_view(hello.fingerprint)).put(std::string_view(hello.fields)).take();
+std::string encode(const CallNotice& notice) {
+  return begin(ControlKind::kCallNotice, notice.key)
+      .put(notice.round)
+      .put(std::string_view(notice.fingerprint))
+      .put(std::string_view(notice.fields))
+      .take();
 }
 
 std::string encode(const FailNotice& notice) {
@@ -177,9 +181,9 @@ std::string encode(const Introduction& introduction) {
   return begin(ControlKind::kIntroduction, {}).put(std::string_view(introduction.address)).take();
 }
 
-Hello decodeHello(std::string_view message) {
+CallNotice decodeCallNotice(std::string_view message) {
   WireReader reader(message);
-  Hello out;
+  CallNotice out;
   out.key = readHead(reader);
   out.round = reader.get<uint8_t>();
   out.fingerprint = reader.getText();

@@ -35,9 +35,9 @@ CallFields unpackFields(std::string_view packed);
 /// "src_placements: rank 0 has (Shard(0)), rank 2 has (Replicate())" for the first field that differs, or a general sentence.
 std::string firstDifference(const std::string& mine, int64_t my_rank, const std::string& theirs, int64_t their_rank);
 
-/// Agreement on a call among its n participants in ceil(log2 n) rounds: in round r the i-th sends a Hello to the (i + 2^r)-th and waits
+/// Agreement on a call among its n participants in ceil(log2 n) rounds: in round r the i-th sends a CallNotice to the (i + 2^r)-th and waits
 /// for that of the (i - 2^r)-th, so that at the end every pair has been compared, directly or through equals.
-struct Hello {
+struct CallNotice {
   CallKey key;
   uint8_t round = 0;
   std::string fingerprint;
@@ -83,9 +83,9 @@ struct Introduction {
 /// The watch of the `count`-th pipeline of `ranks`.
 CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count);
 
-enum class ControlKind : uint8_t { kHello = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5, kArrival = 6, kIntroduction = 7 };
+enum class ControlKind : uint8_t { kCallNotice = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5, kArrival = 6, kIntroduction = 7 };
 ControlKind controlKind(std::string_view message);
-std::string encode(const Hello& hello);
+std::string encode(const CallNotice& notice);
 std::string encode(const FailNotice& notice);
 std::string encode(const UnnamedRefusals& refusals);
 std::string encode(const Question& question);
@@ -93,7 +93,7 @@ std::string encode(const Answer& answer);
 std::string encode(const Arrival& arrival);
 std::string encode(const Introduction& introduction);
 /// Each throws std::runtime_error for a message that is not whole.
-Hello decodeHello(std::string_view message);
+CallNotice decodeCallNotice(std::string_view message);
 FailNotice decodeFail(std::string_view message);
 UnnamedRefusals decodeUnnamedRefusals(std::string_view message);
 Question decodeQuestion(std::string_view message);

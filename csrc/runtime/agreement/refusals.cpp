@@ -68,7 +68,7 @@ void Refusals::nameByEarlyFailures() {
 void Refusals::take(const CallKey& key, const Failure& failure) {
   history_.start(key);
   history_.fail(key, failure);
-  for (const auto& [peer, hello] : history_.takeNews(key).hellos) {
+  for (const auto& [peer, notice] : history_.takeNews(key).notices) {
     peers_.tell(peer, encode(FailNotice{key, failure, {}}));
   }
 }

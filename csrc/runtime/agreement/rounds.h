@@ -6,8 +6,8 @@
 
 namespace xmesh::runtime {
 
-/// How far one rank is in the agreement of a call of n participants: in round r of ceil(log2 n) it sends a Hello to the participant 2^r places after
-/// it, and waits for that of the one 2^r places before. Hellos of later rounds may come first. Threading: one thread.
+/// How far one rank is in the agreement of a call of n participants: in round r of ceil(log2 n) it sends a CallNotice to the participant 2^r after
+/// it, and waits for that of the one 2^r before. Notices of later rounds may come first. Threading: one thread.
 class AgreementRounds {
  public:
   /// One participant, or one that does not compare, has nothing to do.
@@ -18,13 +18,13 @@ class AgreementRounds {
   }
 
   bool isDone() const { return round_ == num_rounds_; }
-  /// The round under way, whose Hello this rank has sent.
+  /// The round under way, whose CallNotice this rank has sent.
   uint8_t round() const { return static_cast<uint8_t>(round_); }
-  /// How many places after this rank the receiver of this round's Hello is.
+  /// How far after this rank the receiver of this round's CallNotice is.
   int64_t distance() const { return distanceOf(round_); }
-  /// Takes an equal Hello of a round in.
+  /// Takes an equal CallNotice of a round in.
   void hear(uint8_t round) { heard_.insert(round); }
-  /// Goes to the next round if this one's Hello has come. If that is not the end, the caller sends the Hello of the new round.
+  /// Goes to the next round if this one's CallNotice has come. If that is not the end, the caller sends the CallNotice of the new round.
   bool advance() {
     if (isDone() || heard_.erase(round()) == 0) {
       return false;
@@ -32,7 +32,7 @@ class AgreementRounds {
     ++round_;
     return true;
   }
-  /// Calls `visit(distance)` for each Hello that is still to come: how many places before this rank its sender is.
+  /// Calls `visit(distance)` for each CallNotice that is still to come: how far before this rank its sender is.
   template <typename Visit>
   void forEachMissing(Visit visit) const {
     for (int round = round_; round < num_rounds_; ++round) {

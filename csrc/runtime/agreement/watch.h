@@ -10,21 +10,21 @@
 
 namespace xmesh::runtime {
 
-/// The calls of one rank that fail together, and with those of the other ranks. They come in turns, which all ranks number alike: a rank that refuses
-/// its part in a turn has done its part in those before, so that its failure waits here for this rank to come to that turn. Threading: the network's
-/// thread.
+/// The calls of one rank that fail together, and with those of the other ranks. They come in phases, which all ranks number alike: a rank that
+/// refuses its part in a phase has done its part in those before, so that its failure waits here for this rank to come to that phase. Threading: the
+/// network's thread.
 class Watch {
  public:
-  /// A call of a turn begins; what it fails with, and the watch, if that turn has failed elsewhere.
-  std::optional<Failure> join(const CallKey& call, uint64_t turn) {
+  /// A call of a phase begins; what it fails with, and the watch, if that phase has failed elsewhere.
+  std::optional<Failure> join(const CallKey& call, uint64_t phase) {
     calls_.insert(call);
-    turn_ = std::max(turn_, turn);
-    return coming_.has_value() && coming_->turn <= turn_ ? coming_ : std::nullopt;
+    phase_ = std::max(phase_, phase);
+    return coming_.has_value() && coming_->phase <= phase_ ? coming_ : std::nullopt;
   }
   void leave(const CallKey& call) { calls_.erase(call); }
-  /// Whether a failure that a peer tells of is for now; else it is kept for its turn. The first one counts.
+  /// Whether a failure that a peer tells of is for now; else it is kept for its phase. The first one counts.
   bool isDue(int32_t peer, const Failure& failure) {
-    if (failure.turn <= turn_) {
+    if (failure.phase <= phase_) {
       return true;
     }
     if (!coming_.has_value()) {
@@ -39,7 +39,7 @@ class Watch {
 
  private:
   std::set<CallKey> calls_;
-  uint64_t turn_ = 0;  ///< the latest of theirs
+  uint64_t phase_ = 0;  ///< the latest of theirs
   std::optional<Failure> coming_;
   std::set<int32_t> told_by_;
 };

@@ -22,17 +22,16 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
     throw core::InvalidArgument("expected the group ranks of " + std::to_string(todo.peer_ranks.size()) + " peers, got " +
                                 std::to_string(group_rank_of_peer_.size()));
   }
-  boxes_.reserve(todo.places.size());
-  for (const Place& place : todo.places) {
-    const LocalTensor& tensor = (place.is_src ? src : dst)[static_cast<size_t>(place.tensor)];
-    boxes_.push_back(stridedBox(tensor, place.offsets.data(), place.extents.data(), place.item_bytes));
+  boxes_.reserve(todo.boxes.size());
+  for (const SliceBox& box : todo.boxes) {
+    const LocalTensor& tensor = (box.is_src ? src : dst)[static_cast<size_t>(box.tensor)];
+    boxes_.push_back(stridedBox(tensor, box.offsets.data(), box.extents.data(), box.item_bytes));
   }
   num_deps_.reserve(todo.sends.size());
   for (size_t i = 0; i < todo.sends.size(); ++i) {
     const SendStep& step = todo.sends[i];
     num_deps_.push_back(step.num_deps);
-    if (step.reduction < 0 &&
-        contiguousRun(boxOf(step.place), step.begin, step.end, todo.places[static_cast<size_t>(step.place)].item_bytes) == nullptr) {
+    if (step.reduction < 0 && contiguousRun(boxOf(step.box), step.begin, step.end, todo.boxes[static_cast<size_t>(step.box)].item_bytes) == nullptr) {
       staged_sends_.push_back(static_cast<int32_t>(i));
     }
   }
@@ -201,9 +200,9 @@ void HostExecutor::copySlice() {
   int64_t left_bytes = kSliceBytes;
   while (copy_index_ < program_->copies.size()) {
     const CopyStep& step = program_->copies[copy_index_];
-    const int64_t item_bytes = program_->places[static_cast<size_t>(step.src_place)].item_bytes;
+    const int64_t item_bytes = program_->boxes[static_cast<size_t>(step.src_box)].item_bytes;
     const int64_t end = std::min(step.num_elements, copy_element_ + std::max<int64_t>(1, left_bytes / item_bytes));
-    copyRange(boxOf(step.src_place), boxOf(step.dst_place), copy_element_, end, item_bytes);
+    copyRange(boxOf(step.src_box), boxOf(step.dst_box), copy_element_, end, item_bytes);
     left_bytes -= (end - copy_element_) * item_bytes;
     copy_element_ = end;
     if (end == step.num_elements) {

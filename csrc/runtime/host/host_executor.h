@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/box_copy.h"
 #include "runtime/host/staging_pool.h"
 #include "runtime/peer_progress.h"
 #include "runtime/program.h"
-#include "runtime/region_copy.h"
 #include "transport/host_transport.h"
 
 namespace xmesh::runtime {
@@ -66,14 +66,14 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
     bool is_own_done = false;
   };
 
-  /// What came in packed and is not in its place yet.
+  /// What came in packed and is not yet where it belongs.
   struct PackedArrival {
     int32_t receive = 0;
     const std::byte* data = nullptr;
     int32_t send = -1;  ///< whose buffer holds it now, or -1: the receive's own
   };
 
-  using PackedArrivals = std::map<std::pair<int32_t, int64_t>, PackedArrival>;  ///< by place and first element; they do not overlap
+  using PackedArrivals = std::map<std::pair<int32_t, int64_t>, PackedArrival>;  ///< by slice box and first element; they do not overlap
 
   void onStagingFree() override { handle({EventKind::kStagingFree, 0}); }
   /// Takes an event in, now or (when called back from inside) after the present one. The executor may be gone afterwards.
@@ -121,7 +121,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void copySlice();
   void releaseAll();
   void release(StagingBuffer& buffer);
-  const StridedBox& boxOf(int32_t place) const { return boxes_[static_cast<size_t>(place)]; }
+  const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
 
   std::shared_ptr<const Program> program_;
   transport::HostTransport& transport_;
@@ -129,7 +129,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   std::vector<int32_t> group_rank_of_peer_;
   StagingPool& pool_;
   std::function<void()> on_done_;
-  std::vector<StridedBox> boxes_;  ///< by place
+  std::vector<StridedBox> boxes_;  ///< by slice box
 
   Phase phase_ = Phase::kNew;
   bool is_handling_ = false;

@@ -1,4 +1,4 @@
-// How the executor posts its receives in plan order and what it does with an arrival: to its place, and on to the next hop.
+// How the executor posts its receives in plan order and what it does with an arrival: to where it belongs, and on to the next hop.
 #include <cstddef>
 #include <utility>
 
@@ -34,14 +34,14 @@ bool HostExecutor::postReceive(int32_t index) {
   return true;
 }
 
-/// Where a message may go without staging: a value into its place, what comes first into a reduction into the accumulator if it has its type.
+/// Where a message may go without staging: a value to where it belongs, what comes first into a reduction into the accumulator if it has its type.
 std::byte* HostExecutor::receiveTarget(int32_t index) {
   const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
   if (step.reduction < 0) {
-    return contiguousRun(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
+    return contiguousRun(boxOf(step.box), step.begin, step.end, program_->boxes[static_cast<size_t>(step.box)].item_bytes);
   }
   const ReduceStep& reduce = program_->reductions[static_cast<size_t>(step.reduction)];
-  const bool is_first = index == reduce.first_receive && reduce.own_turn != 0;
+  const bool is_first = index == reduce.first_receive && reduce.own_after != 0;
   return is_first && (step.is_sum || reduce.reduction.accumulatesInPlace()) ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
                                                                             : nullptr;
 }
@@ -62,10 +62,10 @@ void HostExecutor::takeReceived(int32_t index) {
   postReceives();
 }
 
-/// What came in packed goes on to the next hop first and to its place afterwards.
+/// What came in packed goes on to the next hop first and to where it belongs afterwards.
 void HostExecutor::passOn(int32_t index) {
   const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
-  const PackedArrivals::key_type key(step.place, step.begin);
+  const PackedArrivals::key_type key(step.box, step.begin);
   packed_arrivals_[key] = {.receive = index, .data = receive_buffers_[static_cast<size_t>(index)].data};
   onArrival(step.arrival);
   const auto arrival = packed_arrivals_.find(key);
@@ -76,12 +76,12 @@ void HostExecutor::passOn(int32_t index) {
   }
 }
 
-/// Brings a packed arrival to its place; returns its bytes.
+/// Unpacks an arrival; returns its bytes.
 int64_t HostExecutor::unpack(PackedArrivals::iterator arrival) {
   const PackedArrival packed = arrival->second;
   packed_arrivals_.erase(arrival);
   const ReceiveStep& step = program_->receives[static_cast<size_t>(packed.receive)];
-  unpackRange(packed.data, boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
+  unpackRange(packed.data, boxOf(step.box), step.begin, step.end, program_->boxes[static_cast<size_t>(step.box)].item_bytes);
   --num_open_;
   if (packed.send < 0) {
     release(receive_buffers_[static_cast<size_t>(packed.receive)]);
@@ -107,7 +107,7 @@ void HostExecutor::unpackSlice() {
 /// A send's buffer may hold the only copy of what was passed on.
 void HostExecutor::unpackBeforeRelease(int32_t send) {
   const SendStep& step = program_->sends[static_cast<size_t>(send)];
-  const auto arrival = packed_arrivals_.find({step.place, step.begin});
+  const auto arrival = packed_arrivals_.find({step.box, step.begin});
   if (arrival != packed_arrivals_.end() && arrival->second.send == send) {
     unpack(arrival);
   }

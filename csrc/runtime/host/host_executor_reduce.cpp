@@ -22,8 +22,8 @@ bool HostExecutor::prepareReduction(int32_t index) {
     return true;
   }
   const int64_t item_bytes = step.reduction.itemBytes();
-  const bool may_be_in_place = step.place >= 0 && step.reduction.accumulatesInPlace();
-  std::byte* in_place = may_be_in_place ? contiguousRun(boxOf(step.place), step.begin, step.end, item_bytes) : nullptr;
+  const bool may_be_in_place = step.box >= 0 && step.reduction.accumulatesInPlace();
+  std::byte* in_place = may_be_in_place ? contiguousRun(boxOf(step.box), step.begin, step.end, item_bytes) : nullptr;
   if (in_place != nullptr && isAligned(in_place, item_bytes)) {
     state.accumulator = in_place;
   } else {
@@ -33,7 +33,7 @@ bool HostExecutor::prepareReduction(int32_t index) {
     }
     state.accumulator = state.staged.data;
   }
-  if (step.own_turn == 0) {
+  if (step.own_after == 0) {
     accumulateOwn(step, state);
     state.is_own_done = true;
   }
@@ -45,7 +45,7 @@ void HostExecutor::advanceReduction(int32_t index) {
   const ReduceStep& step = program_->reductions[static_cast<size_t>(index)];
   ReduceState& state = reduce_states_[static_cast<size_t>(index)];
   while (true) {
-    if (step.own_turn == state.num_received && !state.is_own_done) {
+    if (step.own_after == state.num_received && !state.is_own_done) {
       accumulateOwn(step, state);
       state.is_own_done = true;
     }
@@ -71,9 +71,9 @@ void HostExecutor::advanceReduction(int32_t index) {
 void HostExecutor::accumulateOwn(const ReduceStep& step, const ReduceState& state) const {
   constexpr int64_t kBufferBytes = 4096;
   alignas(16) std::array<std::byte, kBufferBytes> dense;
-  const StridedBox& box = boxOf(step.own_place);
+  const StridedBox& box = boxOf(step.own_box);
   const int64_t item_bytes = step.reduction.itemBytes();
-  const auto take = step.own_turn == 0 ? initAccumulator : accumulate;
+  const auto take = step.own_after == 0 ? initAccumulator : accumulate;
   const std::byte* run = contiguousRun(box, step.begin, step.end, item_bytes);
   if (run != nullptr) {
     return take(step.reduction, state.accumulator, run, step.end - step.begin);
@@ -87,12 +87,12 @@ void HostExecutor::accumulateOwn(const ReduceStep& step, const ReduceState& stat
 }
 
 void HostExecutor::finishReduction(const ReduceStep& step, ReduceState& state) {
-  if (step.place < 0) {
+  if (step.box < 0) {
     return onArrival(step.arrival);
   }
   finishAccumulator(step.reduction, state.accumulator, step.end - step.begin);
   if (state.staged) {
-    unpackRange(state.accumulator, boxOf(step.place), step.begin, step.end, step.reduction.itemBytes());
+    unpackRange(state.accumulator, boxOf(step.box), step.begin, step.end, step.reduction.itemBytes());
     release(state.staged);
   }
   onArrival(step.arrival);

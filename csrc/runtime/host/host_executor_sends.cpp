@@ -124,7 +124,7 @@ bool HostExecutor::postSend(int32_t index) {
 /// Fills a send's buffer. What just came in packed is not packed again: the first send of the same range and its arrival change buffers, others copy.
 void HostExecutor::pack(int32_t index, StagingBuffer& buffer) {
   const SendStep& step = program_->sends[static_cast<size_t>(index)];
-  const int64_t item_bytes = program_->places[static_cast<size_t>(step.place)].item_bytes;
+  const int64_t item_bytes = program_->boxes[static_cast<size_t>(step.box)].item_bytes;
   const auto found = packedArrivalOf(step);
   if (found != packed_arrivals_.end()) {
     PackedArrival& arrival = found->second;
@@ -139,33 +139,33 @@ void HostExecutor::pack(int32_t index, StagingBuffer& buffer) {
     std::memcpy(buffer.data, arrival.data + (step.begin - receive.begin) * item_bytes, static_cast<size_t>(program_->numBytes(step)));
   } else {
     unpackRangeOf(step);
-    packRange(boxOf(step.place), step.begin, step.end, item_bytes, buffer.data);
+    packRange(boxOf(step.box), step.begin, step.end, item_bytes, buffer.data);
   }
   packed_bytes_ += program_->numBytes(step);
 }
 
 /// The packed arrival that holds all elements of a send, or the end.
 HostExecutor::PackedArrivals::iterator HostExecutor::packedArrivalOf(const SendStep& step) {
-  const auto after = packed_arrivals_.upper_bound({step.place, step.begin});
+  const auto after = packed_arrivals_.upper_bound({step.box, step.begin});
   if (after == packed_arrivals_.begin()) {
     return packed_arrivals_.end();
   }
   const auto arrival = std::prev(after);
   const ReceiveStep& receive = program_->receives[static_cast<size_t>(arrival->second.receive)];
-  return receive.place == step.place && step.end <= receive.end ? arrival : packed_arrivals_.end();
+  return receive.box == step.box && step.end <= receive.end ? arrival : packed_arrivals_.end();
 }
 
-/// Brings to its place what a send reads from there.
+/// Unpacks what a send reads from the destination tensor.
 void HostExecutor::unpackRangeOf(const SendStep& step) {
-  auto arrival = packed_arrivals_.lower_bound({step.place, step.begin});
+  auto arrival = packed_arrivals_.lower_bound({step.box, step.begin});
   if (arrival != packed_arrivals_.begin()) {
     const auto before = std::prev(arrival);
     const ReceiveStep& receive = program_->receives[static_cast<size_t>(before->second.receive)];
-    if (receive.place == step.place && step.begin < receive.end) {
+    if (receive.box == step.box && step.begin < receive.end) {
       arrival = before;
     }
   }
-  while (arrival != packed_arrivals_.end() && arrival->first < PackedArrivals::key_type(step.place, step.end)) {
+  while (arrival != packed_arrivals_.end() && arrival->first < PackedArrivals::key_type(step.box, step.end)) {
     const auto next = std::next(arrival);
     unpack(arrival);
     arrival = next;
@@ -175,7 +175,7 @@ void HostExecutor::unpackRangeOf(const SendStep& step) {
 /// Where a message's bytes lie in one run, or null.
 const std::byte* HostExecutor::sendSource(const SendStep& step) const {
   return step.reduction >= 0 ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
-                             : contiguousRun(boxOf(step.place), step.begin, step.end, program_->places[static_cast<size_t>(step.place)].item_bytes);
+                             : contiguousRun(boxOf(step.box), step.begin, step.end, program_->boxes[static_cast<size_t>(step.box)].item_bytes);
 }
 
 }  // namespace xmesh::runtime

@@ -21,9 +21,9 @@ StreamExecutor::StreamExecutor(std::shared_ptr<const Program> program, transport
   core::require(
       group_rank_of_peer_.size() == program_->peer_ranks.size(),
       "expected the group ranks of " + std::to_string(program_->peer_ranks.size()) + " peers, got " + std::to_string(group_rank_of_peer_.size()));
-  for (const Place& place : program_->places) {
-    const LocalTensor& tensor = (place.is_src ? src : dst)[static_cast<size_t>(place.tensor)];
-    boxes_.push_back(stridedBox(tensor, place.offsets.data(), place.extents.data(), place.item_bytes));
+  for (const SliceBox& box : program_->boxes) {
+    const LocalTensor& tensor = (box.is_src ? src : dst)[static_cast<size_t>(box.tensor)];
+    boxes_.push_back(stridedBox(tensor, box.offsets.data(), box.extents.data(), box.item_bytes));
   }
   orderItems();
   cutGroups(options.staging_bytes);
@@ -47,7 +47,7 @@ void StreamExecutor::cutGroups(int64_t bound_bytes) {
   int64_t own_bytes = 0;
   for (const ReduceStep& step : program_->reductions) {
     accumulator_bytes = std::max(accumulator_bytes, (step.end - step.begin) * step.reduction.accumulatorItemBytes());
-    if (step.own_place >= 0 && contiguousRun(boxOf(step.own_place), step.begin, step.end, step.reduction.itemBytes()) == nullptr) {
+    if (step.own_box >= 0 && contiguousRun(boxOf(step.own_box), step.begin, step.end, step.reduction.itemBytes()) == nullptr) {
       own_bytes = std::max(own_bytes, (step.end - step.begin) * step.reduction.itemBytes());
     }
   }
@@ -95,10 +95,10 @@ void StreamExecutor::cutGroups(int64_t bound_bytes) {
 bool StreamExecutor::isStaged(const Item& item) const {
   if (item.is_send) {
     const SendStep& step = program_->sends[static_cast<size_t>(item.index)];
-    return step.reduction < 0 && contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place)) == nullptr;
+    return step.reduction < 0 && contiguousRun(boxOf(step.box), step.begin, step.end, itemBytes(step.box)) == nullptr;
   }
   const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
-  return step.reduction >= 0 || contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place)) == nullptr;
+  return step.reduction >= 0 || contiguousRun(boxOf(step.box), step.begin, step.end, itemBytes(step.box)) == nullptr;
 }
 
 int64_t StreamExecutor::numBytes(const Item& item) const {
@@ -122,7 +122,7 @@ void StreamExecutor::enqueue(void* staging) {
   if (!program_->copies.empty()) {
     transport_.enqueue([this](void* stream) {
       for (const CopyStep& step : program_->copies) {
-        kernels_.copy(stream, boxOf(step.src_place), boxOf(step.dst_place), step.num_elements, itemBytes(step.src_place));
+        kernels_.copy(stream, boxOf(step.src_box), boxOf(step.dst_box), step.num_elements, itemBytes(step.src_box));
       }
     });
   }
@@ -137,7 +137,7 @@ void StreamExecutor::enqueueMessages(const Group& group) {
     } else {
       const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
       std::byte* data =
-          item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place));
+          item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.box), step.begin, step.end, itemBytes(step.box));
       transport_.enqueueRecv(group_rank_of_peer_[static_cast<size_t>(step.peer)], data, numBytes(item));
     }
   }
@@ -148,14 +148,14 @@ const std::byte* StreamExecutor::sendSource(const Item& item) const {
   if (step.reduction >= 0) {
     return accumulatorOf(program_->reductions[static_cast<size_t>(step.reduction)]);
   }
-  return item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.place), step.begin, step.end, itemBytes(step.place));
+  return item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.box), step.begin, step.end, itemBytes(step.box));
 }
 
 void StreamExecutor::packGroup(void* stream, const Group& group) const {
   for (size_t i = group.begin; i < group.end; ++i) {
     if (items_[i].is_send && items_[i].staging_offset >= 0) {
       const SendStep& step = program_->sends[static_cast<size_t>(items_[i].index)];
-      kernels_.pack(stream, boxOf(step.place), step.begin, step.end, itemBytes(step.place), staging_ + items_[i].staging_offset);
+      kernels_.pack(stream, boxOf(step.box), step.begin, step.end, itemBytes(step.box), staging_ + items_[i].staging_offset);
     }
   }
 }
@@ -170,7 +170,7 @@ void StreamExecutor::unpackGroup(void* stream, const Group& group) const {
     if (step.reduction >= 0) {
       takeContribution(stream, items_[i].index, data);
     } else {
-      kernels_.unpack(stream, data, boxOf(step.place), step.begin, step.end, itemBytes(step.place));
+      kernels_.unpack(stream, data, boxOf(step.box), step.begin, step.end, itemBytes(step.box));
     }
   }
 }
@@ -182,10 +182,10 @@ void StreamExecutor::takeContribution(void* stream, int32_t receive, const std::
   const int64_t num_elements = step.end - step.begin;
   const int32_t turn = receive - step.first_receive;
   std::byte* accumulator = accumulatorOf(step);
-  if (step.own_turn == turn) {
+  if (step.own_after == turn) {
     takeOwn(stream, step, accumulator);
   }
-  if (turn == 0 && step.own_turn != 0) {
+  if (turn == 0 && step.own_after != 0) {
     kernels_.initAccumulator(stream, reduction, accumulator, contribution, num_elements);
   } else {
     kernels_.accumulate(stream, reduction, accumulator, contribution, num_elements);
@@ -193,27 +193,27 @@ void StreamExecutor::takeContribution(void* stream, int32_t receive, const std::
   if (turn + 1 < step.num_receives) {
     return;
   }
-  if (step.own_turn == step.num_receives) {
+  if (step.own_after == step.num_receives) {
     takeOwn(stream, step, accumulator);
   }
-  if (step.place < 0) {
+  if (step.box < 0) {
     return;
   }
   kernels_.finishAccumulator(stream, step.reduction, accumulator, num_elements);
   if (accumulator == staging_) {
-    kernels_.unpack(stream, accumulator, boxOf(step.place), step.begin, step.end, step.reduction.itemBytes());
+    kernels_.unpack(stream, accumulator, boxOf(step.box), step.begin, step.end, step.reduction.itemBytes());
   }
 }
 
 void StreamExecutor::takeOwn(void* stream, const ReduceStep& step, std::byte* accumulator) const {
   const int64_t num_elements = step.end - step.begin;
-  const StridedBox& box = boxOf(step.own_place);
+  const StridedBox& box = boxOf(step.own_box);
   const std::byte* own = contiguousRun(box, step.begin, step.end, step.reduction.itemBytes());
   if (own == nullptr) {
     kernels_.pack(stream, box, step.begin, step.end, step.reduction.itemBytes(), staging_ + own_offset_);
     own = staging_ + own_offset_;
   }
-  if (step.own_turn == 0) {
+  if (step.own_after == 0) {
     kernels_.initAccumulator(stream, step.reduction, accumulator, own, num_elements);
   } else {
     kernels_.accumulate(stream, step.reduction, accumulator, own, num_elements);
@@ -222,8 +222,8 @@ void StreamExecutor::takeOwn(void* stream, const ReduceStep& step, std::byte* ac
 
 /// In the destination where it is one run of the accumulator's type, else at the start of staging memory.
 std::byte* StreamExecutor::accumulatorOf(const ReduceStep& step) const {
-  const bool may_be_in_place = step.place >= 0 && step.reduction.accumulatesInPlace();
-  std::byte* run = may_be_in_place ? contiguousRun(boxOf(step.place), step.begin, step.end, step.reduction.itemBytes()) : nullptr;
+  const bool may_be_in_place = step.box >= 0 && step.reduction.accumulatesInPlace();
+  std::byte* run = may_be_in_place ? contiguousRun(boxOf(step.box), step.begin, step.end, step.reduction.itemBytes()) : nullptr;
   return run != nullptr ? run : staging_;
 }
 

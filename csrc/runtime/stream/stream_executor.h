@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/box_copy.h"
 #include "runtime/program.h"
-#include "runtime/region_copy.h"
 #include "runtime/stream/stream_kernels.h"
 #include "transport/stream_transport.h"
 
@@ -45,7 +45,7 @@ class StreamExecutor {
   void enqueue(void* staging);
 
  private:
-  /// A send or a receive with its place in staging memory, or -1 when it moves in place.
+  /// A send or a receive with its offset in staging memory, or -1 when it moves in place.
   struct Item {
     bool is_send = false;
     int32_t index = 0;
@@ -62,8 +62,8 @@ class StreamExecutor {
   void cutGroups(int64_t bound_bytes);
   bool isStaged(const Item& item) const;
   int64_t numBytes(const Item& item) const;
-  int64_t itemBytes(int32_t place) const { return program_->places[static_cast<size_t>(place)].item_bytes; }
-  const StridedBox& boxOf(int32_t place) const { return boxes_[static_cast<size_t>(place)]; }
+  int64_t itemBytes(int32_t box) const { return program_->boxes[static_cast<size_t>(box)].item_bytes; }
+  const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
   void enqueueMessages(const Group& group);
   const std::byte* sendSource(const Item& item) const;
   void packGroup(void* stream, const Group& group) const;
@@ -76,7 +76,7 @@ class StreamExecutor {
   transport::StreamTransport& transport_;
   std::vector<int32_t> group_rank_of_peer_;
   const StreamKernels& kernels_;
-  std::vector<StridedBox> boxes_;  ///< by place
+  std::vector<StridedBox> boxes_;  ///< by slice box
   std::vector<Item> items_;        ///< in plan order
   std::vector<Group> groups_;
   int64_t own_offset_ = 0;  ///< of the dense copy of an own contribution, behind the accumulator

@@ -2,13 +2,13 @@
 
 #include <cstdint>
 
+#include "runtime/box_copy.h"
 #include "runtime/reduce.h"
-#include "runtime/region_copy.h"
 
 namespace xmesh::runtime {
 
 /// The local work of a StreamExecutor, to be put on `stream` (a native handle; null for a stream that runs on the host). Meanings are those of
-/// region_copy.h and reduce.h.
+/// box_copy.h and reduce.h.
 class StreamKernels {
  public:
   virtual ~StreamKernels() = default;

@@ -164,17 +164,17 @@ void FakeHostWorld::dropStreams(int32_t rank, const std::function<bool(Operation
     Stream& stream = it->second;
     if (which(it->first.operation) && it->first.src == rank) {
       stream.sends.clear();
-      if (stream.transfer) {
-        stream.transfer->is_aborted = true;
+      if (stream.matched) {
+        stream.matched->is_aborted = true;
       }
     }
     if (which(it->first.operation) && it->first.dst == rank) {
       stream.recvs.clear();
-      if (stream.transfer) {
-        stream.transfer->is_discarded = true;
+      if (stream.matched) {
+        stream.matched->is_discarded = true;
       }
     }
-    it = stream.sends.empty() && stream.recvs.empty() && !stream.transfer ? streams_.erase(it) : std::next(it);
+    it = stream.sends.empty() && stream.recvs.empty() && !stream.matched ? streams_.erase(it) : std::next(it);
   }
 }
 
@@ -229,7 +229,7 @@ void FakeHostWorld::notifyLoss(int32_t rank, int32_t lost, const std::string& re
 
 void FakeHostWorld::match(const StreamKey& key) {
   Stream& stream = streams_[key];
-  if (stream.transfer || stream.sends.empty() || stream.recvs.empty()) {
+  if (stream.matched || stream.sends.empty() || stream.recvs.empty()) {
     return;
   }
   if (stream.sends.front().num_bytes != stream.recvs.front().num_bytes) {
@@ -240,48 +240,48 @@ void FakeHostWorld::match(const StreamKey& key) {
     notifyLoss(key.dst, key.src, reason, false);
     return;
   }
-  stream.transfer = std::make_shared<Transfer>(Transfer{key, stream.sends.front(), stream.recvs.front(), 0, 0, false, false});
+  stream.matched = std::make_shared<MatchedMessage>(MatchedMessage{key, stream.sends.front(), stream.recvs.front(), 0, 0, false, false});
   stream.sends.pop_front();
   stream.recvs.pop_front();
-  push({QueueKind::kDepart, key.src, key.dst, key.operation}, [this, transfer = stream.transfer] { depart(transfer); });
+  push({QueueKind::kDepart, key.src, key.dst, key.operation}, [this, matched = stream.matched] { depart(matched); });
 }
 
-void FakeHostWorld::depart(const std::shared_ptr<Transfer>& transfer) {
-  const StreamKey& key = transfer->key;
-  if (transfer->is_aborted || rankAt(key.src).lost.contains(key.dst)) {
+void FakeHostWorld::depart(const std::shared_ptr<MatchedMessage>& matched) {
+  const StreamKey& key = matched->key;
+  if (matched->is_aborted || rankAt(key.src).lost.contains(key.dst)) {
     return;
   }
-  const int64_t left = transfer->from.num_bytes - transfer->departed_bytes;
+  const int64_t left = matched->from.num_bytes - matched->departed_bytes;
   const auto piece_bytes = std::min(left, left / static_cast<int64_t>(1 + random_() % kMaxPieces) + 1);
-  std::string piece(transfer->from.data + transfer->departed_bytes, static_cast<size_t>(piece_bytes));
-  transfer->departed_bytes += piece_bytes;
-  const bool is_last = transfer->departed_bytes == transfer->from.num_bytes;
+  std::string piece(matched->from.data + matched->departed_bytes, static_cast<size_t>(piece_bytes));
+  matched->departed_bytes += piece_bytes;
+  const bool is_last = matched->departed_bytes == matched->from.num_bytes;
   push({QueueKind::kArrive, key.dst, key.src, key.operation},
-       [this, transfer, piece = std::move(piece), is_last] { arrive(transfer, piece, is_last); });
+       [this, matched, piece = std::move(piece), is_last] { arrive(matched, piece, is_last); });
   if (!is_last) {
-    push({QueueKind::kDepart, key.src, key.dst, key.operation}, [this, transfer] { depart(transfer); });
+    push({QueueKind::kDepart, key.src, key.dst, key.operation}, [this, matched] { depart(matched); });
     return;
   }
   const auto owner = rankAt(key.src).operations.find(key.operation);
   if (owner != rankAt(key.src).operations.end()) {
-    owner->second->onSent(transfer->from.cookie);
+    owner->second->onSent(matched->from.cookie);
   }
 }
 
-void FakeHostWorld::arrive(const std::shared_ptr<Transfer>& transfer, const std::string& piece, bool is_last) {
-  const StreamKey key = transfer->key;
-  if (!transfer->is_discarded && !rankAt(key.dst).lost.contains(key.src) && !piece.empty()) {
-    std::memcpy(transfer->to.data + transfer->arrived_bytes, piece.data(), piece.size());
+void FakeHostWorld::arrive(const std::shared_ptr<MatchedMessage>& matched, const std::string& piece, bool is_last) {
+  const StreamKey key = matched->key;
+  if (!matched->is_discarded && !rankAt(key.dst).lost.contains(key.src) && !piece.empty()) {
+    std::memcpy(matched->to.data + matched->arrived_bytes, piece.data(), piece.size());
   }
-  transfer->arrived_bytes += static_cast<int64_t>(piece.size());
+  matched->arrived_bytes += static_cast<int64_t>(piece.size());
   if (!is_last) {
     return;
   }
-  streams_[key].transfer = nullptr;
+  streams_[key].matched = nullptr;
   match(key);
   const auto owner = rankAt(key.dst).operations.find(key.operation);
-  if (!transfer->is_discarded && owner != rankAt(key.dst).operations.end() && !rankAt(key.dst).lost.contains(key.src)) {
-    owner->second->onReceived(transfer->to.cookie);
+  if (!matched->is_discarded && owner != rankAt(key.dst).operations.end() && !rankAt(key.dst).lost.contains(key.src)) {
+    owner->second->onReceived(matched->to.cookie);
   }
 }
 

@@ -85,7 +85,7 @@ class FakeHostWorld {
     auto operator<=>(const StreamKey&) const = default;
   };
   /// A matched pair of send and recv on its way.
-  struct Transfer {
+  struct MatchedMessage {
     StreamKey key;
     Message from;
     Message to;
@@ -97,7 +97,7 @@ class FakeHostWorld {
   struct Stream {
     std::deque<Message> sends;
     std::deque<Message> recvs;
-    std::shared_ptr<Transfer> transfer;
+    std::shared_ptr<MatchedMessage> matched;
   };
 
   const Rank& rankAt(int32_t rank) const { return ranks_.at(static_cast<size_t>(rank)); }
@@ -110,8 +110,8 @@ class FakeHostWorld {
   void meet(int32_t rank, int32_t peer);
   void notifyLoss(int32_t rank, int32_t lost, const std::string& reason, bool is_goodbye);
   void match(const StreamKey& key);
-  void depart(const std::shared_ptr<Transfer>& transfer);
-  void arrive(const std::shared_ptr<Transfer>& transfer, const std::string& piece, bool is_last);
+  void depart(const std::shared_ptr<MatchedMessage>& matched);
+  void arrive(const std::shared_ptr<MatchedMessage>& matched, const std::string& piece, bool is_last);
   void dropStreams(int32_t rank, const std::function<bool(OperationId)>& which);
 
   std::vector<Rank> ranks_;

@@ -213,7 +213,7 @@ class TcpReceiver final : private FdHandler {
   void openRing();
   void readFromRing();
   /// Where the payload of the frame at hand belongs; null when it is discarded or was refused.
-  char* placeOfPayload();
+  char* whereToRead();
   void finishData();
   /// Gives the connection up and tells both ends why.
   void refuse(const std::string& reason);

@@ -190,7 +190,7 @@ bool TcpReceiver::consumeText() {
 void TcpReceiver::startData() {
   phase_ = Phase::kPayload;
   left_bytes_ = header_.num_bytes;
-  destination_ = placeOfPayload();
+  destination_ = whereToRead();
 }
 
 void TcpReceiver::openRing() {
@@ -209,7 +209,7 @@ void TcpReceiver::readFromRing() {
     refuse("protocol error: rank " + std::to_string(peer_) + " sent bytes in a ring that is not mapped");
     return;
   }
-  char* const destination = placeOfPayload();
+  char* const destination = whereToRead();
   if (!fd_.valid()) {
     return;
   }
@@ -219,7 +219,7 @@ void TcpReceiver::readFromRing() {
   finishData();
 }
 
-char* TcpReceiver::placeOfPayload() {
+char* TcpReceiver::whereToRead() {
   const auto found = streams_.find(header_.operation);
   if (found == streams_.end()) {
     return nullptr;  // closed meanwhile

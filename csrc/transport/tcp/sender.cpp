@@ -169,20 +169,20 @@ void TcpSender::schedule(OperationId operation, Stream& stream) {
   }
 }
 
-/// At the end, where messages of the same call change places with it until their cookies ascend.
+/// At the end, where messages of the same call swap with it until their cookies ascend.
 void TcpSender::makeRunnable(OperationId operation) {
   const auto cookie = [this](OperationId runnable) { return streams_.at(runnable).messages.front().cookie; };
   runnable_.push_back(operation);
-  size_t place = runnable_.size() - 1;
-  for (size_t i = place; i-- > 0;) {
+  size_t at = runnable_.size() - 1;
+  for (size_t i = at; i-- > 0;) {
     if (runnable_[i].call != operation.call) {
       continue;
     }
     if (cookie(runnable_[i]) <= cookie(operation)) {
       return;
     }
-    std::swap(runnable_[i], runnable_[place]);
-    place = i;
+    std::swap(runnable_[i], runnable_[at]);
+    at = i;
   }
 }
 

@@ -37,7 +37,7 @@ Fd makeFile() {
 }
 
 /// Where the byte at `position` is, and how many follow it up to the ring's end.
-std::pair<size_t, int64_t> placeOf(int64_t position) {
+std::pair<size_t, int64_t> offsetOf(int64_t position) {
   const int64_t offset = position % kRingBytes;
   return {kHeadBytes + static_cast<size_t>(offset), kRingBytes - offset};
 }
@@ -96,9 +96,9 @@ std::optional<RingWriter> RingWriter::make() {
 RingTicket RingWriter::ticket() const { return {::getpid(), file_.get(), nonce_}; }
 
 void RingWriter::write(const char* data, int64_t num_bytes) {
-  const auto [place, until_end] = placeOf(num_written_);
+  const auto [offset, until_end] = offsetOf(num_written_);
   const auto first = static_cast<size_t>(std::min(num_bytes, until_end));
-  std::memcpy(mapping_.data() + place, data, first);
+  std::memcpy(mapping_.data() + offset, data, first);
   std::memcpy(mapping_.data() + kHeadBytes, data + first, static_cast<size_t>(num_bytes) - first);
   num_written_ += num_bytes;
 }
@@ -136,9 +136,9 @@ std::optional<RingReader> RingReader::open(const RingTicket& ticket) {
 
 void RingReader::read(char* data, int64_t num_bytes) {
   if (data != nullptr) {
-    const auto [place, until_end] = placeOf(num_taken_);
+    const auto [offset, until_end] = offsetOf(num_taken_);
     const auto first = static_cast<size_t>(std::min(num_bytes, until_end));
-    std::memcpy(data, mapping_.data() + place, first);
+    std::memcpy(data, mapping_.data() + offset, first);
     std::memcpy(data + first, mapping_.data() + kHeadBytes, static_cast<size_t>(num_bytes) - first);
   }
   num_taken_ += num_bytes;

@@ -104,42 +104,42 @@ TEST(HostLoad, SplitsWithinTheBoundAndTheBoundIsTheEnumeratedOne) {
     for (int64_t host = 0; host < num_hosts; ++host) {
       rates.push_back(layouts::randomInt(rng, 1, 3) * 1'000'000'000);
     }
-    std::vector<MassBlock> blocks;
+    std::vector<SharedLoad> shared_loads;
     for (int64_t i = layouts::randomInt(rng, 0, 9); i > 0; --i) {
-      MassBlock block;
+      SharedLoad shared;
       const int64_t set = layouts::randomInt(rng, 1, (int64_t{1} << num_hosts) - 1);
       for (int32_t host = 0; host < num_hosts; ++host) {
         if ((set >> host & 1) != 0) {
-          block.hosts.push_back(host);
+          shared.hosts.push_back(host);
         }
       }
-      block.mass = layouts::randomInt(rng, 0, int64_t{1} << 40);
-      blocks.push_back(block);
+      shared.mass = layouts::randomInt(rng, 0, int64_t{1} << 40);
+      shared_loads.push_back(shared);
     }
     double worst = 0;
     for (uint32_t set = 1; set < uint32_t{1} << num_hosts; ++set) {
       double mass = 0;
       double rate = 0;
-      for (const MassBlock& block : blocks) {
-        mass += (bitsOf(block.hosts) & ~set) == 0 ? static_cast<double>(block.mass) : 0;
+      for (const SharedLoad& shared : shared_loads) {
+        mass += (bitsOf(shared.hosts) & ~set) == 0 ? static_cast<double>(shared.mass) : 0;
       }
       for (int64_t host = 0; host < num_hosts; ++host) {
         rate += (set >> host & 1) != 0 ? static_cast<double>(rates[static_cast<size_t>(host)]) : 0;
       }
       worst = std::max(worst, mass / rate);
     }
-    const LoadRatio bound = worstHostSet(blocks, rates, {0, 1});
+    const LoadRatio bound = worstHostSet(shared_loads, rates, {0, 1});
     ASSERT_NEAR(bound.seconds(), worst, 1e-9 * worst) << "seed " << seed;
     std::vector<int64_t> load(rates.size(), 0);
-    const std::vector<std::vector<int64_t>> split = splitWithin(blocks, rates, bound);
-    for (size_t i = 0; i < blocks.size(); ++i) {
+    const std::vector<std::vector<int64_t>> split = splitWithin(shared_loads, rates, bound);
+    for (size_t i = 0; i < shared_loads.size(); ++i) {
       int64_t sum = 0;
       for (size_t k = 0; k < split[i].size(); ++k) {
         ASSERT_GE(split[i][k], 0);
         sum += split[i][k];
-        load[static_cast<size_t>(blocks[i].hosts[k])] += split[i][k];
+        load[static_cast<size_t>(shared_loads[i].hosts[k])] += split[i][k];
       }
-      ASSERT_EQ(sum, blocks[i].mass) << "seed " << seed;
+      ASSERT_EQ(sum, shared_loads[i].mass) << "seed " << seed;
     }
     for (size_t host = 0; host < rates.size(); ++host) {
       ASSERT_LE(static_cast<double>(load[host]), worst * static_cast<double>(rates[host]) + 200) << "seed " << seed;

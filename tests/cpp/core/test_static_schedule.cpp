@@ -15,31 +15,31 @@
 namespace xmesh::core {
 namespace {
 
-/// Replays the rounds: one send and one receive per process and round, only blocks that it has, every block once.
+/// Replays the rounds: one send and one receive per process and round, only chunks that it has, every chunk once.
 TEST(CirculantBroadcast, IsARoundOptimalSchedule) {
   for (int32_t num_processes = 1; num_processes <= 70; ++num_processes) {
-    for (const int32_t num_blocks : {1, 2, 3, 7, 16}) {
+    for (const int32_t num_chunks : {1, 2, 3, 7, 16}) {
       int32_t depth = 0;
       while ((1 << depth) < num_processes) {
         ++depth;
       }
-      std::vector<std::vector<int32_t>> round_of(static_cast<size_t>(num_processes), std::vector<int32_t>(static_cast<size_t>(num_blocks), -1));
-      std::fill(round_of[0].begin(), round_of[0].end(), 0);  // the first round in which a process may send the block; -1: it lacks it
+      std::vector<std::vector<int32_t>> round_of(static_cast<size_t>(num_processes), std::vector<int32_t>(static_cast<size_t>(num_chunks), -1));
+      std::fill(round_of[0].begin(), round_of[0].end(), 0);  // the first round in which a process may send the chunk; -1: it lacks it
       std::set<std::pair<int32_t, int32_t>> senders;
       std::set<std::pair<int32_t, int32_t>> receivers;
-      size_t num_transfers = 0;
-      for (const BlockTransfer& transfer : circulantBroadcast(num_processes, num_blocks)) {
-        const int32_t since = round_of[static_cast<size_t>(transfer.from)][static_cast<size_t>(transfer.block)];
-        ASSERT_TRUE(since >= 0 && since <= transfer.round) << num_processes << " processes, " << num_blocks << " blocks, round " << transfer.round;
-        int32_t& at_receiver = round_of[static_cast<size_t>(transfer.to)][static_cast<size_t>(transfer.block)];
+      size_t num_hops = 0;
+      for (const BroadcastHop& hop : circulantBroadcast(num_processes, num_chunks)) {
+        const int32_t since = round_of[static_cast<size_t>(hop.from)][static_cast<size_t>(hop.chunk)];
+        ASSERT_TRUE(since >= 0 && since <= hop.round) << num_processes << " processes, " << num_chunks << " chunks, round " << hop.round;
+        int32_t& at_receiver = round_of[static_cast<size_t>(hop.to)][static_cast<size_t>(hop.chunk)];
         ASSERT_EQ(at_receiver, -1);
-        at_receiver = transfer.round + 1;
-        ASSERT_TRUE(senders.insert({transfer.round, transfer.from}).second);
-        ASSERT_TRUE(receivers.insert({transfer.round, transfer.to}).second);
-        ASSERT_LT(transfer.round, num_blocks - 1 + depth);
-        ++num_transfers;
+        at_receiver = hop.round + 1;
+        ASSERT_TRUE(senders.insert({hop.round, hop.from}).second);
+        ASSERT_TRUE(receivers.insert({hop.round, hop.to}).second);
+        ASSERT_LT(hop.round, num_chunks - 1 + depth);
+        ++num_hops;
       }
-      ASSERT_EQ(num_transfers, static_cast<size_t>(num_processes - 1) * static_cast<size_t>(num_blocks));
+      ASSERT_EQ(num_hops, static_cast<size_t>(num_processes - 1) * static_cast<size_t>(num_chunks));
     }
   }
 }
@@ -128,7 +128,7 @@ TEST(Scale, HundredsOfHostsAreBoundAndPlannedAsTheyAreSimulated) {
   EXPECT_EQ(plan.predicted_seconds, simulatePlan(plan).seconds);
 }
 
-/// Hosts gather among themselves: uneven parts, two rings side by side, replicas. With a latency of many chunks, since own parts cover it.
+/// Hosts gather among themselves: uneven partials, two rings side by side, replicas. With a latency of many chunks, since own partials cover it.
 TEST(Ring, GathersReachTheBoundWhateverTheLatency) {
   struct Shape {
     std::vector<int64_t> mesh;
@@ -138,10 +138,10 @@ TEST(Ring, GathersReachTheBoundWhateverTheLatency) {
   };
   const Placement all = Placement::replicate();
   const std::vector<Shape> shapes = {
-      {{5}, {Placement::shard(0)}, {all}, 1920},                                               // every host its own part
-      {{5}, {Placement::shard(0)}, {all}, 1917},                                               // of uneven parts
+      {{5}, {Placement::shard(0)}, {all}, 1920},                                               // every host its own partial
+      {{5}, {Placement::shard(0)}, {all}, 1917},                                               // of uneven partials
       {{7}, {Placement::shard(1)}, {all}, 256},                                                // runs of a row
-      {{2, 4}, {all, Placement::shard(0)}, {all, all}, 1920},                                  // each part on two hosts
+      {{2, 4}, {all, Placement::shard(0)}, {all, all}, 1920},                                  // each partial on two hosts
       {{3, 4}, {Placement::shard(0), Placement::shard(1)}, {Placement::shard(0), all}, 1919},  // three rings
   };
   const DType dtype = DType::parse("float32");

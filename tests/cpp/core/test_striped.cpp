@@ -190,7 +190,7 @@ TEST(Striped, StaysNearTheBoundWhereHostsHaveTheirOwnRates) {
 }
 
 /// Hosts 0 to 2 hold: one tensor is on host 0 alone, the others on more and more of them. Together the sends level; of each by itself, host 0 sends
-/// an equal part of all.
+/// an equal partial of all.
 TEST(Striped, BalancesAListOfTensorsTogether) {
   const DType dtype = DType::parse("float32");
   const auto pairOf = [&](std::vector<int64_t> holders, int64_t needer) {
@@ -225,22 +225,22 @@ TEST(WaterFill, ReachesTheLinearProgram) {
     for (int64_t host = 0; host < num_hosts; ++host) {
       rates.push_back(layouts::randomInt(rng, 1, 4) * 1'000'000);
     }
-    std::vector<MassBlock> blocks;
+    std::vector<SharedLoad> shared_loads;
     for (int64_t i = layouts::randomInt(rng, 1, 9); i > 0; --i) {
       const int64_t set = layouts::randomInt(rng, 1, (int64_t{1} << num_hosts) - 1);
-      MassBlock& block = blocks.emplace_back();
+      SharedLoad& shared = shared_loads.emplace_back();
       for (int32_t host = 0; host < num_hosts; ++host) {
         if ((set >> host & 1) != 0) {
-          block.hosts.push_back(host);
+          shared.hosts.push_back(host);
         }
       }
-      block.mass = layouts::randomInt(rng, 1, 1 << 30);
+      shared.mass = layouts::randomInt(rng, 1, 1 << 30);
     }
-    const FilledBlocks filled = waterFill(blocks, rates, 0);
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      EXPECT_NEAR(std::accumulate(filled.bytes[i].begin(), filled.bytes[i].end(), 0.0), static_cast<double>(blocks[i].mass), 1);
+    const FilledLoads filled = waterFill(shared_loads, rates, 0);
+    for (size_t i = 0; i < shared_loads.size(); ++i) {
+      EXPECT_NEAR(std::accumulate(filled.bytes[i].begin(), filled.bytes[i].end(), 0.0), static_cast<double>(shared_loads[i].mass), 1);
     }
-    const double best = worstHostSet(blocks, rates, {0, 1}).seconds();
+    const double best = worstHostSet(shared_loads, rates, {0, 1}).seconds();
     EXPECT_LE(filled.largest_load_s, 1.001 * best) << "seed " << seed;
     EXPECT_GE(filled.largest_load_s, best * (1 - 1e-9)) << "seed " << seed;
   }

@@ -23,10 +23,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view bytes = xmesh::fuzz::textOf(data, size);
   try {
     switch (controlKind(bytes)) {
-      case ControlKind::kHello: {
-        expectComesBack(bytes, decodeHello);
-        const Hello hello = decodeHello(bytes);
-        promise(!firstDifference(hello.fields, 0, hello.fingerprint, 1).empty(), "a difference has a text");
+      case ControlKind::kCallNotice: {
+        expectComesBack(bytes, decodeCallNotice);
+        const CallNotice notice = decodeCallNotice(bytes);
+        promise(!firstDifference(notice.fields, 0, notice.fingerprint, 1).empty(), "a difference has a text");
         break;
       }
       case ControlKind::kFail:

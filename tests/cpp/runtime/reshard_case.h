@@ -12,8 +12,8 @@
 
 #include "core/resharding/plan.h"
 #include "random_layouts.h"
+#include "runtime/box_copy.h"
 #include "runtime/program.h"
-#include "runtime/region_copy.h"
 #include "runtime/reshard_oracle.h"
 
 namespace xmesh::replay {

@@ -131,8 +131,8 @@ TEST(Program, SendsSumsRangeByRange) {
   ASSERT_EQ(middle->numSends(), 3);
   for (size_t i = 0; i < 3; ++i) {
     const runtime::ReduceStep& step = middle->reductions[i];
-    EXPECT_EQ(step.place, -1);
-    EXPECT_EQ(step.own_turn, 1) << "between contributions 0 and 2";
+    EXPECT_EQ(step.box, -1);
+    EXPECT_EQ(step.own_after, 1) << "between contributions 0 and 2";
     EXPECT_EQ(middle->sends[i].reduction, static_cast<int32_t>(i));
     EXPECT_EQ(middle->sends[i].begin, step.begin);
     EXPECT_EQ(middle->sends[i].position, middle->receives[2 * i + 1].position + 1) << "right behind what it is made of";
@@ -142,7 +142,7 @@ TEST(Program, SendsSumsRangeByRange) {
   const auto last = compileProgram(sumPlan(), 3, {4 * 4});
   EXPECT_EQ(last->numReceives(), 3);
   EXPECT_TRUE(last->receives[0].is_sum);
-  EXPECT_GE(last->reductions[0].place, 0);
+  EXPECT_GE(last->reductions[0].box, 0);
 }
 
 TEST(Program, RefusesWrongSums) {

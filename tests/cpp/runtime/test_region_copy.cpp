@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "random_layouts.h"
-#include "runtime/region_copy.h"
+#include "runtime/box_copy.h"
 #include "runtime/reshard_case.h"
 
 namespace xmesh::runtime {

@@ -74,7 +74,7 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement = lend(*made, prepare(plan, rank));
     request.key = {kWatch.participants, kWatch.lane + 1, count};
     request.watch = kWatch;
-    request.turn = turn;
+    request.phase = turn;
     made->call = services_[static_cast<size_t>(rank)]->transfer(std::move(request));
     return made;
   }
@@ -136,7 +136,7 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement.prepared = std::move(prepared);
     request.key = {kWatch.participants, kWatch.lane + 1, count};
     request.watch = kWatch;
-    request.turn = turn;
+    request.phase = turn;
     std::shared_ptr<ReshardCall> call = services_[static_cast<size_t>(rank)]->transfer(std::move(request));
     services_[static_cast<size_t>(rank)]->flush();
     return call;

@@ -36,7 +36,7 @@ def assemble(
     """The partition, and what its stages are for inputs of other sizes; OtherSizesError where they do not hold."""
     last = cut.num_stages - 1
     outputs = _output_structure(cut)
-    placeholders = [node for node in cut.traced.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in cut.captured.graph.nodes if node.op == "placeholder"]
     named = dict(zip(placeholders, input_names(model, arguments), strict=True))
     received: dict[Leaf, list[int]] = {Leaf(node, 0): [] for node in placeholders}
     for stage, needs in enumerate(cut.needs):
@@ -51,7 +51,7 @@ def assemble(
         home = cut.home[leaf.node]
         return last if home is None or (cut.is_local(leaf.node, last) and not received[leaf]) else home
 
-    order = {node: index for index, node in enumerate(cut.traced.graph.nodes)}
+    order = {node: index for index, node in enumerate(cut.captured.graph.nodes)}
     ranked = sorted(
         received, key=lambda leaf: (-1 if producer(leaf) is None else producer(leaf), order[leaf.node], leaf.index)
     )
@@ -86,12 +86,12 @@ def assemble(
         stages.append(
             StageProgram(
                 index=stage,
-                module=stage_module(model, cut.traced, graph, stage),
+                module=stage_module(model, cut.captured, graph, stage),
                 input_values=needed,
                 output_values=tuple(names[leaf] for leaf in made),
                 model_inputs=tuple(name for name in needed if values[name].producer is None),
                 uses_rng=random is None or stage in random,
-                only_mode=cut.traced.training,
+                only_mode=cut.captured.training,
                 use=functools.partial(cut.numbers.use, cut.info),
             )
         )
@@ -144,7 +144,7 @@ def _named_outputs(cut: GraphCut, names: dict[Leaf, str], known: Mapping[fx.Node
         ]
         return pytree.tree_unflatten(flat, info.structure)
 
-    leaves, structure = pytree.tree_flatten(pytree.tree_map(expand, cut.traced.output))
+    leaves, structure = pytree.tree_flatten(pytree.tree_map(expand, cut.captured.output))
     return OutputStructure(tuple(leaves), structure)
 
 

@@ -46,7 +46,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @dataclasses.dataclass
-class Traced:
+class Captured:
     """A model's graph without its output node.
 
     Attributes:
@@ -68,13 +68,13 @@ class Traced:
     why_fixed: str | None = None
 
 
-class UntraceableError(ValueError):
+class CaptureError(ValueError):
     """torch.fx cannot trace the model: the message has module, line and reason."""
 
 
-def trace_fx(
+def capture_fx(
     model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], opened: frozenset[str]
-) -> Traced:
+) -> Captured:
     """Trace `model`, opening the modules named in `opened` (the root ``""`` among them) and no other.
 
     Args:
@@ -82,7 +82,7 @@ def trace_fx(
             constant.
 
     Raises:
-        UntraceableError: see there.
+        CaptureError: see there.
         ValueError: an opened module has hooks.
     """
     refuse_compiled(model, opened)
@@ -96,7 +96,7 @@ def trace_fx(
             )
     training = model.training
     own, other = _trace_mode(model, arguments, names, opened, training), None
-    with contextlib.suppress(UntraceableError):
+    with contextlib.suppress(CaptureError):
         other = _trace_mode(model, arguments, names, opened, not training)
     if other is None or not merge_modes(own, other, training):
         own.training = training
@@ -206,7 +206,7 @@ class _Tracer(fx.Tracer):
 
 def _trace_mode(
     model: nn.Module, arguments: Any, names: Sequence[str], opened: frozenset[str], training: bool
-) -> Traced:
+) -> Captured:
     tracer = _Tracer(opened, arguments, names)
     flags = {module: module.training for module in model.modules()}
     try:
@@ -218,7 +218,7 @@ def _trace_mode(
     except Exception as error:
         inside = next(reversed(tracer.module_stack.values()))[0] if tracer.module_stack else ""
         where = source_line(error)
-        raise UntraceableError(
+        raise CaptureError(
             f"torch.fx cannot trace {_called(inside)} "
             f"({type(model.get_submodule(inside)).__name__}){' at ' + where if where else ''}: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -232,10 +232,10 @@ def _trace_mode(
     output = next(node for node in graph.nodes if node.op == "output")
     structure = _plain(output.args[0])
     graph.erase_node(output)
-    return Traced(graph, structure, dict(tracer.tensor_constants))
+    return Captured(graph, structure, dict(tracer.tensor_constants))
 
 
-def merge_modes(own: Traced, other: Traced, training: bool) -> bool:
+def merge_modes(own: Captured, other: Captured, training: bool) -> bool:
     """Make `own` (of mode ``training``) hold for both modes; False if `other` differs in more than constants."""
     pairs = list(zip(own.graph.nodes, other.graph.nodes, strict=False))
     if len(own.graph.nodes) != len(other.graph.nodes) or len(own.constants) != len(other.constants):

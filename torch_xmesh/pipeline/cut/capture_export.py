@@ -1,4 +1,4 @@
-"""The fallback of trace.py: torch.export's graph of ATen operators, with the model's own parameters."""
+"""The fallback of capture.py: torch.export's graph of ATen operators, with the model's own parameters."""
 
 import contextlib
 import inspect
@@ -12,12 +12,12 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.capture import Traced, merge_modes, refuse_compiled
+from torch_xmesh.pipeline.cut.capture import Captured, merge_modes, refuse_compiled
 
 
-def trace_export(
+def capture_with_export(
     model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], specs: Sequence[Any]
-) -> Traced:
+) -> Captured:
     """Export `model`; parameters and buffers stay the model's, read by their names.
 
     Args:
@@ -47,7 +47,7 @@ def trace_export(
     return own
 
 
-def _export_mode(model: nn.Module, arguments: Any, names: Sequence[str], specs: Sequence[Any]) -> Traced:
+def _export_mode(model: nn.Module, arguments: Any, names: Sequence[str], specs: Sequence[Any]) -> Captured:
     args, kwargs = arguments
     order = [name for name in inspect.signature(model.forward).parameters if name in kwargs]
     ordered = {name: kwargs[name] for name in [*order, *(name for name in kwargs if name not in order)]}
@@ -81,7 +81,7 @@ def _refused_functions() -> Iterator[None]:
 
 def _to_traced(
     exported: Any, model: nn.Module, arguments: Any, ordered: dict[str, Any], names: Sequence[str], specs: Sequence[Any]
-) -> Traced:
+) -> Captured:
     constants: dict[str, Any] = {}
     graph = fx.Graph()
     placeholders = [graph.placeholder(name) for name in names]
@@ -121,7 +121,7 @@ def _to_traced(
             stack = (node.meta.get("nn_module_stack") or {}).values()
             source = " ".join(line.strip() for line in (node.stack_trace or "").strip().splitlines()[-2:])
             copied[node].meta.update(source=source, modules=[path.split("@")[0] for path, _ in stack], modes=None)
-    return Traced(graph, output, constants, fixed_batch=fixed)
+    return Captured(graph, output, constants, fixed_batch=fixed)
 
 
 def _attribute(spec: Any, name: str, exported: Any, constants: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A model cut into pipeline stages: `partition` traces it once and gives each stage a module and the tensors that
+"""A model cut into pipeline stages: `partition` captures it once and gives each stage a module and the tensors that
 cross.
 
 Tensors go straight from the stage that makes them to every stage that reads them. Integers and shapes are constants
@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.assemble import assemble, finish_partition, input_names
-from torch_xmesh.pipeline.cut.capture import Traced, UntraceableError, refuse_compiled, source_line, trace_fx
-from torch_xmesh.pipeline.cut.capture_export import trace_export
+from torch_xmesh.pipeline.cut.capture import Captured, CaptureError, capture_fx, refuse_compiled, source_line
+from torch_xmesh.pipeline.cut.capture_export import capture_with_export
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.cut.propagate import propagate, training_effects
 from torch_xmesh.pipeline.cut.ready import Exchange, StageSignature, chain_ready_stages
@@ -84,7 +84,7 @@ def partition(
         device: where a model or arguments on meta will run; default: the device of what is not on meta, else the CPU.
 
     Raises:
-        ValueError: the model cannot be traced, a split point is unknown or out of order, the number of stages
+        ValueError: the model cannot be captured, a split point is unknown or out of order, the number of stages
             differs, or a value cannot cross.
     """
     arguments = sorted_arguments(example_args, example_kwargs)
@@ -128,7 +128,7 @@ def _check_split(model: Any, split: Any, num_stages: int | None) -> None:
         )
 
 
-def trace_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: frozenset[str]) -> Traced:
+def capture_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: frozenset[str]) -> Captured:
     """The model's graph by torch.fx, else by torch.export.
 
     Raises:
@@ -136,12 +136,12 @@ def trace_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: 
     """
     names = [name for name, _ in input_names(model, arguments)]
     try:
-        return trace_fx(model, arguments, names, opened)
-    except UntraceableError as fx_error:
+        return capture_fx(model, arguments, names, opened)
+    except CaptureError as fx_error:
         try:
-            traced = trace_export(model, arguments, names, specs)
-            traced.why_fixed = f"torch.export made its graph of the example's sizes, since {fx_error}"
-            return traced
+            captured = capture_with_export(model, arguments, names, specs)
+            captured.why_fixed = f"torch.export made its graph of the example's sizes, since {fx_error}"
+            return captured
         except Exception as error:
             where = source_line(error)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -163,9 +163,9 @@ def _partition_traced(
 ) -> Partition:
     refuse_compiled(model, [""])
     names = [_canonical_name(model, name) for name in split.names]
-    traced = trace_model(model, arguments, specs, opened_modules(names))
-    starts = _stage_starts(traced, names)
-    position = {node: index for index, node in enumerate(traced.graph.nodes)}
+    captured = capture_model(model, arguments, specs, opened_modules(names))
+    starts = _stage_starts(captured, names)
+    position = {node: index for index, node in enumerate(captured.graph.nodes)}
 
     def stage_of(node: fx.Node) -> int:
         return sum(position[node] >= start for start in starts)
@@ -173,18 +173,18 @@ def _partition_traced(
     leaves = pytree.tree_leaves(arguments)
     examples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensor_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-    propagation = propagate(model, traced, examples, tensor_specs, stage_of, device)
-    random, changed_in_training = training_effects(model, traced, examples, tensor_specs, stage_of, device)
+    propagation = propagate(model, captured, examples, tensor_specs, stage_of, device)
+    random, changed_in_training = training_effects(model, captured, examples, tensor_specs, stage_of, device)
     propagation.changed_buffers.update(changed_in_training)
-    cut = GraphCut(traced, propagation, stage_of, len(starts) + 1)
+    cut = GraphCut(captured, propagation, stage_of, len(starts) + 1)
     result, at = assemble(model, arguments, cut, samples, propagation, random)
     copied = Shadow([model])
 
     def resize(shapes: Shapes) -> SizedStages:
-        if traced.why_fixed is not None:
-            raise ValueError(traced.why_fixed)
+        if captured.why_fixed is not None:
+            raise ValueError(captured.why_fixed)
         others = resized_examples(examples, shapes.values())
-        return at(propagate(copied.module(), traced, others, tensor_specs, stage_of, device))
+        return at(propagate(copied.module(), captured, others, tensor_specs, stage_of, device))
 
     result.resize = resize
     return result
@@ -200,10 +200,10 @@ def _canonical_name(model: nn.Module, name: str) -> str:
     return next(str(known) for known, module in model.named_modules() if module is modules[name])
 
 
-def _stage_starts(traced: Traced, names: Sequence[str]) -> list[int]:
+def _stage_starts(captured: Captured, names: Sequence[str]) -> list[int]:
     """For each split point the position of the first node in that module."""
     starts = []
-    nodes = list(traced.graph.nodes)
+    nodes = list(captured.graph.nodes)
     for name in names:
         inside = (
             at

@@ -10,9 +10,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_xmesh.pipeline.cut.capture import Traced, enter_modes
+from torch_xmesh.pipeline.cut.capture import Captured, enter_modes
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
-from torch_xmesh.pipeline.cut.partition import SplitAt, opened_modules, trace_model
+from torch_xmesh.pipeline.cut.partition import SplitAt, capture_model, opened_modules
 from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes, tensors_in
 from torch_xmesh.pipeline.cut.sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.cut.values import sorted_arguments
@@ -123,7 +123,7 @@ def balance(
 
 
 class Profile:
-    """Costs per module call of a model; modules are opened, where that can be traced, for finer ones.
+    """Costs per module call of a model; modules are opened, where that can be captured, for finer ones.
 
     Attributes:
         units: one per first call of a module; other nodes belong to the call before them.
@@ -134,7 +134,7 @@ class Profile:
         self._on_meta = any(parameter.is_meta for parameter in model.parameters())
         self._repeats = 1 if self._on_meta else repeats
         self._opened, self._closed = frozenset({""}), set[str]()
-        self._measure(trace_model(model, arguments, specs, self._opened))
+        self._measure(capture_model(model, arguments, specs, self._opened))
 
     def refine(self, num_stages: int) -> None:
         """Opens modules until none takes half a stage's share of the time."""
@@ -152,8 +152,8 @@ class Profile:
         for name in large:
             trial = self._opened | {name} | opened_modules([name])
             try:
-                traced = trace_model(self._model, self._arguments, self._specs, trial)
-                if traced.training is not None:
+                captured = capture_model(self._model, self._arguments, self._specs, trial)
+                if captured.training is not None:
                     raise ValueError(f"{name} differs between train() and eval()")
             except ValueError:
                 self._closed.add(name)
@@ -162,7 +162,7 @@ class Profile:
         self._closed.update(large)
         if self._opened == before:
             return False
-        self._measure(trace_model(self._model, self._arguments, self._specs, self._opened))
+        self._measure(capture_model(self._model, self._arguments, self._specs, self._opened))
         return True
 
     def units_with_memory(self) -> list[UnitCost]:
@@ -192,15 +192,15 @@ class Profile:
             if node in memory and self._unit_of[node] != unit:
                 reads[node.name] = Read(self._unit_of[node], memory[node].storages, memory[node].num_bytes)
 
-    def _measure(self, traced: Traced) -> None:
-        self._traced = traced
+    def _measure(self, captured: Captured) -> None:
+        self._traced = captured
         meter = _count_operations if self._on_meta else _measure
         runs = [self._walk(lambda inputs: meter) for _ in range(self._repeats)]
         self._unit_of: dict[fx.Node, int] = {}
         names: dict[str, float] = {}
         begun, known = set[str](), {name for name, _ in self._model.named_modules(remove_duplicate=False)} - {""}
-        is_flat = all(node.op != "call_module" for node in traced.graph.nodes)
-        for node in traced.graph.nodes:
+        is_flat = all(node.op != "call_module" for node in captured.graph.nodes)
+        for node in captured.graph.nodes:
             owner = next((path for path in reversed(node.meta["modules"]) if path in known), None)
             if owner is not None and owner not in begun and (node.op == "call_module" or is_flat):
                 names[owner] = 0.0
@@ -236,18 +236,18 @@ def _can_open(module: nn.Module) -> bool:
     return not library and any(True for _ in module.children())
 
 
-def _attribute(model: nn.Module, traced: Traced, node: fx.Node) -> Any:
+def _attribute(model: nn.Module, captured: Captured, node: fx.Node) -> Any:
     """What a get_attr node reads."""
-    value = traced.constants.get(str(node.target))
+    value = captured.constants.get(str(node.target))
     if value is None:
         parent, _, field = str(node.target).rpartition(".")
         value = getattr(model.get_submodule(parent), field)
     return value
 
 
-def _parameters_of(model: nn.Module, traced: Traced, node: fx.Node) -> Iterator[nn.Parameter]:
+def _parameters_of(model: nn.Module, captured: Captured, node: fx.Node) -> Iterator[nn.Parameter]:
     """The parameters that a node reads."""
-    read = [_attribute(model, traced, source) for source in node.all_input_nodes if source.op == "get_attr"]
+    read = [_attribute(model, captured, source) for source in node.all_input_nodes if source.op == "get_attr"]
     if node.op == "call_module":
         read.append(model.get_submodule(str(node.target)))
     for value in read:
@@ -271,16 +271,16 @@ _Meter = Callable[[_Call], tuple[Any, _Figure]]
 
 
 def _walk(
-    model: nn.Module, traced: Traced, inputs: list[torch.Tensor], meter: _Meter[_Figure]
+    model: nn.Module, captured: Captured, inputs: list[torch.Tensor], meter: _Meter[_Figure]
 ) -> dict[fx.Node, _Figure]:
     environment: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
     found = {}
-    for node in traced.graph.nodes:
+    for node in captured.graph.nodes:
         if node.op == "placeholder":
             environment[node] = next(remaining)
         elif node.op == "get_attr":
-            environment[node] = _attribute(model, traced, node)
+            environment[node] = _attribute(model, captured, node)
         else:
             given = [environment[source] for source in node.all_input_nodes]
             copies = pytree.tree_map_only(torch.Tensor, _input_of, given)
@@ -333,8 +333,8 @@ def _count_operations(call: _Call) -> tuple[Any, float]:
     return value, float(3 * counter.get_total_flops() + 10 * entries)
 
 
-def _kept_meter(model: nn.Module, traced: Traced, inputs: list[torch.Tensor]) -> _Meter[NodeMemory]:
-    there = [*model.parameters(), *model.buffers(), *traced.constants.values(), *inputs]
+def _kept_meter(model: nn.Module, captured: Captured, inputs: list[torch.Tensor]) -> _Meter[NodeMemory]:
+    there = [*model.parameters(), *model.buffers(), *captured.constants.values(), *inputs]
     there += [value for module in model.modules() for value in vars(module).values()]
     meter = KeptMeter(tensor for tensor in there if isinstance(tensor, torch.Tensor))
     return lambda call: meter(call.run, call.given, call.copies)

@@ -1,4 +1,4 @@
-"""What every node of a traced model is: shapes, dtypes and gradients at several batch sizes, found without running a
+"""What every node of a captured model is: shapes, dtypes and gradients at several batch sizes, found without running a
 kernel.
 
 The graph runs on fake tensors with the example's batch size n, n + 1 and n + 2; a dim that grows by the same step is
@@ -16,7 +16,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_xmesh.pipeline.cut.capture import Traced, enter_modes
+from torch_xmesh.pipeline.cut.capture import Captured, enter_modes
 from torch_xmesh.pipeline.cut.sandbox import Sandbox
 
 
@@ -101,7 +101,7 @@ class Propagation:
 
 def propagate(
     model: nn.Module,
-    traced: Traced,
+    captured: Captured,
     examples: Sequence[torch.Tensor],
     specs: Sequence[Any],
     stage_of: Callable[[fx.Node], int],
@@ -118,14 +118,14 @@ def propagate(
         for example, spec in zip(examples, specs, strict=True)
         if isinstance(spec, TensorChunkSpec)
     }
-    first = _Run(model, traced, stage_of, device)
+    first = _Run(model, captured, stage_of, device)
     first.run_all(examples, specs, 0)
     runs = [first.values]
-    fixed = traced.fixed_batch or not samples
+    fixed = captured.fixed_batch or not samples
     if not fixed:
         try:
             for extra in (1, 2):
-                more = _Run(model, traced, stage_of, device)
+                more = _Run(model, captured, stage_of, device)
                 more.run_all(examples, specs, extra)
                 runs.append(more.values)
         except ValueError:
@@ -139,13 +139,13 @@ def propagate(
     if fixed:
         info = {node: join([value], count) for node, value in first.values.items()}
     return Propagation(
-        info, first.changed_in, first.changed_buffers, traced.fixed_batch or (fixed and bool(samples)), first.aliases
+        info, first.changed_in, first.changed_buffers, captured.fixed_batch or (fixed and bool(samples)), first.aliases
     )
 
 
 def training_effects(
     model: nn.Module,
-    traced: Traced,
+    captured: Captured,
     examples: Sequence[torch.Tensor],
     specs: Sequence[Any],
     stage_of: Callable[[fx.Node], int],
@@ -154,7 +154,7 @@ def training_effects(
     """In training mode: the stages that draw random numbers (None: unknown), and `changed_buffers`."""
     flags = {module: module.training for module in model.modules()}
     watch = RandomWatch()
-    run = _Run(model, traced, stage_of, device, watch)
+    run = _Run(model, captured, stage_of, device, watch)
     try:
         for module in flags:
             module.training = True
@@ -187,13 +187,13 @@ class _Run:
     def __init__(
         self,
         model: nn.Module,
-        traced: Traced,
+        captured: Captured,
         stage_of: Callable[[fx.Node], int],
         device: torch.device,
         watch: "RandomWatch | None" = None,
     ) -> None:
         self._sandbox = Sandbox(model, device)
-        self._model, self._traced, self._stage_of, self._watch = model, traced, stage_of, watch
+        self._model, self._traced, self._stage_of, self._watch = model, captured, stage_of, watch
         self.values: dict[fx.Node, tuple[list[Any], pytree.TreeSpec]] = {}
         self.changed_in: dict[fx.Node, set[int]] = {}
         self.aliases: dict[fx.Node, set[int]] = {}

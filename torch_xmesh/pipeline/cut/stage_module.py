@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.capture import RANDOM_FACTORIES, Traced, by_mode, enter_modes, exit_modes
+from torch_xmesh.pipeline.cut.capture import RANDOM_FACTORIES, Captured, by_mode, enter_modes, exit_modes
 from torch_xmesh.pipeline.cut.propagate import Affine, Constant, NodeInfo, Propagation, TensorInfo
 from torch_xmesh.pipeline.cut.stage_numbers import Numbers, is_literal
 
@@ -43,13 +43,13 @@ class GraphCut:
     """The model's graph, cut: which node runs where, which tensors cross."""
 
     def __init__(
-        self, traced: Traced, propagation: Propagation, stage_of: Callable[[fx.Node], int], num_stages: int
+        self, captured: Captured, propagation: Propagation, stage_of: Callable[[fx.Node], int], num_stages: int
     ) -> None:
-        self.traced, self.info, self.num_stages = traced, propagation.info, num_stages
+        self.captured, self.info, self.num_stages = captured, propagation.info, num_stages
         self._propagation = propagation
-        self.order = {node: position for position, node in enumerate(traced.graph.nodes)}
+        self.order = {node: position for position, node in enumerate(captured.graph.nodes)}
         self.home: dict[fx.Node, int | None] = {}
-        for node in traced.graph.nodes:
+        for node in captured.graph.nodes:
             self.home[node] = None if node.op in ("placeholder", "get_attr") else stage_of(node)
             source = node.args[0] if node.target is operator.getitem else None
             if (
@@ -63,12 +63,12 @@ class GraphCut:
         self._changed_memory = {key for node in changed for key in propagation.aliases[node]}
         self._again: dict[fx.Node, bool] = {}
         self._depending = self._find_depending()
-        self.output_leaves = [leaf for leaf in pytree.tree_leaves(traced.output) if isinstance(leaf, fx.Node)]
+        self.output_leaves = [leaf for leaf in pytree.tree_leaves(captured.output) if isinstance(leaf, fx.Node)]
         self.needs = [self._find_needs(stage) for stage in range(num_stages)]
         self.numbers = Numbers(self.info)
 
     def nodes_of(self, stage: int) -> list[fx.Node]:
-        return [node for node in self.traced.graph.nodes if self.home[node] == stage]
+        return [node for node in self.captured.graph.nodes if self.home[node] == stage]
 
     def is_local(self, node: fx.Node, stage: int) -> bool:
         return self.home[node] == stage or node in self.needs[stage].again
@@ -94,7 +94,7 @@ class GraphCut:
 
     def _find_depending(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
-        for node in self.traced.graph.nodes:
+        for node in self.captured.graph.nodes:
             if node.op == "placeholder":
                 sizes = [size for leaf in self.leaves_of(node) for size in self.tensor(leaf).sizes]
                 depends = self._propagation.fixed_batch or any(size.per_sample > 0 for size in sizes)
@@ -294,13 +294,13 @@ def _leaf_taker(index: int) -> Callable[[Any], Any]:
     return leaf
 
 
-def stage_module(model: nn.Module, traced: Traced, graph: fx.Graph, stage: int) -> fx.GraphModule:
+def stage_module(model: nn.Module, captured: Captured, graph: fx.Graph, stage: int) -> fx.GraphModule:
     """A module that runs `graph` and shares, under the model's names, what the graph calls and reads."""
     module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=f"Stage{stage}")
     for kind in ("call_module", "get_attr"):
         for node in graph.nodes:
             if node.op == kind:
-                _install(module, model, traced.constants, str(node.target))
+                _install(module, model, captured.constants, str(node.target))
     module.training = model.training
     module.graph = graph
     return module

@@ -58,7 +58,7 @@ class ValueInfo:
         """
         if self.fixed_batch and num_samples != self.samples:
             raise ValueError(
-                f"{self.name}: the model was traced for microbatches of exactly {self.samples} samples, got "
+                f"{self.name}: the model was captured for microbatches of exactly {self.samples} samples, got "
                 f"{num_samples}: "
                 "its forward uses the batch size in a way that does not carry over to others"
             )
@@ -117,8 +117,8 @@ class StageProgram:
         output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
             through.
         uses_rng: False if the stage certainly draws no random numbers in training mode.
-        only_mode: the value of ``module.training`` for which the stage was traced, or None for both.
-        adapter: how a ready module is called, None for a traced one.
+        only_mode: the value of ``module.training`` for which the stage was captured, or None for both.
+        adapter: how a ready module is called, None for a captured one.
         use: called before the stage runs: sets what its graph knows of the sizes of the model's inputs.
     """
 
@@ -137,7 +137,7 @@ class StageProgram:
 
         Raises:
             ValueError: another number of inputs than `input_values`.
-            RuntimeError: the stage is in a mode (train, eval) that it was not traced for.
+            RuntimeError: the stage is in a mode (train, eval) that it was not captured for.
         """
         if len(inputs) != len(self.input_values):
             raise ValueError(
@@ -146,7 +146,7 @@ class StageProgram:
         if self.only_mode is not None and self.module.training != self.only_mode:
             have, want = ("train()", "eval()") if self.module.training else ("eval()", "train()")
             raise RuntimeError(
-                f"stage {self.index} was traced in {want} and is now in {have}: the model's forward differs "
+                f"stage {self.index} was captured in {want} and is now in {have}: the model's forward differs "
                 "between the two in more than constants; "
                 f"partition it in {have}, or start stages at modules whose parents do not look at self.training"
             )
@@ -386,6 +386,6 @@ def _check_constant(found: Any, expected: Any, where: str) -> None:
     if isinstance(found, torch.Tensor) or type(found) is not type(expected) or found != expected:
         shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise ValueError(
-            f"argument {where} is a constant of the traced model: the example had {expected!r}, got {shown}; pass "
+            f"argument {where} is a constant of the captured model: the example had {expected!r}, got {shown}; pass "
             "it as a tensor or partition again"
         )

@@ -14,11 +14,11 @@ from torch_xmesh.pipeline.engine.setup import PlaceOptions, digest
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
-from torch_xmesh.planning import Planning
+from torch_xmesh.plan_cache import PlanOptions
 
 
 def options_fields(
-    meshes: Sequence[StageMesh], schedule: Schedule, model: Any, options: PlaceOptions, planning: Planning
+    meshes: Sequence[StageMesh], schedule: Schedule, model: Any, options: PlaceOptions, plan_options: PlanOptions
 ) -> list[tuple[str, str]]:
     """What must be equal on all ranks before they do anything together, by name."""
     given = {True: "given", False: "missing"}
@@ -34,7 +34,7 @@ def options_fields(
         ("loss_fn", given[options.loss_fn is not None]),
         ("init_sync", repr(options.init_sync)),
         ("init_fn", given[options.init_fn is not None]),
-        ("strategy, topology", str(planning)),
+        ("strategy, topology", str(plan_options)),
         ("memory_limit_bytes", repr(options.memory_limit_bytes)),
         ("scale_grads, overlap, seed", f"{options.scale_grads}, {options.overlap}, {options.seed}"),
     ]

@@ -9,7 +9,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
 from torch_xmesh.pipeline.cut.values import ValueInfo
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.planning import Move, Planning
+from torch_xmesh.plan_cache import Move, PlanOptions
 from torch_xmesh.spec import normal_placements
 
 Placed = tuple[Sequence[Placement], bool]
@@ -51,9 +51,9 @@ class Boundaries:
         edges: Sequence[Edge],
         meshes: Sequence[StageMesh],
         given: Mapping[str, Placed],
-        planning: Planning,
+        plan_options: PlanOptions,
     ) -> None:
-        self.planning = planning
+        self.plan_options = plan_options
         self.edges = list(edges)
         self.meshes = list(meshes)
         self._given = dict(given)
@@ -66,7 +66,7 @@ class Boundaries:
         edges = [
             dataclasses.replace(edge, values=tuple(values[info.name] for info in edge.values)) for edge in self.edges
         ]
-        return Boundaries(edges, self.meshes, self._given, self.planning)
+        return Boundaries(edges, self.meshes, self._given, self.plan_options)
 
     def _check_stack(self, edge: Edge, info: ValueInfo) -> None:
         """One value for all data shards may be read by many; what each shard has of its own needs as many readers."""
@@ -163,22 +163,22 @@ class Boundaries:
                 f"{mesh.num_shards} samples"
             )
 
-    def layout(self, edge: Edge, outputs: Sequence[str], inputs: Sequence[str]) -> "_C.EdgeLayout":
+    def edge_values(self, edge: Edge, outputs: Sequence[str], inputs: Sequence[str]) -> "_C.EdgeValues":
         """The edge in C++ form; `outputs` of its first stage, `inputs` of its second."""
         src, dst = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
-        layout = _C.EdgeLayout()
-        layout.from_stage, layout.to_stage = edge.from_stage, edge.to_stage
-        layout.from_positions = [outputs.index(info.name) for info in edge.values]
-        layout.to_positions = [inputs.index(info.name) for info in edge.values]
-        layout.dtypes = [info.dtype for info in edge.values]
-        layout.is_differentiable = [int(info.is_differentiable) for info in edge.values]
-        layout.has_producer = src.rank in src.ranks
-        layout.has_consumer = dst.rank in dst.ranks
-        layout.is_local = self.is_local(edge) and layout.has_producer
-        is_first = not layout.has_producer or layout.is_local or src.shard == 0
+        edge_values = _C.EdgeValues()
+        edge_values.from_stage, edge_values.to_stage = edge.from_stage, edge.to_stage
+        edge_values.from_positions = [outputs.index(info.name) for info in edge.values]
+        edge_values.to_positions = [inputs.index(info.name) for info in edge.values]
+        edge_values.dtypes = [info.dtype for info in edge.values]
+        edge_values.is_differentiable = [int(info.is_differentiable) for info in edge.values]
+        edge_values.has_producer = src.rank in src.ranks
+        edge_values.has_consumer = dst.rank in dst.ranks
+        edge_values.is_local = self.is_local(edge) and edge_values.has_producer
+        is_first = not edge_values.has_producer or edge_values.is_local or src.shard == 0
         replicated = [
             src.data_axis is not None and isinstance(self.placements(info, edge.from_stage)[src.data_axis], Replicate)
             for info in edge.values
         ]
-        layout.drops_gradient = [int(not is_first and one) for one in replicated]
-        return layout
+        edge_values.drops_gradient = [int(not is_first and one) for one in replicated]
+        return edge_values

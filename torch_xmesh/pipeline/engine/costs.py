@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCosts
-from torch_xmesh.planning import Planning
+from torch_xmesh.plan_cache import PlanOptions
 from torch_xmesh.topology import Topology
 
 
@@ -18,11 +18,11 @@ def costs_of(
 ) -> Costs:
     """Stages as given; each edge takes what the plan of one example microbatch is predicted to take, each way, on the
     links of `topology`, by default those for which it is planned."""
-    planning = Planning(boundaries.planning.strategy, topology or boundaries.planning.topology)
+    plan_options = PlanOptions(boundaries.plan_options.strategy, topology or boundaries.plan_options.topology)
 
     def seconds(edge: Edge, is_gradient: bool) -> float:
         moves = boundaries.moves(edge, edge.values[0].samples, is_gradient)
-        return transfers.plans.plan(moves, planning).predicted_seconds if moves else 0.0
+        return transfers.plans.plan(moves, plan_options).predicted_seconds if moves else 0.0
 
     edges: dict[tuple[int, int], EdgeCosts | float] = {}
     for edge in boundaries.edges:

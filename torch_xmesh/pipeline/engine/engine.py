@@ -394,7 +394,7 @@ class PipelineEngine:
         with self._reshards:
             if self._ended is not None:
                 raise _ended_by(self._ended)
-            self._transfers.traffic.begin_turn()
+            self._transfers.traffic.begin_phase()
             try:
                 self._transfers.traffic.check()
                 yield

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.ranks.told import Told
 from torch_xmesh.pipeline.ranks.transfers import Transfers
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 
 _UNKNOWN = -(1 << 62)
 

@@ -16,7 +16,7 @@ from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Pending, Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 from torch_xmesh.spec import Mesh
 
 

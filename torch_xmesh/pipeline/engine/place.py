@@ -27,7 +27,7 @@ from torch_xmesh.pipeline.state.init_sync import (
     make_ties_equal,
 )
 from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialise
-from torch_xmesh.planning import Planning
+from torch_xmesh.plan_cache import PlanOptions
 from torch_xmesh.spec import device_mesh
 
 _LOOKAHEAD = 4
@@ -71,12 +71,12 @@ class EnginePlace:
         rank = transfers.rank
         check_options(model, options)
         self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
-        planning = Planning.of(options.strategy, options.topology)
-        transfers.traffic.meet(options_fields(self.meshes, self.schedule, model, options, planning))
-        transfers.plans.topology(transfers.ranks, planning.topology)  # it knows all ranks
+        plan_options = PlanOptions.of(options.strategy, options.topology)
+        transfers.traffic.meet(options_fields(self.meshes, self.schedule, model, options, plan_options))
+        transfers.plans.topology(transfers.ranks, plan_options.topology)  # it knows all ranks
         self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
         given = self._checked(options.boundary_placements)
-        self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, planning)
+        self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, plan_options)
         self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
         transfers.traffic.meet(model_fields(self.partition, self.boundaries, model))
         self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
@@ -187,17 +187,19 @@ class EnginePlace:
         for stage in self.stages:
             program = self.partition.stages[stage]
             positions = [program.input_values.index(name) for name in program.model_inputs]
-            stages.append(_C.StageLayout(stage, list(program.input_values), list(program.output_values), positions))
+            stages.append(_C.StageValues(stage, list(program.input_values), list(program.output_values), positions))
         self.edges = [
             edge for edge in self.boundaries.edges if edge.from_stage in self.stages or edge.to_stage in self.stages
         ]
         programs = self.partition.stages
-        layouts = [
-            self.boundaries.layout(edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values)
+        edges = [
+            self.boundaries.edge_values(
+                edge, programs[edge.from_stage].output_values, programs[edge.to_stage].input_values
+            )
             for edge in self.edges
         ]
         self.forward = StageForward(self.works)
-        return _C.PipelinePlace(self.transfers.traffic, stages, layouts, self.forward, overlap, _LOOKAHEAD)
+        return _C.PipelinePlace(self.transfers.traffic, stages, edges, self.forward, overlap, _LOOKAHEAD)
 
     def _tied_parameters(self) -> list[Tied]:
         tied = []

@@ -68,7 +68,7 @@ class SizedPlace:
                 made: dict[int, _C.PreparedPlan] = {}
                 for n in dict.fromkeys(sizes if edge.has_gradient or not is_gradient else ()):
                     moves = self.boundaries.moves(edge, n, is_gradient)
-                    made[n] = place.transfers.prepare(moves, self.boundaries.planning)
+                    made[n] = place.transfers.prepare(moves, self.boundaries.plan_options)
                 ways.append([made[n] for n in sizes if n in made])
             is_joint = place.transfers.rank in start.ranks and place.transfers.rank in end.ranks
             plans.append(_C.EdgePlans(lane, edge.text, is_joint, ways[0], ways[1]))

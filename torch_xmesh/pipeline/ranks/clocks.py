@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from torch_xmesh.pipeline.ranks.transfers import Transfers
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 from torch_xmesh.spec import Mesh
 
 _ROUNDS = 10

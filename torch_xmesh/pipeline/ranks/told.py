@@ -5,7 +5,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 
 
 class Told:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards
-from torch_xmesh.planning import Move, Planning, PlanRequest, Prepared
+from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest, Prepared
 from torch_xmesh.spec import Mesh
 
 
@@ -26,7 +26,7 @@ class Pending:
         return self._received
 
 
-_USUAL = Planning()
+_USUAL = PlanOptions()
 
 
 def _of_participant(prepared: Prepared) -> "_C.PreparedPlan":
@@ -46,9 +46,9 @@ class Transfers:
         self.traffic = _C.PipelineTraffic(reshards.core, list(self.ranks))
         self._counts: dict[str, int] = {}
 
-    def prepare(self, moves: Sequence[Move], planning: Planning = _USUAL) -> "_C.PreparedPlan":
+    def prepare(self, moves: Sequence[Move], plan_options: PlanOptions = _USUAL) -> "_C.PreparedPlan":
         """The plan of a transfer. This rank must be on one of the meshes."""
-        return _of_participant(self.plans.prepare(PlanRequest(tuple(moves), planning)))
+        return _of_participant(self.plans.prepare(PlanRequest(tuple(moves), plan_options)))
 
     def start(self, lane: str, moves: Sequence[Move], tensors: Sequence[torch.Tensor] = ()) -> Pending:
         """Starts a transfer; `tensors` are this rank's local ones where it is on the source meshes."""

@@ -14,7 +14,7 @@ from torch_xmesh.pipeline.ranks.dtensors import placements_on, waited
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.trained import TrainedTogether
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 from torch_xmesh.spec import Mesh, mesh_grid
 
 _BUCKET_BYTES = 25 << 20

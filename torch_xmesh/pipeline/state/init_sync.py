@@ -13,7 +13,7 @@ from torch_xmesh.pipeline.ranks.dtensors import slice_of, spanned_axes
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync, local_of, plain_name
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 from torch_xmesh.spec import Mesh
 
 _BUCKET_BYTES = 25 << 20

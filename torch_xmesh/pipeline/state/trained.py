@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.ranks.transfers import Pending, Transfers
-from torch_xmesh.planning import Move
+from torch_xmesh.plan_cache import Move
 from torch_xmesh.spec import Mesh
 
 

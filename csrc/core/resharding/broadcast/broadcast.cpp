@@ -13,12 +13,12 @@
 namespace xmesh::core {
 namespace {
 
-/// One hop of a slice's tree, between places: place 0 and up are ranks in the order in which they get the slice.
+/// One hop of a slice's tree, between stops: stop 0 and up are ranks in the order in which they get the slice.
 struct Hop {
   int32_t src_rank = 0;
   int32_t dst_rank = 0;
-  size_t src_place = 0;
-  size_t dst_place = 0;
+  size_t src_stop = 0;
+  size_t dst_stop = 0;
 };
 
 /// How one unit task travels: contributions to the root (Partial only), then the value down a tree of hops.
@@ -29,9 +29,9 @@ struct Route {
   std::map<int32_t, std::vector<int64_t>> local_chain;  ///< host -> a rank that has the slice, then the needers that it serves there
 };
 
-class BroadcastPlanner {
+class BroadcastBuilder {
  public:
-  BroadcastPlanner(ReshardingPlan& plan, const Strategy& strategy)
+  BroadcastBuilder(ReshardingPlan& plan, const Strategy& strategy)
       : plan_(plan),
         strategy_(strategy),
         network_(plan),
@@ -139,28 +139,28 @@ class BroadcastPlanner {
     return orderTasks(tasks, assignSenders(tasks, rates, strategy_.word("senders")), network_.numHosts(), search);
   }
 
-  /// The tree: a chain through the receiving hosts' first needers, and a chain inside every host. Places 0.. are roots.
-  std::vector<Hop> hopsOf(const Route& route, size_t& num_places) const {
+  /// The tree: a chain through the receiving hosts' first needers, and a chain inside every host. Stops 0.. are roots.
+  std::vector<Hop> hopsOf(const Route& route, size_t& num_stops) const {
     std::vector<Hop> hops;
-    num_places = 1;
-    const auto chain = [&](int64_t from, size_t place, const std::vector<int64_t>& ranks, size_t skip) {
+    num_stops = 1;
+    const auto chain = [&](int64_t from, size_t stop, const std::vector<int64_t>& ranks, size_t skip) {
       for (size_t i = skip; i < ranks.size(); ++i) {
-        hops.push_back({static_cast<int32_t>(from), static_cast<int32_t>(ranks[i]), place, num_places});
+        hops.push_back({static_cast<int32_t>(from), static_cast<int32_t>(ranks[i]), stop, num_stops});
         from = ranks[i];
-        place = num_places++;
+        stop = num_stops++;
       }
     };
     int64_t from = route.root;
-    size_t place = 0;
+    size_t stop = 0;
     std::vector<std::pair<const std::vector<int64_t>*, size_t>> entered;
     for (const auto& [host, ranks] : route.receivers) {
-      hops.push_back({static_cast<int32_t>(from), static_cast<int32_t>(ranks.front()), place, num_places});
+      hops.push_back({static_cast<int32_t>(from), static_cast<int32_t>(ranks.front()), stop, num_stops});
       from = ranks.front();
-      place = num_places++;
-      entered.emplace_back(&ranks, place);
+      stop = num_stops++;
+      entered.emplace_back(&ranks, stop);
     }
-    for (const auto& [ranks, first_place] : entered) {
-      chain(ranks->front(), first_place, *ranks, 1);
+    for (const auto& [ranks, first_stop] : entered) {
+      chain(ranks->front(), first_stop, *ranks, 1);
     }
     for (const auto& [host, ranks] : route.local_chain) {
       chain(ranks.front(), 0, ranks, 1);
@@ -190,10 +190,10 @@ class BroadcastPlanner {
     const int64_t num_elements = numElements(unit.box);
     const int64_t item_bytes = plan_.itemBytes(unit);
     const std::vector<std::pair<int32_t, int32_t>> contributors = contributorsOf(route, num_elements * item_bytes);
-    size_t num_places = 0;
-    const std::vector<Hop> hops = hopsOf(route, num_places);
+    size_t num_stops = 0;
+    const std::vector<Hop> hops = hopsOf(route, num_stops);
     const int64_t chunk = chunkOf(route, num_elements * item_bytes, item_bytes);
-    std::vector<int64_t> ready(num_places, 0);
+    std::vector<int64_t> ready(num_stops, 0);
     for (int64_t begin = 0; begin < num_elements; begin += chunk) {
       const int64_t end = std::min(num_elements, begin + chunk);
       Message message{.task = static_cast<int64_t>(route.task), .begin = begin, .end = end, .payload = Payload::kContribution};
@@ -202,14 +202,14 @@ class BroadcastPlanner {
         message.contribution = contribution;
         message.src_rank = rank;
         message.dst_rank = static_cast<int32_t>(route.root);
-        ready[0] = std::max(ready[0], timeline_.place(message, 0));
+        ready[0] = std::max(ready[0], timeline_.add(message, 0));
       }
       message.contribution = 0;
       message.payload = Payload::kValue;
       for (const Hop& hop : hops) {
         message.src_rank = hop.src_rank;
         message.dst_rank = hop.dst_rank;
-        ready[hop.dst_place] = timeline_.place(message, ready[hop.src_place]);
+        ready[hop.dst_stop] = timeline_.add(message, ready[hop.src_stop]);
       }
     }
   }
@@ -235,7 +235,7 @@ class BroadcastPlanner {
   std::vector<int32_t> device_of_;  ///< by dense rank: how many participants of its host come before it
 };
 
-void planBroadcast(ReshardingPlan& plan, const Strategy& strategy) { BroadcastPlanner(plan, strategy).run(); }
+void planBroadcast(ReshardingPlan& plan, const Strategy& strategy) { BroadcastBuilder(plan, strategy).run(); }
 
 }  // namespace
 

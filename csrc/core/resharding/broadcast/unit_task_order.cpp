@@ -9,7 +9,7 @@
 namespace xmesh::core {
 namespace {
 
-/// Tasks alike in size, senders and receivers are interchangeable: the searches place classes, not tasks.
+/// Tasks alike in size, senders and receivers are interchangeable: the searches order classes, not tasks.
 struct TaskClass {
   const HostTask* task = nullptr;
   std::vector<int32_t> members;
@@ -19,11 +19,11 @@ std::vector<TaskClass> classesOf(const std::vector<HostTask>& tasks) {
   std::map<std::tuple<int64_t, std::vector<int32_t>, std::vector<int32_t>>, size_t> index_of;
   std::vector<TaskClass> out;
   for (size_t i = 0; i < tasks.size(); ++i) {
-    const auto [place, is_new] = index_of.try_emplace({tasks[i].size, tasks[i].senders, tasks[i].receivers}, out.size());
+    const auto [entry, is_new] = index_of.try_emplace({tasks[i].size, tasks[i].senders, tasks[i].receivers}, out.size());
     if (is_new) {
       out.push_back({&tasks[i], {}});
     }
-    out[place->second].members.push_back(static_cast<int32_t>(i));
+    out[entry->second].members.push_back(static_cast<int32_t>(i));
   }
   return out;
 }

@@ -39,7 +39,7 @@ std::vector<int64_t> SliceMessenger::sendRange(size_t task, int64_t begin, int64
     }
     for (int64_t& arrival : there) {
       message.end = std::min(end, message.begin + chunk);
-      arrival = std::max(arrival, timeline_.place(message, 0));
+      arrival = std::max(arrival, timeline_.add(message, 0));
       message.begin = message.end;
     }
   }
@@ -64,7 +64,7 @@ void SliceMessenger::scatterAndGather(size_t task, const std::vector<int64_t>& g
       message.dst_rank = static_cast<int32_t>(group[static_cast<size_t>((part + step) % num_parts)]);
       for (int64_t& arrival : there[static_cast<size_t>(part)]) {
         message.end = std::min(partBegin(part + 1), message.begin + chunk);
-        arrival = timeline_.place(message, arrival);
+        arrival = timeline_.add(message, arrival);
         message.begin = message.end;
       }
     }

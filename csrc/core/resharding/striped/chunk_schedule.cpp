@@ -8,14 +8,14 @@
 #include <tuple>
 #include <utility>
 
-#include "core/resharding/striped/atom_set.h"
+#include "core/resharding/striped/chunk_set.h"
 #include "core/resharding/striped/port_matching.h"
 
 namespace xmesh::core {
 namespace {
 
-/// How many atoms a sender weighs for one message, and how many receivers.
-constexpr size_t kMostAtomsWeighed = 96;
+/// How many chunks a sender weighs for one message, and how many receivers.
+constexpr size_t kMostChunksWeighed = 96;
 constexpr size_t kMostReceiversWeighed = 64;
 
 enum class EventKind : uint8_t { kSendFree, kRecvFree, kArrival };
@@ -23,35 +23,35 @@ enum class EventKind : uint8_t { kSendFree, kRecvFree, kArrival };
 struct Arrival {
   int64_t tick = 0;
   EventKind kind = EventKind::kArrival;
-  int32_t atom = -1;
+  int32_t chunk = -1;
   int32_t host = 0;
-  bool operator>(const Arrival& other) const { return std::tie(tick, atom, host, kind) > std::tie(other.tick, other.atom, other.host, other.kind); }
+  bool operator>(const Arrival& other) const { return std::tie(tick, chunk, host, kind) > std::tie(other.tick, other.chunk, other.host, other.kind); }
 };
 
 class Scheduler {
  public:
-  Scheduler(const Shipments& shipments, const Network& network, const ScheduleTaste& taste)
-      : shipments_(shipments),
+  Scheduler(const Cut& cut, const Network& network, const ScheduleTaste& taste)
+      : cut_(cut),
         network_(network),
         taste_(taste),
         num_hosts_(network.numHosts()),
-        have_(static_cast<size_t>(num_hosts_), AtomSet(shipments.atoms.size())),
+        have_(static_cast<size_t>(num_hosts_), ChunkSet(cut.chunks.size())),
         need_(have_),
         owned_(have_),
-        fresh_(shipments.atoms.size()),
+        fresh_(cut.chunks.size()),
         to_come_(static_cast<size_t>(num_hosts_), 0),
         owed_(static_cast<size_t>(num_hosts_), 0),
         is_new_sender_(static_cast<size_t>(num_hosts_), false),
         is_new_receiver_(static_cast<size_t>(num_hosts_), false),
-        copies_(shipments.atoms.size(), 0),
-        waits_for_(shipments.atoms.size(), 0),
-        left_(shipments.atoms.size(), 0) {
-    for (size_t i = 0; i < shipments.atoms.size(); ++i) {
-      enter(static_cast<int32_t>(i), shipments.atoms[i]);
+        copies_(cut.chunks.size(), 0),
+        waits_for_(cut.chunks.size(), 0),
+        left_(cut.chunks.size(), 0) {
+    for (size_t i = 0; i < cut.chunks.size(); ++i) {
+      enter(static_cast<int32_t>(i), cut.chunks[i]);
     }
   }
 
-  std::vector<AtomTransfer> run() {
+  std::vector<ChunkHop> run() {
     int64_t now = 0;
     for (int32_t host = 0; host < num_hosts_; ++host) {
       freeSender(host);
@@ -81,31 +81,31 @@ class Scheduler {
     double weight = 0;
   };
 
-  void enter(int32_t index, const Atom& atom) {
-    for (int32_t host : atom.sources) {
+  void enter(int32_t index, const Chunk& chunk) {
+    for (int32_t host : chunk.sources) {
       have_[static_cast<size_t>(host)].insert(index);
     }
-    for (int32_t host : atom.receivers) {
+    for (int32_t host : chunk.receivers) {
       need_[static_cast<size_t>(host)].insert(index);
-      to_come_[static_cast<size_t>(host)] += atom.num_bytes;
+      to_come_[static_cast<size_t>(host)] += chunk.num_bytes;
     }
-    if (!atom.receivers.empty()) {
-      owned_[static_cast<size_t>(atom.owner)].insert(index);
-      owed_[static_cast<size_t>(atom.owner)] += atom.num_bytes;
+    if (!chunk.receivers.empty()) {
+      owned_[static_cast<size_t>(chunk.owner)].insert(index);
+      owed_[static_cast<size_t>(chunk.owner)] += chunk.num_bytes;
       fresh_.insert(index);
     }
-    copies_[static_cast<size_t>(index)] = static_cast<int32_t>(atom.sources.size());
-    left_[static_cast<size_t>(index)] = static_cast<int32_t>(atom.receivers.size());
-    waits_for_[static_cast<size_t>(index)] = atom.num_parts;
+    copies_[static_cast<size_t>(index)] = static_cast<int32_t>(chunk.sources.size());
+    left_[static_cast<size_t>(index)] = static_cast<int32_t>(chunk.receivers.size());
+    waits_for_[static_cast<size_t>(index)] = chunk.num_partials;
   }
 
   void arrive(int32_t index, int32_t host) {
-    const Atom& atom = shipments_.atoms[static_cast<size_t>(index)];
-    if (atom.part < 0) {
+    const Chunk& chunk = cut_.chunks[static_cast<size_t>(index)];
+    if (chunk.partial < 0) {
       have_[static_cast<size_t>(host)].insert(index);
       return;
     }
-    const int32_t next = shipments_.parts[static_cast<size_t>(atom.part)].next_atom;
+    const int32_t next = cut_.partials[static_cast<size_t>(chunk.partial)].next_chunk;
     if (--waits_for_[static_cast<size_t>(next)] == 0) {
       have_[static_cast<size_t>(host)].insert(next);
       ++copies_[static_cast<size_t>(next)];
@@ -118,7 +118,7 @@ class Scheduler {
     } else if (event.kind == EventKind::kRecvFree) {
       freeReceiver(event.host);
     } else {
-      arrive(event.atom, event.host);
+      arrive(event.chunk, event.host);
       if (idle_senders_.contains(event.host)) {
         new_senders_.push_back(event.host);
       }
@@ -138,7 +138,7 @@ class Scheduler {
     }
   }
 
-  /// Pairs free ports of which one fell free or got an atom since the last call; other pairs had nothing to offer then.
+  /// Pairs free ports of which one fell free or got a chunk since the last call; other pairs had nothing to offer then.
   void match(int64_t now) {
     std::vector<int32_t> senders = new_senders_;
     if (!new_receivers_.empty()) {
@@ -210,13 +210,13 @@ class Scheduler {
   }
 
   /// Whether a holder that is not the owner may send a first copy to the receiver.
-  bool maySendForOwner(int32_t atom, int32_t receiver) const {
-    const int32_t owner = shipments_.atoms[static_cast<size_t>(atom)].owner;
-    return owed_[static_cast<size_t>(owner)] > to_come_[static_cast<size_t>(receiver)] - shipments_.chunk_bytes;
+  bool maySendForOwner(int32_t chunk, int32_t receiver) const {
+    const int32_t owner = cut_.chunks[static_cast<size_t>(chunk)].owner;
+    return owed_[static_cast<size_t>(owner)] > to_come_[static_cast<size_t>(receiver)] - cut_.max_chunk_bytes;
   }
 
-  bool isRelay(int32_t atom, int32_t receiver) const {
-    const int32_t relay = shipments_.atoms[static_cast<size_t>(atom)].relay;
+  bool isRelay(int32_t chunk, int32_t receiver) const {
+    const int32_t relay = cut_.chunks[static_cast<size_t>(chunk)].relay;
     return relay < 0 || relay == receiver;
   }
 
@@ -241,23 +241,23 @@ class Scheduler {
   Offer offer(int32_t sender, int32_t receiver) const {
     Offer out;
     int64_t bytes = 0;
-    forEachCandidate(sender, receiver, [&](int32_t atom, bool is_own) {
+    forEachCandidate(sender, receiver, [&](int32_t chunk, bool is_own) {
       out.receiver = receiver;
       out.has_first_copy = out.has_first_copy || is_own;
-      bytes += shipments_.atoms[static_cast<size_t>(atom)].num_bytes;
-      return bytes < shipments_.chunk_bytes || !out.has_first_copy;
+      bytes += cut_.chunks[static_cast<size_t>(chunk)].num_bytes;
+      return bytes < cut_.max_chunk_bytes || !out.has_first_copy;
     });
-    const double fill = std::min(1.0, static_cast<double>(bytes) / static_cast<double>(shipments_.chunk_bytes));
+    const double fill = std::min(1.0, static_cast<double>(bytes) / static_cast<double>(cut_.max_chunk_bytes));
     out.weight = seconds(to_come_, receiver) * (1 - taste_.fill_weight + taste_.fill_weight * fill);
     return out;
   }
 
-  /// Calls visit(atom, is own first copy) for what the sender may send the receiver, own first copies before repeats, until it returns false.
+  /// Calls visit(chunk, is own first copy) for what the sender may send the receiver, own first copies before repeats, until it returns false.
   template <typename Visit>
   void forEachCandidate(int32_t sender, int32_t receiver, Visit visit) const {
-    const AtomSet& have = have_[static_cast<size_t>(sender)];
-    const AtomSet& need = need_[static_cast<size_t>(receiver)];
-    const AtomSet& owned = owned_[static_cast<size_t>(sender)];
+    const ChunkSet& have = have_[static_cast<size_t>(sender)];
+    const ChunkSet& need = need_[static_cast<size_t>(receiver)];
+    const ChunkSet& owned = owned_[static_cast<size_t>(sender)];
     for (const bool own_round : {true, false}) {
       for (size_t k = 0; k < have.numSummaryWords(); ++k) {
         uint64_t words = have.summaryWord(k) & need.summaryWord(k);
@@ -273,35 +273,35 @@ class Scheduler {
     }
   }
 
-  /// forEachCandidate's part for the atoms of one word; false when visit wants no more.
+  /// forEachCandidate for the chunks of one word; false when visit wants no more.
   template <typename Visit>
   bool visitWord(size_t word, uint64_t bits, bool is_own, int32_t receiver, Visit& visit) const {
     for (; bits != 0; bits &= bits - 1) {
-      const auto atom = static_cast<int32_t>(word * 64 + static_cast<size_t>(std::countr_zero(bits)));
-      if (taste_.uses_relays && fresh_.contains(atom) && !isRelay(atom, receiver)) {
+      const auto chunk = static_cast<int32_t>(word * 64 + static_cast<size_t>(std::countr_zero(bits)));
+      if (taste_.uses_relays && fresh_.contains(chunk) && !isRelay(chunk, receiver)) {
         continue;
       }
-      if (!is_own && fresh_.contains(atom) && !maySendForOwner(atom, receiver)) {
+      if (!is_own && fresh_.contains(chunk) && !maySendForOwner(chunk, receiver)) {
         continue;
       }
-      if (!visit(atom, is_own)) {
+      if (!visit(chunk, is_own)) {
         return false;
       }
     }
     return true;
   }
 
-  /// Sorts candidates: repeats after own first copies, then by rarity, then by atom, either way.
-  uint64_t rankOf(int32_t atom, bool is_own) const {
+  /// Sorts candidates: repeats after own first copies, then by rarity, then by chunk, either way.
+  uint64_t rankOf(int32_t chunk, bool is_own) const {
     constexpr int64_t kMiddle = int64_t{1} << 30;
-    const auto index = static_cast<size_t>(atom);
+    const auto index = static_cast<size_t>(chunk);
     const int32_t rarity = is_own ? -left_[index] : copies_[index];
     const bool is_reversed = !is_own && taste_.is_newest_first;
-    const uint32_t low = is_reversed ? ~static_cast<uint32_t>(atom) : static_cast<uint32_t>(atom);
+    const uint32_t low = is_reversed ? ~static_cast<uint32_t>(chunk) : static_cast<uint32_t>(chunk);
     return uint64_t{!is_own} << 63 | static_cast<uint64_t>(kMiddle + rarity) << 32 | low;
   }
 
-  int32_t atomOf(uint64_t rank) const {
+  int32_t chunkOf(uint64_t rank) const {
     const bool is_reversed = rank >> 63 != 0 && taste_.is_newest_first;
     const auto low = static_cast<uint32_t>(rank);
     return static_cast<int32_t>(is_reversed ? ~low : low);
@@ -310,24 +310,24 @@ class Scheduler {
   void send(int32_t sender, int32_t receiver, int64_t now) {
     std::vector<uint64_t>& ranked = ranked_;
     ranked.clear();
-    int64_t smallest = shipments_.chunk_bytes;
-    forEachCandidate(sender, receiver, [&](int32_t atom, bool is_own) {
-      ranked.push_back(rankOf(atom, is_own));
-      smallest = std::min(smallest, shipments_.atoms[static_cast<size_t>(atom)].num_bytes);
-      return ranked.size() < kMostAtomsWeighed;
+    int64_t smallest = cut_.max_chunk_bytes;
+    forEachCandidate(sender, receiver, [&](int32_t chunk, bool is_own) {
+      ranked.push_back(rankOf(chunk, is_own));
+      smallest = std::min(smallest, cut_.chunks[static_cast<size_t>(chunk)].num_bytes);
+      return ranked.size() < kMostChunksWeighed;
     });
     std::make_heap(ranked.begin(), ranked.end(), std::greater<>());
     int64_t bytes = 0;
     int64_t num_messages = 0;
     std::vector<int32_t>& sent = sent_;
     sent.clear();
-    for (; !ranked.empty() && (sent.empty() || bytes + smallest <= shipments_.chunk_bytes); ranked.pop_back()) {
-      const int32_t atom = atomOf(ranked.front());
-      const int64_t more = shipments_.atoms[static_cast<size_t>(atom)].num_bytes;
-      if (sent.empty() || bytes + more <= shipments_.chunk_bytes) {
-        sent.push_back(atom);
+    for (; !ranked.empty() && (sent.empty() || bytes + smallest <= cut_.max_chunk_bytes); ranked.pop_back()) {
+      const int32_t chunk = chunkOf(ranked.front());
+      const int64_t more = cut_.chunks[static_cast<size_t>(chunk)].num_bytes;
+      if (sent.empty() || bytes + more <= cut_.max_chunk_bytes) {
+        sent.push_back(chunk);
         bytes += more;
-        num_messages += shipments_.atoms[static_cast<size_t>(atom)].num_pieces;
+        num_messages += cut_.chunks[static_cast<size_t>(chunk)].num_ranges;
       }
       std::pop_heap(ranked.begin(), ranked.end(), std::greater<>());
     }
@@ -335,41 +335,41 @@ class Scheduler {
     const int64_t there = now + std::max(cost.send_ticks, cost.recv_ticks) + cost.flight_ticks;
     idle_senders_.erase(sender);
     free_receivers_.erase({-seconds(to_come_, receiver), receiver});
-    for (int32_t atom : sent) {
-      dispatch(atom, sender, receiver);
-      events_.push({there, EventKind::kArrival, atom, receiver});
+    for (int32_t chunk : sent) {
+      dispatch(chunk, sender, receiver);
+      events_.push({there, EventKind::kArrival, chunk, receiver});
     }
     events_.push({now + cost.send_ticks, EventKind::kSendFree, -1, sender});
     events_.push({now + cost.recv_ticks, EventKind::kRecvFree, -1, receiver});
   }
 
-  void dispatch(int32_t atom, int32_t sender, int32_t receiver) {
-    const auto index = static_cast<size_t>(atom);
-    const Atom& shipped = shipments_.atoms[index];
-    out_.push_back({atom, sender, receiver});
-    need_[static_cast<size_t>(receiver)].erase(atom);
+  void dispatch(int32_t chunk, int32_t sender, int32_t receiver) {
+    const auto index = static_cast<size_t>(chunk);
+    const Chunk& shipped = cut_.chunks[index];
+    out_.push_back({chunk, sender, receiver});
+    need_[static_cast<size_t>(receiver)].erase(chunk);
     to_come_[static_cast<size_t>(receiver)] -= shipped.num_bytes;
     ++copies_[index];
     --left_[index];
-    if (fresh_.contains(atom)) {
-      fresh_.erase(atom);
+    if (fresh_.contains(chunk)) {
+      fresh_.erase(chunk);
       owed_[static_cast<size_t>(shipped.owner)] -= shipped.num_bytes;
     }
   }
 
-  const Shipments& shipments_;
+  const Cut& cut_;
   const Network& network_;
   const ScheduleTaste& taste_;
   int32_t num_hosts_;
-  std::vector<AtomSet> have_;
-  std::vector<AtomSet> need_;  ///< still to be sent to the host
-  std::vector<AtomSet> owned_;
-  AtomSet fresh_;  ///< atoms of which no copy was sent
+  std::vector<ChunkSet> have_;
+  std::vector<ChunkSet> need_;  ///< still to be sent to the host
+  std::vector<ChunkSet> owned_;
+  ChunkSet fresh_;  ///< chunks of which no copy was sent
   std::vector<int64_t> to_come_;
   std::vector<int64_t> owed_;
   std::set<int32_t> idle_senders_;
   std::set<std::pair<double, int32_t>> free_receivers_;  ///< with something to come, the one with most first
-  std::vector<int32_t> new_senders_;                     ///< since the last match: fell free, or idle and got an atom
+  std::vector<int32_t> new_senders_;                     ///< since the last match: fell free, or idle and got a chunk
   std::vector<int32_t> new_receivers_;
   std::vector<bool> is_new_sender_;
   std::vector<bool> is_new_receiver_;
@@ -379,13 +379,13 @@ class Scheduler {
   std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> events_;
   std::vector<uint64_t> ranked_;  ///< of one message
   std::vector<int32_t> sent_;
-  std::vector<AtomTransfer> out_;
+  std::vector<ChunkHop> out_;
 };
 
 }  // namespace
 
-std::vector<AtomTransfer> scheduleAtoms(const Shipments& shipments, const Network& network, const ScheduleTaste& taste) {
-  return Scheduler(shipments, network, taste).run();
+std::vector<ChunkHop> scheduleChunks(const Cut& cut, const Network& network, const ScheduleTaste& taste) {
+  return Scheduler(cut, network, taste).run();
 }
 
 }  // namespace xmesh::core

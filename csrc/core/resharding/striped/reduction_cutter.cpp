@@ -10,64 +10,64 @@ bool holdsOne(const std::vector<int32_t>& holders, int32_t host) { return std::b
 
 }  // namespace
 
-void ReductionCutter::cut(const SliceClasses& classes, const Reduction& reduction, double atom_bytes, Shipments& out) {
-  place_s_ = incoming_s_;
-  PieceCutter cutter(plan_, classes.piecesOf(reduction.slices), out.pieces);
-  for (int64_t given = 0; given < reduction.slices.num_bytes;) {
-    Atom value = cutAtom(cutter, atom_bytes, reduction.slices.receivers, out);
-    value.owner = reduction.slices.sources[0];
+void ReductionCutter::cut(const SliceClasses& classes, const PartialClass& partial_class, double chunk_bytes, Cut& out) {
+  incoming_before_s_ = incoming_s_;
+  RangeCutter cutter(plan_, classes.rangesOf(partial_class.slices), out.ranges);
+  for (int64_t given = 0; given < partial_class.slices.num_bytes;) {
+    Chunk value = cutChunk(cutter, chunk_bytes, partial_class.slices.receivers, out);
+    value.owner = partial_class.slices.sources[0];
     given += value.num_bytes;
-    const auto value_index = static_cast<int32_t>(out.atoms.size());
-    out.atoms.push_back(value);
+    const auto value_index = static_cast<int32_t>(out.chunks.size());
+    out.chunks.push_back(value);
     if (way_ == ReductionWay::kStar) {
-      addStar(reduction, value_index, out);
+      addStar(partial_class, value_index, out);
     } else {
-      addChain(reduction, value_index, out);
+      addChain(partial_class, value_index, out);
     }
-    out.most_parts = std::max(out.most_parts, static_cast<int64_t>(out.atoms.size()) - 1 - value_index);
+    out.most_partials = std::max(out.most_partials, static_cast<int64_t>(out.chunks.size()) - 1 - value_index);
   }
 }
 
 /// The contributions that the owner's host does not hold.
-std::vector<int32_t> ReductionCutter::lackingOf(const Reduction& reduction) const {
-  const std::vector<std::vector<int32_t>>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
+std::vector<int32_t> ReductionCutter::lackingOf(const PartialClass& partial_class) const {
+  const std::vector<std::vector<int32_t>>& contributions = hosts_.holders[static_cast<size_t>(partial_class.holders)];
   std::vector<int32_t> out;
   for (size_t i = 0; i < contributions.size(); ++i) {
-    if (!holdsOne(contributions[i], reduction.slices.sources[0])) {
+    if (!holdsOne(contributions[i], partial_class.slices.sources[0])) {
       out.push_back(static_cast<int32_t>(i));
     }
   }
   return out;
 }
 
-void ReductionCutter::addStar(const Reduction& reduction, int32_t value_index, Shipments& out) {
-  const int64_t num_bytes = out.atoms[static_cast<size_t>(value_index)].num_bytes;
-  for (int32_t contribution : lackingOf(reduction)) {
-    const std::vector<int32_t>& holders = hosts_.holders[static_cast<size_t>(reduction.holders)][static_cast<size_t>(contribution)];
+void ReductionCutter::addStar(const PartialClass& partial_class, int32_t value_index, Cut& out) {
+  const int64_t num_bytes = out.chunks[static_cast<size_t>(value_index)].num_bytes;
+  for (int32_t contribution : lackingOf(partial_class)) {
+    const std::vector<int32_t>& holders = hosts_.holders[static_cast<size_t>(partial_class.holders)][static_cast<size_t>(contribution)];
     const int32_t host = *std::min_element(holders.begin(), holders.end(), [&](int32_t a, int32_t b) {
       return std::pair(outgoing_s_[static_cast<size_t>(a)], a) < std::pair(outgoing_s_[static_cast<size_t>(b)], b);
     });
-    addPart({host, {contribution}}, value_index, num_bytes, out);
+    addPartial({host, {contribution}}, value_index, num_bytes, out);
   }
 }
 
-void ReductionCutter::addChain(const Reduction& reduction, int32_t value_index, Shipments& out) {
-  std::vector<Contributor> chain = chainOf(reduction);
-  const Atom value = out.atoms[static_cast<size_t>(value_index)];
-  const int64_t sum_bytes = accumulatorBytes(plan_, out.piecesOf(value));
+void ReductionCutter::addChain(const PartialClass& partial_class, int32_t value_index, Cut& out) {
+  std::vector<Contributor> chain = chainOf(partial_class);
+  const Chunk value = out.chunks[static_cast<size_t>(value_index)];
+  const int64_t sum_bytes = accumulatorBytes(plan_, out.rangesOf(value));
   int32_t next = value_index;
   for (size_t k = chain.size(); k-- > 0;) {
     const bool is_sum = k > 0 || chain[k].contributions.size() > 1;
-    addPart(std::move(chain[k]), next, is_sum ? sum_bytes : value.num_bytes, out);
-    next = static_cast<int32_t>(out.atoms.size()) - 1;
+    addPartial(std::move(chain[k]), next, is_sum ? sum_bytes : value.num_bytes, out);
+    next = static_cast<int32_t>(out.chunks.size()) - 1;
   }
 }
 
 /// Hosts that hold all that the owner lacks, each the one with most of what is left, in the order of the chain.
-std::vector<ReductionCutter::Contributor> ReductionCutter::chainOf(const Reduction& reduction) const {
-  const std::vector<std::vector<int32_t>>& contributions = hosts_.holders[static_cast<size_t>(reduction.holders)];
+std::vector<ReductionCutter::Contributor> ReductionCutter::chainOf(const PartialClass& partial_class) const {
+  const std::vector<std::vector<int32_t>>& contributions = hosts_.holders[static_cast<size_t>(partial_class.holders)];
   std::vector<Contributor> out;
-  std::vector<int32_t> left = lackingOf(reduction);
+  std::vector<int32_t> left = lackingOf(partial_class);
   while (!left.empty()) {
     std::vector<int32_t> num_held(outgoing_s_.size(), 0);
     for (int32_t contribution : left) {
@@ -91,38 +91,38 @@ std::vector<ReductionCutter::Contributor> ReductionCutter::chainOf(const Reducti
     });
   }
   std::stable_sort(out.begin(), out.end(), [&](const Contributor& a, const Contributor& b) {
-    return std::pair(-place_s_[static_cast<size_t>(a.host)], a.host) < std::pair(-place_s_[static_cast<size_t>(b.host)], b.host);
+    return std::pair(-incoming_before_s_[static_cast<size_t>(a.host)], a.host) < std::pair(-incoming_before_s_[static_cast<size_t>(b.host)], b.host);
   });
   return out;
 }
 
-/// Appends the atom that `from` sends to the owner of `next_atom`.
-void ReductionCutter::addPart(Contributor from, int32_t next_atom, int64_t num_bytes, Shipments& out) {
-  Atom& next = out.atoms[static_cast<size_t>(next_atom)];
-  ++next.num_parts;
+/// Appends the chunk that `from` sends to the owner of `next_chunk`.
+void ReductionCutter::addPartial(Contributor from, int32_t next_chunk, int64_t num_bytes, Cut& out) {
+  Chunk& next = out.chunks[static_cast<size_t>(next_chunk)];
+  ++next.num_partials;
   next.sources = {};
-  Atom atom{.first_piece = next.first_piece, .num_pieces = next.num_pieces, .owner = from.host, .num_bytes = num_bytes};
-  atom.sources = out.host_sets.at(out.host_sets.idOf({from.host}));
-  atom.receivers = out.host_sets.at(out.host_sets.idOf({next.owner}));
-  atom.part = static_cast<int32_t>(out.parts.size());
+  Chunk chunk{.first_range = next.first_range, .num_ranges = next.num_ranges, .owner = from.host, .num_bytes = num_bytes};
+  chunk.sources = out.host_sets.at(out.host_sets.idOf({from.host}));
+  chunk.receivers = out.host_sets.at(out.host_sets.idOf({next.owner}));
+  chunk.partial = static_cast<int32_t>(out.partials.size());
   outgoing_s_[static_cast<size_t>(from.host)] += seconds(num_bytes, from.host);
   incoming_s_[static_cast<size_t>(next.owner)] += seconds(num_bytes, next.owner);
-  out.parts.push_back({next_atom, std::move(from.contributions)});
-  out.atoms.push_back(atom);
+  out.partials.push_back({next_chunk, std::move(from.contributions)});
+  out.chunks.push_back(chunk);
 }
 
-Atom cutAtom(PieceCutter& cutter, double num_bytes, std::span<const int32_t> receivers, const Shipments& out) {
-  Atom atom{.first_piece = static_cast<int64_t>(out.pieces.size())};
-  atom.num_bytes = cutter.take(num_bytes);
-  atom.num_pieces = static_cast<int32_t>(static_cast<int64_t>(out.pieces.size()) - atom.first_piece);
-  atom.receivers = receivers;
-  return atom;
+Chunk cutChunk(RangeCutter& cutter, double num_bytes, std::span<const int32_t> receivers, const Cut& out) {
+  Chunk chunk{.first_range = static_cast<int64_t>(out.ranges.size())};
+  chunk.num_bytes = cutter.take(num_bytes);
+  chunk.num_ranges = static_cast<int32_t>(static_cast<int64_t>(out.ranges.size()) - chunk.first_range);
+  chunk.receivers = receivers;
+  return chunk;
 }
 
-int64_t accumulatorBytes(const ReshardingPlan& plan, std::span<const Piece> pieces) {
+int64_t accumulatorBytes(const ReshardingPlan& plan, std::span<const SliceRange> ranges) {
   int64_t out = 0;
-  for (const Piece& piece : pieces) {
-    out += (piece.end - piece.begin) * plan.accumulatorItemBytes(plan.tasks[static_cast<size_t>(piece.task)]);
+  for (const SliceRange& range : ranges) {
+    out += (range.end - range.begin) * plan.accumulatorItemBytes(plan.tasks[static_cast<size_t>(range.task)]);
   }
   return out;
 }

@@ -15,7 +15,7 @@ namespace {
 constexpr int32_t kNone = -1;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-/// Hosts united by atoms that they all lack.
+/// Hosts united by chunks that they all lack.
 class RingFinder {
  public:
   explicit RingFinder(int32_t num_hosts) : parent_(static_cast<size_t>(num_hosts)) { std::iota(parent_.begin(), parent_.end(), 0); }
@@ -37,13 +37,13 @@ class RingFinder {
 };
 
 /// Ascending hosts of each ring, by its root.
-std::vector<std::vector<int32_t>> findRings(const std::vector<Atom>& atoms, const std::vector<int32_t>& indices, RingFinder& finder,
+std::vector<std::vector<int32_t>> findRings(const std::vector<Chunk>& chunks, const std::vector<int32_t>& indices, RingFinder& finder,
                                             int32_t num_hosts) {
   std::vector<bool> is_receiver(static_cast<size_t>(num_hosts), false);
   for (int32_t index : indices) {
-    const Atom& atom = atoms[static_cast<size_t>(index)];
-    finder.unite(atom.receivers);
-    for (int32_t host : atom.receivers) {
+    const Chunk& chunk = chunks[static_cast<size_t>(index)];
+    finder.unite(chunk.receivers);
+    for (int32_t host : chunk.receivers) {
       is_receiver[static_cast<size_t>(host)] = true;
     }
   }
@@ -56,18 +56,18 @@ std::vector<std::vector<int32_t>> findRings(const std::vector<Atom>& atoms, cons
   return rings;
 }
 
-bool has(const Atom& atom, int32_t host) { return std::binary_search(atom.sources.begin(), atom.sources.end(), host); }
+bool has(const Chunk& chunk, int32_t host) { return std::binary_search(chunk.sources.begin(), chunk.sources.end(), host); }
 
-/// Whether every host of the ring that has not got the atom lacks it.
-bool isGather(const Atom& atom, const std::vector<int32_t>& ring) {
-  const auto num_sources = std::count_if(ring.begin(), ring.end(), [&](int32_t host) { return has(atom, host); });
-  return std::cmp_equal(ring.size(), static_cast<size_t>(num_sources) + atom.receivers.size());
+/// Whether every host of the ring that has not got the chunk lacks it.
+bool isGather(const Chunk& chunk, const std::vector<int32_t>& ring) {
+  const auto num_sources = std::count_if(ring.begin(), ring.end(), [&](int32_t host) { return has(chunk, host); });
+  return std::cmp_equal(ring.size(), static_cast<size_t>(num_sources) + chunk.receivers.size());
 }
 
 /// Event-driven, by receiving port. Times are in bytes: a port moves one in one unit.
 class RingScheduler {
  public:
-  RingScheduler(const std::vector<Atom>& atoms, int32_t num_hosts) : atoms_(atoms), ports_(static_cast<size_t>(num_hosts)) {}
+  RingScheduler(const std::vector<Chunk>& chunks, int32_t num_hosts) : chunks_(chunks), ports_(static_cast<size_t>(num_hosts)) {}
 
   void addRing(const std::vector<int32_t>& ring) {
     for (size_t i = 0; i < ring.size(); ++i) {
@@ -77,11 +77,11 @@ class RingScheduler {
     }
   }
 
-  void addAtom(int32_t index, const std::vector<int32_t>& ring) {
-    const Atom& atom = atoms_[static_cast<size_t>(index)];
+  void addChunk(int32_t index, const std::vector<int32_t>& ring) {
+    const Chunk& chunk = chunks_[static_cast<size_t>(index)];
     bool is_inside = false;
     for (int32_t host : ring) {
-      if (has(atom, host)) {
+      if (has(chunk, host)) {
         is_inside = true;
         keep({index, kNone, 0}, host);
       }
@@ -89,13 +89,13 @@ class RingScheduler {
     if (is_inside) {
       return;
     }
-    const int32_t entry = ring[static_cast<size_t>(port(atom.owner).num_fed++) % ring.size()];
+    const int32_t entry = ring[static_cast<size_t>(port(chunk.owner).num_fed++) % ring.size()];
     std::vector<Feed>& feeds = port(entry).feeds;
-    const auto found = std::find_if(feeds.begin(), feeds.end(), [&](const Feed& feed) { return feed.host == atom.owner; });
-    (found == feeds.end() ? feeds.emplace_back(Feed{atom.owner, {}}) : *found).atoms.push_back(index);
+    const auto found = std::find_if(feeds.begin(), feeds.end(), [&](const Feed& feed) { return feed.host == chunk.owner; });
+    (found == feeds.end() ? feeds.emplace_back(Feed{chunk.owner, {}}) : *found).chunks.push_back(index);
   }
 
-  std::vector<AtomTransfer> run() {
+  std::vector<ChunkHop> run() {
     while (!turns_.empty()) {
       const auto [now, host] = turns_.top();
       turns_.pop();
@@ -114,14 +114,14 @@ class RingScheduler {
 
  private:
   struct Held {
-    int32_t atom = 0;
+    int32_t chunk = 0;
     int32_t entry = kNone;  ///< where it came into the ring from outside
     int64_t since = 0;
   };
-  /// Atoms that a host outside the ring brings in at one port.
+  /// Chunks that a host outside the ring brings in at one port.
   struct Feed {
     int32_t host = 0;
-    std::deque<int32_t> atoms;
+    std::deque<int32_t> chunks;
   };
   struct Port {
     int32_t before = kNone;
@@ -131,7 +131,7 @@ class RingScheduler {
     int64_t next_look = kNever;  ///< when it looks for something to take; other turns are void
     std::deque<Held> to_pass_on;
     std::vector<Feed> feeds;
-    int64_t num_fed = 0;  ///< atoms that this host brings into rings
+    int64_t num_fed = 0;  ///< chunks that this host brings into rings
   };
 
   Port& port(int32_t host) { return ports_[static_cast<size_t>(host)]; }
@@ -145,7 +145,7 @@ class RingScheduler {
 
   void keep(const Held& held, int32_t host) {
     const int32_t after = port(host).after;
-    if (after != held.entry && !has(atoms_[static_cast<size_t>(held.atom)], after)) {
+    if (after != held.entry && !has(chunks_[static_cast<size_t>(held.chunk)], after)) {
       port(host).to_pass_on.push_back(held);
       lookAt(after, held.since);
     }
@@ -160,13 +160,13 @@ class RingScheduler {
         lookAt(host, port(from).sends_until);
         continue;
       }
-      const int32_t index = feeds[i].atoms.front();
-      feeds[i].atoms.pop_front();
+      const int32_t index = feeds[i].chunks.front();
+      feeds[i].chunks.pop_front();
       std::rotate(feeds.begin() + static_cast<std::ptrdiff_t>(i), feeds.begin() + static_cast<std::ptrdiff_t>(i) + 1, feeds.end());
-      if (feeds.back().atoms.empty()) {
+      if (feeds.back().chunks.empty()) {
         feeds.pop_back();
       }
-      transfer({index, host, now}, from, host);
+      hop({index, host, now}, from, host);
       return true;
     }
     return false;
@@ -183,12 +183,12 @@ class RingScheduler {
       return;
     }
     before.to_pass_on.pop_front();
-    transfer({held.atom, held.entry, now}, port(host).before, host);
+    hop({held.chunk, held.entry, now}, port(host).before, host);
   }
 
-  void transfer(Held held, int32_t from, int32_t to) {
-    out_.push_back({held.atom, from, to});
-    const int64_t end = held.since + atoms_[static_cast<size_t>(held.atom)].num_bytes;
+  void hop(Held held, int32_t from, int32_t to) {
+    out_.push_back({held.chunk, from, to});
+    const int64_t end = held.since + chunks_[static_cast<size_t>(held.chunk)].num_bytes;
     port(from).sends_until = end;
     port(to).receives_until = end;
     lookAt(to, end);
@@ -197,35 +197,35 @@ class RingScheduler {
   }
 
   using Turn = std::pair<int64_t, int32_t>;  ///< when a receiving port looks for something to take
-  const std::vector<Atom>& atoms_;
+  const std::vector<Chunk>& chunks_;
   std::vector<Port> ports_;
   std::priority_queue<Turn, std::vector<Turn>, std::greater<>> turns_;
-  std::vector<AtomTransfer> out_;
+  std::vector<ChunkHop> out_;
 };
 
 }  // namespace
 
-std::vector<AtomTransfer> ringGathers(const std::vector<Atom>& atoms, const std::vector<int32_t>& indices, int32_t num_hosts) {
-  constexpr size_t kMostTransfers = 100'000;
-  size_t num_transfers = 0;
+std::vector<ChunkHop> ringGathers(const std::vector<Chunk>& chunks, const std::vector<int32_t>& indices, int32_t num_hosts) {
+  constexpr size_t kMostHops = 100'000;
+  size_t num_hops = 0;
   RingFinder finder(num_hosts);
-  const std::vector<std::vector<int32_t>> rings = findRings(atoms, indices, finder, num_hosts);
+  const std::vector<std::vector<int32_t>> rings = findRings(chunks, indices, finder, num_hosts);
   const auto ring_of = [&](int32_t index) -> const std::vector<int32_t>& {
-    return rings[static_cast<size_t>(finder.rootOf(atoms[static_cast<size_t>(index)].receivers[0]))];
+    return rings[static_cast<size_t>(finder.rootOf(chunks[static_cast<size_t>(index)].receivers[0]))];
   };
   for (int32_t index : indices) {
-    const Atom& atom = atoms[static_cast<size_t>(index)];
-    num_transfers += atom.receivers.size();
-    if (!isGather(atom, ring_of(index)) || num_transfers > kMostTransfers) {
+    const Chunk& chunk = chunks[static_cast<size_t>(index)];
+    num_hops += chunk.receivers.size();
+    if (!isGather(chunk, ring_of(index)) || num_hops > kMostHops) {
       return {};
     }
   }
-  RingScheduler scheduler(atoms, num_hosts);
+  RingScheduler scheduler(chunks, num_hosts);
   for (const std::vector<int32_t>& ring : rings) {
     scheduler.addRing(ring);
   }
   for (int32_t index : indices) {
-    scheduler.addAtom(index, ring_of(index));
+    scheduler.addChunk(index, ring_of(index));
   }
   return scheduler.run();
 }

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "core/resharding/striped/piece_cutter.h"
+#include "core/resharding/striped/range_cutter.h"
 
 namespace xmesh::core {
 namespace {
@@ -52,29 +52,29 @@ class ClassCollector {
       class_of_task[task] = class_of_pair[static_cast<size_t>(pair)];
       if (class_of_task[task] >= 0) {
         SliceClass& slices = out_.classes[static_cast<size_t>(class_of_task[task])];
-        ++slices.num_pieces;
+        ++slices.num_ranges;
         slices.num_bytes += numElements(unit.box) * plan_.itemBytes(unit);
       }
     }
-    size_t num_pieces = 0;
+    size_t num_ranges = 0;
     for (SliceClass& slices : out_.classes) {
-      slices.first_piece = num_pieces;
-      num_pieces += std::exchange(slices.num_pieces, 0);
+      slices.first_range = num_ranges;
+      num_ranges += std::exchange(slices.num_ranges, 0);
     }
-    out_.pieces.resize(num_pieces);
-    std::map<std::pair<int64_t, Hosts>, std::vector<Piece>> partial;  // by holders and needing hosts
+    out_.ranges.resize(num_ranges);
+    std::map<std::pair<int64_t, Hosts>, std::vector<SliceRange>> partial;  // by holders and needing hosts
     for (size_t task = 0; task < plan_.tasks.size(); ++task) {
       const UnitTask& unit = plan_.tasks[task];
-      const Piece piece{static_cast<int32_t>(task), 0, numElements(unit.box)};
+      const SliceRange range{static_cast<int32_t>(task), 0, numElements(unit.box)};
       if (class_of_task[task] < 0) {
-        partial[{unit.holders, hosts_.needers[static_cast<size_t>(unit.needers)]}].push_back(piece);
+        partial[{unit.holders, hosts_.needers[static_cast<size_t>(unit.needers)]}].push_back(range);
       } else {
         SliceClass& slices = out_.classes[static_cast<size_t>(class_of_task[task])];
-        out_.pieces[slices.first_piece + slices.num_pieces++] = piece;
+        out_.ranges[slices.first_range + slices.num_ranges++] = range;
       }
     }
-    for (const auto& [key, pieces] : partial) {
-      stripeOverReducers(key.first, key.second, pieces);
+    for (const auto& [key, ranges] : partial) {
+      stripeOverReducers(key.first, key.second, ranges);
     }
     return std::move(out_);
   }
@@ -116,7 +116,7 @@ class ClassCollector {
 
   /// A needing host that lacks l contributions and reduces the share x receives (l - 1) x more than the slice itself: equal for all at x ~ 1 / (l -
   /// 1). Hosts that lack one reduce at no cost and share all between them.
-  void stripeOverReducers(int64_t holders, const Hosts& needers, const std::vector<Piece>& pieces) {
+  void stripeOverReducers(int64_t holders, const Hosts& needers, const std::vector<SliceRange>& ranges) {
     const std::vector<Hosts>& contributions = hosts_.holders[static_cast<size_t>(holders)];
     std::vector<double> weights;
     bool any_free = false;
@@ -129,12 +129,12 @@ class ClassCollector {
       weight = any_free ? (weight == 0 ? 1 : 0) : weight;
     }
     int64_t num_bytes = 0;
-    for (const Piece& piece : pieces) {
-      num_bytes += (piece.end - piece.begin) * plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
+    for (const SliceRange& range : ranges) {
+      num_bytes += (range.end - range.begin) * plan_.itemBytes(plan_.tasks[static_cast<size_t>(range.task)]);
     }
     keepSome(weights, num_bytes);
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-    PieceCutter cutter(plan_, pieces, out_.pieces);
+    RangeCutter cutter(plan_, ranges, out_.ranges);
     int64_t given = 0;
     double passed = 0;
     for (size_t i = 0; i < needers.size(); ++i) {
@@ -144,14 +144,14 @@ class ClassCollector {
         continue;
       }
       SliceClass slices;
-      slices.first_piece = out_.pieces.size();
+      slices.first_range = out_.ranges.size();
       slices.num_bytes = cutter.take(target);
-      slices.num_pieces = out_.pieces.size() - slices.first_piece;
+      slices.num_ranges = out_.ranges.size() - slices.first_range;
       given += slices.num_bytes;
-      if (slices.num_pieces > 0) {
+      if (slices.num_ranges > 0) {
         slices.sources = host_sets_.at(host_sets_.idOf({needers[i]}));
         slices.receivers = host_sets_.at(host_sets_.idOf(hostsWithout(needers, slices.sources)));
-        out_.reductions.push_back({slices, holders});
+        out_.partial_classes.push_back({slices, holders});
       }
     }
   }
@@ -164,8 +164,8 @@ class ClassCollector {
         eligible.push_back(i);
       }
     }
-    const int64_t chunk_bytes = std::max<int64_t>(1, plan_.lower_bound_bytes / num_chunks_);
-    const auto num_kept = static_cast<size_t>((num_bytes + chunk_bytes - 1) / chunk_bytes);
+    const int64_t max_chunk_bytes = std::max<int64_t>(1, plan_.lower_bound_bytes / num_chunks_);
+    const auto num_kept = static_cast<size_t>((num_bytes + max_chunk_bytes - 1) / max_chunk_bytes);
     if (num_kept >= eligible.size()) {
       return;
     }

@@ -8,14 +8,14 @@
 #include "core/resharding/simulate.h"
 #include "core/resharding/strategy_list.h"
 #include "core/resharding/striped/chunk_schedule.h"
+#include "core/resharding/striped/cut.h"
 #include "core/resharding/striped/message_expander.h"
-#include "core/resharding/striped/shipments.h"
 #include "core/resharding/striped/static_schedule.h"
 
 namespace xmesh::core {
 namespace {
 
-/// One way of scheduling the atoms of one of two splits.
+/// One way of scheduling the chunks of one of two splits.
 struct Attempt {
   bool has_few_owners = false;
   ScheduleTaste taste;
@@ -36,29 +36,27 @@ const std::vector<Attempt>& attempts() {
 }
 
 /// The pipeline's fill in chunks: a chain of sums, then one root reaches p hosts in ceil(log2(p + 1)) steps.
-double fillOf(const Shipments& shipments) {
-  return static_cast<double>(shipments.longest_chain + std::bit_width(static_cast<uint64_t>(shipments.largest_fan)) - 1);
-}
+double fillOf(const Cut& cut) { return static_cast<double>(cut.longest_chain + std::bit_width(static_cast<uint64_t>(cut.largest_fan)) - 1); }
 
 /// The busiest port's time with its messages' cost, and the fill's.
-double goodEnough(const Shipments& shipments, const LinkModel& links, double fill) {
-  const double chunk_s = shipments.bottleneck_s / std::max(1.0, shipments.num_chunks);
-  const double messages_s = 1e-6 * links.message_us * std::max(shipments.num_chunks, static_cast<double>(shipments.most_messages));
-  return 1.003 * (shipments.bottleneck_s + messages_s) + fill * (chunk_s + 1e-6 * links.message_us) + 2e-6 * links.latency_us;
+double goodEnough(const Cut& cut, const LinkModel& links, double fill) {
+  const double chunk_s = cut.bottleneck_s / std::max(1.0, cut.chunks_per_port);
+  const double messages_s = 1e-6 * links.message_us * std::max(cut.chunks_per_port, static_cast<double>(cut.most_messages));
+  return 1.003 * (cut.bottleneck_s + messages_s) + fill * (chunk_s + 1e-6 * links.message_us) + 2e-6 * links.latency_us;
 }
 
 /// Counts what planning has cost so far, in operations and never in time, so that every rank stops alike.
 class Work {
  public:
-  /// About what one more event-driven schedule costs, beyond messages: every transfer weighs some receivers.
-  static int64_t ofSchedule(const Shipments& shipments, const Network& network, bool is_matched) {
+  /// About what one more event-driven schedule costs, beyond messages: every hop weighs some receivers.
+  static int64_t ofSchedule(const Cut& cut, const Network& network, bool is_matched) {
     const int64_t hosts = network.numHosts();
-    int64_t num_transfers = 0;
-    for (const Atom& atom : shipments.atoms) {
-      num_transfers += static_cast<int64_t>(atom.receivers.size());
+    int64_t num_hops = 0;
+    for (const Chunk& chunk : cut.chunks) {
+      num_hops += static_cast<int64_t>(chunk.receivers.size());
     }
-    const auto words = static_cast<int64_t>(shipments.atoms.size() / 64 + 1);
-    return num_transfers * std::min<int64_t>(hosts, 64) * (is_matched ? hosts : 1) * words;
+    const auto words = static_cast<int64_t>(cut.chunks.size() / 64 + 1);
+    return num_hops * std::min<int64_t>(hosts, 64) * (is_matched ? hosts : 1) * words;
   }
   void spend(int64_t operations) { spent_ += operations; }
   bool allows(int64_t operations) const { return spent_ + operations <= kMost; }
@@ -73,10 +71,10 @@ class BestMessages {
  public:
   BestMessages(ReshardingPlan& plan, const Network& network) : plan_(plan), network_(network) {}
 
-  void consider(const Shipments& shipments, const std::vector<AtomTransfer>& transfers, Work& work) {
+  void consider(const Cut& cut, const std::vector<ChunkHop>& hops, Work& work) {
     constexpr int64_t kPerMessage = 300;
     plan_.messages.clear();
-    expandTransfers(plan_, network_, shipments, transfers);
+    expandHops(plan_, network_, cut, hops);
     work.spend(kPerMessage * static_cast<int64_t>(plan_.messages.size()));
     const double found_s = simulatedSeconds(plan_, network_);
     if (seconds_ < 0 || found_s < seconds_) {
@@ -95,7 +93,7 @@ class BestMessages {
   std::vector<Message> messages_;
 };
 
-/// Schedules atoms in one way after the other until one is good enough.
+/// Schedules chunks in one way after the other until one is good enough.
 class StripedSearch {
  public:
   StripedSearch(ReshardingPlan& plan, int64_t num_chunks) : plan_(plan), num_chunks_(num_chunks), network_(plan), best_(plan, network_) {}
@@ -103,10 +101,10 @@ class StripedSearch {
   /// Contributions come as a star, which is quickest for what is small. Where some value has several, a chain is tried first if its busiest port
   /// is less busy, and is kept if the star's port alone would take longer.
   void run() {
-    const Shipments star = shipmentsOf(plan_, network_, {.num_chunks = num_chunks_});
-    if (star.most_parts > 1) {
-      const ShipmentOptions options{.num_chunks = num_chunks_, .reduction_way = ReductionWay::kChain};
-      const Shipments chain = shipmentsOf(plan_, network_, options);
+    const Cut star = cutIntoChunks(plan_, network_, {.num_chunks = num_chunks_});
+    if (star.most_partials > 1) {
+      const CutOptions options{.num_chunks = num_chunks_, .reduction_way = ReductionWay::kChain};
+      const Cut chain = cutIntoChunks(plan_, network_, options);
       if (chain.bottleneck_s < star.bottleneck_s) {
         schedule(chain, options);
       }
@@ -119,10 +117,10 @@ class StripedSearch {
   }
 
  private:
-  void schedule(const Shipments& levelled, ShipmentOptions options) {
-    std::optional<Shipments> concentrated;
+  void schedule(const Cut& levelled, CutOptions options) {
+    std::optional<Cut> concentrated;
     const LinkModel& links = plan_.topology.links();
-    const StaticTransfers closed_form = staticTransfers(levelled, network_, links);
+    const StaticHops closed_form = staticHops(levelled, network_, links);
     double goal = goodEnough(levelled, links, closed_form.is_ring ? 1 : fillOf(levelled));  // a ring too long for few chunks has to be the best
     bool is_first = true;
     // Where what is passed on comes late by the latency, ports that never wait leave the closed form's order.
@@ -138,11 +136,11 @@ class StripedSearch {
       }
       if (has_few_owners && !concentrated) {
         options.has_few_owners = true;
-        concentrated = shipmentsOf(plan_, network_, options);
+        concentrated = cutIntoChunks(plan_, network_, options);
       }
-      const Shipments& shipments = has_few_owners ? *concentrated : levelled;
+      const Cut& cut = has_few_owners ? *concentrated : levelled;
       work_.spend(operations);
-      best_.consider(shipments, scheduleAtoms(shipments, network_, taste), work_);
+      best_.consider(cut, scheduleChunks(cut, network_, taste), work_);
       is_first = false;
       goal = goodEnough(levelled, links, fillOf(levelled));
     }

@@ -50,11 +50,11 @@ TEST(CallHistory, NewsWaitForTheirCall) {
   history.start({7, 0, 0});
   EXPECT_EQ(history.newsFor({7, 0, 0}), nullptr);
   history.newsFor({7, 0, 1})->failure = saying("early");
-  history.newsFor({7, 0, 1})->hellos.emplace_back(3, Hello{});
+  history.newsFor({7, 0, 1})->notices.emplace_back(3, CallNotice{});
   EXPECT_EQ(history.early().size(), 1U);
   const EarlyNews news = history.takeNews({7, 0, 1});
   EXPECT_EQ(news.failure->text, "early");
-  EXPECT_EQ(news.hellos.size(), 1U);
+  EXPECT_EQ(news.notices.size(), 1U);
   EXPECT_FALSE(history.takeNews({7, 0, 1}).failure.has_value());
 }
 

@@ -11,7 +11,7 @@
 namespace xmesh::runtime {
 namespace {
 
-/// n ranks whose Hellos arrive in any order; each carries on whom its sender has compared itself with so far.
+/// n ranks whose Notices arrive in any order; each carries on whom its sender has compared itself with so far.
 class Circle {
  public:
   explicit Circle(int num_ranks) : rounds_(static_cast<size_t>(num_ranks), AgreementRounds(static_cast<size_t>(num_ranks))) {
@@ -88,7 +88,7 @@ TEST(AgreementRounds, EveryPairIsComparedWhateverTheOrder) {
   }
 }
 
-TEST(AgreementRounds, KnowsWhoseHelloIsMissing) {
+TEST(AgreementRounds, KnowsWhoseNoticeIsMissing) {
   AgreementRounds rounds(6);  // three rounds: 1, 2, 4 places before
   rounds.hear(1);
   EXPECT_FALSE(rounds.advance());

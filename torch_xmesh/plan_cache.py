@@ -1,4 +1,5 @@
-"""The one door to planning: specs, a strategy and a topology, in a normal form, become a plan; equal ones once."""
+"""The one door to plans of reshards: specs, a strategy and a topology, in a normal form, become a plan; equal ones
+once."""
 
 import dataclasses
 import functools
@@ -52,7 +53,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Planning:
+class PlanOptions:
     """How moves are planned: a strategy in its canonical spelling, and links (None: as discovered, at nominal
     speeds)."""
 
@@ -60,11 +61,11 @@ class Planning:
     topology: Topology | None = None
 
     @staticmethod
-    def of(strategy: object, topology: Topology | None) -> "Planning":
+    def of(strategy: object, topology: Topology | None) -> "PlanOptions":
         """Raises ValueError for what is no strategy or no topology."""
         if topology is not None and not isinstance(topology, Topology):
             raise ValueError(f"topology must be an xm.Topology, got {type(topology).__name__}")
-        return Planning(_canonical(str(strategy)), topology)
+        return PlanOptions(_canonical(str(strategy)), topology)
 
     def __str__(self) -> str:
         return f"{self.strategy}, {'the discovered topology' if self.topology is None else self.topology}"
@@ -81,7 +82,7 @@ class PlanRequest:
     """
 
     moves: tuple[Move, ...]
-    planning: Planning
+    plan_options: PlanOptions
     is_backward: bool = False
     labels: tuple[str, ...] = ()
     entries: tuple[tuple[str, str], ...] = ()
@@ -144,9 +145,9 @@ class Plans:
         """ValueError where `given` lacks a rank."""
         return topology_of(ranks, given, self._core().topology)
 
-    def plan(self, moves: Sequence[Move], planning: Planning) -> "_C.ReshardingPlan":
+    def plan(self, moves: Sequence[Move], plan_options: PlanOptions) -> "_C.ReshardingPlan":
         """What any ranks move; not kept."""
-        return plan_of(moves, planning.strategy, self.topology(ranks_of(moves), planning.topology))
+        return plan_of(moves, plan_options.strategy, self.topology(ranks_of(moves), plan_options.topology))
 
     def prepare(self, request: PlanRequest) -> Prepared:
         """Planned once for equal requests. ValueError for those that no plan serves."""
@@ -174,6 +175,6 @@ class Plans:
         core = None
         if group.global_rank in ranks:
             requires_grad = "".join("1" if move.src.requires_grad else "0" for move in request.moves)
-            plan = self.plan(request.moves, request.planning)
+            plan = self.plan(request.moves, request.plan_options)
             core = group.prepare(plan, requires_grad, request.is_backward, request.labels, request.entries)
         return Prepared(core, tuple(target.local_shape(group.global_rank) for target in targets))

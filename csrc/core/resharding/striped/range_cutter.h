@@ -11,28 +11,29 @@
 
 namespace xmesh::core {
 
-/// Walks a list of pieces from its front, and appends what it cuts off to another list.
-class PieceCutter {
+/// Walks a list of ranges from its front, and appends what it cuts off to another list.
+class RangeCutter {
  public:
-  PieceCutter(const ReshardingPlan& plan, std::span<const Piece> pieces, std::vector<Piece>& out) : plan_(plan), pieces_(pieces), out_(out) {}
+  RangeCutter(const ReshardingPlan& plan, std::span<const SliceRange> ranges, std::vector<SliceRange>& out)
+      : plan_(plan), ranges_(ranges), out_(out) {}
 
   /// About `num_bytes` more, whole elements, at least one; nothing at the end. Returns how many bytes these are.
   int64_t take(double num_bytes) {
     const size_t first = out_.size();
     int64_t taken_bytes = 0;
-    while (index_ < pieces_.size()) {
-      const Piece& piece = pieces_[index_];
-      const int64_t item_bytes = plan_.itemBytes(plan_.tasks[static_cast<size_t>(piece.task)]);
+    while (index_ < ranges_.size()) {
+      const SliceRange& range = ranges_[index_];
+      const int64_t item_bytes = plan_.itemBytes(plan_.tasks[static_cast<size_t>(range.task)]);
       const int64_t wanted = std::llround((num_bytes - static_cast<double>(taken_bytes)) / static_cast<double>(item_bytes));
-      const int64_t begin = piece.begin + offset_;
-      const int64_t end = std::min(piece.end, begin + std::max<int64_t>(wanted, out_.size() == first ? 1 : 0));
+      const int64_t begin = range.begin + offset_;
+      const int64_t end = std::min(range.end, begin + std::max<int64_t>(wanted, out_.size() == first ? 1 : 0));
       if (end == begin) {
         break;
       }
-      out_.push_back({piece.task, begin, end});
+      out_.push_back({range.task, begin, end});
       taken_bytes += (end - begin) * item_bytes;
-      offset_ = end - piece.begin;
-      if (end == piece.end) {
+      offset_ = end - range.begin;
+      if (end == range.end) {
         ++index_;
         offset_ = 0;
       }
@@ -42,8 +43,8 @@ class PieceCutter {
 
  private:
   const ReshardingPlan& plan_;
-  std::span<const Piece> pieces_;
-  std::vector<Piece>& out_;
+  std::span<const SliceRange> ranges_;
+  std::vector<SliceRange>& out_;
   size_t index_ = 0;
   int64_t offset_ = 0;
 };

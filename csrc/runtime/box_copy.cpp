@@ -1,4 +1,4 @@
-#include "runtime/region_copy.h"
+#include "runtime/box_copy.h"
 
 #include <algorithm>
 #include <cstring>
