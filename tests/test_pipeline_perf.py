@@ -18,7 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import pipeline_models  # noqa: E402
-import pipeline_readme  # noqa: E402
+import pipeline_docs  # noqa: E402
 from pipeline_methods import ranks_of_groups  # noqa: E402
 from pipeline_suites import Buffers  # noqa: E402
 from pipeline_table import Record, plot_overhead, render_overhead, rival_of, rows  # noqa: E402
@@ -124,22 +124,22 @@ def test_the_table_compares_with_torch() -> None:
     ]
 
 
-def test_the_readme_gets_its_table(tmp_path: Path) -> None:
+def test_the_page_gets_its_table(tmp_path: Path) -> None:
     torchs = Record("paced", "paced", 4, 8, 0.5, "torch_1f1b", 1.2, 1.1, 1.3, 0.9, 0.8, 1.2, 4, 0, 5)
     ours = Record("paced", "paced", 4, 8, 0.5, "eager_1f1b", 0.8, 0.8, 0.9, 0.72, 0.7, 0.82, 7, 0, 5)
-    out, readme = tmp_path / "out.json", tmp_path / "README.md"
+    out, page = tmp_path / "out.json", tmp_path / "performance.md"
     out.write_text(json.dumps({"about": {}, "records": [torchs.to_json(), ours.to_json()]}))
-    top = (ROOT / "README.md").read_text()
-    readme.write_text(top)
+    top = (ROOT / "docs" / "performance.md").read_text()
+    page.write_text(top)
     for _ in range(2):
-        assert pipeline_readme.main([str(out), "--readme", str(readme)]) == 0
-    written = readme.read_text()
-    assert "| paced n4 m8 r0.5 | 1.200 s, 0.75 of signal | 0.800 s (1.50x), 0.90 of signal |" in written
+        assert pipeline_docs.main([str(out), "--page", str(page)]) == 0
+    written = page.read_text()
+    assert "| paced n4 m8 r0.5 | 1.200 s, 0.75 of empty | 0.800 s (1.50x), 0.90 of empty |" in written
     assert written.count("|---|---|---|\n| paced n4") == 1
-    assert written.partition(pipeline_readme.BEGIN)[0] == top.partition(pipeline_readme.BEGIN)[0]
-    assert written.partition(pipeline_readme.END)[2] == top.partition(pipeline_readme.END)[2]
+    assert written.partition(pipeline_docs.BEGIN)[0] == top.partition(pipeline_docs.BEGIN)[0]
+    assert written.partition(pipeline_docs.END)[2] == top.partition(pipeline_docs.END)[2]
     with pytest.raises(ValueError, match="end of pipeline table"):
-        pipeline_readme.replaced("nothing", "| a |")
+        pipeline_docs.replaced("nothing", "| a |")
 
 
 def test_overhead_has_a_table_and_a_chart_of_its_own(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Writes the pipeline table of the top README from records of pipeline_perf.py.
+"""Writes the pipeline tables of docs/performance.md from records of pipeline_perf.py.
 
-    python benchmarks/pipeline_readme.py benchmarks/results/pipeline-paced.json ...
+    python benchmarks/pipeline_docs.py benchmarks/results/pipeline-paced.json ...
 
-Replaces what stands between the two comments in README.md; rows are points, columns methods.
+Replaces what stands between the two comments there; rows are points, columns methods.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pipeline_table import Record, rival_of
 
-BEGIN = "<!-- pipeline table: written by benchmarks/pipeline_readme.py -->"
+BEGIN = "<!-- pipeline table: written by benchmarks/pipeline_docs.py -->"
 END = "<!-- end of pipeline table -->"
-_README = Path(__file__).resolve().parents[1] / "README.md"
+_PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -40,28 +40,28 @@ def _cell(record: Record | None, records: Sequence[Record]) -> str:
         return ""
     rival = rival_of(record, records)
     times = "" if rival is None or rival is record else f" ({rival.seconds / record.seconds:.2f}x)"
-    share = "" if record.signal_seconds is None else f", {record.signal_seconds / record.seconds:.2f} of signal"
+    share = "" if record.signal_seconds is None else f", {record.signal_seconds / record.seconds:.2f} of empty"
     return f"{record.seconds:.3f} s{times}{share}"
 
 
 def replaced(text: str, table: str) -> str:
-    """The README's text with this table. Raises ValueError without the two comments."""
+    """The page's text with this table. Raises ValueError without the two comments."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"expected {BEGIN!r} and {END!r} in the README")
+        raise ValueError(f"expected {BEGIN!r} and {END!r} in the page")
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="what pipeline_perf.py --json wrote")
-    parser.add_argument("--readme", type=Path, default=_README)
+    parser.add_argument("--page", type=Path, default=_PAGE)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     tables = [
         markdown([Record(**entry) for entry in json.loads(path.read_text())["records"]]) for path in options.files
     ]
-    options.readme.write_text(replaced(options.readme.read_text(), "\n\n".join(tables)))
+    options.page.write_text(replaced(options.page.read_text(), "\n\n".join(tables)))
     return 0
 
 

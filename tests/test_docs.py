@@ -1,0 +1,77 @@
+"""What the pages say is so: their Python runs as typed on 4 ranks, their commands print what stands below them, their links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from torch_xmesh.cli import main
+from torch_xmesh.testing import spawn
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+README_LINES = 180
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+
+
+def script_of(page: str) -> str:
+    """The page's Python in one script, each line with the number that it has on the page."""
+    text = PAGES[page].read_text()
+    lines = [""] * len(text.splitlines())
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        first = text[: block.start(1)].count("\n")
+        for index, line in enumerate(block[1].splitlines()):
+            lines[first + index] = line
+    return "\n".join(lines)
+
+
+def having(language: str) -> list[str]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+def run_as_typed(rank: int, world_size: int, page: str, script: str, folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(script, page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", having("python"))
+def test_python_runs_as_typed(page: str, tmp_path: Path) -> None:
+    script = script_of(page)
+    assert "init_process_group" in script
+    assert "destroy_process_group" in script
+    spawn(run_as_typed, 4, page, script, str(tmp_path), backend=None)
+    assert ("checkpoint_id" in script) == (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("page", having("console"))
+def test_commands_print_what_stands_there(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks(page, "console"):
+        command, _, printed = block.partition("\n")
+        assert command.startswith("$ python -m torch_xmesh ")
+        assert main(shlex.split(command)[4:]) == 0
+        actual = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
+        assert actual == printed.rstrip().splitlines()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "csrc/README.md", "tests/README.md", "benchmarks/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        if target.startswith("http"):
+            continue
+        found = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        assert found.exists(), f"{page} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].read_text().splitlines()) <= README_LINES
