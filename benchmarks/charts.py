@@ -1,147 +1,54 @@
-"""Charts of the records: bars per case and strategy with the lower bound as a black line, or, for many cases, how their
-ratios are distributed."""
+"""What the charts of all benchmarks share: figures that leave matplotlib's backend alone, and groups of bars."""
 
-import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from table import Record
-
-from torch_xmesh.palette import colors_of
-
-_INCHES = 9.0
-_BARS_PER_ROW = 30
-_MOST_CASES = 12
+INCHES = 9.0
+_GROUP_WIDTH = 0.84
 
 
-def plot(path: Path, records: Sequence[Record], *, about: dict[str, Any], as_ratio: bool) -> None:
-    """Writes a PNG: time over the lower bound (`as_ratio`), else time in seconds; bars carry their value, whiskers
-    reach from least to most. More than twelve cases are drawn as a distribution.
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a group, its whisker's ends and the line across it."""
 
-    Args:
-        about: what the JSON says of the measurement: suite or case_file, and cluster.
+    group: str
+    method: str
+    value: float
+    least: float
+    most: float
+    mark: float | None = None
 
-    Raises ImportError without matplotlib.
-    """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def new_figure(width: float, height: float) -> Any:
+    """A figure of so many inches. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    cases = list(dict.fromkeys(record.case for record in records))
-    strategies = list(dict.fromkeys(record.strategy for record in records))
-    colors = dict(zip(strategies, colors_of(strategies), strict=True))
-    if as_ratio and len(cases) > _MOST_CASES:
-        figure = _distribution(records, colors)
-    else:
-        figure = _bars(records, cases, colors, as_ratio, _bound_of(about))
-    figure.suptitle(_caption(about, len(cases), as_ratio), fontsize=9)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_bars(axes: Any, bars: Sequence[Bar], *, groups: Sequence[str], colors: Mapping[str, str]) -> None:
+    """A group of bars at every whole number, one per method, with its value above it."""
+    methods = list(colors)
+    width = _GROUP_WIDTH / len(methods)
+    for bar in bars:
+        at = groups.index(bar.group) - _GROUP_WIDTH / 2 + (methods.index(bar.method) + 0.5) * width
+        spread = [[bar.value - bar.least], [bar.most - bar.value]]
+        color = colors[bar.method]
+        axes.bar(at, bar.value, width * 0.92, color=color, yerr=spread, error_kw={"lw": 0.7, "capsize": 1.5})
+        axes.text(at, bar.most, f" {bar.value:.3g}", ha="center", va="bottom", fontsize=7, rotation=90)
+        if bar.mark is not None:
+            axes.plot([at - width / 2, at + width / 2], [bar.mark] * 2, color="black", lw=1.4)
+    axes.set_xticks(range(len(groups)), groups, fontsize=9)
+    axes.margins(y=0.22)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a PNG."""
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _bound_of(about: dict[str, Any]) -> str:
-    """What the black line is."""
-    return "gloo's own time" if about.get("suite") == "loopback" else "lower bound of any plan"
-
-
-def _caption(about: dict[str, Any], num_cases: int, as_ratio: bool) -> str:
-    what = f"suite {about['suite']}" if "suite" in about else f"cases of {about['case_file']}"
-    least = "gloo's own" if about.get("suite") == "loopback" else "the least that its NICs need"
-    means = f"time of an operation over {least}" if as_ratio else "time of a reshard"
-    return f"{what}, {num_cases} cases: {means}; less is better\n{about['cluster']}"
-
-
-def _bars(
-    records: Sequence[Record], cases: Sequence[str], colors: dict[str, str], as_ratio: bool, bound_name: str
-) -> Any:
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    strategies = list(colors)
-    per_row = min(len(cases), max(1, _BARS_PER_ROW // len(strategies)))
-    rows = [cases[start : start + per_row] for start in range(0, len(cases), per_row)]
-    height = 0.8 + 1.9 * len(rows)
-    figure, panels = pyplot.subplots(len(rows), 1, figsize=(_INCHES, height), layout="constrained", squeeze=False)
-    width = 0.84 / len(strategies)
-    for axes, shown in zip(panels[:, 0], rows, strict=True):
-        for record in (record for record in records if record.case in shown):
-            scale = 1 / record.bound_seconds if as_ratio and record.bound_seconds > 0 else 1.0
-            at = shown.index(record.case) - 0.42 + (strategies.index(record.strategy) + 0.5) * width
-            value = record.seconds * scale
-            spread = [[value - record.seconds_min * scale], [record.seconds_max * scale - value]]
-            axes.bar(
-                at,
-                value,
-                width * 0.92,
-                color=colors[record.strategy],
-                yerr=spread,
-                error_kw={"lw": 0.7, "capsize": 1.5},
-            )
-            axes.text(
-                at, record.seconds_max * scale, f" {value:.3g}", ha="center", va="bottom", fontsize=7, rotation=90
-            )
-        for index, case in enumerate(shown):
-            bound = 1.0 if as_ratio else next(record.bound_seconds for record in records if record.case == case)
-            axes.plot([index - 0.46, index + 0.46], [bound, bound], color="black", lw=1.2)
-        axes.set_xticks(range(len(shown)), shown, fontsize=9)
-        axes.set_xlim(-0.55, per_row - 0.45)
-        axes.set_ylabel("ratio" if as_ratio else "seconds", fontsize=8)
-        axes.tick_params(axis="y", labelsize=8)
-        axes.margins(y=0.22)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    handles: list[Any] = [Patch(color=color, label=name) for name, color in colors.items()]
-    handles.append(Line2D([0], [0], color="black", lw=1.2, label=bound_name))
-    figure.legend(handles=handles, fontsize=8, ncols=5, loc="outside lower center", frameon=False)
-    return figure
-
-
-def _distribution(records: Sequence[Record], colors: dict[str, str]) -> Any:
-    """For each strategy the share of the layouts that it does within a ratio."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(_INCHES, 4.2), layout="constrained")
-    most = 1.0
-    for strategy, color in colors.items():
-        ratios = sorted(r.ratio for r in records if r.strategy == strategy and r.ratio is not None)
-        if not ratios:
-            continue
-        most = max(most, ratios[-1])
-        shares = [(index + 1) / len(ratios) * 100 for index in range(len(ratios))]
-        median = ratios[(len(ratios) - 1) // 2]
-        label = f"{strategy}: half within {median:.2f}, all within {ratios[-1]:.2f}"
-        axes.step([ratios[0], *ratios], [0, *shares], where="post", color=color, lw=2, label=label)
-    axes.axvline(1.0, color="black", lw=1.2, label="lower bound of any plan")
-    axes.set_xscale("log")
-    ticks = [tick for tick in (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if tick <= most * 1.1]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("time / lower bound")
-    axes.set_ylabel("% of the layouts")
-    axes.set_ylim(0, 100)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
-    return figure
-
-
-def is_ratio(about: dict[str, Any]) -> bool:
-    """Whether a suite's layouts are compared by their ratios, not their times."""
-    return about.get("suite") in ("table2", "refit", "random", "loopback")
-
-
-def redraw(path: Path) -> Path:
-    """Draws the picture of recorded results beside them."""
-    content = json.loads(path.read_text())
-    records = [Record(**record) for record in content["records"]]
-    picture = path.with_suffix(".png")
-    plot(picture, records, about=content["about"], as_ratio=is_ratio(content["about"]))
-    return picture
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(redraw(Path(name)))

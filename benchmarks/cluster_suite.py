@@ -2,30 +2,22 @@
 records."""
 
 import json
-import os
-import platform
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from cases import Case
+from harness import Measurement, launch, machine_notes, wrong_note
 from progress import Listener
-from table import LiveTable, Record, cells, wrong_note
+from reshard_records import Record, cells
+from table import LiveTable
 
 from torch_xmesh.testing.cluster import Cluster, Goodput
 
 _WORKER = Path(__file__).with_name("cluster_worker.py")
 _OVERTIME_SECONDS = 120.0
 """What the runs that always take place, one of each method and all of `auto`, may need beyond the budget."""
-
-
-class MeasurementError(RuntimeError):
-    """A rank failed while it measured; the message holds what it wrote last."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +37,9 @@ class Settings:
     costs: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Records, and what has to be said with them in the JSON."""
-
-    records: list[Record]
-    about: dict[str, Any]
-
-
-def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings, live: LiveTable) -> Measurement:
+def measure(
+    cases: Sequence[Case], strategies: Sequence[str], settings: Settings, live: LiveTable
+) -> Measurement[Record]:
     """Runs every case under every strategy, alternating, on one set of processes; rows go into `live` as they are
     measured.
 
@@ -75,31 +61,22 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
             notes.append("the product shares no memory inside hosts")
         live.begin(notes)
         nic_bytes_per_s = list(goodput.nic_bytes_per_s) or [1e9]
-        with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
-            job = {
-                "cases": [case.to_json() for case in cases],
-                "strategies": list(strategies),
-                "devices": settings.devices,
-                "runs": settings.runs,
-                "deadline": deadline,
-                "timeout_seconds": settings.timeout_seconds,
-                "shared_memory": settings.shared_memory,
-                "nic_bytes_per_s": nic_bytes_per_s,
-                "is_paced": settings.is_paced and cluster.is_shaped,
-                "costs": settings.costs,
-                "records": f"{folder}/records.jsonl",
-            }
-            job_path = Path(folder, "job.json")
-            job_path.write_text(json.dumps(job))
-            left = max(0.0, deadline - time.monotonic())
-            seconds = left + settings.timeout_seconds + _OVERTIME_SECONDS
-            listener.say(f"starting {cluster.world_size} processes")
-            written = run_workers(cluster, _WORKER, job_path, seconds)
-            skipped = [line for line in written.splitlines() if line.startswith("skipped: ")]
-            costs = [line for line in written.splitlines() if line.startswith("costs: ")]
-            lines = Path(folder, "records.jsonl").read_text().splitlines()
-        listener.end()
-        records = [Record(**json.loads(line)) for line in lines]
+        job = {
+            "cases": [case.to_json() for case in cases],
+            "strategies": list(strategies),
+            "devices": settings.devices,
+            "runs": settings.runs,
+            "deadline": deadline,
+            "timeout_seconds": settings.timeout_seconds,
+            "shared_memory": settings.shared_memory,
+            "nic_bytes_per_s": nic_bytes_per_s,
+            "is_paced": settings.is_paced and cluster.is_shaped,
+            "costs": settings.costs,
+        }
+        left = max(0.0, deadline - time.monotonic())
+        done = launch(cluster, listener, _WORKER, job, left + settings.timeout_seconds + _OVERTIME_SECONDS)
+        skipped, costs = done.lines("skipped: "), done.lines("costs: ")
+        records = [Record(**record) for record in done.records]
         for note in (*costs, *skipped, wrong_note(records)):
             live.note(note)
         about = {
@@ -115,42 +92,6 @@ def measure(cases: Sequence[Case], strategies: Sequence[str], settings: Settings
     return Measurement(records, about)
 
 
-def run_workers(cluster: Cluster, script: Path, job_path: Path, seconds: float) -> str:
-    """Runs a script on every device, and returns what rank 0 wrote.
-
-    Raises MeasurementError when a rank fails or the processes do not end in time.
-    """
-    job = cluster.start(str(script), str(job_path))
-    try:
-        job.wait(seconds)
-    except TimeoutError as error:
-        job.stop()
-        raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
-    failed = job.failed_rank
-    if failed is not None:
-        tail = "\n".join(failed.output.splitlines()[-30:])
-        raise MeasurementError(f"rank {failed.rank} ended with {failed.exit_code}; it wrote last:\n{tail}")
-    return job.ranks[0].output
-
-
 def _goodput_note(cluster: Cluster, goodput: Goodput) -> str:
     use = "the bound uses it" if cluster.is_shaped else "loopback; the bound uses it and means little"
     return f"{goodput}; {use}"
-
-
-def machine_notes() -> list[str]:
-    """Versions, cores and load, for the head of a table."""
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    processor = platform.processor() or platform.machine()
-    return [
-        f"torch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}",
-        f"{os.cpu_count()} cores ({processor}), load before the run {load}",
-    ]
-
-
-def main_exit_code(records: Sequence[Record]) -> int:
-    """1 when an element was wrong, else 0."""
-    wrong = sum(record.wrong for record in records)
-    if wrong:
-        print(f"{wrong} wrong elements", file=sys.stderr)
-    return 1 if wrong else 0

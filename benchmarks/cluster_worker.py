@@ -10,24 +10,23 @@ import json
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import Case
 from disturbance import ATTEMPTS, DISTURBED, StolenTime
+from harness import job_of_arguments, publish
 from methods import Method, RankData, XmeshMethod
 from overlaps import bound_seconds
-from progress import tell, tell_rows
+from progress import tell
+from reshard_records import Record
 from rivals import is_rival, make_rival
 from run_budget import Cost, further_runs, shares
-from table import Record
 
 _CHECKED_BYTES_PER_S = 1e9  # about what a run costs besides its transfers
 # Longer than ranks take to come out of a collective one after another.
@@ -245,19 +244,13 @@ def _cpu_seconds() -> float:
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job = job_of_arguments()
     cases = [Case.from_json(data) for data in job["cases"]]
     worker = Worker(job)
-    with contextlib.ExitStack() as stack:
-        stack.callback(worker.close)
-        lines = stack.enter_context(Path(job["records"]).open("w")) if os.environ["RANK"] == "0" else None
+    with contextlib.closing(worker):
         weights = [_bound_seconds(job, case) + case.num_bytes / _CHECKED_BYTES_PER_S for case in cases]
         for case, share in zip(cases, shares(weights), strict=True):
-            records = worker.measure(case, share)
-            if lines is not None:
-                lines.writelines(json.dumps(record.to_json()) + "\n" for record in records)
-                lines.flush()
-                tell_rows([record.to_json() for record in records])
+            publish(job, [record.to_json() for record in worker.measure(case, share)])
 
 
 if __name__ == "__main__":

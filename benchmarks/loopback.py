@@ -5,14 +5,10 @@ Every comparison alternates block by block in the same two processes and carries
 the spread that the machine alone makes. Records use gloo's median time as `bound_seconds`.
 """
 
-import json
-import os
 import resource
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases import S0, Case, TensorLayout
-from cluster_suite import Measurement, MeasurementError, machine_notes
+from harness import Measurement, job_of_arguments, launch, machine_notes, publish, wrong_note
 from methods import RankData, XmeshMethod, placement
-from progress import Listener, tell, tell_rows
-from table import LiveTable, Record, cells, wrong_note
+from progress import Listener, tell
+from reshard_records import Record, cells
+from table import LiveTable
 
 from torch_xmesh.testing.cluster import Cluster
 
@@ -37,33 +34,16 @@ CASES = ("reshard-large", "reshard-4B", "all_reduce-4B")
 Block = Callable[[], None]
 
 
-def measure(*, num_bytes: int, runs: int, live: LiveTable, shared_memory: bool = True) -> Measurement:
+def measure(*, num_bytes: int, runs: int, live: LiveTable, shared_memory: bool = True) -> Measurement[Record]:
     """Runs the three comparisons; rows go into `live` as they are measured. Raises MeasurementError when a rank
     fails."""
     cluster_note = "2 ranks on loopback" + ("" if shared_memory else ", sharing no memory")
     live.begin([*machine_notes(), cluster_note, "bound = gloo's median; cpu = both ranks, per operation"])
     listener = Listener(lambda rows: live.rows([cells(Record(**row)) for row in rows]))
-    with (
-        Cluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster,
-        tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
-    ):
-        records_path = Path(folder, "records.json")
-        description = {
-            "num_bytes": num_bytes,
-            "runs": runs,
-            "shared_memory": shared_memory,
-            "records": str(records_path),
-        }
-        job = cluster.start(__file__, json.dumps(description))
-        try:
-            job.wait(_TIMEOUT_SECONDS)
-        except TimeoutError as error:
-            job.stop()
-            raise MeasurementError(f"{error}; rank 0 wrote:\n{job.ranks[0].output}") from error
-        if job.failed_rank is not None:
-            raise MeasurementError(f"rank {job.failed_rank.rank} failed; it wrote:\n{job.failed_rank.output}")
-        records = [Record(**entry) for entry in json.loads(records_path.read_text())]
-    listener.end()
+    job = {"num_bytes": num_bytes, "runs": runs, "shared_memory": shared_memory}
+    with Cluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster:
+        done = launch(cluster, listener, Path(__file__), job, _TIMEOUT_SECONDS)
+    records = [Record(**record) for record in done.records]
     live.note(wrong_note(records))
     return Measurement(records, {"machine": machine_notes(), "cluster": cluster_note, "runs": runs})
 
@@ -212,8 +192,7 @@ def _all_reduce(case_name: str, repeats: int, runs: int, group: dist.ProcessGrou
     return _Comparison(case_name, 4, repeats, blocks).run(runs, group, count_wrong)
 
 
-def _worker(arguments: Sequence[str]) -> None:
-    job: dict[str, Any] = json.loads(arguments[0])
+def _worker(job: dict[str, Any]) -> None:
     import torch_xmesh as xm
 
     options = xm.Options()
@@ -221,20 +200,15 @@ def _worker(arguments: Sequence[str]) -> None:
     dist.init_process_group("xmesh", pg_options=options)
     group = dist.new_group(backend="gloo")
     large, small, all_reduce = CASES
-    records: list[Record] = []
 
     def done(found: list[Record]) -> None:
-        records.extend(found)
-        if os.environ["RANK"] == "0":
-            tell_rows([record.to_json() for record in found])
+        publish(job, [record.to_json() for record in found])
 
     done(_reshard(large, job["num_bytes"], 1, job["runs"], group))
     done(_reshard(small, 4, _SMALL_REPEATS, job["runs"], group))
     done(_all_reduce(all_reduce, _ALL_REDUCE_REPEATS, job["runs"], group))
     dist.destroy_process_group()
-    if os.environ["RANK"] == "0":
-        Path(job["records"]).write_text(json.dumps([record.to_json() for record in records]))
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1:])
+    _worker(job_of_arguments())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_methods import Grid, Groups, Method, flat, named_gradients
+from pipeline_method import Grid, Groups, Method, flat, named_gradients
 from pipeline_models import Workload
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B

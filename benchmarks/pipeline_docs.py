@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline_table import Record, rival_of
+from pipeline_records import Record, rival_of
 
 BEGIN = "<!-- pipeline table: written by benchmarks/pipeline_docs.py -->"
 END = "<!-- end of pipeline table -->"

@@ -1,20 +1,16 @@
 """The engines under measurement, ours and torch.distributed.pipelining, behind one interface."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipeline_by_hand import ByHand
+from pipeline_method import Grid, Groups, Method, flat, named_gradients
 from pipeline_models import Workload
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import torch_xmesh as xm
-
-Grid = Any
-"""Ranks of one stage's mesh: a list, or a list of lists."""
-
-Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
-"""gloo's groups by their ranks, for rivals."""
 
 OURS = {
     "1f1b": ("1f1b", True),
@@ -28,11 +24,6 @@ INTERLEAVED = frozenset({"interleaved_1f1b"})
 """Methods with two stages on each mesh."""
 
 
-def flat(grid: Grid) -> list[int]:
-    """The ranks of a mesh, row-major."""
-    return [int(rank) for rank in torch.tensor(grid).flatten()]
-
-
 def ranks_of_groups(name: str, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
     """The groups that a method needs; every rank of the cluster makes them in this order."""
     if name in OURS:
@@ -40,32 +31,6 @@ def ranks_of_groups(name: str, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
     meshes = [tuple(flat(grid)) for grid in grids]
     columns = list(zip(*meshes, strict=len({len(mesh) for mesh in meshes}) == 1))
     return [*columns, *(mesh for mesh in meshes if len(mesh) > 1)]
-
-
-class Method:
-    """One engine with a model of its own. `schedule` and the two flags are what the simulator plays for it."""
-
-    schedule: xm.Schedule
-    is_overlapped: bool
-    blocks_receiver = True
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-
-    def step(self) -> None:
-        """One step; adds to the gradients. Called by the ranks of the meshes."""
-        raise NotImplementedError
-
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Of this rank's parameters, under the whole model's names."""
-        raise NotImplementedError
-
-    def zero_gradients(self) -> None:
-        for parameter in self.workload.model.parameters():
-            parameter.grad = None
-
-    def close(self) -> None:
-        """Ends the engine on this rank."""
 
 
 class Ours(Method):
@@ -133,12 +98,6 @@ class Torch(Method):
         return named_gradients(self.workload, self._module)
 
 
-def named_gradients(workload: Workload, module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Gradients of the parameters that `module` shares with the workload's model, under the model's names."""
-    own = {id(parameter) for parameter in module.parameters()}
-    return {name: p.grad for name, p in workload.model.named_parameters() if id(p) in own}
-
-
 def _csv(order: dict[int, list[Any]]) -> str:
     rows = (["" if action is None else str(action) for action in order[rank]] for rank in sorted(order))
     return "\n".join(",".join(row) for row in rows)
@@ -156,8 +115,6 @@ def make_method(name: str, workload: Callable[[bool], Workload], grids: Sequence
     if name in ("torch_1f1b", "torch_zb1p"):
         return Torch(name, workload(False), grids, groups)
     if name == "by_hand":
-        from pipeline_by_hand import ByHand
-
         by_hand: Method = ByHand(workload(False), grids, groups)
         return by_hand
     raise ValueError(f"unknown method {name!r}")

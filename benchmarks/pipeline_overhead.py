@@ -11,12 +11,7 @@ CPU times are ``CLOCK_THREAD_CPUTIME_ID`` of the calling thread, and of the proc
 medians over its steps; a record sums the ranks' medians and divides by their actions.
 """
 
-import argparse
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster_suite import MeasurementError
+from harness import job_of_arguments, launch, publish
+from pipeline_records import OverheadRecord
 from progress import Listener, ignore_rows, tell
 from torch import nn
 
@@ -47,19 +43,18 @@ def run(
     rounds: int = 6,
     steps_per_round: int = 25,
     methods: Sequence[str] = METHODS,
-    on_records: Callable[[list[dict[str, Any]]], None] = ignore_rows,
-) -> list[dict[str, Any]]:
+    on_records: Callable[[list[OverheadRecord]], None] | None = None,
+) -> list[OverheadRecord]:
     """Measures every number of stages with every number of microbatches, one process per stage; `on_records` gets the
     records of each as soon as they are measured.
 
     Returns:
-        one record per point and method: method, stages, microbatches, bare_us (the bare stage, per compute action),
-        and beyond it: cpu_us_per_action and cpu_us_per_compute_action (calling thread), cpu_us_all_threads_per_action.
+        one record per point and method.
 
     Raises:
         MeasurementError: a rank failed or did not end.
     """
-    records: list[dict[str, Any]] = []
+    records: list[OverheadRecord] = []
     for num_stages in stages:
         for num_microbatches in microbatches:
             job = {
@@ -69,29 +64,17 @@ def run(
                 "methods": list(methods),
             }
             found = _measure(num_stages, job)
-            on_records(found)
+            if on_records is not None:
+                on_records(found)
             records += found
     return records
 
 
-def _measure(num_stages: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+def _measure(num_stages: int, job: dict[str, Any]) -> list[OverheadRecord]:
     listener = Listener(ignore_rows)
-    with (
-        Cluster(hosts=1, devices=num_stages, rate=None, output=listener.stream) as cluster,
-        tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder,
-    ):
-        path = Path(folder, "records.json")
-        ranks = cluster.start(__file__, "--worker", json.dumps({**job, "records": str(path)}))
-        try:
-            ranks.wait(_TIMEOUT_SECONDS)
-        except TimeoutError as error:
-            ranks.stop()
-            raise MeasurementError(f"{error}; rank 0 wrote:\n{ranks.ranks[0].output}") from error
-        if ranks.failed_rank is not None:
-            raise MeasurementError(f"rank {ranks.failed_rank.rank} failed; it wrote:\n{ranks.failed_rank.output}")
-        listener.end()
-        records: list[dict[str, Any]] = json.loads(path.read_text())
-        return records
+    with Cluster(hosts=1, devices=num_stages, rate=None, output=listener.stream) as cluster:
+        done = launch(cluster, listener, Path(__file__), job, _TIMEOUT_SECONDS)
+    return [OverheadRecord(**record) for record in done.records]
 
 
 def num_actions(stage: int, num_stages: int, num_microbatches: int) -> tuple[int, int]:
@@ -209,11 +192,10 @@ def _worker(job: dict[str, Any]) -> None:
         engine.__exit__(None, None, None)
     dist.barrier(group=group)
     dist.destroy_process_group()
-    if os.environ["RANK"] == "0":
-        Path(job["records"]).write_text(json.dumps(_records(list(steps), everyone, job["microbatches"])))
+    publish(job, [record.to_json() for record in _records(list(steps), everyone, job["microbatches"])])
 
 
-def _records(names: Sequence[str], everyone: Sequence[torch.Tensor], num_microbatches: int) -> list[dict[str, Any]]:
+def _records(names: Sequence[str], everyone: Sequence[torch.Tensor], num_microbatches: int) -> list[OverheadRecord]:
     num_stages = len(everyone)
     total = torch.stack(list(everyone)).sum(0)
     counts = [num_actions(stage, num_stages, num_microbatches) for stage in range(num_stages)]
@@ -226,54 +208,19 @@ def _records(names: Sequence[str], everyone: Sequence[torch.Tensor], num_microba
             continue
         thread, process = (row - bare).tolist()
         records.append(
-            {
-                "suite": "overhead",
-                "method": name,
-                "stages": num_stages,
-                "microbatches": num_microbatches,
-                "cpu_us_per_action": thread / actions,
-                "cpu_us_per_compute_action": thread / compute,
-                "cpu_us_all_threads_per_action": process / actions,
-                "bare_us": float(bare[0]) / compute,
-            }
+            OverheadRecord(
+                suite="overhead",
+                method=name,
+                stages=num_stages,
+                microbatches=num_microbatches,
+                cpu_us_per_action=thread / actions,
+                cpu_us_per_compute_action=thread / compute,
+                cpu_us_all_threads_per_action=process / actions,
+                bare_us=float(bare[0]) / compute,
+            )
         )
     return records
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="CPU per action of pipeline engines, beyond the bare stage.")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[16])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Prints a table of what `run` finds."""
-    options = _parse(arguments)
-    print(f"{'method':12} stages  m  us/action  us/compute action  us/action, all threads  bare us/compute action")
-
-    def show(found: list[dict[str, Any]]) -> None:
-        for one in found:
-            print(
-                f"{one['method']:12} {one['stages']:6} {one['microbatches']:2} {one['cpu_us_per_action']:10.1f} "
-                f"{one['cpu_us_per_compute_action']:18.1f} {one['cpu_us_all_threads_per_action']:23.1f} "
-                f"{one['bare_us']:23.1f}",
-                flush=True,
-            )
-
-    run(
-        stages=options.stages,
-        microbatches=options.microbatches,
-        rounds=options.rounds,
-        methods=options.methods,
-        on_records=show,
-    )
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        _worker(json.loads(sys.argv[2]))
-    else:
-        main(sys.argv[1:])
+    _worker(job_of_arguments())

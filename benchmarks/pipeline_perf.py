@@ -6,17 +6,15 @@ README.md says what suites and figures mean.
 """
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_suite import MeasurementError, machine_notes
-from pipeline_suites import METHODS, Settings, measure
-from pipeline_table import live_table, plot, plot_overhead, render_overhead, save
-from table import wrong_note
-
-_SUITES = ("paced", "real", "meshes", "overhead")
+import pipeline_overhead
+from harness import MeasurementError, exit_code, machine_notes, save, wrong_note
+from pipeline_charts import plot, plot_overhead
+from pipeline_records import live_table, overhead_rows, overhead_table
+from pipeline_suites import METHODS, SUITES, Settings, measure
 
 
 def _numbers(text: str) -> list[float]:
@@ -25,7 +23,7 @@ def _numbers(text: str) -> list[float]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=_SUITES, required=True)
+    parser.add_argument("--suite", choices=[*SUITES, "overhead"], required=True)
     parser.add_argument("--methods", help="comma-separated; default: all of the suite")
     parser.add_argument("--runs", type=int, default=5, help="timed steps of each method (default 5)")
     parser.add_argument("--stages", type=int, default=4, help="paced: number of stages (default 4)")
@@ -68,10 +66,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def run_overhead(options: argparse.Namespace) -> int:
     notes = machine_notes()
-    records = importlib.import_module("pipeline_overhead").run()
-    print(render_overhead(records, ["torch_xmesh pipeline_perf, suite overhead", *notes]))
+    methods = pipeline_overhead.METHODS if options.methods is None else options.methods.split(",")
+    live = overhead_table(methods)
+    live.begin(["torch_xmesh pipeline_perf, suite overhead", *notes])
+    records = pipeline_overhead.run(methods=methods, on_records=lambda found: live.rows(overhead_rows(found)))
     if options.json is not None:
-        save(options.json, records, {"suite": "overhead", "machine": notes})
+        save(options.json, [record.to_json() for record in records], {"suite": "overhead", "machine": notes})
     if options.plot is not None:
         plot_overhead(options.plot, records)
     return 0
@@ -99,10 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         save(options.json, records, {"suite": options.suite, **measurement.about})
     if options.plot is not None:
         plot(options.plot, measurement.records, title=f"suite {options.suite}: {measurement.about['cluster']}")
-    wrong = sum(record.wrong for record in measurement.records)
-    if wrong:
-        print(f"{wrong} wrong elements of gradients", file=sys.stderr)
-    return 1 if wrong else 0
+    return exit_code(measurement.records)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The pipeline suites: their cases, and how each is run on the emulated cluster."""
 
-import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_suite import machine_notes, run_workers
+from harness import Measurement, launch, machine_notes
 from pipeline_models import make
-from pipeline_table import Record, rows
+from pipeline_records import Record, rows
 from pipeline_worker import SIGNAL, stage_seconds
 from progress import Listener
 from table import LiveTable
@@ -53,6 +51,7 @@ METHODS = {
     "real": ("torch_1f1b", "broadcast", "1f1b", "eager_1f1b"),
     "meshes": ("by_hand", "1f1b", "eager_1f1b"),
 }
+SUITES = tuple(METHODS)
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,7 @@ class Settings:
     timelines: Path | None = None
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Records, and what has to be said with them in the JSON."""
-
-    records: list[Record]
-    about: dict[str, Any]
-
-
-def measure(settings: Settings, live: LiveTable) -> Measurement:
+def measure(settings: Settings, live: LiveTable) -> Measurement[Record]:
     """Runs a suite; rows go into `live` as they are measured.
 
     Raises MeasurementError when a rank fails or does not end in time, ValueError for methods that the suite does not
@@ -93,7 +84,7 @@ def measure(settings: Settings, live: LiveTable) -> Measurement:
     return {"paced": _paced, "real": _real, "meshes": _meshes}[settings.suite](settings, live)
 
 
-def _paced(settings: Settings, live: LiveTable) -> Measurement:
+def _paced(settings: Settings, live: LiveTable) -> Measurement[Record]:
     def cases(nic_bytes_per_s: float) -> list[dict[str, Any]]:
         return [
             {
@@ -119,7 +110,7 @@ def _paced(settings: Settings, live: LiveTable) -> Measurement:
     return _on_200mbit(settings, live, cases, hosts=settings.stages, devices=1)
 
 
-def _meshes(settings: Settings, live: LiveTable) -> Measurement:
+def _meshes(settings: Settings, live: LiveTable) -> Measurement[Record]:
     """Two stages that wait, on two hosts with two devices each."""
     pairs = {
         "2x1->1x2": [[[0], [1]], [[2, 3]]],
@@ -152,7 +143,7 @@ def _meshes(settings: Settings, live: LiveTable) -> Measurement:
     return _on_200mbit(settings, live, cases, hosts=2, devices=2)
 
 
-def _real(settings: Settings, live: LiveTable) -> Measurement:
+def _real(settings: Settings, live: LiveTable) -> Measurement[Record]:
     """A cluster for each model and ratio, its NICs as fast as the ratio wants them for the forward measured here."""
     parts = []
     for kind in settings.models:
@@ -180,7 +171,7 @@ def _real(settings: Settings, live: LiveTable) -> Measurement:
     return Measurement(records, about)
 
 
-def _on_200mbit(settings: Settings, live: LiveTable, cases: Any, *, hosts: int, devices: int) -> Measurement:
+def _on_200mbit(settings: Settings, live: LiveTable, cases: Any, *, hosts: int, devices: int) -> Measurement[Record]:
     """Paced stages: what a ratio means in bytes follows from the forward's time."""
     message_bytes = min(settings.ratios) * settings.forward_s * 200e6 / 8 * _GOODPUT
     return _on_cluster(settings, live, cases, hosts=hosts, devices=devices, rate="200mbit", message_bytes=message_bytes)
@@ -208,7 +199,7 @@ def _forward_and_bytes(kind: str, sizes: dict[str, Any]) -> tuple[float, int]:
 
 def _on_cluster(
     settings: Settings, live: LiveTable, cases: Any, *, hosts: int, devices: int, rate: str, message_bytes: float
-) -> Measurement:
+) -> Measurement[Record]:
     """`cases(nic_bytes_per_s)` gives the descriptions that the workers run on one set of processes."""
     wanted, buffers = rate if settings.is_shaped else None, Buffers.beside(message_bytes)
     listener = Listener(lambda found: live.rows(rows([Record(**row) for row in found])))
@@ -224,25 +215,18 @@ def _on_cluster(
         goodput = cluster.goodput()
         live.begin([*machine_notes(), f"{cluster.description}, burst {buffers.burst}, goodput {goodput}"])
         nic_bytes_per_s = statistics.median(goodput.nic_bytes_per_s) if cluster.is_shaped else 24e6
-        with tempfile.TemporaryDirectory(prefix="xmesh-bench-") as folder:
-            job = {
-                "suite": settings.suite,
-                "cases": cases(nic_bytes_per_s),
-                "runs": settings.runs,
-                "is_pinned": settings.suite == "real",
-                "nic_bytes_per_s": nic_bytes_per_s,
-                "budget_seconds": settings.budget_seconds,
-                "timeout_seconds": settings.timeout_seconds,
-                "timelines": None if settings.timelines is None else str(settings.timelines.resolve()),
-                "records": f"{folder}/records.jsonl",
-            }
-            path = Path(folder, "job.json")
-            path.write_text(json.dumps(job))
-            seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
-            listener.say(f"starting {cluster.world_size} processes")
-            run_workers(cluster, _WORKER, path, seconds)
-            lines = Path(folder, "records.jsonl").read_text().splitlines()
-        listener.end()
+        job = {
+            "suite": settings.suite,
+            "cases": cases(nic_bytes_per_s),
+            "runs": settings.runs,
+            "is_pinned": settings.suite == "real",
+            "nic_bytes_per_s": nic_bytes_per_s,
+            "budget_seconds": settings.budget_seconds,
+            "timeout_seconds": settings.timeout_seconds,
+            "timelines": None if settings.timelines is None else str(settings.timelines.resolve()),
+        }
+        seconds = settings.budget_seconds + settings.timeout_seconds + _START_SECONDS
+        done = launch(cluster, listener, _WORKER, job, seconds)
         about = {
             "machine": machine_notes(),
             "cluster": cluster.description,
@@ -251,4 +235,4 @@ def _on_cluster(
             "forward_seconds": settings.forward_s,
             "runs": settings.runs,
         }
-    return Measurement([Record(**json.loads(line)) for line in lines], about)
+    return Measurement([Record(**record) for record in done.records], about)

@@ -5,23 +5,22 @@ Started by pipeline_suites on each device with one argument, the path of a job d
 per record.
 """
 
-import json
 import os
 import statistics
-import sys
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from disturbance import ATTEMPTS, DISTURBED, StolenTime
-from pipeline_methods import INTERLEAVED, Grid, Method, Ours, flat, make_method, ranks_of_groups
+from harness import job_of_arguments, publish
+from pipeline_method import Grid, Method, flat
+from pipeline_methods import INTERLEAVED, Ours, make_method, ranks_of_groups
 from pipeline_models import Workload, as_tuple, make
-from pipeline_table import Record
-from progress import tell, tell_rows
+from pipeline_records import Record
+from progress import tell
 
 import torch_xmesh as xm
 from torch_xmesh.pipeline import Costs, EdgeCosts, StageCosts
@@ -252,7 +251,7 @@ def stage_seconds(workload: Workload, stage: int, inputs: tuple[torch.Tensor, ..
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job = job_of_arguments()
     rank = int(os.environ["RANK"])
     if job["is_pinned"]:
         cores = sorted(os.sched_getaffinity(0))
@@ -267,11 +266,7 @@ def main() -> None:
         case.measure(now + (deadline - now) / (len(job["cases"]) - index))
         if job["timelines"]:
             case.timelines(job["timelines"])
-        if rank == 0:
-            records = [record.to_json() for record in case.records()]
-            with Path(job["records"]).open("a") as lines:
-                lines.writelines(json.dumps(record) + "\n" for record in records)
-            tell_rows(records)
+        publish(job, [record.to_json() for record in case.records()] if rank == 0 else [])
         case.close()
     dist.destroy_process_group()
 

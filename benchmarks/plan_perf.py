@@ -7,7 +7,6 @@ and say which bars are met. README.md beside this file defines them.
 """
 
 import argparse
-import io
 import json
 import math
 import statistics
@@ -21,20 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Case, TensorLayout, table2
-from cluster_suite import machine_notes
 from hard import BROADCASTS
+from harness import machine_notes, save
 from methods import placement
 from overlaps import bound_seconds, overlaps
 from plan_bars import CACHED_BAR_MS, CASES_BAR_MS, SCALE_BAR_MS, PlanRecord, percentile, quality_lines, time_line
 from progress import Progress
 from random_layouts import random_layout
 from scale_layouts import DEVICES, scale_cases
+from table import say
 
 import torch_xmesh as xm
+from torch_xmesh import _C
 
 _FULL_BYTES = 2 << 30
 _NIC_BYTES_PER_S = 1_250_000_000
-_CASE_STRATEGIES = ("striped", "auto", "broadcast", "local_allgather", "global_allgather", "alpa", "send_recv")
+_CASE_STRATEGIES = ("auto", *_C.strategy_names())
 _RANDOM_STRATEGIES = ("striped:num_chunks=64", "striped:num_chunks=256", "striped", *BROADCASTS)
 _RANDOM_ITEMS = 1 << 26
 _ITEM_BYTES = 4
@@ -112,18 +113,6 @@ def _num_chunks(plan: xm.ReshardingPlan, layout: Layout) -> int:
     return math.ceil(layout.bound_bytes / max(sizes)) if sizes else 0
 
 
-def _is_known(strategy: str) -> bool:
-    """Whether this build has the strategy: planned on a reshard of 8 bytes."""
-    spec = xm.Spec((2,), torch.float32, xm.Mesh([0]), [placement("Replicate()")])
-    try:
-        xm.plan_resharding(
-            spec, xm.Mesh([1]), [placement("Shard(0)")], strategy=strategy, topology=xm.Topology(devices_per_host=1)
-        )
-    except ValueError:
-        return False
-    return True
-
-
 def random_family(seeds: Sequence[int]) -> Iterator[Layout]:
     """The random layouts."""
     for seed in seeds:
@@ -169,23 +158,23 @@ def summarize(records: Sequence[PlanRecord]) -> list[str]:
 def measure_cases(strategies: Sequence[str], repeats: int) -> list[PlanRecord]:
     """The nine cases under every strategy."""
     records = []
-    print(f"{'case':<8}{'strategy':<20}{'predicted/bound':>16}{'plan ms':>10}")
+    say(f"{'case':<8}{'strategy':<20}{'predicted/bound':>16}{'plan ms':>10}")
     for case in table2(_FULL_BYTES, 4):
         layout = Layout.of(case, 4)
         for strategy in strategies:
             record = plan_layout(layout, strategy, repeats, {})
             records.append(record)
             ratio = "-" if record.predicted_ratio is None else f"{record.predicted_ratio:.4f}"
-            print(f"{record.case:<8}{strategy:<20}{ratio:>16}{record.plan_seconds * 1e3:>10.3f}")
+            say(f"{record.case:<8}{strategy:<20}{ratio:>16}{record.plan_seconds * 1e3:>10.3f}")
     own = [record for record in records if record.strategy == "striped"]
-    print(time_line("nine cases, striped", own, CASES_BAR_MS))
+    say(time_line("nine cases, striped", own, CASES_BAR_MS))
     return records
 
 
 def measure_scale(sizes: Sequence[int], repeats: int) -> list[PlanRecord]:
     """`striped` on many hosts. The bound is the plan's own: enumerating host sets would never end."""
     every = []
-    print(f"{'case':<20}{'messages':>9}{'predicted/bound':>16}{'bytes only':>12}{'plan ms':>10}")
+    say(f"{'case':<20}{'messages':>9}{'predicted/bound':>16}{'bytes only':>12}{'plan ms':>10}")
     for num_hosts in sizes:
         records = []
         for case in scale_cases(num_hosts):
@@ -196,8 +185,8 @@ def measure_scale(sizes: Sequence[int], repeats: int) -> list[PlanRecord]:
             plan, _ = timed_plan(case, "striped", DEVICES, 1, _BYTES_ONLY)
             records.append(PlanRecord(case.name, "striped", None, ratio, seconds))
             shown = ("-", "-") if ratio is None else (f"{ratio:.4f}", f"{plan.predicted_seconds / bound:.4f}")
-            print(f"{case.name:<20}{num_messages:>9}{shown[0]:>16}{shown[1]:>12}{seconds * 1e3:>10.2f}")
-        print(time_line(f"{num_hosts} hosts, striped", records, SCALE_BAR_MS[num_hosts]))
+            say(f"{case.name:<20}{num_messages:>9}{shown[0]:>16}{shown[1]:>12}{seconds * 1e3:>10.2f}")
+        say(time_line(f"{num_hosts} hosts, striped", records, SCALE_BAR_MS[num_hosts]))
         every += records
     return every
 
@@ -213,19 +202,13 @@ def measure_random(num_seeds: int, strategies: Sequence[str]) -> list[PlanRecord
             progress.say(f"random layouts, {title}: {number} of {len(layouts)}; about {left:.0f} s left")
             records += [plan_layout(layout, strategy, 1, links, suffix) for strategy in strategies]
         progress.clear()
-        print(f"# random layouts, {title}")
-        print("\n".join(summarize(records)))
+        say(f"# random layouts, {title}")
+        say("\n".join(summarize(records)))
         fans = {layout.case.name + suffix: layout.fan for layout in layouts}
         items = {layout.case.name + suffix: layout.bound_bytes / _ITEM_BYTES for layout in layouts}
-        print("\n".join(quality_lines(records, fans, items)))
+        say("\n".join(quality_lines(records, fans, items)))
         every += records
     return every
-
-
-def save(path: Path, records: Sequence[PlanRecord], about: dict[str, Any]) -> None:
-    """Writes `{"about": ..., "records": [...]}`, a line per record: there are 14,000 of `random` alone."""
-    lines = ",\n".join(json.dumps(asdict(record)) for record in records)
-    path.write_text(f'{{"about": {json.dumps(about)},\n"records": [\n{lines}\n]}}\n')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,24 +221,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     machine = machine_notes()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # rows as they are measured, also into a pipe
-    print("\n".join(f"# {note}" for note in ("torch_xmesh plan_perf", *machine)))
-    absent = [name for name in (*_CASE_STRATEGIES, *_RANDOM_STRATEGIES) if not _is_known(name)]
-    if absent:
-        print(f"# not in this build: {', '.join(dict.fromkeys(absent))}")
-    records = measure_cases([name for name in _CASE_STRATEGIES if name not in absent], options.repeats)
+    say("\n".join(f"# {note}" for note in ("torch_xmesh plan_perf", *machine)))
+    records = measure_cases(_CASE_STRATEGIES, options.repeats)
     cached = cached_seconds(500)
-    print(
-        f"# a whole cached call, one rank: {cached * 1e6:.1f} us; bar for the plan's part {CACHED_BAR_MS * 1e3:.0f} us"
-    )
+    say(f"# a whole cached call, one rank: {cached * 1e6:.1f} us; bar for the plan's part {CACHED_BAR_MS * 1e3:.0f} us")
     if options.hosts:
         records += measure_scale(options.hosts, min(3, options.repeats))
     if options.seeds:
-        records += measure_random(options.seeds, [name for name in _RANDOM_STRATEGIES if name not in absent])
+        records += measure_random(options.seeds, _RANDOM_STRATEGIES)
     if options.json is not None:
         about = {"machine": machine, "repeats": options.repeats, "hosts": options.hosts, "seeds": options.seeds}
-        save(options.json, records, about)
+        save(options.json, [asdict(record) for record in records], about)
     return 0
 
 

@@ -13,22 +13,16 @@ from pathlib import Path
 import loopback
 from case_file import read_cases
 from cases import SUITES, Case, fits, suite_cases
-from charts import is_ratio, plot
-from cluster_suite import Measurement, MeasurementError, Settings, main_exit_code, measure
+from cluster_suite import Settings, measure
 from hard import hard_cases
-from table import live_table, save
+from harness import Measurement, MeasurementError, exit_code, save
+from reshard_charts import plot
+from reshard_records import Record, live_table
+from rivals import RIVALS
 
-_ALL = (
-    "auto",
-    "striped",
-    "broadcast",
-    "local_allgather",
-    "global_allgather",
-    "alpa",
-    "send_recv",
-    "torch_p2p",
-    "torch_broadcast",
-)
+from torch_xmesh import _C
+
+_ALL = ("auto", *_C.strategy_names(), *RIVALS)
 _STRATEGIES = {
     "table2": _ALL,
     "fig5": ("auto", "striped", "broadcast", "alpa", "send_recv", "torch_broadcast"),
@@ -174,14 +168,14 @@ def title_of(options: argparse.Namespace) -> str:
     return f"suite {options.suite}" if options.case_file is None else f"cases of {options.case_file.name}"
 
 
-def report(options: argparse.Namespace, measurement: Measurement) -> None:
+def report(options: argparse.Namespace, measurement: Measurement[Record]) -> None:
     """Writes JSON and chart where asked."""
     chosen = {"suite": options.suite} if options.case_file is None else {"case_file": options.case_file.name}
+    about = {**chosen, **measurement.about}
     if options.json is not None:
-        save(options.json, measurement.records, {**chosen, **measurement.about})
+        save(options.json, [record.to_json() for record in measurement.records], about)
     if options.plot is not None:
-        about = {**chosen, **measurement.about}
-        plot(options.plot, measurement.records, about=about, as_ratio=is_ratio(about))
+        plot(options.plot, measurement.records, about=about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reshard_perf: {error}", file=sys.stderr)
         return 2
     report(options, measurement)
-    return main_exit_code(measurement.records)
+    return exit_code(measurement.records)
 
 
 if __name__ == "__main__":

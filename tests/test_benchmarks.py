@@ -17,12 +17,16 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import case_file  # noqa: E402
 import cases as bench_cases  # noqa: E402
-import table  # noqa: E402
+import disturbance  # noqa: E402
+from harness import wrong_note  # noqa: E402
 from methods import RankData, pattern  # noqa: E402
 from overlaps import Box, bound_seconds, overlaps, tile  # noqa: E402
 from random_layouts import random_layout  # noqa: E402
+from reshard_records import Record, cells, live_table  # noqa: E402
 
+from torch_xmesh import _C  # noqa: E402
 from torch_xmesh.testing.cluster import unavailable_reason  # noqa: E402
 
 MIB = 1 << 20
@@ -145,11 +149,11 @@ def test_wrong_elements_are_counted() -> None:
 
 
 def test_the_table_has_units_and_the_sum_of_wrong_elements(capsys: pytest.CaptureFixture[str]) -> None:
-    record = table.Record("c1", "auto", 64 * MIB, 1.5, 1.4, 1.6, 1.4, 1.07, 1.45, 12, 3, 5, 0.5, "striped")
-    live = table.live_table(["c1"], ["auto"])
+    record = Record("c1", "auto", 64 * MIB, 1.5, 1.4, 1.6, 1.4, 1.07, 1.45, 12, 3, 5, 0.5, "striped")
+    live = live_table(["c1"], ["auto"])
     live.begin(["a note"])
-    live.rows([table.cells(record)])
-    live.note(table.wrong_note([record]))
+    live.rows([cells(record)])
+    live.note(wrong_note([record]))
     text = capsys.readouterr().out
     assert text.splitlines()[0] == "# a note"
     assert "#wrong" in text
@@ -158,14 +162,12 @@ def test_the_table_has_units_and_the_sum_of_wrong_elements(capsys: pytest.Captur
 
 
 def test_stolen_time_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    disturbance = pytest.importorskip("disturbance")
     readings = iter(["cpu  100 0 50 800 0 0 0 50 7 0\ncpu0", "cpu  150 0 50 850 0 0 0 150 9 0\ncpu0"])
     monkeypatch.setattr(Path, "read_text", lambda _: next(readings))
     assert disturbance.StolenTime().share() == 0.5
 
 
 def test_the_case_file_says_what_is_wrong(tmp_path: Path) -> None:
-    case_file = pytest.importorskip("case_file")
     entry = {"name": "mine", "shape": "16,8", "src_mesh": "2x4", "src": "Shard(0),Replicate()"}
     path = tmp_path / "cases.json"
     path.write_text(json.dumps([entry]))
@@ -241,8 +243,8 @@ def test_a_case_file_under_every_strategy(tmp_path: Path) -> None:
         *("--budget-seconds", "0"),
         *("--hosts", "3", "--devices", "2", "--rate", "none" if unavailable_reason() else "400mbit"),
     )
-    strategies = "auto,striped,broadcast,local_allgather,global_allgather,alpa,send_recv,torch_p2p,torch_broadcast"
-    assert [(r["case"], r["strategy"]) for r in records] == list(product(("c7", "c9", "itself"), strategies.split(",")))
+    strategies = ("auto", *_C.strategy_names(), "torch_p2p", "torch_broadcast")
+    assert [(r["case"], r["strategy"]) for r in records] == list(product(("c7", "c9", "itself"), strategies))
     for record in records:
         assert record["wrong"] == 0
         assert record["bound_seconds"] > 0

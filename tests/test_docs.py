@@ -1,4 +1,5 @@
-"""What the pages say is so: their Python runs as typed on 4 ranks, their commands print what stands below them, their links lead somewhere."""
+"""What the pages say is so: their Python runs as typed on 4 ranks, their commands print what stands below them, their
+links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch_xmesh.cli import main
 from torch_xmesh.testing import spawn
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
 README_LINES = 180
 
 

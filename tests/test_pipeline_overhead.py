@@ -27,18 +27,18 @@ def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
         torch.tensor([[60.0, 80.0], [220.0, 320.0]], dtype=torch.float64),
     ]
     (record,) = pipeline_overhead._records(["bare", "1f1b"], everyone, 2)
-    assert record["cpu_us_per_action"] == pytest.approx(320 / 16)
-    assert record["cpu_us_per_compute_action"] == pytest.approx(320 / 8)
-    assert record["cpu_us_all_threads_per_action"] == pytest.approx(480 / 16)
-    assert record["bare_us"] == pytest.approx(160 / 8)
-    assert (record["method"], record["stages"], record["microbatches"]) == ("1f1b", 2, 2)
+    assert record.cpu_us_per_action == pytest.approx(320 / 16)
+    assert record.cpu_us_per_compute_action == pytest.approx(320 / 8)
+    assert record.cpu_us_all_threads_per_action == pytest.approx(480 / 16)
+    assert record.bare_us == pytest.approx(160 / 8)
+    assert (record.method, record.stages, record.microbatches) == ("1f1b", 2, 2)
 
 
 def test_every_method_is_measured_end_to_end() -> None:
     records = pipeline_overhead.run(stages=(2,), rounds=1, steps_per_round=2)
-    assert [record["method"] for record in records] == ["1f1b", "eager_1f1b", "torch_1f1b"]
+    assert [record.method for record in records] == ["1f1b", "eager_1f1b", "torch_1f1b"]
     for record in records:
-        assert (record["stages"], record["microbatches"]) == (2, 16)
-        assert record["bare_us"] > 0
-        assert all(math.isfinite(value) for key, value in record.items() if key.startswith("cpu_us"))
-        assert record["cpu_us_per_compute_action"] == pytest.approx(2 * record["cpu_us_per_action"])
+        assert (record.stages, record.microbatches) == (2, 16)
+        assert record.bare_us > 0
+        assert all(math.isfinite(value) for key, value in record.to_json().items() if key.startswith("cpu_us"))
+        assert record.cpu_us_per_compute_action == pytest.approx(2 * record.cpu_us_per_action)

@@ -17,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import pipeline_models  # noqa: E402
 import pipeline_docs  # noqa: E402
+import pipeline_models  # noqa: E402
+from pipeline_charts import plot_overhead  # noqa: E402
 from pipeline_methods import ranks_of_groups  # noqa: E402
+from pipeline_records import OverheadRecord, Record, overhead_rows, rival_of, rows  # noqa: E402
 from pipeline_suites import Buffers  # noqa: E402
-from pipeline_table import Record, plot_overhead, render_overhead, rival_of, rows  # noqa: E402
 from pipeline_worker import count_wrong, serial_gradients  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -143,11 +144,8 @@ def test_the_page_gets_its_table(tmp_path: Path) -> None:
 
 
 def test_overhead_has_a_table_and_a_chart_of_its_own(tmp_path: Path) -> None:
-    common = {"stages": 2, "microbatches": 16, "bare_us": 20.0, "cpu_us_all_threads_per_action": 60.0}
-    records = [common | {"method": method, "cpu_us_per_action": 15.25} for method in ("1f1b", "torch_1f1b")]
-    lines = render_overhead(records, ["a note"]).splitlines()
-    assert lines[1].split() == ["#", *records[0]]
-    assert lines[-1].split() == ["2", "16", "20.0", "60.0", "torch_1f1b", "15.2"]
+    records = [OverheadRecord("overhead", method, 2, 16, 15.25, 60.5, 60.0, 20.0) for method in ("1f1b", "torch_1f1b")]
+    assert overhead_rows(records)[1] == ["n2 m16", "torch_1f1b", "15.2", "60.5", "60.0", "20.0"]
     plot_overhead(tmp_path / "out.png", records)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,12 +11,12 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import charts  # noqa: E402
 import hard  # noqa: E402
+import reshard_charts  # noqa: E402
 import reshard_perf  # noqa: E402
-import table  # noqa: E402
 from cases import Case, random_case  # noqa: E402
 from overlaps import bound_seconds  # noqa: E402
+from reshard_records import Record  # noqa: E402
 from run_budget import Cost, further_runs, shares  # noqa: E402
 
 from torch_xmesh.palette import colors_of  # noqa: E402
@@ -128,18 +128,18 @@ def test_too_few_hard_layouts_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_chart_of_every_strategy_is_readable(tmp_path: Path) -> None:
     from matplotlib import image
 
-    def record(case: str, strategy: str) -> table.Record:
-        return table.Record(case, strategy, 1 << 20, 1.5, 1.4, 1.6, 1.4, 1.07, None, 12, 0, 5, 0.5)
+    def record(case: str, strategy: str) -> Record:
+        return Record(case, strategy, 1 << 20, 1.5, 1.4, 1.6, 1.4, 1.07, None, 12, 0, 5, 0.5)
 
     strategies = reshard_perf.choose_strategies(reshard_perf.parse([]))
     path = tmp_path / "chart.png"
     about = {"suite": "table2", "cluster": "a cluster"}
-    charts.plot(path, [record(case, name) for case in ("c1", "c2") for name in strategies], about=about, as_ratio=True)
+    reshard_charts.plot(path, [record(case, name) for case in ("c1", "c2") for name in strategies], about=about)
     pixels = (image.imread(path)[:, :, :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     drawn = {f"#{pixel:06x}" for pixel in np.unique(pixels).tolist()}
-    colours = colors_of(strategies)
-    assert len(set(colours)) == len(strategies)
-    assert set(colours) <= drawn
+    colors = colors_of(strategies)
+    assert len(set(colors)) == len(strategies)
+    assert set(colors) <= drawn
     many = [record(f"seed{seed}", name) for seed in range(30) for name in strategies]
-    charts.plot(path, many, about=about, as_ratio=True)
+    reshard_charts.plot(path, many, about=about)
     assert image.imread(path).shape[1] <= 1100

@@ -1,0 +1,33 @@
+"""Draws the pictures of recorded results again, beside them: python benchmarks/redraw.py results/table2-400mbit.json"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pipeline_charts
+import pipeline_records
+import reshard_charts
+import reshard_records
+from pipeline_suites import SUITES as PIPELINE_SUITES
+
+
+def redraw(path: Path) -> Path:
+    """The picture that it has written."""
+    content = json.loads(path.read_text())
+    about: dict[str, Any] = content["about"]
+    records: list[dict[str, Any]] = content["records"]
+    picture = path.with_suffix(".png")
+    if about.get("suite") == "overhead":
+        pipeline_charts.plot_overhead(picture, [pipeline_records.OverheadRecord(**record) for record in records])
+    elif about.get("suite") in PIPELINE_SUITES:
+        title = f"suite {about['suite']}: {about['cluster']}"
+        pipeline_charts.plot(picture, [pipeline_records.Record(**record) for record in records], title=title)
+    else:
+        reshard_charts.plot(picture, [reshard_records.Record(**record) for record in records], about=about)
+    return picture
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(redraw(Path(name)))
