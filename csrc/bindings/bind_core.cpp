@@ -9,6 +9,7 @@
 #include "core/resharding/plan_text.h"
 #include "core/resharding/simulate.h"
 #include "core/resharding/strategy.h"
+#include "core/resharding/strategy_registry.h"
 #include "core/spec.h"
 #include "core/tiling.h"
 #include "core/topology.h"

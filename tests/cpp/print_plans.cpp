@@ -1,4 +1,4 @@
-/// Prints plans of random layouts as JSON, one a line, under every strategy: what builds of the core are compared by.
+/// Prints plans of random layouts as JSON, one a line, under every strategy and "auto": what builds of the core are compared by.
 ///   print_plans SEED NUM_LAYOUTS
 
 #include <algorithm>
@@ -6,9 +6,11 @@
 #include <cstdlib>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "core/resharding/plan_json.h"
 #include "core/resharding/plan_resharding.h"
+#include "core/resharding/strategy_registry.h"
 #include "random_layouts.h"
 
 namespace {
@@ -44,8 +46,12 @@ int main(int argc, char** argv) {
       tensors.push_back(xmesh::layouts::randomPair(rng, optionsOf(layout)));
     }
     const xmesh::core::Topology topology = xmesh::layouts::randomTopology(rng, optionsOf(layout).num_ranks);
+    std::vector<std::string> names = {"auto"};
     for (const xmesh::core::StrategyInfo& info : xmesh::core::strategies()) {
-      const xmesh::core::Strategy strategy = xmesh::core::parseStrategy(info.name);
+      names.push_back(info.name);
+    }
+    for (const std::string& name : names) {
+      const xmesh::core::Strategy strategy = xmesh::core::parseStrategy(name);
       std::puts(oneLine(xmesh::core::planToJson(xmesh::core::planResharding(tensors, topology, strategy))).c_str());
     }
   }

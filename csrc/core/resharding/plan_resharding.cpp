@@ -13,6 +13,7 @@
 #include "core/resharding/lower_bound.h"
 #include "core/resharding/network.h"
 #include "core/resharding/simulate.h"
+#include "core/resharding/strategy_registry.h"
 #include "core/resharding/validate.h"
 
 namespace xmesh::core {

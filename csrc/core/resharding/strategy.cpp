@@ -4,38 +4,11 @@
 #include <charconv>
 
 #include "core/error.h"
-#include "core/resharding/strategy_list.h"
+#include "core/resharding/strategy_registry.h"
+#include "core/text.h"
 
 namespace xmesh::core {
 namespace {
-
-std::string joined(const std::vector<std::string>& parts, const std::string& separator) {
-  std::string out;
-  for (const std::string& part : parts) {
-    out += (out.empty() ? "" : separator) + part;
-  }
-  return out;
-}
-
-std::string listOfStrategies() {
-  std::vector<std::string> names;
-  for (const StrategyInfo& info : strategies()) {
-    std::vector<std::string> slots;
-    for (const WordSlot& slot : info.words) {
-      slots.push_back(joined(slot.choices, "|"));
-    }
-    std::vector<std::string> fields;
-    if (!slots.empty()) {
-      fields.push_back(joined(slots, "+"));
-    }
-    for (const IntegerOption& option : info.options) {
-      fields.push_back(option.name + "=" + std::to_string(option.default_value));
-    }
-    names.push_back(info.name + (fields.empty() ? "" : ":" + joined(fields, ",")));
-  }
-  names.emplace_back("auto");
-  return joined(names, "; ");
-}
 
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> out;
@@ -70,7 +43,7 @@ void parseOption(const std::string& field, const StrategyInfo& info, const std::
   const std::string name = field.substr(0, equals);
   const std::string digits = field.substr(equals + 1);
   const auto option = std::find_if(info.options.begin(), info.options.end(), [&](const IntegerOption& o) { return o.name == name; });
-  require(option != info.options.end(), what + "has no option '" + name + "'; there are: " + listOfStrategies());
+  require(option != info.options.end(), what + "has no option '" + name + "'; there are: " + describeStrategies());
   int64_t value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   require(error == std::errc() && end == digits.data() + digits.size() && value >= option->min_value,
@@ -91,21 +64,6 @@ Strategy withDefaults(const StrategyInfo& info) {
 }
 
 }  // namespace
-
-const std::vector<StrategyInfo>& strategies() {
-  static const std::vector<StrategyInfo> all = {stripedStrategy(),        broadcastStrategy(),       sendRecvStrategy(),
-                                                localAllgatherStrategy(), globalAllgatherStrategy(), alpaStrategy()};
-  return all;
-}
-
-const StrategyInfo& strategyInfo(std::string_view name) {
-  for (const StrategyInfo& info : strategies()) {
-    if (info.name == name) {
-      return info;
-    }
-  }
-  throw InvalidArgument("unknown strategy '" + std::string(name) + "'; there are: " + listOfStrategies());
-}
 
 std::string Strategy::str() const {
   if (name == "auto") {

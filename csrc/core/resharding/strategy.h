@@ -4,9 +4,6 @@
 #include <map>
 #include <string>
 #include <string_view>
-#include <vector>
-
-#include "core/resharding/plan.h"
 
 namespace xmesh::core {
 
@@ -26,38 +23,5 @@ struct Strategy {
 
 /// Throws InvalidArgument saying which strategies, words and options exist.
 Strategy parseStrategy(std::string_view text);
-
-/// A slot of a strategy's text form that takes one of several words; the first is the default.
-struct WordSlot {
-  std::string name;
-  std::vector<std::string> choices;
-};
-
-/// An option with an integer value.
-struct IntegerOption {
-  std::string name;
-  int64_t default_value = 0;
-  int64_t min_value = 0;
-};
-
-/// Stands in ReshardingPlan::predicted_seconds while a plan is made.
-constexpr double kNotPredicted = -1;
-
-/// What the registry knows of a strategy. `plan` gets a plan with tensors, topology, tables and tasks and appends its messages; it is a pure
-/// function of them (integer arithmetic or doubles in a fixed order, total-order ties), so that every rank plans alike. Where it has
-/// simulated the messages that it appended, it sets predicted_seconds, which is kNotPredicted before.
-struct StrategyInfo {
-  std::string name;
-  std::string summary;
-  std::vector<WordSlot> words;
-  std::vector<IntegerOption> options;
-  bool is_candidate = false;  ///< "auto" tries it
-  void (*plan)(ReshardingPlan& plan, const Strategy& strategy) = nullptr;
-};
-
-/// All strategies; "auto" itself is not among them. Its candidates come in the order in which it breaks ties.
-const std::vector<StrategyInfo>& strategies();
-/// Throws InvalidArgument listing the names when there is none of that name.
-const StrategyInfo& strategyInfo(std::string_view name);
 
 }  // namespace xmesh::core

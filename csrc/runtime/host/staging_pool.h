@@ -59,7 +59,7 @@ class StagingClient {
 /// of its own range a rank has one. The sender of a sum has received all that the sum is made of, since that comes earlier.
 class StagingPool {
  public:
-  /// `bound_bytes` > 0: see ExecutorOptions::staging_bytes.
+  /// `bound_bytes` > 0: the most bytes of all buffers together.
   explicit StagingPool(int64_t bound_bytes);
   StagingPool(const StagingPool&) = delete;
   StagingPool& operator=(const StagingPool&) = delete;
@@ -77,7 +77,6 @@ class StagingPool {
   /// Gives cached memory back to the system.
   void trim();
 
-  int64_t boundBytes() const { return bound_bytes_; }
   /// In use by clients now. Any thread.
   int64_t bytesInUse() const { return bytes_in_use_.load(std::memory_order_relaxed); }
   /// The most bytes allocated at once since the pool was made, cached memory included. Any thread.

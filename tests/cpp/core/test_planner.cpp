@@ -7,6 +7,7 @@
 #include "core/resharding/network.h"
 #include "core/resharding/plan_resharding.h"
 #include "core/resharding/simulate.h"
+#include "core/resharding/strategy_registry.h"
 #include "core/resharding/validate.h"
 #include "element_oracle.h"
 #include "published_cases.h"

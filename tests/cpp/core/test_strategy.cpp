@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/resharding/strategy.h"
+#include "core/resharding/strategy_registry.h"
 
 namespace xmesh::core {
 namespace {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/resharding/plan_resharding.h"
+#include "core/resharding/strategy_registry.h"
 #include "random_layouts.h"
 #include "runtime/host_run.h"
 #include "runtime/random_plan.h"

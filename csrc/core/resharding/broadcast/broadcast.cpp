@@ -8,7 +8,7 @@
 #include "core/resharding/holder_choice.h"
 #include "core/resharding/network.h"
 #include "core/resharding/reducer_choice.h"
-#include "core/resharding/strategy_list.h"
+#include "core/resharding/strategy_registry.h"
 
 namespace xmesh::core {
 namespace {

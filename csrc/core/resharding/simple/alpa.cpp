@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "core/resharding/simple/slice_messenger.h"
-#include "core/resharding/strategy_list.h"
+#include "core/resharding/strategy_registry.h"
 
 namespace xmesh::core {
 namespace {

@@ -1,5 +1,5 @@
 #include "core/resharding/simple/slice_messenger.h"
-#include "core/resharding/strategy_list.h"
+#include "core/resharding/strategy_registry.h"
 
 namespace xmesh::core {
 namespace {

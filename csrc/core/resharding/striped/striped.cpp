@@ -6,7 +6,7 @@
 
 #include "core/resharding/network.h"
 #include "core/resharding/simulate.h"
-#include "core/resharding/strategy_list.h"
+#include "core/resharding/strategy_registry.h"
 #include "core/resharding/striped/chunk_schedule.h"
 #include "core/resharding/striped/cut.h"
 #include "core/resharding/striped/message_expander.h"
