@@ -121,8 +121,8 @@ def test_weights() -> None:
 
 def test_seeds_differ_and_the_global_generator_is_kept() -> None:
     seeds = {
-        dropout_seed(*words)
-        for words in (
+        dropout_seed(seed=seed, step=step, stage=stage, microbatch=microbatch, data_shard=data_shard)
+        for seed, step, stage, microbatch, data_shard in (
             (0, 0, 0, 0, 0),
             (1, 0, 0, 0, 0),
             (0, 1, 0, 0, 0),
@@ -133,7 +133,7 @@ def test_seeds_differ_and_the_global_generator_is_kept() -> None:
     }
     assert len(seeds) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert dropout_seed(1, 2, 3, 4, 5) == 776076787286141139
+    assert dropout_seed(seed=1, step=2, stage=3, microbatch=4, data_shard=5) == 776076787286141139
     before = torch.random.get_rng_state()
     drawn = []
     for _ in range(2):

@@ -66,7 +66,17 @@ def reshard(
     Floating Partial sums are added in one fixed order, bf16 and fp16 in fp32: all replicas are bitwise equal.
     """
     outs = None if out is None else [out]
-    results, work = _reshard([x], True, dst_mesh, dst_placements, strategy, group, async_op, outs, topology)
+    results, work = _reshard(
+        [x],
+        True,
+        dst_mesh=dst_mesh,
+        dst_placements=dst_placements,
+        strategy=strategy,
+        group=group,
+        async_op=async_op,
+        out=outs,
+        topology=topology,
+    )
     return (results[0], work) if async_op else results[0]
 
 
@@ -98,12 +108,23 @@ def reshard_many(
         As :func:`reshard`; ValueError also without a tensor, or for names that differ. A call that names no tensor is
         taken for the next one that others make with this rank and those of ``dst_mesh``.
     """
-    return _reshard(xs, False, dst_mesh, dst_placements, strategy, group, async_op, out, topology)
+    return _reshard(
+        xs,
+        False,
+        dst_mesh=dst_mesh,
+        dst_placements=dst_placements,
+        strategy=strategy,
+        group=group,
+        async_op=async_op,
+        out=out,
+        topology=topology,
+    )
 
 
 def _reshard(
     xs: Any,
     is_single: bool,
+    *,
     dst_mesh: Any,
     dst_placements: Any,
     strategy: object,

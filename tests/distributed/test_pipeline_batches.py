@@ -142,7 +142,7 @@ def test_an_order_has_every_sample_once() -> None:
             assert not even
             continue
         taken += 1
-        found = [order.part(whole, 0, i, 0, order.sizes[i]) for i in range(microbatches)]
+        found = [order.part(whole, 0, microbatch=i, begin=0, end=order.sizes[i]) for i in range(microbatches)]
         assert torch.equal(torch.cat(found).sort().values, whole)
         assert torch.equal(order.restored(torch.cat(found), 0), whole)
         if fits and samples % (shards * microbatches) == 0:

@@ -40,7 +40,12 @@ def test_gradients_are_those_of_one_process() -> None:
 
 def test_places_are_what_shares_ranks_through_others() -> None:
     def places(*meshes: Any) -> list[int]:
-        return places_of([stage_mesh(xm.Mesh(mesh), None, False, k, 0) for k, mesh in enumerate(meshes)])
+        return places_of(
+            [
+                stage_mesh(xm.Mesh(mesh), data_axis=None, has_parallelize=False, stage=k, rank=0)
+                for k, mesh in enumerate(meshes)
+            ]
+        )
 
     assert places([0], [1], [0]) == [0, 1, 0]
     assert places([0, 1], [1, 2], [2, 3]) == [0, 0, 0]

@@ -182,12 +182,18 @@ def _run_shard(plan: _Plan, row: list[Microbatch], shard: int, total: int) -> li
 
 def _forward(plan: _Plan, part: Microbatch, shard: int) -> Any:
     if plan.partition is None:
-        with dropout_rng(dropout_seed(plan.seed, plan.step, 0, part.index, shard), _device(plan.model)):
+        with dropout_rng(
+            dropout_seed(seed=plan.seed, step=plan.step, stage=0, microbatch=part.index, data_shard=shard),
+            _device(plan.model),
+        ):
             return plan.model(*part.args, **part.kwargs)
     partition = plan.partition.for_arguments(part.args, part.kwargs)
     values = partition.bind(part.args, part.kwargs)
     for stage in partition.stages:
-        with dropout_rng(dropout_seed(plan.seed, plan.step, stage.index, part.index, shard), _device(stage.module)):
+        with dropout_rng(
+            dropout_seed(seed=plan.seed, step=plan.step, stage=stage.index, microbatch=part.index, data_shard=shard),
+            _device(stage.module),
+        ):
             results = stage(*[values[name] for name in stage.input_values])
         values.update(zip(stage.output_values, results, strict=True))
     return partition.outputs.unflatten(values)

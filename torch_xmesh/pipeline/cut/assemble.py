@@ -29,6 +29,7 @@ def assemble(
     model: nn.Module,
     arguments: Any,
     cut: GraphCut,
+    *,
     samples: int | None,
     propagation: Propagation,
     random: set[int] | None,
@@ -66,12 +67,12 @@ def assemble(
             made[names[leaf]] = _value_info(
                 names[leaf],
                 tensor,
-                producer(leaf),
-                received[leaf],
-                leaf in outputs,
-                samples,
-                found.fixed_batch,
-                cut.depends_on_samples(leaf.node),
+                producer=producer(leaf),
+                received=received[leaf],
+                is_output=leaf in outputs,
+                samples=samples,
+                fixed=found.fixed_batch,
+                depends=cut.depends_on_samples(leaf.node),
             )
         return made
 
@@ -96,7 +97,14 @@ def assemble(
             )
         )
     _check_buffers(stages, propagation)
-    result = finish_partition(stages, values, arguments, list(named.values()), samples, propagation.fixed_batch)
+    result = finish_partition(
+        stages,
+        values,
+        arguments=arguments,
+        named=list(named.values()),
+        samples=samples,
+        fixed_batch=propagation.fixed_batch,
+    )
     result = dataclasses.replace(
         result,
         outputs=_named_outputs(cut, names, cut.info),
@@ -163,6 +171,7 @@ def _value_name(cut: GraphCut, leaf: Leaf, named: dict[fx.Node, tuple[str, Any]]
 def _value_info(
     name: str,
     tensor: TensorInfo,
+    *,
     producer: int | None,
     received: list[int],
     is_output: bool,
@@ -189,6 +198,7 @@ def _value_info(
 def finish_partition(
     stages: list[StageProgram],
     values: dict[str, ValueInfo],
+    *,
     arguments: Any,
     named: Sequence[tuple[str, tuple[Any, ...]]],
     samples: int | None,

@@ -95,9 +95,9 @@ def capture_fx(
                 "modules inside"
             )
     training = model.training
-    own, other = _trace_mode(model, arguments, names, opened, training), None
+    own, other = _trace_mode(model, arguments, names, opened=opened, training=training), None
     with contextlib.suppress(CaptureError):
-        other = _trace_mode(model, arguments, names, opened, not training)
+        other = _trace_mode(model, arguments, names, opened=opened, training=not training)
     if other is None or not merge_modes(own, other, training):
         own.training = training
     return own
@@ -205,7 +205,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace_mode(
-    model: nn.Module, arguments: Any, names: Sequence[str], opened: frozenset[str], training: bool
+    model: nn.Module, arguments: Any, names: Sequence[str], *, opened: frozenset[str], training: bool
 ) -> Captured:
     tracer = _Tracer(opened, arguments, names)
     flags = {module: module.training for module in model.modules()}

@@ -61,7 +61,7 @@ def _export_mode(model: nn.Module, arguments: Any, names: Sequence[str], specs: 
         exported = torch.export.export(
             model, args, ordered, dynamic_shapes=_by_name(model, dynamic[0], dynamic_kwargs), strict=False
         )
-    return _to_traced(exported, model, arguments, ordered, names, specs)
+    return _to_traced(exported, model, arguments=arguments, ordered=ordered, names=names, specs=specs)
 
 
 def _by_name(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -80,7 +80,13 @@ def _refused_functions() -> Iterator[None]:
 
 
 def _to_traced(
-    exported: Any, model: nn.Module, arguments: Any, ordered: dict[str, Any], names: Sequence[str], specs: Sequence[Any]
+    exported: Any,
+    model: nn.Module,
+    *,
+    arguments: Any,
+    ordered: dict[str, Any],
+    names: Sequence[str],
+    specs: Sequence[Any],
 ) -> Captured:
     constants: dict[str, Any] = {}
     graph = fx.Graph()

@@ -93,11 +93,11 @@ def partition(
     _check_split(model, split, num_stages)
     device = device or _device_of(model, arguments)
     if not isinstance(model, nn.Module):
-        return _partition_ready(list(model), arguments, specs, samples, exchange, device)
+        return _partition_ready(list(model), arguments, specs, samples=samples, exchange=exchange, device=device)
     assert isinstance(split, SplitAt | None)
     if split is None or not split.names:
-        return _partition_ready([model], arguments, specs, samples, exchange, device)
-    return _partition_traced(model, arguments, specs, samples, split, device)
+        return _partition_ready([model], arguments, specs, samples=samples, exchange=exchange, device=device)
+    return _partition_traced(model, arguments, specs, samples=samples, split=split, device=device)
 
 
 def _device_of(model: Any, arguments: Any) -> torch.device:
@@ -159,7 +159,7 @@ def opened_modules(names: Iterable[str]) -> frozenset[str]:
 
 
 def _partition_traced(
-    model: nn.Module, arguments: Any, specs: list[Any], samples: int | None, split: SplitAt, device: torch.device
+    model: nn.Module, arguments: Any, specs: list[Any], *, samples: int | None, split: SplitAt, device: torch.device
 ) -> Partition:
     refuse_compiled(model, [""])
     names = [_canonical_name(model, name) for name in split.names]
@@ -173,18 +173,20 @@ def _partition_traced(
     leaves = pytree.tree_leaves(arguments)
     examples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensor_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-    propagation = propagate(model, captured, examples, tensor_specs, stage_of, device)
-    random, changed_in_training = training_effects(model, captured, examples, tensor_specs, stage_of, device)
+    propagation = propagate(model, captured, examples, specs=tensor_specs, stage_of=stage_of, device=device)
+    random, changed_in_training = training_effects(
+        model, captured, examples, specs=tensor_specs, stage_of=stage_of, device=device
+    )
     propagation.changed_buffers.update(changed_in_training)
     cut = GraphCut(captured, propagation, stage_of, len(starts) + 1)
-    result, at = assemble(model, arguments, cut, samples, propagation, random)
+    result, at = assemble(model, arguments, cut, samples=samples, propagation=propagation, random=random)
     copied = Shadow([model])
 
     def resize(shapes: Shapes) -> SizedStages:
         if captured.why_fixed is not None:
             raise ValueError(captured.why_fixed)
         others = resized_examples(examples, shapes.values())
-        return at(propagate(copied.module(), captured, others, tensor_specs, stage_of, device))
+        return at(propagate(copied.module(), captured, others, specs=tensor_specs, stage_of=stage_of, device=device))
 
     result.resize = resize
     return result
@@ -234,14 +236,17 @@ def _partition_ready(
     modules: list[nn.Module | None],
     arguments: Any,
     specs: list[Any],
+    *,
     samples: int | None,
     exchange: Callable[..., Any] | None,
     device: torch.device,
 ) -> Partition:
     named = input_names(_Anything(), arguments)
     names = [name for name, _ in named]
-    made = chain_ready_stages(modules, arguments, specs, samples, names, exchange, device)
-    result = finish_partition(made.programs, made.values, arguments, named, samples, made.fixed_batch)
+    made = chain_ready_stages(modules, arguments, specs, samples=samples, names=names, exchange=exchange, device=device)
+    result = finish_partition(
+        made.programs, made.values, arguments=arguments, named=named, samples=samples, fixed_batch=made.fixed_batch
+    )
     copied = Shadow(modules)
 
     def resize(shapes: Shapes) -> SizedStages:
@@ -250,7 +255,9 @@ def _partition_ready(
         others = iter(resized_examples(examples, shapes.values()))
         flat = [next(others) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = pytree.tree_unflatten(flat, structure)
-        return chain_ready_stages(copied.modules(), given, specs, samples, names, exchange, device)
+        return chain_ready_stages(
+            copied.modules(), given, specs, samples=samples, names=names, exchange=exchange, device=device
+        )
 
     return dataclasses.replace(result, outputs=made.outputs, resize=resize)
 

@@ -51,6 +51,7 @@ def chain_ready_stages(
     modules: Sequence[nn.Module | None],
     arguments: Any,
     specs: Sequence[Any],
+    *,
     samples: int | None,
     names: Sequence[str],
     exchange: Exchange | None,
@@ -70,7 +71,7 @@ def chain_ready_stages(
     tree: Any = _input_tree(arguments, specs, samples or 0)
     given = list(names)
     values: dict[str, ValueInfo] = {}
-    _add_values(values, given, pytree.tree_leaves(tree), None, (0,), samples, False)
+    _add_values(values, given, pytree.tree_leaves(tree), producer=None, consumers=(0,), samples=samples, output=False)
     programs = []
     fixed = False
     for stage, module in enumerate(modules):
@@ -78,7 +79,7 @@ def chain_ready_stages(
         failure: ValueError | None = None
         try:
             if module is not None:
-                signature = stage_signature(stage, module, tree, samples, fixed, device)
+                signature = stage_signature(stage, module, tree, samples=samples, fixed=fixed, device=device)
         except ValueError as error:
             if exchange is None:
                 raise
@@ -103,7 +104,13 @@ def chain_ready_stages(
         program.model_inputs = tuple(given) if stage == 0 else ()
         programs.append(program)
         _add_values(
-            values, made, signature.leaves, stage, () if stage == last else (stage + 1,), samples, stage == last
+            values,
+            made,
+            signature.leaves,
+            producer=stage,
+            consumers=() if stage == last else (stage + 1,),
+            samples=samples,
+            output=stage == last,
         )
         result = pytree.tree_unflatten(list(signature.leaves), structure)
         tree = (tuple(result) if type(result) in (tuple, list) else (result,), {})
@@ -121,7 +128,7 @@ def chain_ready_stages(
 
 
 def stage_signature(
-    stage: int, module: nn.Module, tree: Any, samples: int | None, fixed: bool, device: torch.device
+    stage: int, module: nn.Module, tree: Any, *, samples: int | None, fixed: bool, device: torch.device
 ) -> StageSignature:
     """Find out what a stage returns for inputs described by `tree` (TensorInfo and Constant leaves), on fakes.
 
@@ -130,11 +137,11 @@ def stage_signature(
     """
     count = samples or 0
     watch = RandomWatch()
-    first, changed = _run(stage, module, tree, count, device)
+    first, changed = _run(stage, module, tree, samples=count, device=device)
     runs, fixed = [first], fixed or samples is None
     if not fixed:
         try:
-            runs += [_run(stage, module, tree, count + extra, device)[0] for extra in (1, 2)]
+            runs += [_run(stage, module, tree, samples=count + extra, device=device)[0] for extra in (1, 2)]
             info = join(runs, count)
         except (ValueError, NotLinearError):
             fixed = True
@@ -150,7 +157,7 @@ def stage_signature(
     try:
         for child in flags:
             child.training = True
-        _run(stage, module, tree, count, device, watch)
+        _run(stage, module, tree, samples=count, device=device, watch=watch)
         random = bool(watch.stages)
     except ValueError:
         random = True
@@ -163,7 +170,7 @@ def stage_signature(
 
 
 def _run(
-    stage: int, module: nn.Module, tree: Any, samples: int, device: torch.device, watch: RandomWatch | None = None
+    stage: int, module: nn.Module, tree: Any, *, samples: int, device: torch.device, watch: RandomWatch | None = None
 ) -> tuple[Any, frozenset[int]]:
     with Sandbox(module, device) as sandbox:
 
@@ -223,6 +230,7 @@ def _add_values(
     values: dict[str, ValueInfo],
     names: Sequence[str],
     leaves: Sequence[Any],
+    *,
     producer: int | None,
     consumers: tuple[int, ...],
     samples: int | None,

@@ -18,7 +18,7 @@ from torch_xmesh.plan_cache import PlanOptions
 
 
 def options_fields(
-    meshes: Sequence[StageMesh], schedule: Schedule, model: Any, options: PlaceOptions, plan_options: PlanOptions
+    meshes: Sequence[StageMesh], schedule: Schedule, *, model: Any, options: PlaceOptions, plan_options: PlanOptions
 ) -> list[tuple[str, str]]:
     """What must be equal on all ranks before they do anything together, by name."""
     given = {True: "given", False: "missing"}

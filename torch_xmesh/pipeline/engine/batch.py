@@ -38,7 +38,7 @@ def num_batch_shards(tree: Any, specs: Sequence[Any], mesh: StageMesh, what: str
     return None
 
 
-def local_microbatches(tree: Any, specs: Sequence[Any], order: SampleOrder, mesh: StageMesh, what: str) -> list[Any]:
+def local_microbatches(tree: Any, specs: Sequence[Any], *, order: SampleOrder, mesh: StageMesh, what: str) -> list[Any]:
     """This rank's data shard of every microbatch of `tree`, one tree per microbatch; views of the tensors given, where
     they can be.
 
@@ -47,12 +47,12 @@ def local_microbatches(tree: Any, specs: Sequence[Any], order: SampleOrder, mesh
     Raises:
         ValueError: a DTensor that lies otherwise than the stage's batch.
     """
-    columns, structure = microbatch_columns(tree, specs, order, mesh, what)
+    columns, structure = microbatch_columns(tree, specs, order=order, mesh=mesh, what=what)
     return [pytree.tree_unflatten([column[i] for column in columns], structure) for i in range(len(order.sizes))]
 
 
 def microbatch_columns(
-    tree: Any, specs: Sequence[Any], order: SampleOrder, mesh: StageMesh, what: str
+    tree: Any, specs: Sequence[Any], *, order: SampleOrder, mesh: StageMesh, what: str
 ) -> tuple[list[Sequence[Any]], pytree.TreeSpec]:
     """What `local_microbatches` cuts, by leaf: its part of every microbatch; and the structure of the leaves."""
     leaves, structure = pytree.tree_flatten(tree)
@@ -63,16 +63,21 @@ def microbatch_columns(
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
         elif not isinstance(leaf, DTensor):
-            columns.append(_shards_of_whole(leaf, spec.split_dim, order, mesh, where))
+            columns.append(_shards_of_whole(leaf, spec.split_dim, order=order, mesh=mesh, what=where))
         elif mesh.num_shards == 1:
-            columns.append(_shards_of_whole(leaf.to_local(), spec.split_dim, order, mesh, where))
+            columns.append(_shards_of_whole(leaf.to_local(), spec.split_dim, order=order, mesh=mesh, what=where))
         else:
-            columns.append(_shards_of_dtensor(leaf, spec.split_dim, order, mesh, where))
+            columns.append(_shards_of_dtensor(leaf, spec.split_dim, order=order, mesh=mesh, what=where))
     return columns, structure
 
 
 def model_inputs(
-    partition: Partition, stage: int, columns: Sequence[Sequence[Any]], structure: pytree.TreeSpec, sizes: Sequence[int]
+    partition: Partition,
+    stage: int,
+    *,
+    columns: Sequence[Sequence[Any]],
+    structure: pytree.TreeSpec,
+    sizes: Sequence[int],
 ) -> list[list[torch.Tensor]]:
     """By microbatch, the model's inputs that a stage takes, in its order; checked once for each size of microbatch.
 
@@ -88,7 +93,7 @@ def model_inputs(
 
 
 def _shards_of_whole(
-    tensor: torch.Tensor, dim: int, order: SampleOrder, mesh: StageMesh, what: str
+    tensor: torch.Tensor, dim: int, *, order: SampleOrder, mesh: StageMesh, what: str
 ) -> Sequence[torch.Tensor]:
     if tensor.size(dim) != sum(order.sizes):
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(order.sizes)}")
@@ -100,7 +105,7 @@ def _shards_of_whole(
     for microbatch, size in enumerate(order.sizes):
         shards = shard_sizes(size, num_shards)
         begin = sum(shards[: mesh.shard])
-        found.append(order.part(tensor, dim, microbatch, begin, begin + shards[mesh.shard]))
+        found.append(order.part(tensor, dim, microbatch=microbatch, begin=begin, end=begin + shards[mesh.shard]))
     return found
 
 
@@ -114,7 +119,9 @@ def _check_placed(tensor: DTensor, dim: int, mesh: StageMesh, what: str) -> None
         )
 
 
-def _shards_of_dtensor(tensor: DTensor, dim: int, order: SampleOrder, mesh: StageMesh, what: str) -> list[torch.Tensor]:
+def _shards_of_dtensor(
+    tensor: DTensor, dim: int, *, order: SampleOrder, mesh: StageMesh, what: str
+) -> list[torch.Tensor]:
     _check_placed(tensor, dim, mesh, what)
     mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in order.sizes]
     local = tensor.to_local().detach()

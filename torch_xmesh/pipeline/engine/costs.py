@@ -12,6 +12,7 @@ from torch_xmesh.topology import Topology
 def costs_of(
     transfers: Transfers,
     boundaries: Boundaries,
+    *,
     stages: Sequence[StageCosts],
     topology: Topology | None,
     overlap: bool,

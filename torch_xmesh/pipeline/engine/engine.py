@@ -17,7 +17,7 @@ from torch_xmesh.pipeline.engine.costs import costs_of
 from torch_xmesh.pipeline.engine.facts import StepRefusedError
 from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.setup import PlaceOptions
-from torch_xmesh.pipeline.engine.steps import EngineSteps
+from torch_xmesh.pipeline.engine.steps import EngineSteps, StepCall
 from torch_xmesh.pipeline.ranks.arrival import abandoning, stage_meshes_of, telling
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
 from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
@@ -26,18 +26,14 @@ from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
 from torch_xmesh.pipeline.schedule.timeline import Event, aligned, chrome_trace, draw, events_of, table
 from torch_xmesh.pipeline.state.checkpoint import (
-    load_model_state,
     load_optimizer_state,
-    model_state,
     optimizer_state,
 )
 from torch_xmesh.pipeline.state.init_sync import InitSync
 from torch_xmesh.pipeline.state.materialize import InitFn
 from torch_xmesh.pipeline.state.training import (
-    OwnParameter,
     PipelineScaler,
     clip_gradients,
-    is_counted,
 )
 from torch_xmesh.spec import AnyMesh
 from torch_xmesh.topology import Topology
@@ -149,7 +145,15 @@ class PipelineEngine:
             topology=topology,
         )
         with abandoning(self._transfers):
-            self._place = EnginePlace(model, example_args, example_kwargs, self._transfers, stages, places, options)
+            self._place = EnginePlace(
+                model=model,
+                example_args=example_args,
+                example_kwargs=example_kwargs,
+                transfers=self._transfers,
+                meshes=stages,
+                places=places,
+                options=options,
+            )
             self._steps = EngineSteps(self._place, output_merge_spec)
 
     # A step.
@@ -186,16 +190,16 @@ class PipelineEngine:
         """
         if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
-        return self._run(args, kwargs, target, losses, return_outputs, is_train=True)
+        return self._run(StepCall(args, kwargs, target, losses, return_outputs, is_train=True))
 
     def evaluate(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """The forwards of a step, without gradients. Everything else as in :meth:`step`; `target` may be missing."""
-        return self._run(args, kwargs, target, losses, True, is_train=False)
+        return self._run(StepCall(args, kwargs, target, losses, return_outputs=True, is_train=False))
 
-    def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
+    def _run(self, call: StepCall) -> Any:
         with self._guarded(), torch.inference_mode(False):
             try:
-                return self._steps.run(args, kwargs, target, losses, return_outputs, is_train)
+                return self._steps.run(call)
             finally:
                 self._place.forward.step = None
 
@@ -252,20 +256,11 @@ class PipelineEngine:
 
     def stage_module(self, stage: int) -> nn.Module:
         """The module of a stage of this rank. Raises ValueError for another's."""
-        if stage not in self._place.works:
-            raise ValueError(
-                f"stage {stage} is not on rank {self._transfers.rank}, which has stages {self._place.stages}"
-            )
-        return self._place.works[stage].program.module
+        return self._place.own.module(stage)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names ("0.weight" for stage 0 of a list of modules)."""
-        seen: set[int] = set()
-        for stage in self._place.stages:
-            for name, parameter in self._place.named[stage].items():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield (f"{stage}.{name}" if self._place.names_stages else name), parameter
+        return self._place.own.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters: what an optimizer is given."""
@@ -282,8 +277,7 @@ class PipelineEngine:
 
     def train(self, mode: bool = True) -> "PipelineEngine":
         """Training mode for this rank's stages."""
-        for work in self._place.works.values():
-            work.program.module.train(mode)
+        self._place.own.train(mode)
         return self
 
     def eval(self) -> "PipelineEngine":
@@ -297,7 +291,7 @@ class PipelineEngine:
             the norm before clipping, equal on every rank.
         """
         with self._guarded():
-            return clip_gradients(self._transfers, self._own_parameters(), float(max_norm), float(norm_type))
+            return clip_gradients(self._transfers, self._place.own.own_parameters(), float(max_norm), float(norm_type))
 
     def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
         """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
@@ -316,10 +310,10 @@ class PipelineEngine:
         Raises:
             ValueError: a module's own ``state_dict`` leaves a parameter out.
         """
-        model = model_state(self._modules(), self._place.unused)
+        model = self._place.own.state()
         if optimizer is None:
             return model
-        found = optimizer_state(optimizer, self._own_parameters())
+        found = optimizer_state(optimizer, self._place.own.own_parameters())
         return {"model": model, "optimizer": found, "step": self._steps.number}
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -332,17 +326,17 @@ class PipelineEngine:
             ValueError: a key is missing or has another shape.
         """
         if optimizer is None:
-            load_model_state(self._modules(), self._place.unused, state)
-            self._place.unset.clear()
+            self._place.own.load(state)
+            self._place.own.all_set()
             return
         if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
             raise ValueError(
                 f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
                 "state_dict(optimizer) gave"
             )
-        load_model_state(self._modules(), self._place.unused, state["model"])
-        load_optimizer_state(optimizer, self._own_parameters(), state["optimizer"])
-        self._place.unset.clear()
+        self._place.own.load(state["model"])
+        load_optimizer_state(optimizer, self._place.own.own_parameters(), state["optimizer"])
+        self._place.own.all_set()
         self._steps.number = int(state["step"])
 
     def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
@@ -353,7 +347,7 @@ class PipelineEngine:
             topology: link speeds, for example a calibrated file's; without it those that the engine was given.
         """
         place = self._place
-        return costs_of(self._transfers, place.boundaries, stages, topology, place.overlap)
+        return costs_of(self._transfers, place.boundaries, stages=stages, topology=topology, overlap=place.overlap)
 
     def trace(self, path: str | Path) -> None:
         """Writes the last step of all ranks, on one clock, as a Chrome trace. Called by all ranks; the first one
@@ -382,7 +376,7 @@ class PipelineEngine:
         edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
         with self._guarded():
             steps, rank = self._steps, self._transfers.rank
-            mine = events_of(rank, self._place.core, edges, steps.entered_ns, steps.after)
+            mine = events_of(rank, self._place.core, edges, entered_ns=steps.entered_ns, after=steps.after)
             ahead = {rank: offset for rank, (offset, _) in clock_offsets(self._transfers).items()}
             return aligned([event for events in self._transfers.gather("events", mine) for event in events], ahead)
 
@@ -405,24 +399,6 @@ class PipelineEngine:
                 if self._ended is error:
                     raise
                 raise self._ended from error
-
-    def _modules(self) -> list[tuple[str, nn.Module, Any]]:
-        return [
-            (f"{stage}." if self._place.names_stages else "", self.stage_module(stage), self._place.meshes[stage])
-            for stage in self._place.stages
-        ]
-
-    def _own_parameters(self) -> list[OwnParameter]:
-        lent = {id(one.parameter) for one in self._place.tied if one.holders[0][0] not in self._place.stages}
-        found, seen = [], set()
-        for stage in self._place.stages:
-            for name, parameter in self._place.named[stage].items():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    full = f"{stage}.{name}" if self._place.names_stages else name
-                    counted = id(parameter) not in lent and is_counted(parameter, self._place.meshes[stage])
-                    found.append(OwnParameter(full, parameter, self._place.meshes[stage], counted))
-        return found
 
     def close(self) -> None:
         """Ends the engine on this rank. Idempotent; the process group stays."""

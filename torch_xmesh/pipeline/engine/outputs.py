@@ -23,6 +23,7 @@ from torch_xmesh.spec import Mesh
 def whole_outputs(
     transfers: Transfers,
     partition: Partition,
+    *,
     meshes: Sequence[StageMesh],
     order: SampleOrder,
     outputs: Mapping[int, Mapping[str, torch.Tensor]],
@@ -56,10 +57,14 @@ def whole_outputs(
         else:
             trees.append(partition.outputs.unflatten(values))
     merged = merge_outputs(trees, merge_spec)
-    return merged if order.num_shards == 1 else _in_batch_order(merged, trees[0], partition, merge_spec, order)
+    return (
+        merged
+        if order.num_shards == 1
+        else _in_batch_order(merged, example=trees[0], partition=partition, merge_spec=merge_spec, order=order)
+    )
 
 
-def _in_batch_order(merged: Any, example: Any, partition: Partition, merge_spec: Any, order: SampleOrder) -> Any:
+def _in_batch_order(merged: Any, *, example: Any, partition: Partition, merge_spec: Any, order: SampleOrder) -> Any:
     """Puts the samples of what was concatenated along its batch dim where the batch has them."""
     leaves, structure = pytree.tree_flatten(merged)
     specs = output_specs(example, merge_spec)

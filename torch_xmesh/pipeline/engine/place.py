@@ -13,6 +13,7 @@ from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
 from torch_xmesh.pipeline.engine.agreement import exchange_of, model_fields, options_fields, with_agreed_ties
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Placed, edges_of
 from torch_xmesh.pipeline.engine.outputs import BufferSync
+from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.setup import PlaceOptions, check_options, schedule_of
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
@@ -45,13 +46,13 @@ class EnginePlace:
         index: this rank's place in the schedule; `stages` are the place's.
         works, named: by stage of this rank, its work, and its parameters by name.
         edges: those that begin or end here, as `core` counts them.
-        unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
+        own: the stages of this rank as a user sees them.
         unset: tensors of a model on meta that still have no values, by name.
-        names_stages: parameters are named after their stage, since the model came as a list.
     """
 
     def __init__(
         self,
+        *,
         model: nn.Module | Sequence[nn.Module | None],
         example_args: Sequence[Any],
         example_kwargs: Mapping[str, Any] | None,
@@ -72,9 +73,13 @@ class EnginePlace:
         check_options(model, options)
         self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
         plan_options = PlanOptions.of(options.strategy, options.topology)
-        transfers.traffic.meet(options_fields(self.meshes, self.schedule, model, options, plan_options))
+        transfers.traffic.meet(
+            options_fields(self.meshes, self.schedule, model=model, options=options, plan_options=plan_options)
+        )
         transfers.plans.topology(transfers.ranks, plan_options.topology)  # it knows all ranks
-        self.partition = self._cut(model, example_args, example_kwargs, options.split, options.memory_limit_bytes)
+        self.partition = self._cut(
+            model, example_args, example_kwargs, split=options.split, memory_limit_bytes=options.memory_limit_bytes
+        )
         given = self._checked(options.boundary_placements)
         self.boundaries = Boundaries(edges_of(self.partition.values), self.meshes, given, plan_options)
         self.schedule.validate([(edge.from_stage, edge.to_stage) for edge in self.boundaries.edges])
@@ -82,14 +87,24 @@ class EnginePlace:
         self.index = places[next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)]
         self.stages = [k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks]
         self.unset: dict[str, torch.Tensor] = {}
-        self.unused = self._unused_parameters(model, options.init_fn, options.seed)
+        unused = self._unused_parameters(model, options.init_fn, options.seed)
         check_option(options.init_sync)
         self._prepare_stages(options)
         self.core = self._make_core(options.overlap)
-        self.tied = self._tied_parameters()
+        tied = self._tied_parameters()
         modules = {stage: work.program.module for stage, work in self.works.items()}
+        self.own = OwnStages(
+            rank,
+            self.meshes,
+            modules,
+            named=self.named,
+            tied=tied,
+            names_stages=self.names_stages,
+            unused=unused,
+            unset=self.unset,
+        )
         self.sharded = FullySharded(transfers, modules, self.meshes)
-        self.sync = GradientSync(transfers, self.named, self.meshes, self.tied, self.sharded.parameters)
+        self.sync = GradientSync(transfers, self.named, meshes=self.meshes, tied=tied, summed=self.sharded.parameters)
         make_ties_equal(transfers, self.sync, options.init_sync)
         self.buffers = BufferSync(transfers, modules, self.meshes)
         transfers.traffic.meet([])  # every rank has made its place
@@ -100,7 +115,7 @@ class EnginePlace:
         return len(self.meshes) - 1 in self.stages
 
     def _cut(
-        self, model: Any, args: Any, kwargs: Any, split: SplitAt | str | None, memory_limit_bytes: int | None
+        self, model: Any, args: Any, kwargs: Any, *, split: SplitAt | str | None, memory_limit_bytes: int | None
     ) -> Partition:
         check_limit(split, memory_limit_bytes)
         num_stages = len(self.meshes)
@@ -138,7 +153,7 @@ class EnginePlace:
         was_meta = {name: model.get_parameter(name).is_meta for name in names}
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         for module in owners.values():
-            materialise({0: module}, init_fn, torch.device("cpu"), seed, self.transfers.rank)
+            materialise({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=self.transfers.rank)
         found = {name: (model.get_parameter(name), self.meshes[0]) for name in names}
         self.unset.update((name, one) for name, (one, _) in found.items() if was_meta[name] and is_unset(one))
         return found
@@ -168,12 +183,20 @@ class EnginePlace:
                     raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
                 modules[stage] = self.partition.stages[stage].module = made
         device = torch.device("cpu")
-        self.unset.update(materialise(modules, options.init_fn, device, options.seed, self.transfers.rank))
+        self.unset.update(
+            materialise(modules, options.init_fn, device=device, seed=options.seed, rank=self.transfers.rank)
+        )
         self.works: dict[int, StageWork] = {}
         self.named: dict[int, dict[str, nn.Parameter]] = {}
         for stage, module in modules.items():
             self.works[stage] = StageWork(
-                self.partition, stage, self.meshes[stage], self.boundaries, self.loss_fn, options.seed, self.scale_grads
+                self.partition,
+                stage,
+                mesh=self.meshes[stage],
+                boundaries=self.boundaries,
+                loss_fn=self.loss_fn,
+                seed=options.seed,
+                scale_grads=self.scale_grads,
             )
             self.named[stage] = {plain_name(name): one for name, one in module.named_parameters()}
         check_ties(ties, modules)

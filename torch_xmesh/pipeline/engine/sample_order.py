@@ -59,7 +59,7 @@ class SampleOrder:
             found.append(tuple(parts))
         return tuple(found)
 
-    def part(self, tensor: torch.Tensor, dim: int, microbatch: int, begin: int, end: int) -> torch.Tensor:
+    def part(self, tensor: torch.Tensor, dim: int, *, microbatch: int, begin: int, end: int) -> torch.Tensor:
         """Samples [begin, end) of a microbatch, of a tensor that has the whole batch along `dim`; a view where it can
         be."""
         pieces, at = [], 0

@@ -43,6 +43,7 @@ class StageWork:
         self,
         partition: Partition,
         stage: int,
+        *,
         mesh: StageMesh,
         boundaries: Boundaries,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -72,7 +73,15 @@ class StageWork:
 
     def at(self, partition: Partition, boundaries: Boundaries) -> "StageWork":
         """The same for values of other sizes."""
-        return StageWork(partition, self.stage, self.mesh, boundaries, self._loss_fn, self._seed, self._scale_grads)
+        return StageWork(
+            partition,
+            self.stage,
+            mesh=self.mesh,
+            boundaries=boundaries,
+            loss_fn=self._loss_fn,
+            seed=self._seed,
+            scale_grads=self._scale_grads,
+        )
 
     @property
     def stage(self) -> int:
@@ -89,7 +98,11 @@ class StageWork:
             torch.set_grad_enabled(step.is_train)
         if not (self.program.uses_rng and self.program.module.training):
             return self._run(step, microbatch, samples, inputs)
-        with dropout_rng(dropout_seed(self._seed, step.number, self.stage, microbatch, self._shard)):
+        with dropout_rng(
+            dropout_seed(
+                seed=self._seed, step=step.number, stage=self.stage, microbatch=microbatch, data_shard=self._shard
+            )
+        ):
             return self._run(step, microbatch, samples, inputs)
 
     def samples(self, size: int) -> int:

@@ -28,6 +28,18 @@ from torch_xmesh.pipeline.ranks.told import told_by_shards
 from torch_xmesh.pipeline.state.training import PipelineScaler
 
 
+@dataclasses.dataclass(frozen=True)
+class StepCall:
+    """What PipelineEngine.step (`is_train`) or evaluate was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    losses: list[torch.Tensor] | None
+    return_outputs: bool
+    is_train: bool
+
+
 @dataclasses.dataclass
 class _Given:
     """A step's arguments on this rank, checked as far as one rank can.
@@ -67,7 +79,7 @@ class EngineSteps:
         self.scaler: PipelineScaler | None = None
         self.entered_ns = 0
         self.after: list[tuple[str, int, int]] = []
-        self._turn = 0  # runs so far, of step() or evaluate()
+        self._runs = 0  # runs so far, of step() or evaluate()
         self._place = place
         self._merge_spec = merge_spec
         self._inputs = InputSizes(place.partition)
@@ -75,7 +87,7 @@ class EngineSteps:
         self._agreement = StepAgreement(place.transfers, self._inputs.texts)
         self._shared_losses = told_by_shards(place.transfers, "losses", place.meshes[-1], place.num_microbatches + 1)
 
-    def run(self, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, is_train: bool) -> Any:
+    def run(self, call: StepCall) -> Any:
         """One step; everything as in PipelineEngine.step and evaluate.
 
         Raises:
@@ -84,11 +96,12 @@ class EngineSteps:
         place = self._place
         entered_ns = now_ns()
         is_last = place.has_last
-        given, sized, order = self._agree(args, kwargs, target, return_outputs, is_train)
+        is_train = call.is_train
+        given, sized, order = self._agree(call)
         sizes = list(order.sizes)
         place.forward.works = sized.works
         state = place.forward.step = StepState(self.number, sizes, is_train)
-        state.keeps_outputs = return_outputs and is_last
+        state.keeps_outputs = call.return_outputs and is_last
         self._cut(given, order)
         state.targets = given.targets
         schedule = place.schedule.core if is_train else place.schedule.core.forwards()
@@ -100,7 +113,7 @@ class EngineSteps:
             scale = self._loss_scale()
             weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            place.core.run(schedule, place.index, self._turn, sized.plans(sizes), given.inputs, is_train, weights)
+            place.core.run(schedule, place.index, self._runs, sized.plans(sizes), given.inputs, is_train, weights)
         self.entered_ns = entered_ns
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):
@@ -109,7 +122,7 @@ class EngineSteps:
                 place.sync.end_step(self.is_sync)
         place.sharded.release()
         with self._timed("losses"):
-            self._share_losses(state, is_last, losses, has_losses=is_train or given.target is not None)
+            self._share_losses(state, is_last, call.losses, has_losses=is_train or given.target is not None)
         with self._timed("buffers"):
             place.buffers.run()
         output = None
@@ -117,12 +130,12 @@ class EngineSteps:
             output = whole_outputs(
                 place.transfers,
                 sized.partition,
-                place.meshes,
-                order,
-                state.outputs,
-                self._merge_spec,
+                meshes=place.meshes,
+                order=order,
+                outputs=state.outputs,
+                merge_spec=self._merge_spec,
             )
-        self._turn += 1
+        self._runs += 1
         self.number += int(is_train)
         return output
 
@@ -132,13 +145,11 @@ class EngineSteps:
         yield
         self.after.append((name, begin, now_ns()))
 
-    def _agree(
-        self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool
-    ) -> tuple[_Given, SizedPlace, SampleOrder]:
+    def _agree(self, call: StepCall) -> tuple[_Given, SizedPlace, SampleOrder]:
         """Checks the arguments on every rank before any of them computes; ranks in the middle see no batch."""
         given, failure = None, None
         try:
-            given = self._take(args, kwargs, target, return_outputs, is_train)
+            given = self._take(call)
         except Exception as error:
             failure = error
         try:
@@ -154,12 +165,12 @@ class EngineSteps:
             raise StepRefusedError(ValueError(text))
         return given, *self._ready(self._inputs.shapes(told), samples, facts.shards or 1)
 
-    def _take(self, args: Any, kwargs: Any, target: Any, return_outputs: bool, is_train: bool) -> _Given:
+    def _take(self, call: StepCall) -> _Given:
         place = self._place
         rank, last = place.transfers.rank, place.meshes[-1]
         takers = [stage for stage in place.stages if place.partition.stages[stage].model_inputs]
-        tree = (tuple(args), dict(sorted(kwargs.items()))) if takers else ((), {})
-        target = target if place.has_last else None
+        tree = (tuple(call.args), dict(sorted(call.kwargs.items()))) if takers else ((), {})
+        target, is_train = call.target if place.has_last else None, call.is_train
         if place.unset:
             raise ValueError(
                 f"{next(iter(place.unset))} has no values on rank {rank}: the model was on the meta device; give an "
@@ -197,7 +208,7 @@ class EngineSteps:
                 int(is_train),
                 int(self.is_sync),
                 int(target is not None) if place.has_last else None,
-                int(return_outputs) if place.has_last else None,
+                int(call.return_outputs) if place.has_last else None,
                 scale_bits(self._loss_scale()) if place.has_last and is_train else None,
             ),
             place.partition.shapes_of(*tree, takers) if takers else {},
@@ -251,11 +262,15 @@ class EngineSteps:
         for stage in place.stages:
             if place.partition.stages[stage].model_inputs:
                 columns, structure = microbatch_columns(
-                    given.tree, given.specs, order, place.meshes[stage], "the batch"
+                    given.tree, given.specs, order=order, mesh=place.meshes[stage], what="the batch"
                 )
-                given.inputs[stage] = model_inputs(place.partition, stage, columns, structure, order.sizes)
+                given.inputs[stage] = model_inputs(
+                    place.partition, stage, columns=columns, structure=structure, sizes=order.sizes
+                )
         if given.target is not None:
-            given.targets = local_microbatches(given.target, given.target_specs, order, place.meshes[-1], "target")
+            given.targets = local_microbatches(
+                given.target, given.target_specs, order=order, mesh=place.meshes[-1], what="target"
+            )
         given.order = order
 
     def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:

@@ -28,7 +28,7 @@ def stage_meshes_of(
         raise ValueError(f"data_axis has {len(axes)} entries for {len(meshes)} meshes")
     rank = reshards.core.global_rank
     found = [
-        stage_mesh(mesh, axis, has_parallelize, stage, rank)
+        stage_mesh(mesh, data_axis=axis, has_parallelize=has_parallelize, stage=stage, rank=rank)
         for stage, (mesh, axis) in enumerate(zip(meshes, axes, strict=True))
     ]
     ranks = sorted({r for mesh in found for r in mesh.ranks})

@@ -52,8 +52,8 @@ def _ask(transfers: Transfers, first: int, other: int) -> tuple[int, int]:
     best = None
     for _ in range(_ROUNDS):
         begin = now_ns()
-        _tell(transfers, f"clock/{other}/ask", first, other, begin)
-        theirs = _tell(transfers, f"clock/{other}/answer", other, first, now_ns())
+        _tell(transfers, f"clock/{other}/ask", source=first, target=other, value=begin)
+        theirs = _tell(transfers, f"clock/{other}/answer", source=other, target=first, value=now_ns())
         trip = now_ns() - begin
         if best is None or trip < best[1]:
             best = (theirs - begin - trip // 2, trip)
@@ -61,7 +61,7 @@ def _ask(transfers: Transfers, first: int, other: int) -> tuple[int, int]:
     return best[0], (best[1] + 1) // 2
 
 
-def _tell(transfers: Transfers, lane: str, source: int, target: int, value: int) -> int:
+def _tell(transfers: Transfers, lane: str, *, source: int, target: int, value: int) -> int:
     move = Move.of((1,), torch.int64, (Mesh([source]), [Replicate()]), (Mesh([target]), [Replicate()]))
     received = transfers.start(lane, [move], [torch.tensor([value])] if transfers.rank == source else []).wait()
     return int(received[0][0]) if transfers.rank == target else value

@@ -139,7 +139,7 @@ def coordinate_in(grid: Mesh, rank: int) -> tuple[int, ...]:
 DataAxis = str | int | tuple[str | int, ...] | None
 
 
-def stage_mesh(mesh: AnyMesh, data_axis: DataAxis, has_parallelize: bool, stage: int, rank: int) -> StageMesh:
+def stage_mesh(mesh: AnyMesh, *, data_axis: DataAxis, has_parallelize: bool, stage: int, rank: int) -> StageMesh:
     """A stage's mesh with its data axis resolved.
 
     Raises:

@@ -138,7 +138,7 @@ class Simulation:
             f"{self.schedule.name}: {self.makespan_seconds:.4g} s, {100 * self.bubble_fraction:.1f} % idle, "
             f"in flight {self.peak_in_flight}"
         )
-        plot_simulation(self.schedule, self.actions, self.transfers, title, Path(path))
+        plot_simulation(self.schedule, self.actions, self.transfers, title=title, path=Path(path))
 
     def __repr__(self) -> str:
         return (

@@ -15,7 +15,7 @@ _MAX_LABELS = 400
 
 
 def plot_simulation(
-    schedule: Schedule, actions: Sequence[Action], transfers: Sequence[Transfer], title: str, path: Path
+    schedule: Schedule, actions: Sequence[Action], transfers: Sequence[Transfer], *, title: str, path: Path
 ) -> None:
     """One lane of actions per place, its sends and receives in thin lanes below; microbatch numbers where they fit.
 

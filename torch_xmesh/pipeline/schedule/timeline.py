@@ -55,6 +55,7 @@ def events_of(
     rank: int,
     core: Any,
     edges: Sequence[tuple[int, int]],
+    *,
     entered_ns: int,
     after: Sequence[tuple[str, int, int]],
 ) -> list[Event]:

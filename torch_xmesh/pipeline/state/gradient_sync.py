@@ -134,6 +134,7 @@ class GradientSync:
         self,
         transfers: Transfers,
         parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        *,
         meshes: Sequence[StageMesh],
         tied: Sequence[Tied],
         summed: Collection[nn.Parameter] = (),

@@ -15,7 +15,7 @@ InitFn = Callable[[nn.Module], object]
 
 
 def materialise(
-    modules: Mapping[int, nn.Module], init_fn: InitFn | None, device: torch.device, seed: int, rank: int
+    modules: Mapping[int, nn.Module], init_fn: InitFn | None, *, device: torch.device, seed: int, rank: int
 ) -> dict[str, torch.Tensor]:
     """Gives every parameter and buffer on meta memory on `device`, in place; then calls `init_fn`, or else
     ``reset_parameters`` where there is one, for each module that directly holds such a tensor.
@@ -54,7 +54,12 @@ def materialise(
     for stage, number, path, one in holders:
         marked = {key: (tensor, tensor._version) for key, tensor in _own(one)}
         has_shards = any(isinstance(parameter, DTensor) for parameter in one.parameters(recurse=False))
-        with dropout_rng(dropout_seed(seed, -1, stage, number, rank if has_shards else -1)), torch.no_grad():
+        with (
+            dropout_rng(
+                dropout_seed(seed=seed, step=-1, stage=stage, microbatch=number, data_shard=rank if has_shards else -1)
+            ),
+            torch.no_grad(),
+        ):
             if init_fn is not None:
                 init_fn(one)
             elif callable(reset := getattr(one, "reset_parameters", None)):

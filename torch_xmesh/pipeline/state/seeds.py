@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 
-def dropout_seed(seed: int, step: int, stage: int, microbatch: int, data_shard: int) -> int:
+def dropout_seed(*, seed: int, step: int, stage: int, microbatch: int, data_shard: int) -> int:
     """The seed of one stage's forward: 63 bits, equal on all ranks that pass the same five numbers.
 
     Ranks that share a data shard (tensor parallelism) draw the same numbers.

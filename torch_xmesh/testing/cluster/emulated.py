@@ -123,7 +123,9 @@ class Cluster:
         self._goodput: Goodput | None = None
         self._signals = EndingSignals()
         try:
-            self._network, self.unshaped_reason = _build_network(hosts, rate, self._rate_of, burst, tcp_wmem)
+            self._network, self.unshaped_reason = _build_network(
+                hosts, rate=rate, rate_of=self._rate_of, burst=burst, tcp_wmem=tcp_wmem
+            )
         except BaseException:
             self._signals.restore()
             raise
@@ -267,7 +269,7 @@ class Cluster:
 
 
 def _build_network(
-    hosts: int, rate: str | None, rate_of: Mapping[int, str], burst: str, tcp_wmem: Sequence[int] | None
+    hosts: int, *, rate: str | None, rate_of: Mapping[int, str], burst: str, tcp_wmem: Sequence[int] | None
 ) -> tuple[Network | None, str | None]:
     """The network, or why there is none."""
     if rate is None:

@@ -1,0 +1,95 @@
+"""One rank's stages as a user, an optimizer and a checkpoint see them: modules, and parameters under the model's
+names."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.state.checkpoint import load_model_state, model_state
+from torch_xmesh.pipeline.state.gradient_sync import Tied
+from torch_xmesh.pipeline.state.training import OwnParameter, is_counted
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnStages:
+    """The stages of one rank.
+
+    Attributes:
+        rank: this rank.
+        meshes: of every stage of the pipeline.
+        modules: by stage of this rank.
+        named: by stage of this rank, its parameters by name.
+        tied: parameters that several stages share.
+        names_stages: parameters are named after their stage, since the model came as a list.
+        unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
+        unset: tensors of a model on meta that still have no values, by name.
+    """
+
+    rank: int
+    meshes: Sequence[StageMesh]
+    modules: Mapping[int, nn.Module]
+    named: Mapping[int, Mapping[str, nn.Parameter]]
+    tied: Sequence[Tied]
+    names_stages: bool
+    unused: Mapping[str, tuple[nn.Parameter, StageMesh]]
+    unset: dict[str, torch.Tensor]
+
+    def module(self, stage: int) -> nn.Module:
+        """Raises ValueError for another rank's stage."""
+        if stage not in self.modules:
+            raise ValueError(f"stage {stage} is not on rank {self.rank}, which has stages {list(self.modules)}")
+        return self.modules[stage]
+
+    def _parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Stage, full name and parameter; one that several stages share comes with the first of them."""
+        seen: set[int] = set()
+        for stage, named in self.named.items():
+            for name, parameter in named.items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield stage, f"{stage}.{name}" if self.names_stages else name, parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the model's own names ("0.weight" for stage 0 of a list of modules)."""
+        for _, name, parameter in self._parameters():
+            yield name, parameter
+
+    def own_parameters(self) -> list[OwnParameter]:
+        """With their meshes, and which of them count here in a norm of the whole model."""
+        lent = {id(one.parameter) for one in self.tied if one.holders[0][0] not in self.modules}
+        return [
+            OwnParameter(
+                name,
+                parameter,
+                self.meshes[stage],
+                id(parameter) not in lent and is_counted(parameter, self.meshes[stage]),
+            )
+            for stage, name, parameter in self._parameters()
+        ]
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        for module in self.modules.values():
+            module.train(mode)
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and buffers as DTensors."""
+        return model_state(self._prefixed(), self.unused)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gives. Raises ValueError for a key that is missing or has another shape."""
+        load_model_state(self._prefixed(), self.unused, state)
+
+    def all_set(self) -> None:
+        """Every tensor has values now."""
+        self.unset.clear()
+
+    def _prefixed(self) -> list[tuple[str, nn.Module, StageMesh]]:
+        return [
+            (f"{stage}." if self.names_stages else "", module, self.meshes[stage])
+            for stage, module in self.modules.items()
+        ]
