@@ -1,8 +1,8 @@
 """What a pipeline engine itself costs the CPU, per action: 1-element tensors on loopback, ours and torch's alternated.
 
 An action is what PyTorch's own count takes for one: a compute action (forward or backward of one microbatch on one
-stage), or one boundary send or receive of one microbatch. A rank with one neighbour has two of these for each
-microbatch, a rank with two neighbours four, besides two compute actions.
+stage), or one boundary send or receive of one microbatch. A rank with one neighbor has two of these for each
+microbatch, a rank with two neighbors four, besides two compute actions.
 
 The bare stage is the same module run by hand on the calling thread over the same microbatches: forward, loss on the
 last stage, ``torch.autograd.backward``; nothing is sent. What an engine's step takes beyond that is its overhead.
@@ -79,8 +79,8 @@ def _measure(num_stages: int, job: dict[str, Any]) -> list[OverheadRecord]:
 
 def num_actions(stage: int, num_stages: int, num_microbatches: int) -> tuple[int, int]:
     """Compute actions, and boundary sends and receives, of one stage in one step."""
-    neighbours = int(stage > 0) + int(stage < num_stages - 1)
-    return 2 * num_microbatches, 2 * neighbours * num_microbatches
+    neighbors = int(stage > 0) + int(stage < num_stages - 1)
+    return 2 * num_microbatches, 2 * neighbors * num_microbatches
 
 
 class _Rank:

@@ -8,6 +8,7 @@ fresh clone, all sources are looked at.
 
 import functools
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -46,7 +47,9 @@ def main(folder: str, arguments: list[str]) -> int:
     options = [one for one in arguments if one.startswith("--")]
     sources = [Path(one).resolve() for one in arguments if not one.startswith("--")]
     version = subprocess.run(["clang-tidy", "--version"], capture_output=True, text=True, check=True).stdout
-    stamps = {source: _stamp(source, f"{version} {Path(folder).name} {options}") for source in sources}
+    built = json.loads((Path(folder) / "compile_commands.json").read_text())
+    commands = {(Path(one["directory"]) / one["file"]).resolve(): one["command"] for one in built}
+    stamps = {source: _stamp(source, f"{version} {options} {commands.get(source)}") for source in sources}
     STAMPS.mkdir(parents=True, exist_ok=True)
 
     def is_clean(source: Path) -> bool:

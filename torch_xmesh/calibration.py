@@ -130,10 +130,10 @@ def link_costs(ranks_of: Mapping[int, list[int]], clock: Clock, num_bytes: int) 
         hop = hop_cost(entrances, clock)
         costs["latency_us"] = round(max(0.0, hop - message) * 1e6, 2)
         costs["message_us"] = round(message * 1e6, 2)
-    neighbours = max(ranks_of.values(), key=len)
-    if len(neighbours) > 1:
-        costs["local_bytes_per_s"] = int(rate_into(neighbours[1:2], {tuple(neighbours[:1]): 1.0}, clock, num_bytes))
-        costs["local_latency_us"] = round(hop_cost(neighbours, clock) * 1e6, 2)
+    neighbors = max(ranks_of.values(), key=len)
+    if len(neighbors) > 1:
+        costs["local_bytes_per_s"] = int(rate_into(neighbors[1:2], {tuple(neighbors[:1]): 1.0}, clock, num_bytes))
+        costs["local_latency_us"] = round(hop_cost(neighbors, clock) * 1e6, 2)
     return costs
 
 

@@ -13,7 +13,7 @@ namespace xmesh::pipeline {
 /// Threading: take() on one thread; others may drop tensors at any time.
 class TensorPool {
  public:
-  /// An uninitialised contiguous tensor. Its memory comes back when every tensor that shares it is gone.
+  /// An uninitialized contiguous tensor. Its memory comes back when every tensor that shares it is gone.
   at::Tensor take(const std::vector<int64_t>& shape, at::ScalarType dtype);
   /// A step begins: buffers of shapes that the last kKeptSteps steps have not taken are dropped.
   void beginStep();

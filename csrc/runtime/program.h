@@ -81,7 +81,7 @@ struct CopyStep {
 /// Order: the plan's, except that all contributions of one (task, receiver) move up to the first of them, are cut at the union of their cuts, and
 /// come range by range in contribution order; this keeps at most one range's accumulator waiting. A contribution depends on nothing, so
 /// moving it up is always allowed. Of a task with partial sums each range's whole tree moves up to its first message: sums depend on contributions
-/// only. So what a rank receives for a sum and then the sum itself are neighbours in its order, and between any two ranks' messages of a tree there
+/// only. So what a rank receives for a sum and then the sum itself are neighbors in its order, and between any two ranks' messages of a tree there
 /// are only messages of the same tree. Every rank derives the same order from the same plan and options.
 class Program {
  public:

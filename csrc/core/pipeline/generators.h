@@ -29,7 +29,7 @@ std::vector<std::string> scheduleNames();
 /// in the reverse order of stages.
 Schedule gpipe(const PipelineShape& shape);
 /// Stage i of n starts with min(m, n - i) forwards, then alternates (Narayanan et al., 2021): that many microbatches are in flight at most. Where
-/// places have several stages, n - i counts the runs of neighbouring stages on one place (`depths`); a place runs a backward as soon as one is ready,
+/// places have several stages, n - i counts the runs of neighboring stages on one place (`depths`); a place runs a backward as soon as one is ready,
 /// else the forward of its latest stage that is.
 Schedule oneFOneB(const PipelineShape& shape);
 /// Stage i of n starts with min(m, 2(n - i) - 1) forwards, then alternates (AlpaComm, section 4): one more action stands between producing a value
@@ -50,7 +50,7 @@ struct ReadyRule {
 /// Each place runs what is ready, backwards first (of the earliest round, there of the latest stage), when every action takes one unit of time and
 /// communication none. Takes any places.
 Schedule asReady(const std::string& name, const PipelineShape& shape, const ReadyRule& rule);
-/// By stage: how many runs of neighbouring stages on one place begin with its own and end with the last; n - i where each has a place of its own.
+/// By stage: how many runs of neighboring stages on one place begin with its own and end with the last; n - i where each has a place of its own.
 std::vector<int32_t> depths(const PipelineShape& shape);
 /// The same lists, each action moved to the earliest cell that its dependencies (stages as a chain) allow when every action takes one cell.
 /// Throws InvalidArgument for a schedule that deadlocks.

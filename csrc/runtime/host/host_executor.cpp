@@ -75,7 +75,7 @@ void HostExecutor::transportGone() {
   if (phase_ != Phase::kRunning) {
     return;
   }
-  phase_ = Phase::kCancelled;
+  phase_ = Phase::kCanceled;
   dropTasks();
   releaseAll();
   pool_.forget(*this);

@@ -53,7 +53,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   /// Packing, unpacking and copying give way to the transport after so many bytes.
   static constexpr int64_t kSliceBytes = int64_t{1} << 20;
 
-  enum class Phase : uint8_t { kNew, kRunning, kDone, kCancelled };
+  enum class Phase : uint8_t { kNew, kRunning, kDone, kCanceled };
   enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy, kPack, kUnpack };
   struct Event {
     EventKind kind = EventKind::kStart;

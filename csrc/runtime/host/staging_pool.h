@@ -54,7 +54,7 @@ class StagingClient {
 /// not complete. Its sender's earlier sends are complete, so it holds no kSend memory for them, and later ones have not asked before it: the request
 /// is granted. Its receiver's earlier receives are complete, so they are unpacked or accumulated and hold nothing. Both ends are posted, hence it
 /// completes. The accumulator of a partial sum is held until the sum is sent, which does not break this: all messages of one range's reduction, from
-/// the first contribution to the last sum, are neighbours in that order on every rank (see Program). Whoever receives the earliest incomplete message
+/// the first contribution to the last sum, are neighbors in that order on every rank (see Program). Whoever receives the earliest incomplete message
 /// holds accumulators only of reductions begun earlier; those of other ranges have all their messages, the sums' sends too, before it, complete; and
 /// of its own range a rank has one. The sender of a sum has received all that the sum is made of, since that comes earlier.
 class StagingPool {

@@ -20,7 +20,7 @@ namespace xmesh::runtime {
 /// messages are complete, so all earlier groups have ended (they hold earlier messages only) and the message's own group has begun; messages of a
 /// group progress independently, hence it completes.
 ///
-/// One accumulator is enough: a rank's messages of one reduction are neighbours in its order (see Program), a partial sum's send behind what it is
+/// One accumulator is enough: a rank's messages of one reduction are neighbors in its order (see Program), a partial sum's send behind what it is
 /// made of. The send is the first message of the group after that; whatever fills the accumulator again is received in that group or later and
 /// accumulated behind it, when the stream has passed the send.
 ///

@@ -14,7 +14,7 @@ struct StreamExecutors::Call {
   std::shared_ptr<void> staging;
   bool may_start = false;
   bool is_done = false;
-  bool is_cancelled = false;
+  bool is_canceled = false;
 };
 
 struct StreamExecutors::Shared {
@@ -40,10 +40,10 @@ struct StreamExecutors::Shared {
 
 /// Enqueues what may start, up to the first that may not.
 void StreamExecutors::Shared::enqueueWaiting(const std::shared_ptr<Shared>& self) {
-  while (!waiting.empty() && (waiting.front()->may_start || waiting.front()->is_cancelled)) {
+  while (!waiting.empty() && (waiting.front()->may_start || waiting.front()->is_canceled)) {
     const std::shared_ptr<Call> call = std::move(waiting.front());
     waiting.pop_front();
-    if (!call->is_cancelled) {
+    if (!call->is_canceled) {
       enqueue(self, call);
     }
   }
@@ -67,7 +67,7 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
         call->is_done = true;
         call->staging.reset();
         call->execution.movement.keep_alive.reset();
-        if (!call->is_cancelled) {
+        if (!call->is_canceled) {
           call->execution.on_done();
         }
       });
@@ -91,11 +91,11 @@ class StreamRun final : public Executor {
   }
   void cancel() override {
     if (!call_->is_done) {
-      call_->is_cancelled = true;
+      call_->is_canceled = true;
       shared_->enqueueWaiting(shared_);
     }
   }
-  void abandon() override { call_->is_cancelled = true; }
+  void abandon() override { call_->is_canceled = true; }
   std::vector<PeerProgress> progress() const override {
     std::vector<PeerProgress> out;
     const Program& program = *call_->execution.movement.prepared->program;

@@ -242,7 +242,7 @@ TEST(PipelineGenerators, SharedPlacesStayBusy) {
       EXPECT_LE(length, busiest + 2 * schedule.num_stages + 1) << schedule.str();  // beside it, a microbatch's way there and back
     }
   }
-  // Neighbouring stages on one place run as the one stage that they make together would.
+  // Neighboring stages on one place run as the one stage that they make together would.
   EXPECT_EQ(makeSchedule("1f1b", 4, 3, {0, 0, 1, 1}).str(),
             "1f1b: 4 stages on 2 places, 3 microbatches\n"
             "place 0 (stages 0, 1) | 0F0 1F0 0F1 1F1 .   .   1B0 0B0 0F2 1F2 1B1 0B1 .   .   1B2 0B2\n"

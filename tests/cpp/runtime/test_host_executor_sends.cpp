@@ -240,7 +240,7 @@ TEST(HostExecutor, CopiesWhatCameInPackedWhereBuffersDiffer) {
   EXPECT_EQ(out[250], 126);
 }
 
-TEST(HostExecutor, MayBeCancelledBeforeItUnpacks) {
+TEST(HostExecutor, MayBeCanceledBeforeItUnpacks) {
   Relay relay({valueMessage(0, 0, 8, 1, 2), valueMessage(1, 0, 8, 1, 2)});
   relay.arrive(0);
   relay.rank->executor->cancel();

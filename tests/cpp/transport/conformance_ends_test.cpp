@@ -138,14 +138,14 @@ TEST_P(Conformance, TasksAndTimersRunInOrder) {
   std::vector<int> order;
   cluster_->call(0, [&] {
     PeerNetwork& network = cluster_->network(0);
-    const uint64_t cancelled = network.startTimer(std::chrono::milliseconds(1), [&] { order.push_back(-1); });
+    const uint64_t canceled = network.startTimer(std::chrono::milliseconds(1), [&] { order.push_back(-1); });
     network.startTimer(std::chrono::milliseconds(30), [&] {
       order.push_back(4);
       network.sendControl(1, "timers are through");
     });
     network.startTimer(std::chrono::milliseconds(5), [&] { order.push_back(3); });
-    network.cancelTimer(cancelled);
-    network.cancelTimer(cancelled);
+    network.cancelTimer(canceled);
+    network.cancelTimer(canceled);
     network.post([&] { order.push_back(1); });
     network.post([&] { order.push_back(2); });
   });

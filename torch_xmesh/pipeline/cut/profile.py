@@ -80,7 +80,7 @@ def balance(
     memory_limit_bytes: int | None,
     microbatches_in_flight: Sequence[int],
 ) -> list[int]:
-    """The first unit of each stage but the first: minimises the slowest stage's seconds, then the sum of squares
+    """The first unit of each stage but the first: minimizes the slowest stage's seconds, then the sum of squares
     (exact, O(n^2 * stages)).
 
     Raises:

@@ -27,7 +27,7 @@ from torch_xmesh.pipeline.state.init_sync import (
     make_equal,
     make_ties_equal,
 )
-from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialise
+from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialize
 from torch_xmesh.plan_cache import PlanOptions
 from torch_xmesh.spec import device_mesh
 
@@ -153,7 +153,7 @@ class EnginePlace:
         was_meta = {name: model.get_parameter(name).is_meta for name in names}
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         for module in owners.values():
-            materialise({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=self.transfers.rank)
+            materialize({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=self.transfers.rank)
         found = {name: (model.get_parameter(name), self.meshes[0]) for name in names}
         self.unset.update((name, one) for name, (one, _) in found.items() if was_meta[name] and is_unset(one))
         return found
@@ -184,7 +184,7 @@ class EnginePlace:
                 modules[stage] = self.partition.stages[stage].module = made
         device = torch.device("cpu")
         self.unset.update(
-            materialise(modules, options.init_fn, device=device, seed=options.seed, rank=self.transfers.rank)
+            materialize(modules, options.init_fn, device=device, seed=options.seed, rank=self.transfers.rank)
         )
         self.works: dict[int, StageWork] = {}
         self.named: dict[int, dict[str, nn.Parameter]] = {}

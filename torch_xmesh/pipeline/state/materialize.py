@@ -14,7 +14,7 @@ from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
 InitFn = Callable[[nn.Module], object]
 
 
-def materialise(
+def materialize(
     modules: Mapping[int, nn.Module], init_fn: InitFn | None, *, device: torch.device, seed: int, rank: int
 ) -> dict[str, torch.Tensor]:
     """Gives every parameter and buffer on meta memory on `device`, in place; then calls `init_fn`, or else

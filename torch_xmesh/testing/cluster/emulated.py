@@ -103,7 +103,7 @@ class Cluster:
 
         What passes unpaced: `burst`, the bytes that a NIC which was idle sends at once (a small one costs CPU), and
         `tcp_wmem`, the least, initial and most bytes of a TCP send buffer (None: as on the machine), in which small
-        messages end before they have travelled.
+        messages end before they have traveled.
         """
         check_buffers(burst, tcp_wmem)
         if hosts < 1 or devices < 1:

@@ -20,7 +20,7 @@ struct HostSchedule {
   int64_t makespan = 0;
 };
 
-/// AlpaComm's model (MLSys'23, section 3.2): minimise max_i S_i + T_i (Eq. 1) with the sender among the holders (Eq. 2) and no two tasks at once that
+/// AlpaComm's model (MLSys'23, section 3.2): minimize max_i S_i + T_i (Eq. 1) with the sender among the holders (Eq. 2) and no two tasks at once that
 /// share the sender or a receiver (Eq. 3). Send and receive ports are apart (full duplex). With the order given, each task starts as
 /// soon as the tasks before it on its ports have ended.
 int64_t makespan(const std::vector<HostTask>& tasks, const std::vector<int32_t>& order, const std::vector<int32_t>& sender, int32_t num_hosts);
