@@ -360,7 +360,7 @@ std::string Calls::progressOf(const Call& call) {
 }
 
 std::string Calls::textOf(const Call& call) const {
-  const std::string here = "on rank " + std::to_string(peers_.myGlobalRank()) + ", ";
+  std::string here = "on rank " + std::to_string(peers_.myGlobalRank()) + ", ";
   switch (call.kind) {
     case CallKind::kReshard:
       return here + (call.key.lane == 0 ? "reshard call " + std::to_string(call.key.count) : "backward of a reshard") + " of ranks " +

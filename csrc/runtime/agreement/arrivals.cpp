@@ -200,13 +200,15 @@ std::optional<Failure> Arrivals::failureBefore(const std::vector<int64_t>& ranks
     answer->set_value(conflictAt({ranks, count}));
   });
   answer.reset();
-  if (is_open) {
-    try {
-      return told.get();
-    } catch (const std::future_error&) {  // closed before the task's turn came
-    }
+  Failure closed{FailureKind::kGroup, "the process group was closed while a pipeline was made on it", {}};
+  if (!is_open) {
+    return closed;
   }
-  return Failure{FailureKind::kGroup, "the process group was closed while a pipeline was made on it", {}};
+  try {
+    return told.get();
+  } catch (const std::future_error&) {  // closed before the task ran
+    return closed;
+  }
 }
 
 void Arrivals::abandon(const std::vector<int64_t>& ranks, uint64_t count, const std::vector<int32_t>& peers, const Failure& failure) {
