@@ -155,7 +155,7 @@ TEST(SharedRing, IsMadeAtTheFirstLargeMessageAndGoesWithTheNetwork) {
       cluster.open(1, operation);
       cluster.recv(1, operation, 0, got, 1);
       cluster.send(0, operation, 1, data, 1);
-      ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received[operation].size() == 1; }));
+      ASSERT_TRUE(cluster.waitFor([&] { return cluster.told(1).received[operation].size() == 1 && cluster.told(0).sent[operation].size() == 1; }));
       EXPECT_EQ(got, data);
     };
     move(1, 10'000);

@@ -62,7 +62,7 @@ void fill(OwnedTensor& tensor, int64_t num_elements, int64_t item_bytes, uint64_
 
 constexpr int64_t kItemBytes[] = {1, 2, 4, 8, 16};
 
-TEST(RegionCopy, PacksAndUnpacksEveryRangeOfStridedBoxes) {
+TEST(BoxCopy, PacksAndUnpacksEveryRangeOfStridedBoxes) {
   std::mt19937_64 rng(1);
   for (int round = 0; round < 2000; ++round) {
     const int64_t item_bytes = kItemBytes[randomInt(rng, 0, 4)];
@@ -99,7 +99,7 @@ TEST(RegionCopy, PacksAndUnpacksEveryRangeOfStridedBoxes) {
   }
 }
 
-TEST(RegionCopy, CopiesBetweenBoxesOfDifferentStrides) {
+TEST(BoxCopy, CopiesBetweenBoxesOfDifferentStrides) {
   std::mt19937_64 rng(2);
   for (int round = 0; round < 2000; ++round) {
     const int64_t item_bytes = kItemBytes[randomInt(rng, 0, 4)];
@@ -128,7 +128,7 @@ TEST(RegionCopy, CopiesBetweenBoxesOfDifferentStrides) {
   }
 }
 
-TEST(RegionCopy, ReadsAnExpandedSource) {
+TEST(BoxCopy, ReadsAnExpandedSource) {
   const uint32_t value = 0x01020304;
   const LocalTensor expanded{const_cast<uint32_t*>(&value), {3, 4}, {0, 0}};
   const int64_t offsets[] = {1, 0};
@@ -140,7 +140,7 @@ TEST(RegionCopy, ReadsAnExpandedSource) {
   }
 }
 
-TEST(RegionCopy, TreatsAScalarAsOneElement) {
+TEST(BoxCopy, TreatsAScalarAsOneElement) {
   double value = 1.5;
   double out = 0;
   const StridedBox box = stridedBox({&value, {}, {}}, nullptr, nullptr, 8);
@@ -150,7 +150,7 @@ TEST(RegionCopy, TreatsAScalarAsOneElement) {
   EXPECT_EQ(out, 1.5);
 }
 
-TEST(RegionCopy, ComputesOffsetsBeyondFourGiB) {
+TEST(BoxCopy, ComputesOffsetsBeyondFourGiB) {
   // 40 GiB of addresses that are never touched.
   auto* base = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
   const LocalTensor tensor{base, {10, 1 << 20, 1 << 10}, {int64_t{1} << 30, 1 << 10, 1}};
@@ -167,7 +167,7 @@ TEST(RegionCopy, ComputesOffsetsBeyondFourGiB) {
   EXPECT_EQ(contiguousRun(whole, int64_t{9} << 30, int64_t{10} << 30, 4) - base, int64_t{36} << 30);
 }
 
-TEST(RegionCopy, MovesDataBeyondFourGiB) {
+TEST(BoxCopy, MovesDataBeyondFourGiB) {
   constexpr size_t kBytes = size_t{6} << 30;  // addresses only: a few pages of it are ever touched
   void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   ASSERT_NE(memory, MAP_FAILED);
