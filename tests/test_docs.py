@@ -76,5 +76,14 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
+def test_rooms_and_their_tests_exist() -> None:
+    for row in re.findall(r"^\| `.*$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE):
+        rooms, guards = row.strip("| ").split(" | ", 1)
+        for pattern in re.findall(r"`([\w./*]+)`", rooms):
+            assert list(ROOT.glob(pattern.rstrip("/"))), pattern
+        for pattern in re.findall(r"`([\w./*]+)`", guards):
+            assert list((ROOT / "tests").glob(pattern.rstrip("/"))), pattern
+
+
 def test_the_readme_is_short() -> None:
     assert len(PAGES["README.md"].read_text().splitlines()) <= README_LINES
