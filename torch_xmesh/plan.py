@@ -12,7 +12,7 @@ from torch_xmesh import _C
 from torch_xmesh.group import group_of
 from torch_xmesh.plan_cache import Move, PlanOptions, plan_of, ranks_of, topology_of
 from torch_xmesh.plan_plot import plot_lanes
-from torch_xmesh.spec import AnyMesh, Mesh, Spec, placement_of
+from torch_xmesh.spec import AnyMesh, Mesh, Spec, normal_placements, placement_of
 from torch_xmesh.topology import Topology
 
 _LEAST_BOUND_SECONDS = 1e-6
@@ -167,7 +167,7 @@ def plan_resharding(
     sources = [_source_spec(spec) for spec in many]
     placements = placements_per_tensor(dst_placements, len(sources))
     moves = [
-        Move(source, Spec(source.shape, source.dtype, dst_mesh, target))
+        Move(source, Spec.unchecked(source.shape, source.dtype, dst_mesh, normal_placements(target, len(source.shape))))
         for source, target in zip(sources, placements, strict=True)
     ]
     plan_options = PlanOptions.of(strategy, topology)
