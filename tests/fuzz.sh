@@ -1,6 +1,7 @@
 #!/bin/bash
 # Fuzzes what strangers send: each target of tests/cpp/fuzz for SECONDS (default 60), from its corpus, two at a time.
 #   bash tests/fuzz.sh [SECONDS] [TARGET...]
+#   FUZZ_SEED=1 tries the same inputs each time, as far as SECONDS go.
 # An input that breaks a promise is left in build/cpp-fuzz; once mended, it joins tests/cpp/fuzz/corpus/TARGET.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -20,7 +21,7 @@ timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" -t "${targets[@]/#/fuz
 fuzz() { # TARGET: new inputs go to a folder of their own, the corpus stays as it is
   local found=$folder/found/$1
   mkdir -p "$found"
-  if timeout -k 10 $((seconds + 120)) "$folder/tests/fuzz_$1" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=16384 -print_final_stats=1 \
+  if timeout -k 10 $((seconds + 120)) "$folder/tests/fuzz_$1" -seed="${FUZZ_SEED:-0}" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=16384 -print_final_stats=1 \
     -artifact_prefix="$folder/broken-$1-" "$found" "tests/cpp/fuzz/corpus/$1" >"$folder/$1.log" 2>&1; then
     echo "fuzz: $1 ok ($(grep -m1 -o 'number_of_executed_units: *[0-9]*' "$folder/$1.log" | grep -o '[0-9]*') inputs)"
   else

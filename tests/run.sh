@@ -50,7 +50,7 @@ run_cpp() {
     timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" -t "${targets[@]}" >"$folder.log" 2>&1 || { tail -n 60 "$folder.log" && return 1; }
     TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 900 -j "$MAX_JOBS" "${left_out[@]}" || return 1
   done
-  [ "$fuzz_seconds" = 0 ] || bash tests/fuzz.sh "$fuzz_seconds"
+  [ "$fuzz_seconds" = 0 ] || FUZZ_SEED=1 bash tests/fuzz.sh "$fuzz_seconds"
 }
 run_python() {
   timeout -k 10 2400 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}

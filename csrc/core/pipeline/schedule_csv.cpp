@@ -82,10 +82,7 @@ std::string scheduleToCsv(const Schedule& schedule) {
 Schedule scheduleFromCsv(const std::string& text, const std::string& name) {
   Schedule schedule;
   schedule.name = name;
-  std::vector<std::string_view> lines = split(text, '\n');
-  while (!lines.empty() && lines.back().find_first_not_of(" \t\r") == std::string_view::npos) {
-    lines.pop_back();
-  }
+  const std::vector<std::string_view> lines = split(text, '\n');
   for (size_t row = 0; row < lines.size(); ++row) {
     std::string_view line = lines[row];
     if (!line.empty() && line.back() == '\r') {
@@ -96,6 +93,12 @@ Schedule scheduleFromCsv(const std::string& text, const std::string& name) {
       cells.push_back(parseCell(cell, row, cells.size()));
     }
     schedule.cells.push_back(std::move(cells));
+  }
+  const auto isIdle = [](const std::vector<std::optional<Action>>& cells) {
+    return std::none_of(cells.begin(), cells.end(), [](const std::optional<Action>& cell) { return cell.has_value(); });
+  };
+  while (!schedule.cells.empty() && isIdle(schedule.cells.back())) {
+    schedule.cells.pop_back();
   }
   inferShape(schedule);
   return schedule;
