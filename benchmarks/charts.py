@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_xmesh import palette
+
 INCHES = 9.0
 _GROUP_WIDTH = 0.84
 
@@ -23,11 +25,8 @@ class Bar:
 
 def new_figure(width: float, height: float) -> Any:
     """A figure of so many inches. Raises ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = palette.new_figure(width, height)
+    figure.set_layout_engine("constrained")
     return figure
 
 
