@@ -23,7 +23,7 @@ fuzz() { # TARGET: new inputs go to a folder of their own, the corpus stays as i
   mkdir -p "$found"
   if timeout -k 10 $((seconds + 120)) "$folder/tests/fuzz_$1" -seed="${FUZZ_SEED:-0}" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=16384 -print_final_stats=1 \
     -artifact_prefix="$folder/broken-$1-" "$found" "tests/cpp/fuzz/corpus/$1" >"$folder/$1.log" 2>&1; then
-    echo "fuzz: $1 ok ($(grep -m1 -o 'number_of_executed_units: *[0-9]*' "$folder/$1.log" | grep -o '[0-9]*') inputs)"
+    echo "fuzz: $1 ok ($(grep -a -m1 -o 'number_of_executed_units: *[0-9]*' "$folder/$1.log" | grep -a -o '[0-9]*') inputs)"
   else
     tail -n 40 "$folder/$1.log"
     echo "fuzz: $1 FAILED"
