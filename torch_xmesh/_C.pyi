@@ -273,6 +273,20 @@ def simulate_schedule(
         (from stage, to stage, microbatch, ready, start, end); all times in seconds.
     """
 
+# bind_split_backward.cpp
+
+class WeightGradients:
+    """The weights' half of a backward; runs once."""
+
+    @property
+    def whole_because(self) -> str | None:
+        """Why the first half was a whole backward, if it was."""
+    def __call__(self) -> None: ...
+
+def split_backward(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor | None], WeightGradients]: ...
+
 # bind_pipeline.cpp
 
 class PipelineCall:

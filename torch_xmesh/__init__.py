@@ -36,6 +36,7 @@ from torch_xmesh.pipeline import (
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.resharding import reshard, reshard_many
 from torch_xmesh.spec import Mesh, Spec, device_mesh, stage_meshes
+from torch_xmesh.split_backward import split_backward
 from torch_xmesh.strategies import Broadcast
 from torch_xmesh.topology import Topology
 
@@ -74,6 +75,7 @@ __all__ = [
     "reshard_many",
     "simulate",
     "split_at",
+    "split_backward",
     "stage_meshes",
     "testing",
 ]

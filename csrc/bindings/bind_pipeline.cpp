@@ -1,8 +1,8 @@
 #include <pybind11/stl.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
+#include "bindings/without_gil.h"
 #include "core/error.h"
 #include "core/pipeline/schedule.h"
 #include "pipeline/place.h"
@@ -42,15 +42,8 @@ pipeline::StageRunner::Forward forwardOf(py::object function) {
 
 std::vector<PipelineTraffic::Prepared> constPlans(const Plans& plans) { return {plans.begin(), plans.end()}; }
 
-/// Runs without the GIL; a Python exception inside autograd becomes that exception.
 void run(PipelinePlace& place, const std::vector<core::Action>& actions, pipeline::StepInputs inputs, pipeline::PlaceStepPlans plans) {
-  try {
-    const py::gil_scoped_release no_gil;
-    place.run(actions, std::move(inputs), std::move(plans));
-  } catch (python_error& error) {
-    error.restore();
-    throw py::error_already_set();
-  }
+  withoutGil([&] { place.run(actions, std::move(inputs), std::move(plans)); });
 }
 
 py::list spansOf(const PipelinePlace& place) {

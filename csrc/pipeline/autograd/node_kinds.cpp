@@ -1,0 +1,113 @@
+#include "pipeline/autograd/node_kinds.h"
+
+#include <c10/util/Type.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <array>
+#include <string_view>
+#include <typeinfo>
+
+namespace xmesh::pipeline {
+namespace {
+
+using torch::autograd::Node;
+namespace generated = torch::autograd::generated;
+
+template <class T>
+const T& as(const Node& node) {
+  return static_cast<const T&>(node);
+}
+
+/// A type of node, by its name: type_info is not equal for all of them across shared libraries.
+struct NodeType {
+  std::string_view name;
+  NodeKind kind = NodeKind::kLate;
+  bool (*has_saved_hooks)(const Node&) = nullptr;
+};
+
+constexpr std::array kTypes = {
+    NodeType{"torch::autograd::generated::AddmmBackward0", NodeKind::kEarly,
+             [](const Node& node) {
+               const auto& self = as<generated::AddmmBackward0>(node);
+               return self.mat1_.has_hooks() || self.mat2_.has_hooks();
+             }},
+    NodeType{"torch::autograd::generated::MmBackward0", NodeKind::kEarly,
+             [](const Node& node) {
+               const auto& self = as<generated::MmBackward0>(node);
+               return self.self_.has_hooks() || self.mat2_.has_hooks();
+             }},
+    NodeType{"torch::autograd::generated::BmmBackward0", NodeKind::kEarly,
+             [](const Node& node) {
+               const auto& self = as<generated::BmmBackward0>(node);
+               return self.self_.has_hooks() || self.mat2_.has_hooks();
+             }},
+    NodeType{"torch::autograd::generated::BaddbmmBackward0", NodeKind::kEarly,
+             [](const Node& node) {
+               const auto& self = as<generated::BaddbmmBackward0>(node);
+               return self.batch1_.has_hooks() || self.batch2_.has_hooks();
+             }},
+    NodeType{"torch::autograd::generated::LinearBackward0", NodeKind::kEarly,
+             [](const Node& node) {
+               const auto& self = as<generated::LinearBackward0>(node);
+               return self.input_.has_hooks() || self.weight_.has_hooks();
+             }},
+    NodeType{"torch::autograd::generated::ConvolutionBackward0", NodeKind::kEarly,
+             [](const Node& node) {
+               const auto& self = as<generated::ConvolutionBackward0>(node);
+               return self.input_.has_hooks() || self.weight_.has_hooks();
+             }},
+    NodeType{"torch::autograd::CopySlices", NodeKind::kCopySlices},
+    NodeType{"torch::autograd::PyNode", NodeKind::kPython},
+};
+constexpr NodeType kOther{};
+
+const NodeType& typeOf(const Node& node) {
+  thread_local ska::flat_hash_map<const std::type_info*, const NodeType*> known;
+  const std::type_info* type = &typeid(node);
+  const auto found = known.find(type);
+  if (found != known.end()) {
+    return *found->second;
+  }
+  const std::string name = c10::demangle(type->name());
+  const NodeType* out = &kOther;
+  for (const NodeType& candidate : kTypes) {
+    if (candidate.name == name) {
+      out = &candidate;
+    }
+  }
+  known.emplace(type, out);
+  return *out;
+}
+
+}  // namespace
+
+NodeKind kindOf(const Node& node) { return typeOf(node).kind; }
+
+bool hasSavedTensorHooks(const Node& node) {
+  const NodeType& type = typeOf(node);
+  return type.has_saved_hooks != nullptr && type.has_saved_hooks(node);
+}
+
+bool hasHooks(Node& node) {
+  return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
+}
+
+Node* innerNode(Node& node) { return kindOf(node) == NodeKind::kCopySlices ? static_cast<torch::autograd::CopySlices&>(node).fn.get() : nullptr; }
+
+std::string whyNotSplit(Node& node) {
+  if (kindOf(node) != NodeKind::kPython) {
+    return {};
+  }
+  const std::string name = node.name();
+  if (name == "CheckpointFunctionBackward") {
+    return name + " (a reentrant checkpoint) runs a backward of its own inside, weights included: use_reentrant=False can be split";
+  }
+  if (name == "RegisterPostBackwardFunctionBackward") {
+    return name + " (fully_shard) reduces a module's weight gradients as soon as its input gradients are there";
+  }
+  return {};
+}
+
+}  // namespace xmesh::pipeline

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <string>
+
+namespace xmesh::pipeline {
+
+/// How the backward of one autograd node can be split in two.
+enum class NodeKind : uint8_t {
+  kLate,        ///< computes all its gradients at once: only their use can be put off
+  kEarly,       ///< a product, whose gradients are computed one by one, each only where it is asked for: it can run twice, for other ones
+  kCopySlices,  ///< an in-place operation on a view, which runs another node inside; as kLate
+  kPython,      ///< a Python autograd.Function, or what torch.compile made; as kLate
+};
+
+/// Of the node's C++ type; looked up by name once per type and thread.
+NodeKind kindOf(const torch::autograd::Node& node);
+/// Whether a node of kind kEarly keeps a tensor behind saved-tensor hooks, so that each run unpacks it again (a checkpoint: computes it again).
+bool hasSavedTensorHooks(const torch::autograd::Node& node);
+/// Whether anyone listens to the node's gradients: a tensor hook, a node's hook, retain_grad().
+bool hasHooks(torch::autograd::Node& node);
+/// The node that a kCopySlices runs inside, with the same next edges from the second on; null for others.
+torch::autograd::Node* innerNode(torch::autograd::Node& node);
+/// Why a backward through this node cannot be split; empty where it can. A node on the way to an input only. Takes the GIL for kPython.
+std::string whyNotSplit(torch::autograd::Node& node);
+
+}  // namespace xmesh::pipeline
