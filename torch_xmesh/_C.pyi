@@ -382,6 +382,9 @@ class PipelinePlace:
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""
     @property
+    def whole_because(self) -> dict[int, str]:
+        """By stage of this rank whose backward I and W did not split: why."""
+    @property
     def spans(self) -> list[tuple[str, str, int, int]]:
         """("compute" or "wait", action, begin, end) in nanoseconds."""
     @property

@@ -144,6 +144,7 @@ void bindPipeline(py::module_& module) {
                                const std::optional<core::Action> action = self.engine().failedAction();
                                return action ? std::optional(std::pair(action->stage, action->microbatch)) : std::nullopt;
                              })
+      .def_property_readonly("whole_because", [](const PipelinePlace& self) { return self.runner().wholeBecause(); })
       .def_property_readonly("spans", &spansOf)
       .def_property_readonly("transfers", &transfersOf)
       .def_property_readonly("num_buffers", [](const PipelinePlace& self) { return self.boundary().pool().numAllocated(); })

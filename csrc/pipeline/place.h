@@ -30,6 +30,7 @@ class PipelinePlace {
   void run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans);
   const runtime::Engine& engine() const { return *engine_; }
   const PipelineBoundary& boundary() const { return boundary_; }
+  const StageRunner& runner() const { return runner_; }
 
  private:
   std::vector<runtime::PlaceEdge> placeEdges() const;

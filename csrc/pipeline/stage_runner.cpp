@@ -68,10 +68,10 @@ void StageRunner::run(const core::Action& action) {
     case core::ActionKind::kBackward:
       return backward(action.stage, action.microbatch);
     case core::ActionKind::kBackwardInput:
+      return backwardInput(action.stage, action.microbatch);
     case core::ActionKind::kBackwardWeight:
-      break;
+      return backwardWeight(action.stage, action.microbatch);
   }
-  throw core::InvalidArgument("a stage runs forward and full backward actions, got " + action.str());
 }
 
 void StageRunner::forward(int32_t stage, int32_t microbatch) {
@@ -149,27 +149,31 @@ std::vector<at::Tensor> StageRunner::sumGradients(int32_t stage, const Flight& f
   return sums;
 }
 
-void StageRunner::backward(int32_t stage, int32_t microbatch) {
-  Flight& flight = this->flight(stage, microbatch);
-  torch::autograd::edge_list roots;
-  torch::autograd::variable_list gradients;
+StageRunner::Roots StageRunner::takeRoots(int32_t stage, Flight& flight) const {
+  Roots roots;
   if (flight.loss.has_value()) {
-    roots.push_back(std::move(*flight.loss));
-    gradients.push_back(std::move(flight.loss_gradient));
+    roots.edges.push_back(std::move(*flight.loss));
+    roots.gradients.push_back(std::move(flight.loss_gradient));
     flight.loss.reset();
   }
   std::vector<at::Tensor> sums = sumGradients(stage, flight);
   for (size_t i = 0; i < sums.size(); ++i) {
     if (sums[i].defined() && flight.roots[i].is_valid()) {
-      roots.push_back(std::move(flight.roots[i]));
-      gradients.push_back(std::move(sums[i]));
+      roots.edges.push_back(std::move(flight.roots[i]));
+      roots.gradients.push_back(std::move(sums[i]));
     }
   }
   flight.roots.clear();
   flight.gradients.clear();
-  if (!roots.empty()) {
-    torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true,
-                                                          {});
+  return roots;
+}
+
+void StageRunner::backward(int32_t stage, int32_t microbatch) {
+  Flight& flight = this->flight(stage, microbatch);
+  const Roots roots = takeRoots(stage, flight);
+  if (!roots.edges.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true, {});
   }
   const std::vector<Crossing>& crossings = crossings_.at(stage).inputs;
   flight.input_gradients.resize(flight.inputs.size());
@@ -180,6 +184,37 @@ void StageRunner::backward(int32_t stage, int32_t microbatch) {
     }
   }
   handOver(stage, microbatch, true);
+}
+
+void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
+  Flight& flight = this->flight(stage, microbatch);
+  const std::vector<Crossing>& crossings = crossings_.at(stage).inputs;
+  std::vector<size_t> wanted;
+  std::vector<at::Tensor> inputs;
+  for (size_t i = 0; i < flight.inputs.size(); ++i) {
+    if (crossings[i].is_differentiable) {
+      wanted.push_back(i);
+      inputs.push_back(flight.inputs[i]);
+    }
+  }
+  Roots roots = takeRoots(stage, flight);
+  InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs);
+  flight.weights = std::move(done.weights);
+  if (!done.whole_because.empty()) {
+    whole_because_[stage] = std::move(done.whole_because);
+  }
+  flight.input_gradients.resize(flight.inputs.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const at::Tensor& gradient = done.gradients[i];
+    flight.input_gradients[wanted[i]] = gradient.defined() ? gradient.detach() : at::zeros_like(inputs[i]);
+  }
+  flight.inputs.clear();
+  handOver(stage, microbatch, true);
+}
+
+void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
+  WeightBackward weights = std::exchange(flight(stage, microbatch).weights, {});
+  weights.run();
 }
 
 /// Gives values, or gradients, to stages of this rank that need no transfer.

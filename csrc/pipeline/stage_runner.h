@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "pipeline/autograd/split_backward.h"
 #include "runtime/engine.h"
 
 namespace xmesh::pipeline {
@@ -69,12 +70,13 @@ class StageRunner final : public runtime::ActionRunner {
   const std::vector<EdgeValues>& edges() const { return edges_; }
   /// EdgeValues::differentiable() of an edge.
   const std::vector<size_t>& differentiable(int32_t edge) const { return differentiable_.at(static_cast<size_t>(edge)); }
+  /// By stage whose backward I and W cannot split: why not, at its last I. Such an I is the whole backward.
+  const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }
   bool has(int32_t stage) const { return stages_.contains(stage); }
   void beginStep(StepInputs inputs);
   /// Forgets everything in flight: at the end of a step, and after one that failed.
   void endStep();
 
-  /// Throws InvalidArgument for I and W: a backward is whole here.
   void run(const core::Action& action) override;
   void release(const core::Action& action) override;
 
@@ -95,16 +97,26 @@ class StageRunner final : public runtime::ActionRunner {
     at::Tensor loss_gradient;
     std::map<int32_t, std::vector<at::Tensor>> gradients;  ///< by edge out of the stage
     std::vector<at::Tensor> input_gradients;               ///< by input position; after backward
+    WeightBackward weights;                                ///< between I and W
   };
 
   void forward(int32_t stage, int32_t microbatch);
   /// Input and weight gradients.
   void backward(int32_t stage, int32_t microbatch);
+  /// Input gradients only; the weights' wait in the flight.
+  void backwardInput(int32_t stage, int32_t microbatch);
+  void backwardWeight(int32_t stage, int32_t microbatch);
   const StageValues& valuesOf(int32_t stage) const { return stages_.at(stage); }
   Flight& flight(int32_t stage, int32_t microbatch) { return flights_[{stage, microbatch}]; }
   void keepRoots(const StageValues& stage_values, Flight& flight, const ForwardResult& result, int32_t microbatch);
   at::Tensor lossGradient(const at::Tensor& loss, int32_t microbatch);
   std::vector<at::Tensor> sumGradients(int32_t stage, const Flight& flight) const;
+  /// What a backward starts from; the flight has none of it any more.
+  struct Roots {
+    torch::autograd::edge_list edges;
+    torch::autograd::variable_list gradients;
+  };
+  Roots takeRoots(int32_t stage, Flight& flight) const;
   void handOver(int32_t stage, int32_t microbatch, bool is_gradient);
 
   /// What becomes of one output, or was of one input.
@@ -126,6 +138,7 @@ class StageRunner final : public runtime::ActionRunner {
   at::Tensor loss_gradient_;  ///< the last one made; equal weights share it
   double loss_gradient_weight_ = 0;
   std::map<std::pair<int32_t, int32_t>, Flight> flights_;
+  std::map<int32_t, std::string> whole_because_;
 };
 
 }  // namespace xmesh::pipeline

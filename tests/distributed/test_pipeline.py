@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pipeline_cases import ONE, Run, cases, train_and_compare
 
 from torch_xmesh.testing import spawn
@@ -20,10 +22,16 @@ MODELS = [
     for split in case.splits
     if len(split) < 4
 ]
+SPLIT_BACKWARDS = [
+    dataclasses.replace(
+        run, schedule=("zb_h1", "eager_split")[index % 2], microbatches=3 + index % 3, samples=13, steps=2
+    )
+    for index, run in enumerate(MODELS)
+]
 SPLITS = {1: (), 2: ("layers.2",), 3: ("layers.1", "layers.3"), 4: ("layers.1", "layers.2", "layers.3")}
 SCHEDULES = [
     Run("mlp", split, tuple(ONE[str(stages)]), schedule, microbatches, samples)
-    for schedule in ("gpipe", "1f1b", "eager_1f1b")
+    for schedule in ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "eager_split")
     for stages, split in SPLITS.items()
     for microbatches, samples in ((4, 8), (5, 13), (2, 2))
 ]
@@ -40,10 +48,13 @@ SHARED = [
     Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [1]), "eager_1f1b"),
     Run("mlp", SPLITS[4], ([3], [0], [3], [1]), "auto", 7, 15),
     Run("mlp", SPLITS[4], ([0], [1], [1], [0]), "eager_1f1b", overlap=False),
+    Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [0]), "zb_h1", 5, 11),
+    Run("gpt", ("blocks.1", "blocks.2", "head"), ([0, 1], [2], [2], [0, 1]), "eager_split", 5, 10),
 ]
 OFF = [
     Run("mlp", SPLITS[4], tuple(ONE["4"]), "1f1b", overlap=False),
     Run("unet", ("bottom",), ([0], [1]), "gpipe", overlap=False),
+    Run("unet", ("bottom",), ([0], [1]), "eager_split", overlap=False),
 ]
 MESHES = (
     ("eager_1f1b", ([0, 1], [2]), 8),
@@ -53,6 +64,8 @@ MESHES = (
     ("eager_1f1b", ([0, 1], [2, 3]), 16),
     ("gpipe", ([0, 1], [2, 3]), 11),
     ("gpipe", ([[0, 1]], [[0], [1]]), 8),
+    ("eager_split", ([0, 1], [2]), 8),
+    ("zb_h1", ([[0], [1]], [[2, 3]]), 8),
 )
 MIXED = [
     Run(model, split, meshes, schedule, 4, samples)
@@ -75,6 +88,10 @@ WIDE = [
 
 def test_models() -> None:
     spawn(train_all, 4, MODELS, timeout=240)
+
+
+def test_split_backwards() -> None:
+    spawn(train_all, 4, SPLIT_BACKWARDS, timeout=240)
 
 
 def test_schedules() -> None:

@@ -289,8 +289,8 @@ def mistake(rank: int, world_size: int, which: str) -> str:
             make(THREE[:2], split=xm.split_at("2", "4"))
         elif which == "schedule":
             make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1B0,1F0,1F1,1B1,1F2,1B2,1F3,1B3\n")
-        elif which == "split backward":
-            make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0I1,0W1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
+        elif which == "weights":
+            make(TWO, schedule="0F0,0F1,0F2,0F3,0B0,0I1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
         elif which == "one rank":
             make(TWO, boundary_placements={"nothing": ((), False)} if rank == 1 else None)
         else:
@@ -319,7 +319,7 @@ def mistake(rank: int, world_size: int, which: str) -> str:
         ("split", "split point '9' is no module"),
         ("meshes", "makes 3 stages, but there are 2 meshes"),
         ("schedule", ">.*<"),
-        ("split backward", r"this version runs full backward only(.|\n)*>I1<"),
+        ("weights", r"0W1 is missing(.|\n)*>B3<"),
         ("one rank", "names value 'nothing'"),
         ("target", "target is missing on rank 1, which has the last stage"),
         ("batch", "the batch is missing on rank 0: its stage 0 takes"),

@@ -61,6 +61,7 @@ class Layout:
     reshard: bool | None = None
     is_root: bool = False
     is_tied: bool = False
+    schedule: str = "eager_1f1b"
 
     @property
     def shards(self) -> int:
@@ -100,6 +101,7 @@ def make(layout: Layout, model: nn.Module, mesh: DeviceMesh, **options: Any) -> 
         split=xm.split_at("blocks.2"),
         data_axis=list(layout.axes),
         parallelize=parallelize,
+        schedule=layout.schedule,
         **{**OPTIONS, **options},
     )
 
@@ -174,6 +176,8 @@ def train(rank: int, world_size: int, layout: Layout) -> dict[str, int]:
             if output is not None:
                 torch.testing.assert_close(output, reference(x), rtol=2e-5, atol=2e-6)
     check(engine, reference, "parameter", "end")
+    if layout.schedule != "eager_1f1b":  # stage 0 has no input gradients; all of its backward is W
+        assert "stage 1: I is the whole backward and W nothing, since RegisterPostBackwardFunc" in engine.summary()
     counts["units"] = sum(isinstance(m, FSDPModule) for k in engine.stages for m in engine.stage_module(k).modules())
     engine.close()
     return counts
@@ -184,6 +188,8 @@ LAYOUTS = {
     "resharded": dataclasses.replace(LINE, reshard=True),
     "default": LINE,
     "root, tied": dataclasses.replace(LINE, is_root=True, is_tied=True),
+    "split": dataclasses.replace(LINE, schedule="zb_h1"),
+    "split, root": dataclasses.replace(LINE, reshard=True, is_root=True, schedule="eager_split"),
 }
 
 

@@ -104,7 +104,9 @@ SEQUENCE: dict[str, Any] = {
 }
 
 
-def sequence_parallel(rank: int, world_size: int, grids: list[Any], axes: list[int | None], is_delayed: bool) -> None:
+def sequence_parallel(
+    rank: int, world_size: int, grids: list[Any], axes: list[int | None], is_delayed: bool, schedule: str
+) -> None:
     """Activations cross sharded over tokens, and the stages see them as DTensors."""
     torch.manual_seed(0)
     model = nn.Sequential(Wide(), Wide(), nn.Linear(6, 3))
@@ -131,6 +133,7 @@ def sequence_parallel(rank: int, world_size: int, grids: list[Any], axes: list[i
         data_axis=axes,
         num_microbatches=4,
         loss_fn=F.mse_loss,
+        schedule=schedule,
         parallelize=parallelize,
         boundary_placements={"_0": (placed, True)},
     )
@@ -144,13 +147,14 @@ def sequence_parallel(rank: int, world_size: int, grids: list[Any], axes: list[i
     engine.close()
 
 
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "eager_split"])
 @pytest.mark.parametrize(
     ("world_size", "grids", "axes", "is_delayed"),
     [(4, ([0, 1], [2, 3]), (None, None), False), (6, ([[0, 1], [2, 3]], [[4, 5]]), (0, 0), True)],
     ids=["tensor", "data and tensor, delayed"],
 )
-def test_sequence_parallel_boundaries(world_size: int, grids: Any, axes: Any, is_delayed: bool) -> None:
-    spawn(sequence_parallel, world_size, list(grids), list(axes), is_delayed, timeout=90)
+def test_sequence_parallel_boundaries(world_size: int, grids: Any, axes: Any, is_delayed: bool, schedule: str) -> None:
+    spawn(sequence_parallel, world_size, list(grids), list(axes), is_delayed, schedule, timeout=90)
 
 
 class TiedEnds(nn.Module):

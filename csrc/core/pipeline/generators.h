@@ -17,7 +17,7 @@ struct PipelineShape {
   int32_t numPlaces() const;
 };
 
-/// A schedule by name ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"). `place_of_stage` empty: stage s on place s. Any number of microbatches,
+/// A schedule by name, one of scheduleNames(). `place_of_stage` empty: stage s on place s. Any number of microbatches,
 /// fewer than stages too. Empty cells stand where a place would idle if every action took one unit of time and communication none. Throws
 /// InvalidArgument for an unknown name (the known ones are listed), a shape that is none, or one that the schedule cannot be made for, with the
 /// reason.
@@ -40,6 +40,15 @@ Schedule eagerOneFOneB(const PipelineShape& shape);
 /// uneven ones) take the same rounds: a ready backward first, else the ready forward of the earliest round, and there of the earliest stage; each
 /// stage with as many microbatches in flight as in eager_1f1b.
 Schedule interleavedOneFOneB(const PipelineShape& shape);
+
+/// 1f1b with split backwards (ZB-H1; Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2.3): I in place of B, and stage i's W waits for i
+/// later I, so that every stage holds as many microbatches as 1f1b's first one. With equal F, I and W the bubble is a third of 1f1b's: (n - 1)(T_F +
+/// T_I - T_W).
+///
+Schedule zeroBubbleH1(const PipelineShape& shape);
+/// I first, then F, W in waits ("backward weight delaying", AlpaComm, section 4), with at most 2n microbatches between F and W on every stage; n
+/// counts as in 1f1b. Planned for transfers of one unit of time, so that they hide under F and W.
+Schedule eagerSplit(const PipelineShape& shape);
 
 /// What a place prefers among what is ready.
 struct ReadyRule {

@@ -19,6 +19,8 @@ constexpr std::array kGenerators = {
     Generator{"1f1b", &oneFOneB},
     Generator{"eager_1f1b", &eagerOneFOneB},
     Generator{"interleaved_1f1b", &interleavedOneFOneB},
+    Generator{"zb_h1", &zeroBubbleH1},
+    Generator{"eager_split", &eagerSplit},
 };
 
 void checkShape(const PipelineShape& shape) {

@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <limits>
-#include <queue>
 
 #include "core/error.h"
-#include "core/pipeline/nic_sharing.h"
+#include "core/pipeline/play.h"
 #include "core/pipeline/validate.h"
 
 namespace xmesh::core {
@@ -45,182 +42,6 @@ void checkCosts(const Schedule& schedule, const ScheduleCosts& costs) {
   }
 }
 
-double secondsOf(const StageSeconds& stage, ActionKind kind) {
-  switch (kind) {
-    case ActionKind::kForward:
-      return stage.forward_s;
-    case ActionKind::kBackward:
-      return stage.backward_s;
-    case ActionKind::kBackwardInput:
-      return stage.backward_input_s;
-    case ActionKind::kBackwardWeight:
-      return stage.backward_weight_s;
-  }
-  throw InvalidArgument("no such kind of action: " + std::to_string(static_cast<int>(kind)));
-}
-
-struct Event {
-  double time_s;
-  enum class Kind : uint8_t { kComputed, kArrived } kind;
-  int32_t index;  ///< node, or transfer
-
-  auto operator<=>(const Event&) const = default;
-};
-
-/// A value's way from a node to a node of another place.
-struct Transfer {
-  int32_t producer;
-  int32_t user;
-  NicFlow flow;
-  TransferSpan span;
-};
-
-/// What happens on one place at the moment.
-struct PlaceState {
-  int32_t next_node = 0;
-  bool is_computing = false;
-  int32_t num_incoming = 0;       ///< transfers on their way to it
-  int32_t num_unsent_values = 0;  ///< of the last action: ready, not yet sent
-};
-
-class Simulation {
- public:
-  Simulation(const ActionTable& table, const ScheduleCosts& costs)
-      : table_(table),
-        costs_(costs),
-        blocks_receiver_(!costs.overlap && costs.blocks_receiver),
-        waits_for_(static_cast<size_t>(table.numNodes()), 0),
-        flows_(table.schedule().numPlaces()) {
-    local_dependents_.resize(waits_for_.size());
-    transfers_of_.resize(waits_for_.size());
-    for (int32_t node = 0; node < table_.numNodes(); ++node) {
-      for (const ActionTable::Dependency& dependency : table_.dependenciesOf(node)) {
-        addDependency(dependency, node);
-      }
-    }
-    for (int32_t place = 0; place < table_.schedule().numPlaces(); ++place) {
-      places_.push_back({table_.firstNode(place)});
-      out_.busy_s.push_back(0);
-    }
-  }
-
-  SimulatedSchedule run() {
-    startAll(0);
-    while (!events_.empty() || !flows_.isEmpty()) {
-      const double now = std::min(flows_.nextEnd(), events_.empty() ? std::numeric_limits<double>::infinity() : events_.top().time_s);
-      for (int32_t transfer : flows_.endedBy(now)) {
-        finishSending(transfer, now);
-      }
-      while (!events_.empty() && events_.top().time_s == now) {
-        const Event event = events_.top();
-        events_.pop();
-        finish(event);
-      }
-      out_.makespan_s = now;
-      startAll(now);
-    }
-    for (const Transfer& transfer : transfers_) {
-      out_.transfers.push_back(transfer.span);
-    }
-    std::stable_sort(out_.transfers.begin(), out_.transfers.end(), [](const auto& a, const auto& b) { return a.start_s < b.start_s; });
-    out_.peak_in_flight = peakInFlight(table_.schedule());
-    return std::move(out_);
-  }
-
- private:
-  PlaceState& place(int32_t node) { return places_[static_cast<size_t>(table_.placeOf(node))]; }
-
-  void addDependency(const ActionTable::Dependency& dependency, int32_t node) {
-    ++waits_for_[static_cast<size_t>(node)];
-    if (table_.placeOf(dependency.node) == table_.placeOf(node)) {
-      local_dependents_[static_cast<size_t>(dependency.node)].push_back(node);
-      return;
-    }
-    const EdgeCost& edge = costs_.edges[static_cast<size_t>(dependency.edge)];
-    const Action& user = table_.action(node);
-    const TransferCost& cost = crossingOf(user.kind) == Crossing::kValues ? edge.forward : edge.backward;
-    const double seconds = cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
-    transfers_of_[static_cast<size_t>(dependency.node)].push_back(static_cast<int32_t>(transfers_.size()));
-    const NicFlow flow{table_.placeOf(dependency.node), table_.placeOf(node), seconds};
-    transfers_.push_back({dependency.node, node, flow, {table_.action(dependency.node).stage, user.stage, user.microbatch, 0, 0, 0}});
-  }
-
-  void finish(const Event& event) {
-    if (event.kind == Event::Kind::kComputed) {
-      PlaceState& state = place(event.index);
-      state.is_computing = false;
-      for (int32_t node : local_dependents_[static_cast<size_t>(event.index)]) {
-        --waits_for_[static_cast<size_t>(node)];
-      }
-      for (int32_t transfer : transfers_of_[static_cast<size_t>(event.index)]) {
-        transfers_[static_cast<size_t>(transfer)].span.ready_s = event.time_s;
-        pending_.push_back(transfer);
-        ++state.num_unsent_values;
-      }
-      return;
-    }
-    --waits_for_[static_cast<size_t>(transfers_[static_cast<size_t>(event.index)].user)];
-  }
-
-  void finishSending(int32_t index, double now) {
-    Transfer& transfer = transfers_[static_cast<size_t>(index)];
-    --place(transfer.producer).num_unsent_values;
-    --place(transfer.user).num_incoming;
-    transfer.span.end_s = now + costs_.latency_s;
-    events_.push({transfer.span.end_s, Event::Kind::kArrived, index});
-  }
-
-  void startAll(double now) {
-    for (int32_t index = 0; index < static_cast<int32_t>(places_.size()); ++index) {
-      startAction(index, now);
-    }
-    std::erase_if(pending_, [&](int32_t index) { return startTransfer(index, now); });
-    flows_.share(now);
-  }
-
-  void startAction(int32_t index, double now) {
-    PlaceState& state = places_[static_cast<size_t>(index)];
-    const bool is_blocked = (!costs_.overlap && state.num_unsent_values > 0) || (blocks_receiver_ && state.num_incoming > 0);
-    const int32_t node = state.next_node;
-    if (state.is_computing || is_blocked || node == table_.firstNode(index + 1) || waits_for_[static_cast<size_t>(node)] > 0) {
-      return;
-    }
-    const Action& action = table_.action(node);
-    const double seconds = secondsOf(costs_.stages[static_cast<size_t>(action.stage)], action.kind);
-    state.is_computing = true;
-    ++state.next_node;
-    out_.busy_s[static_cast<size_t>(index)] += seconds;
-    out_.actions.push_back({index, action, now, now + seconds});
-    events_.push({now + seconds, Event::Kind::kComputed, node});
-  }
-
-  /// False where it must wait.
-  bool startTransfer(int32_t index, double now) {
-    Transfer& transfer = transfers_[static_cast<size_t>(index)];
-    PlaceState& receiver = place(transfer.user);
-    if (flows_.isBusy(transfer.flow) || (blocks_receiver_ && (receiver.is_computing || receiver.num_incoming > 0))) {
-      return false;
-    }
-    ++receiver.num_incoming;
-    transfer.span.start_s = now;
-    flows_.start(index, transfer.flow, now);
-    return true;
-  }
-
-  const ActionTable& table_;
-  const ScheduleCosts& costs_;
-  const bool blocks_receiver_;
-  std::vector<int32_t> waits_for_;                      ///< by node: values and actions that are not there yet
-  std::vector<std::vector<int32_t>> local_dependents_;  ///< by node
-  std::vector<std::vector<int32_t>> transfers_of_;      ///< by producing node
-  std::vector<Transfer> transfers_;
-  std::vector<PlaceState> places_;
-  NicSharing flows_;
-  std::vector<int32_t> pending_;  ///< transfers whose value exists, oldest first
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
-  SimulatedSchedule out_;
-};
-
 bool isForwardOnly(const Schedule& schedule) {
   return std::all_of(schedule.cells.begin(), schedule.cells.end(), [](const auto& cells) {
     return std::all_of(cells.begin(), cells.end(), [](const auto& cell) { return !cell || cell->kind == ActionKind::kForward; });
@@ -242,7 +63,10 @@ SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts
   const std::vector<StageEdge> edges = edgesOf(costs);
   validateSchedule(schedule, edges, {isForwardOnly(schedule)});
   const ActionTable table(schedule, edges);
-  return Simulation(table, costs).run();
+  InOrder in_order(table);
+  SimulatedSchedule out = play(table, costs, in_order);
+  out.peak_in_flight = peakInFlight(schedule);
+  return out;
 }
 
 std::vector<int32_t> peakInFlight(const Schedule& schedule) {

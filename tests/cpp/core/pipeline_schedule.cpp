@@ -213,7 +213,11 @@ TEST(PipelineGenerators, EveryScheduleTakesEveryPlaces) {
           ASSERT_NO_THROW(validateSchedule(forwardsOf(schedule), edges, {true})) << schedule.str();
           const std::vector<int32_t> peak = peakInFlight(schedule);
           for (size_t stage = 0; stage < places.size(); ++stage) {
-            const int32_t most = name == "1f1b" ? runs[stage] : name == "eager_1f1b" ? 2 * runs[stage] - 1 : m;
+            const int32_t most = name == "1f1b"          ? runs[stage]
+                                 : name == "eager_1f1b"  ? 2 * runs[stage] - 1
+                                 : name == "zb_h1"       ? runs[0]
+                                 : name == "eager_split" ? 2 * runs[0]
+                                                         : m;
             ASSERT_LE(peak[stage], std::min(m, most)) << schedule.str();
           }
         }
@@ -255,6 +259,24 @@ TEST(PipelineGenerators, SharedPlacesStayBusy) {
             "interleaved_1f1b: 4 stages on 2 places, 3 microbatches\n"
             "place 0 (stages 0, 3) | 0F0 0F1 0F2 .   .   3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 .   0B2\n"
             "place 1 (stages 1, 2) | .   1F0 1F1 1F2 2F0 2F1 2F2 2B0 1B0 2B1 1B1 .   2B2 1B2\n");
+}
+
+/// The paper's bubble, (n - 1)(T_F + T_I - T_W), in the memory of 1f1b's first stage.
+TEST(PipelineGenerators, ZeroBubbleH1HasAThirdOfTheBubble) {
+  for (int32_t n = 1; n <= 8; ++n) {
+    for (int32_t m = n; m <= 3 * n; ++m) {
+      const Schedule schedule = makeSchedule("zb_h1", n, m);
+      EXPECT_EQ(unitsOf(schedule).second, 3 * m + n - 1) << schedule.str();
+      for (int32_t peak : peakInFlight(schedule)) {
+        EXPECT_LE(peak, n);
+      }
+    }
+  }
+  EXPECT_EQ(makeSchedule("zb_h1", 3, 4).str(),
+            "zb_h1: 3 stages on 3 places, 4 microbatches\n"
+            "stage 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
+            "stage 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
+            "stage 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3\n");
 }
 
 TEST(PipelineGenerators, PlacesMayBePermuted) {

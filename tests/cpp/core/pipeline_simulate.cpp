@@ -150,12 +150,23 @@ TEST(PipelineSimulate, SplitBackwardHidesTheTransfer) {
   EXPECT_EQ(peakInFlight(scheduleFromCsv("0F0,0I0,0F1,0I1,0W0,0W1\n")), std::vector<int32_t>{2}) << "activations are held until W";
 }
 
+/// A Python loop reached 1.334, 1.446, .721 and .796 s on the emulated cluster, planned by another simulator; without any wait a step takes
+/// (3 m + n - 1) T_F.
+TEST(PipelineSimulate, EagerSplitHidesTransfersUnderWeightGradients) {
+  const auto ideal = [](int32_t m) { return (3 * m + 3) * kForwardS; };
+  EXPECT_LE(makespan("eager_split", 4, 16, .5), 1.07 * ideal(16));
+  EXPECT_LE(makespan("eager_split", 4, 16, 1), 1.12 * ideal(16));
+  EXPECT_LE(makespan("eager_split", 4, 8, .5), 1.06 * ideal(8));
+  EXPECT_LE(makespan("eager_split", 4, 8, 1), 1.15 * ideal(8));
+}
+
 TEST(PipelineSimulate, NothingOverlapsItself) {
   for (bool overlap : {true, false}) {
     for (const std::string& name : scheduleNames()) {
       const Schedule schedule = makeSchedule(name, 4, 9);
       const SimulatedSchedule simulated = simulateSchedule(schedule, pacedCosts(4, .7, overlap));
-      EXPECT_EQ(simulated.actions.size(), 72U);
+      const bool is_split = name == "zb_h1" || name == "eager_split";
+      EXPECT_EQ(simulated.actions.size(), is_split ? 108U : 72U);
       EXPECT_EQ(simulated.transfers.size(), 54U);
       for (int32_t stage = 0; stage < 4; ++stage) {
         double computed = 0;

@@ -29,7 +29,7 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 
 /// Independent judge: places are machines with channels. A forward takes one message from the channel of each edge into its stage and puts one on
 /// each edge out of it; a channel is a queue, and a message for another microbatch than the one that is wanted blocks (or, with loose channels, is
-/// passed by). Every stage and microbatch must end with its forward and its backward run once.
+/// passed by). Every stage and microbatch must end with its forward and its backward, whole or both halves, run once.
 class ChannelMachine {
  public:
   ChannelMachine(const Schedule& schedule, std::vector<StageEdge> edges, bool is_in_order)
@@ -56,7 +56,16 @@ class ChannelMachine {
         return false;
       }
     }
-    return !is_doubled_ && done_.size() == static_cast<size_t>(2 * schedule_.num_stages * schedule_.num_microbatches);
+    for (int32_t stage = 0; stage < schedule_.num_stages; ++stage) {
+      for (int32_t microbatch = 0; microbatch < schedule_.num_microbatches; ++microbatch) {
+        const auto isDone = [&](ActionKind kind) { return done_.count({kind, stage, microbatch}) > 0; };
+        if (!isDone(ActionKind::kForward) ||
+            !(isDone(ActionKind::kBackward) || (isDone(ActionKind::kBackwardInput) && isDone(ActionKind::kBackwardWeight)))) {
+          return false;
+        }
+      }
+    }
+    return !is_doubled_;
   }
 
  private:
@@ -70,10 +79,15 @@ class ChannelMachine {
   }
 
   bool tryRun(const Action& action) {
-    const bool is_backward = action.kind == ActionKind::kBackward;
-    const std::pair<std::pair<int32_t, int32_t>, bool> key{{action.stage, action.microbatch}, is_backward};
-    if (is_backward && done_.count({key.first, false}) == 0) {
+    const bool is_backward = action.kind != ActionKind::kForward;
+    const bool is_weight = action.kind == ActionKind::kBackwardWeight;
+    const ActionKind before = is_weight ? ActionKind::kBackwardInput : ActionKind::kForward;
+    if (is_backward && done_.count({before, action.stage, action.microbatch}) == 0) {
       return false;
+    }
+    if (is_weight) {
+      is_doubled_ = is_doubled_ || !done_.insert(action).second;
+      return true;
     }
     std::vector<Channel> takes;
     for (size_t i = 0; i < edges_.size(); ++i) {
@@ -95,7 +109,7 @@ class ChannelMachine {
         channels_[{i, is_backward}].push_back(action.microbatch);
       }
     }
-    is_doubled_ = is_doubled_ || !done_.insert(key).second;
+    is_doubled_ = is_doubled_ || !done_.insert(action).second;
     return true;
   }
 
@@ -104,7 +118,7 @@ class ChannelMachine {
   bool is_in_order_;
   bool is_doubled_ = false;
   std::map<Channel, std::deque<int32_t>> channels_;
-  std::set<std::pair<std::pair<int32_t, int32_t>, bool>> done_;
+  std::set<Action> done_;
 };
 
 std::vector<StageEdge> randomEdges(int32_t num_stages, std::mt19937_64& rng) {

@@ -364,9 +364,18 @@ class PipelineEngine:
             draw(events, Path(path))
 
     def summary(self) -> str:
-        """The last step in a table: what each rank computed, and how long it waited before and meanwhile. Called by all
-        ranks. Clocks of other machines are read by round trips: times between these are as right as half of one."""
-        return table(self._events())
+        """The last step in a table: what each rank computed, and how long it waited before and meanwhile; and which
+        stages' backwards I and W could not split, and why. Called by all ranks. Clocks of other machines are read by
+        round trips: times between these are as right as half of one."""
+        text = table(self._events())
+        with self._guarded():
+            told = self._transfers.gather("whole_because", self._place.core.whole_because)
+        reasons = {stage: reason for one in told for stage, reason in one.items()}
+        lines = [
+            f"stage {stage}: I is the whole backward and W nothing, since {reason}"
+            for stage, reason in sorted(reasons.items())
+        ]
+        return "\n".join([text, *lines])
 
     @property
     def _is_first(self) -> bool:

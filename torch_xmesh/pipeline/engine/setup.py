@@ -68,8 +68,7 @@ def check_model(model: Any, what: str) -> None:
 
 
 def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:
-    """The schedule that a user means: an object, a CSV, or a name. Raises ValueError where it does not fit, or where it
-    has a backward that the engine does not run."""
+    """The schedule that a user means: an object, a CSV, or a name. Raises ValueError where it does not fit."""
     num_stages, num_places = len(places), max(places) + 1
     if not isinstance(given, str | Schedule):
         given = schedule_name(given)
@@ -92,21 +91,7 @@ def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microb
         raise ValueError(
             f"the schedule has its stages on places {list(schedule.place_of_stage)}, the meshes put them on {places}"
         )
-    _check_full_backward(schedule)
     return schedule
-
-
-def _check_full_backward(schedule: Schedule) -> None:
-    for place, cells in enumerate(schedule.core.cells):
-        for position, cell in enumerate(cells):
-            if cell is not None and cell[0] not in "FB":
-                kind, stage, microbatch = cell
-                schedule.core.refuse_cell(
-                    place,
-                    position,
-                    f"{stage}{kind}{microbatch} is part of a split backward; this version runs full backward only: "
-                    f"{stage}B{microbatch} in place of {stage}I{microbatch} and {stage}W{microbatch}",
-                )
 
 
 def digest(text: str) -> str:

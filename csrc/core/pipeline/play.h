@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/pipeline/action_table.h"
+#include "core/pipeline/simulate.h"
+
+namespace xmesh::core {
+
+/// Decides what the places of a pipeline do next while it is played.
+class Chooser {
+ public:
+  virtual ~Chooser() = default;
+  /// The action (a node of the table) that a free place begins now: one that has not begun and whose entry in `waits_for`, the values and actions
+  /// that it still waits for, is 0. -1: the place waits until something changes.
+  virtual int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) = 0;
+};
+
+/// Each place runs its list in order.
+class InOrder final : public Chooser {
+ public:
+  explicit InOrder(const ActionTable& table);
+  int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) override;
+
+ private:
+  const ActionTable& table_;
+  std::vector<int32_t> next_;  ///< by place
+};
+
+/// Plays the table's actions in the order that `chooser` gives; costs.edges are the table's. All that has ended or arrived by a moment is known when
+/// a place chooses at it. Leaves `peak_in_flight` empty. Deterministic if the chooser is.
+SimulatedSchedule play(const ActionTable& table, const ScheduleCosts& costs, Chooser& chooser);
+
+}  // namespace xmesh::core
