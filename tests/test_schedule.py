@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -32,6 +33,51 @@ def torch_interleaved(num_places: int, per_place: int, num_microbatches: int) ->
     )
     calculate = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
     return [[str(action) for action in calculate(maker, rank) if action is not None] for rank in range(num_places)]
+
+
+class TorchStage:
+    """What torch's schedules ask of a stage before they run."""
+
+    def __init__(self, index: int, places: list[int]) -> None:
+        self.stage_index, self.num_stages = index, len(places)
+        self.is_first, self.is_last = index == 0, index == len(places) - 1
+        self.group_rank, self.group_size = places[index], max(places) + 1
+        self.stage_index_to_group_rank = dict(enumerate(places))
+        self.has_backward, self.submod, self.group, self.device = True, torch.nn.Linear(1, 1), None, torch.device("cpu")
+
+
+def torch_csv(kind: Any, places: list[int], num_microbatches: int, folder: Path) -> str:
+    """The file of a schedule that torch's class writes; those of one stage per rank (GPipe, 1F1B) write none."""
+    stages: Any = [TorchStage(index, places) for index, place in enumerate(places) if place == 0]
+    kind(stages, num_microbatches)._dump_csv(str(folder / "torch.csv"), format="compute_only")
+    return (folder / "torch.csv").read_text()
+
+
+CYCLIC, VEE, LINE = [0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0], [0, 1, 2]
+TORCHS = [
+    (torch_schedules.ScheduleInterleaved1F1B, CYCLIC, "interleaved_1f1b"),
+    (torch_schedules.ScheduleLoopedBFS, CYCLIC, "looped_bfs"),
+    (torch_schedules.ScheduleInterleavedZeroBubble, LINE, "zb_h1"),
+    (torch_schedules.ScheduleInterleavedZeroBubble, CYCLIC, "interleaved_zb"),
+    (torch_schedules.ScheduleZBVZeroBubble, VEE, "zb_v"),
+    (torch_schedules.ScheduleDualPipeV, VEE, "zb_v"),
+]
+
+
+@pytest.mark.parametrize(("kind", "places", "ours"), TORCHS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_every_file_of_torchs_loads_and_ours_is_no_slower(
+    kind: Any, places: list[int], ours: str, tmp_path: Path
+) -> None:
+    theirs = Schedule.from_csv(torch_csv(kind, places, 6, tmp_path))
+    theirs.validate()
+    assert theirs.place_of_stage == tuple(places)
+    mine = Schedule.make(ours, len(places), 6, place_of_stage=places)
+    stage = StageCosts(forward_seconds=1.0, backward_input_seconds=1.0, backward_weight_seconds=1.0)
+    costs = Costs.uniform(len(places), stage=stage)
+    assert simulate(mine, costs).makespan_seconds <= simulate(theirs, costs).makespan_seconds
+    assert max(mine.peak_in_flight) <= max(theirs.peak_in_flight)
+    if kind in (torch_schedules.ScheduleLoopedBFS, torch_schedules.ScheduleZBVZeroBubble):
+        assert [mine.actions(place) for place in range(3)] == [theirs.actions(place) for place in range(3)]
 
 
 def test_grid() -> None:

@@ -49,6 +49,9 @@ SHARED = [
     Run("mlp", SPLITS[4], ([3], [0], [3], [1]), "auto", 7, 15),
     Run("mlp", SPLITS[4], ([0], [1], [1], [0]), "eager_1f1b", overlap=False),
     Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [0]), "zb_h1", 5, 11),
+    Run("gpt", ("blocks.1", "blocks.2", "head"), ([0], [1], [1], [0]), "zb_v", 5, 11),
+    Run("mlp", SPLITS[4], ([0, 1], [2, 3], [0, 1], [2, 3]), "interleaved_zb", 4, 9),
+    Run("mlp", SPLITS[4], ([0], [1], [0], [1]), "looped_bfs", 3, 7),
     Run("gpt", ("blocks.1", "blocks.2", "head"), ([0, 1], [2], [2], [0, 1]), "eager_split", 5, 10),
 ]
 OFF = [

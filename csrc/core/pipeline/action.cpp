@@ -13,7 +13,7 @@ constexpr std::string_view kKinds = "FBIW";
   throw InvalidArgument(
       "'" + std::string(text) +
       "' is not an action of a schedule; expected [stage][F|B|I|W][microbatch], for example 2F0. Communication (SEND_F, RECV_B, ...), "
-      "UNSHARD, RESHARD, REDUCE_GRAD and overlapped pairs are not written in a schedule");
+      "UNSHARD, RESHARD and REDUCE_GRAD are not written in a schedule");
 }
 
 /// Reads a number at the front of `rest` and drops it there; false where there is none or it does not fit.

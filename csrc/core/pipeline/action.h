@@ -40,7 +40,7 @@ struct Action {
   /// "2F0": stage, kind, microbatch; the notation of torch.distributed.pipelining.
   std::string str() const;
   /// Reads str(); spaces around it are ignored. Throws InvalidArgument that says what was expected; communication and FSDP actions
-  /// ("1SEND_F0", "0UNSHARD", "(0F1;1B0)OVERLAP_F_B") are refused, since the engine derives communication from the stages' edges.
+  /// ("1SEND_F0", "0UNSHARD") are refused, since the engine derives communication from the stages' edges.
   static Action parse(std::string_view text);
 
   auto operator<=>(const Action&) const = default;

@@ -49,6 +49,13 @@ Schedule zeroBubbleH1(const PipelineShape& shape);
 /// I first, then F, W in waits ("backward weight delaying", AlpaComm, section 4), with at most 2n microbatches between F and W on every stage; n
 /// counts as in 1f1b. Planned for transfers of one unit of time, so that they hide under F and W.
 Schedule eagerSplit(const PipelineShape& shape);
+/// interleaved_1f1b with split backwards: F and I in its order, W in waits, and where a stage holds as many microbatches as any does there.
+Schedule interleavedZeroBubble(const PipelineShape& shape);
+/// Two stages per place in a V, s and 2p - 1 - s on place s (ZB-V; Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6): with equal F, I and
+/// W no place waits once it has begun, in the memory of 1f1b with stages of twice the size. Other places: as zb_h1, by what is ready.
+Schedule zeroBubbleV(const PipelineShape& shape);
+/// All forwards, stage by stage, then all backwards, the last microbatch first (Lamy-Poirier, Breadth-First Pipeline Parallelism, 2023).
+Schedule loopedBfs(const PipelineShape& shape);
 
 /// What a place prefers among what is ready.
 struct ReadyRule {

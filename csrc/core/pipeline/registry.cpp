@@ -19,8 +19,11 @@ constexpr std::array kGenerators = {
     Generator{"1f1b", &oneFOneB},
     Generator{"eager_1f1b", &eagerOneFOneB},
     Generator{"interleaved_1f1b", &interleavedOneFOneB},
+    Generator{"looped_bfs", &loopedBfs},
     Generator{"zb_h1", &zeroBubbleH1},
     Generator{"eager_split", &eagerSplit},
+    Generator{"interleaved_zb", &interleavedZeroBubble},
+    Generator{"zb_v", &zeroBubbleV},
 };
 
 void checkShape(const PipelineShape& shape) {

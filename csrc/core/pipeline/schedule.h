@@ -40,7 +40,8 @@ struct Schedule {
 
 /// One row per place, cells joined by commas, empty where idle: the file that torch.distributed.pipelining writes and reads ("compute_only").
 std::string scheduleToCsv(const Schedule& schedule);
-/// Reads scheduleToCsv() or torch's file; either line end. Stages, microbatches and who has which stage follow from the cells. Throws
+/// Reads scheduleToCsv() or torch's file; either line end. An overlapped pair of torch's, "(0F1;3B0)OVERLAP_F_B", is its actions one after the
+/// other. Stages, microbatches and who has which stage follow from the cells. Throws
 /// InvalidArgument naming row and column of a cell that is no action, a stage on two places, or a stage without action. Says nothing
 /// about the order: validateSchedule() does.
 Schedule scheduleFromCsv(const std::string& text, const std::string& name = "csv");

@@ -19,6 +19,17 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   }
 }
 
+/// The parts of torch's "(0F1;3B0)OVERLAP_F_B", or the text itself.
+std::vector<std::string_view> partsOfPair(std::string_view text) {
+  constexpr std::string_view kEnd = ")OVERLAP_F_B";
+  const size_t first = text.find_first_not_of(" \t");
+  const size_t last = text.find_last_not_of(" \t");
+  if (first == std::string_view::npos || text[first] != '(' || !text.substr(0, last + 1).ends_with(kEnd)) {
+    return {text};
+  }
+  return split(text.substr(first + 1, last + 1 - kEnd.size() - first - 1), ';');
+}
+
 std::optional<Action> parseCell(std::string_view text, size_t row, size_t column) {
   if (text.size() >= 2 && text.front() == '"' && text.back() == '"') {
     text = text.substr(1, text.size() - 2);
@@ -90,7 +101,9 @@ Schedule scheduleFromCsv(const std::string& text, const std::string& name) {
     }
     std::vector<std::optional<Action>> cells;
     for (std::string_view cell : split(line, ',')) {
-      cells.push_back(parseCell(cell, row, cells.size()));
+      for (const std::string_view part : partsOfPair(cell)) {
+        cells.push_back(parseCell(part, row, cells.size()));
+      }
     }
     schedule.cells.push_back(std::move(cells));
   }

@@ -7,6 +7,7 @@
 #include "core/pipeline/generators.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/simulate.h"
+#include "core/pipeline/split_order.h"
 #include "core/pipeline/validate.h"
 
 namespace xmesh::core {
@@ -277,6 +278,60 @@ TEST(PipelineGenerators, ZeroBubbleH1HasAThirdOfTheBubble) {
             "stage 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
             "stage 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
             "stage 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3\n");
+}
+
+/// No place waits between its first and its last action, and none holds more than 1f1b's first place with stages of twice the size: 2p halves.
+TEST(PipelineGenerators, ZeroBubbleVHasNone) {
+  for (int32_t p = 1; p <= 6; ++p) {
+    std::vector<int32_t> places;
+    for (int32_t stage = 0; stage < 2 * p; ++stage) {
+      places.push_back(std::min(stage, 2 * p - 1 - stage));
+    }
+    for (int32_t m = 1; m <= 4 * p; ++m) {
+      const Schedule schedule = makeSchedule("zb_v", 2 * p, m, places);
+      const std::vector<int32_t> peak = peakInFlight(schedule);
+      for (int32_t place = 0; place < p; ++place) {
+        EXPECT_LE(peak[static_cast<size_t>(place)] + peak[static_cast<size_t>(2 * p - 1 - place)], 2 * p + 1);
+        if (m >= 2 * p) {
+          const auto& cells = schedule.cells[static_cast<size_t>(place)];
+          const auto first = std::find_if(cells.begin(), cells.end(), [](const auto& cell) { return cell.has_value(); });
+          EXPECT_TRUE(std::all_of(first, cells.end(), [](const auto& cell) { return cell.has_value(); })) << schedule.str();
+        }
+      }
+      if (m >= 2 * p) {
+        EXPECT_EQ(unitsOf(schedule).second, 6 * m + p - 1) << schedule.str();
+      }
+    }
+  }
+}
+
+/// Shorter than interleaved_1f1b, at the peak that this has on its fullest stage.
+TEST(PipelineGenerators, InterleavedZeroBubbleSavesTime) {
+  for (int32_t p = 2; p <= 4; ++p) {
+    std::vector<int32_t> places;
+    for (int32_t stage = 0; stage < 2 * p; ++stage) {
+      places.push_back(stage % p);
+    }
+    for (int32_t m = p; m <= 4 * p; m += p) {
+      const Schedule whole = makeSchedule("interleaved_1f1b", 2 * p, m, places);
+      const Schedule split = makeSchedule("interleaved_zb", 2 * p, m, places);
+      const ScheduleCosts costs = unitCosts({2 * p, m, places}, 0);
+      const double idle_whole = simulateSchedule(whole, costs).makespan_s - 6 * m;
+      const double idle_split = simulateSchedule(split, costs).makespan_s - 6 * m;
+      EXPECT_LE(idle_split, p == 2 ? idle_whole - 1 : .67 * idle_whole) << split.str();
+      const std::vector<int32_t> before = peakInFlight(whole);
+      for (int32_t peak : peakInFlight(split)) {
+        EXPECT_LE(peak, *std::max_element(before.begin(), before.end()));
+      }
+    }
+  }
+}
+
+TEST(PipelineGenerators, LoopedBfsIsBreadthFirst) {
+  EXPECT_EQ(makeSchedule("looped_bfs", 4, 2, {0, 1, 0, 1}).str(),
+            "looped_bfs: 4 stages on 2 places, 2 microbatches\n"
+            "place 0 (stages 0, 2) | 0F0 0F1 2F0 2F1 .   .   2B1 2B0 0B1 0B0\n"
+            "place 1 (stages 1, 3) | .   1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0\n");
 }
 
 TEST(PipelineGenerators, PlacesMayBePermuted) {
