@@ -253,25 +253,37 @@ def make_schedule(
 ) -> Schedule: ...
 def schedule_names() -> list[str]: ...
 def schedule_from_csv(text: str, name: str = "csv") -> Schedule: ...
-def simulate_schedule(
-    schedule: Schedule,
-    stages: Sequence[Sequence[float]],
-    edges: Sequence[tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int]]],
-    nic_bytes_per_s: float,
-    latency_s: float,
-    overlap: bool,
-    blocks_receiver: bool,
-) -> dict[str, Any]:
+
+class ScheduleCosts:
+    """What stages and transfers take and hold, for simulations."""
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[float, float, float, float, int, int, int]],
+        edges: Sequence[tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int]]],
+        nic_bytes_per_s: float,
+        latency_s: float,
+        overlap: bool,
+        blocks_receiver: bool,
+        runs_weights_early: Sequence[int],
+        noise: float,
+        noise_seed: int,
+    ) -> None:
+        """``stages``: seconds of F, B, I, W; bytes held from F to I, from I to W, and anyway. ``edges``: edge, forward
+        and backward (seconds, bytes) each."""
+
+def simulate_schedule(schedule: Schedule, costs: ScheduleCosts) -> dict[str, Any]:
     """Plays a schedule.
 
-    Args:
-        stages: seconds of F, B, I, W each.
-        edges: edge, forward and backward (seconds, bytes) each.
-
     Returns:
-        makespan_s, bubble_fraction, busy_s and peak_in_flight by place, actions (place, text, start, end), transfers
-        (from stage, to stage, microbatch, ready, start, end); all times in seconds.
+        makespan_s, bubble_fraction, busy_s and peak_bytes by place, peak_in_flight by stage, actions (place, text,
+        start, end), transfers (from stage, to stage, microbatch, ready, start, end); all times in seconds.
     """
+
+def choose_schedule(
+    costs: ScheduleCosts, place_of_stage: Sequence[int], num_microbatches: int, memory_limit_bytes: int | None
+) -> tuple[int, list[tuple[Schedule, float, float, list[int]]]]:
+    """The best candidate's index or -1; of each its schedule, seconds, mean seconds with noise, peak bytes by place."""
 
 # bind_split_backward.cpp
 

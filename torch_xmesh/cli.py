@@ -1,4 +1,4 @@
-"""``python -m torch_xmesh plan``: plans for people who have no cluster at hand."""
+"""``python -m torch_xmesh``: plans and schedules for people who have no cluster at hand."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from torch_xmesh import _C
+from torch_xmesh.cli_schedule import add_schedule_command
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.spec import Mesh, Spec, placement_of
 from torch_xmesh.topology import Topology
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         default=32 << 20,
         help="of the transfer that measures a rate, inside a host 4 times as many (default: 32 MiB)",
     )
+    add_schedule_command(commands)
     return parser
 
 

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "core/pipeline/choose_schedule.h"
 #include "core/pipeline/generators.h"
 #include "core/pipeline/simulate.h"
 #include "core/pipeline/validate.h"
@@ -64,13 +65,16 @@ py::dict resultOf(const core::SimulatedSchedule& simulated) {
   return out;
 }
 
-/// Stages: (F, B, I, W) seconds each. Edges: (from, to, has_gradient), forward and backward (seconds, bytes).
-py::dict simulate(const Schedule& schedule, const std::vector<std::array<double, 4>>& stages,
-                  const std::vector<std::tuple<EdgeTuple, TransferTuple, TransferTuple>>& edges, double nic_bytes_per_s, double latency_s,
-                  bool overlap, bool blocks_receiver) {
+/// F, B, I, W seconds; bytes held from F to I, from I to W, and anyway.
+using StageTuple = std::tuple<double, double, double, double, int64_t, int64_t, int64_t>;
+/// The edge, and what its values and their gradients take.
+using EdgeCostTuple = std::tuple<EdgeTuple, TransferTuple, TransferTuple>;
+
+core::ScheduleCosts costsOf(const std::vector<StageTuple>& stages, const std::vector<EdgeCostTuple>& edges, double nic_bytes_per_s, double latency_s,
+                            bool overlap, bool blocks_receiver, std::vector<uint8_t> runs_weights_early, double noise, uint64_t noise_seed) {
   core::ScheduleCosts costs;
-  for (const auto& [forward, backward, input, weight] : stages) {
-    costs.stages.push_back({forward, backward, input, weight});
+  for (const auto& [forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes] : stages) {
+    costs.stages.push_back({forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes});
   }
   for (const auto& [edge, forward, backward] : edges) {
     costs.edges.push_back({edgesOf({edge})[0], transferOf(forward), transferOf(backward)});
@@ -79,12 +83,39 @@ py::dict simulate(const Schedule& schedule, const std::vector<std::array<double,
   costs.latency_s = latency_s;
   costs.overlap = overlap;
   costs.blocks_receiver = blocks_receiver;
+  costs.runs_weights_early = std::move(runs_weights_early);
+  costs.noise = noise;
+  costs.noise_seed = noise_seed;
+  return costs;
+}
+
+py::dict simulate(const Schedule& schedule, const core::ScheduleCosts& costs) {
   core::SimulatedSchedule simulated;
+  std::vector<int64_t> peak_bytes;
   {
     const py::gil_scoped_release no_gil;
     simulated = core::simulateSchedule(schedule, costs);
+    peak_bytes = core::peakBytes(schedule, costs);
   }
-  return resultOf(simulated);
+  py::dict out = resultOf(simulated);
+  out["peak_bytes"] = peak_bytes;
+  return out;
+}
+
+/// The best candidate's index or -1, and of each: its schedule, simulated seconds, their mean with noise, peak bytes by place.
+py::tuple chooseSchedule(const core::ScheduleCosts& costs, std::vector<int32_t> place_of_stage, int32_t num_microbatches,
+                         std::optional<int64_t> memory_limit_bytes) {
+  core::ScheduleChoice choice;
+  {
+    const py::gil_scoped_release no_gil;
+    choice = core::chooseSchedule({costs, std::move(place_of_stage), num_microbatches, memory_limit_bytes});
+  }
+  py::list candidates;
+  for (core::ScheduleCandidate& candidate : choice.candidates) {
+    candidates.append(
+        py::make_tuple(std::make_shared<Schedule>(std::move(candidate.schedule)), candidate.step_s, candidate.noisy_s, candidate.peak_bytes));
+  }
+  return py::make_tuple(choice.best, candidates);
 }
 
 }  // namespace
@@ -116,8 +147,12 @@ void bindPipelineCore(py::module_& module) {
              py::arg("place_of_stage") = std::vector<int32_t>(), py::call_guard<py::gil_scoped_release>());
   module.def("schedule_names", &core::scheduleNames);
   module.def("schedule_from_csv", &core::scheduleFromCsv, py::arg("text"), py::arg("name") = "csv", py::call_guard<py::gil_scoped_release>());
-  module.def("simulate_schedule", &simulate, py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("nic_bytes_per_s"),
-             py::arg("latency_s"), py::arg("overlap"), py::arg("blocks_receiver"));
+  py::class_<core::ScheduleCosts>(module, "ScheduleCosts")
+      .def(py::init(&costsOf), py::arg("stages"), py::arg("edges"), py::arg("nic_bytes_per_s"), py::arg("latency_s"), py::arg("overlap"),
+           py::arg("blocks_receiver"), py::arg("runs_weights_early"), py::arg("noise"), py::arg("noise_seed"));
+  module.def("simulate_schedule", &simulate, py::arg("schedule"), py::arg("costs"));
+  module.def("choose_schedule", &chooseSchedule, py::arg("costs"), py::arg("place_of_stage"), py::arg("num_microbatches"),
+             py::arg("memory_limit_bytes"));
 }
 
 }  // namespace xmesh::bindings

@@ -1,7 +1,6 @@
 #include "core/pipeline/nic_sharing.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace xmesh::core {
 
@@ -9,9 +8,17 @@ bool NicSharing::isBusy(const NicFlow& flow) const {
   return std::any_of(active_.begin(), active_.end(), [&](const Active& other) { return other.flow.from == flow.from && other.flow.to == flow.to; });
 }
 
-void NicSharing::start(int32_t id, const NicFlow& flow, double now) { active_.push_back({id, flow, now, 0, now}); }
+void NicSharing::start(int32_t id, const NicFlow& flow, double now) {
+  active_.push_back({id, flow, now, 0, now});
+  has_changed_ = true;
+}
 
 void NicSharing::share(double now) {
+  if (!has_changed_) {
+    return;
+  }
+  has_changed_ = false;
+  next_end_s_ = std::numeric_limits<double>::infinity();
   const std::vector<double> rates = fairRates();
   for (size_t i = 0; i < active_.size(); ++i) {
     Active& active = active_[i];
@@ -21,19 +28,16 @@ void NicSharing::share(double now) {
       active.rate = rates[i];
       active.end_s = now + active.flow.seconds / active.rate;
     }
+    next_end_s_ = std::min(next_end_s_, active.end_s);
   }
-}
-
-double NicSharing::nextEnd() const {
-  double next = std::numeric_limits<double>::infinity();
-  for (const Active& active : active_) {
-    next = std::min(next, active.end_s);
-  }
-  return next;
 }
 
 std::vector<int32_t> NicSharing::endedBy(double now) {
   std::vector<int32_t> ended;
+  if (now < next_end_s_) {
+    return ended;
+  }
+  has_changed_ = true;
   for (const Active& active : active_) {
     if (active.end_s <= now) {
       ended.push_back(active.id);
@@ -57,7 +61,15 @@ std::vector<double> NicSharing::fairRates() const {
     ++ports[incoming(i)].num_flows;
   }
   std::vector<double> rates(active_.size(), 0);
-  for (size_t num_fixed = 0; num_fixed < active_.size();) {
+  size_t num_fixed = 0;
+  for (size_t i = 0; i < active_.size(); ++i) {
+    if (ports[outgoing(i)].num_flows == 1 && ports[incoming(i)].num_flows == 1) {  // shares with nobody
+      rates[i] = 1;
+      ports[outgoing(i)].num_flows = ports[incoming(i)].num_flows = 0;
+      ++num_fixed;
+    }
+  }
+  while (num_fixed < active_.size()) {
     size_t narrowest = ports.size();
     double least = std::numeric_limits<double>::infinity();
     for (size_t port = 0; port < ports.size(); ++port) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace xmesh::core {
@@ -24,8 +25,8 @@ class NicSharing {
   void start(int32_t id, const NicFlow& flow, double now);
   /// Gives every flow its share from `now` on; call after flows have ended or started.
   void share(double now);
-  /// When the next flow ends; infinite if there is none.
-  double nextEnd() const;
+  /// When the next flow ends, as of the last share(); infinite if there is none.
+  double nextEnd() const { return next_end_s_; }
   /// Removes the flows that end by `now`; their ids in order of their start.
   std::vector<int32_t> endedBy(double now);
 
@@ -42,6 +43,8 @@ class NicSharing {
 
   int32_t num_places_;
   std::vector<Active> active_;
+  bool has_changed_ = false;  ///< flows have ended or started since the last share()
+  double next_end_s_ = std::numeric_limits<double>::infinity();
 };
 
 }  // namespace xmesh::core

@@ -11,7 +11,7 @@
 namespace xmesh::core {
 namespace {
 
-double secondsOf(const StageSeconds& stage, ActionKind kind) {
+double secondsOf(const StageCost& stage, ActionKind kind) {
   switch (kind) {
     case ActionKind::kForward:
       return stage.forward_s;
@@ -23,6 +23,18 @@ double secondsOf(const StageSeconds& stage, ActionKind kind) {
       return stage.backward_weight_s;
   }
   throw InvalidArgument("no such kind of action: " + std::to_string(static_cast<int>(kind)));
+}
+
+/// 1 - noise to 1 + noise, the same for equal arguments (splitmix64).
+double factorOf(const ScheduleCosts& costs, int64_t index) {
+  if (costs.noise == 0) {
+    return 1;
+  }
+  uint64_t bits = costs.noise_seed + 0x9e3779b97f4a7c15ULL * static_cast<uint64_t>(index + 1);
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
+  bits ^= bits >> 31;
+  return 1 + costs.noise * (2 * static_cast<double>(bits >> 11) / 9007199254740992.0 - 1);
 }
 
 struct Event {
@@ -44,6 +56,7 @@ struct Transfer {
 /// What happens on one place at the moment.
 struct PlaceState {
   bool is_computing = false;
+  bool has_news = true;           ///< something it may wait for has happened since it was looked at
   int32_t num_incoming = 0;       ///< transfers on their way to it
   int32_t num_unsent_values = 0;  ///< of the last action: ready, not yet sent
 };
@@ -107,7 +120,8 @@ class Simulation {
     const TransferCost& cost = crossingOf(user.kind) == Crossing::kValues ? edge.forward : edge.backward;
     const double seconds = cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
     transfers_of_[static_cast<size_t>(dependency.node)].push_back(static_cast<int32_t>(transfers_.size()));
-    const NicFlow flow{table_.placeOf(dependency.node), table_.placeOf(node), seconds};
+    const NicFlow flow{table_.placeOf(dependency.node), table_.placeOf(node),
+                       seconds * factorOf(costs_, -2 - static_cast<int64_t>(transfers_.size()))};
     transfers_.push_back({dependency.node, node, flow, {table_.action(dependency.node).stage, user.stage, user.microbatch, 0, 0, 0}});
   }
 
@@ -115,6 +129,7 @@ class Simulation {
     if (event.kind == Event::Kind::kComputed) {
       PlaceState& state = place(event.index);
       state.is_computing = false;
+      state.has_news = true;
       for (int32_t node : local_dependents_[static_cast<size_t>(event.index)]) {
         --waits_for_[static_cast<size_t>(node)];
       }
@@ -125,13 +140,16 @@ class Simulation {
       }
       return;
     }
-    --waits_for_[static_cast<size_t>(transfers_[static_cast<size_t>(event.index)].user)];
+    const int32_t user = transfers_[static_cast<size_t>(event.index)].user;
+    --waits_for_[static_cast<size_t>(user)];
+    place(user).has_news = true;
   }
 
   void finishSending(int32_t index, double now) {
     Transfer& transfer = transfers_[static_cast<size_t>(index)];
     --place(transfer.producer).num_unsent_values;
     --place(transfer.user).num_incoming;
+    place(transfer.producer).has_news = place(transfer.user).has_news = true;  // without overlap they may have waited for that
     transfer.span.end_s = now + costs_.latency_s;
     events_.push({transfer.span.end_s, Event::Kind::kArrived, index});
   }
@@ -151,7 +169,11 @@ class Simulation {
 
   void startActions(double now) {
     for (int32_t index = 0; index < static_cast<int32_t>(places_.size()); ++index) {
-      startAction(index, now);
+      bool& has_news = places_[static_cast<size_t>(index)].has_news;
+      if (has_news) {
+        has_news = false;
+        startAction(index, now);
+      }
     }
   }
 
@@ -171,7 +193,7 @@ class Simulation {
       return;
     }
     const Action& action = table_.action(node);
-    const double seconds = secondsOf(costs_.stages[static_cast<size_t>(action.stage)], action.kind);
+    const double seconds = secondsOf(costs_.stages[static_cast<size_t>(action.stage)], action.kind) * factorOf(costs_, node);
     state.is_computing = true;
     out_.busy_s[static_cast<size_t>(index)] += seconds;
     out_.actions.push_back({index, action, now, now + seconds});
@@ -208,18 +230,41 @@ class Simulation {
 
 }  // namespace
 
-int32_t InOrder::choose(int32_t place, const std::vector<int32_t>& waits_for) {
-  int32_t& next = next_[static_cast<size_t>(place)];
-  if (next == table_.firstNode(place + 1) || waits_for[static_cast<size_t>(next)] > 0) {
-    return -1;
-  }
-  return next++;
-}
-
-InOrder::InOrder(const ActionTable& table) : table_(table) {
+InOrder::InOrder(const ActionTable& table, const ScheduleCosts& costs) : table_(table), costs_(costs) {
   for (int32_t place = 0; place < table.schedule().numPlaces(); ++place) {
     next_.push_back(table.firstNode(place));
+    adding_.push_back(nextAdding(place, table.firstNode(place)));
   }
+}
+
+int32_t InOrder::nextAdding(int32_t place, int32_t node) const {
+  const auto adds = [&](int32_t i) { return table_.action(i).kind == ActionKind::kBackward || table_.action(i).kind == ActionKind::kBackwardWeight; };
+  while (node < table_.firstNode(place + 1) && !adds(node)) {
+    ++node;
+  }
+  return node;
+}
+
+int32_t InOrder::choose(int32_t place, const std::vector<int32_t>& waits_for) {
+  int32_t& next = next_[static_cast<size_t>(place)];
+  int32_t& adding = adding_[static_cast<size_t>(place)];
+  const int32_t end = table_.firstNode(place + 1);
+  while (next < adding && next < end && table_.action(next).kind == ActionKind::kBackwardWeight) {
+    ++next;  // ran early
+  }
+  const auto isReady = [&](int32_t node) { return node < end && waits_for[static_cast<size_t>(node)] == 0; };
+  if (isReady(next)) {
+    adding = next == adding ? nextAdding(place, next + 1) : adding;
+    return next++;
+  }
+  const bool may_run_early = isReady(adding) && table_.action(adding).kind == ActionKind::kBackwardWeight && !costs_.runs_weights_early.empty() &&
+                             costs_.runs_weights_early[static_cast<size_t>(table_.action(adding).stage)] != 0;
+  if (next == end || !may_run_early) {
+    return -1;
+  }
+  const int32_t early = adding;
+  adding = nextAdding(place, early + 1);
+  return early;
 }
 
 SimulatedSchedule play(const ActionTable& table, const ScheduleCosts& costs, Chooser& chooser) { return Simulation(table, costs, chooser).run(); }

@@ -17,15 +17,21 @@ class Chooser {
   virtual int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) = 0;
 };
 
-/// Each place runs its list in order.
+/// Each place runs its list in order. Before it waits it runs, where the costs say so, the next W of the list, unless a B stands before that:
+/// gradients are added in the list's order whatever comes late.
 class InOrder final : public Chooser {
  public:
-  explicit InOrder(const ActionTable& table);
+  InOrder(const ActionTable& table, const ScheduleCosts& costs);
   int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) override;
 
  private:
+  /// The next node from `node` on that adds to weight gradients, as far as the place's list goes.
+  int32_t nextAdding(int32_t place, int32_t node) const;
+
   const ActionTable& table_;
-  std::vector<int32_t> next_;  ///< by place
+  const ScheduleCosts& costs_;
+  std::vector<int32_t> next_;    ///< by place: the first that has not run and need not be W
+  std::vector<int32_t> adding_;  ///< by place: the first that has not run of those that add to weight gradients
 };
 
 /// Plays the table's actions in the order that `chooser` gives; costs.edges are the table's. All that has ended or arrived by a moment is known when

@@ -23,10 +23,17 @@ bool isSeconds(double value) { return std::isfinite(value) && value >= 0; }
 void checkCosts(const Schedule& schedule, const ScheduleCosts& costs) {
   require(costs.stages.size() == static_cast<size_t>(schedule.num_stages),
           "costs are given for every stage, expected " + std::to_string(schedule.num_stages) + " stages, got " + std::to_string(costs.stages.size()));
+  require(costs.runs_weights_early.empty() || costs.runs_weights_early.size() == costs.stages.size(),
+          "which stages run W early is said for every stage or for none, got " + std::to_string(costs.runs_weights_early.size()) + " of " +
+              std::to_string(costs.stages.size()));
+  require(costs.noise >= 0 && costs.noise < 1, "noise is a part of the time, at least 0 and below 1, got " + std::to_string(costs.noise));
   for (size_t stage = 0; stage < costs.stages.size(); ++stage) {
-    const StageSeconds& cost = costs.stages[stage];
+    const StageCost& cost = costs.stages[stage];
     for (double seconds : {cost.forward_s, cost.backward_s, cost.backward_input_s, cost.backward_weight_s}) {
       require(isSeconds(seconds), "seconds of stage " + std::to_string(stage) + " must be finite and not negative, got " + std::to_string(seconds));
+    }
+    for (int64_t bytes : {cost.activation_bytes, cost.weight_bytes, cost.fixed_bytes}) {
+      require(bytes >= 0, "bytes of stage " + std::to_string(stage) + " must not be negative, got " + std::to_string(bytes));
     }
   }
   require(isSeconds(costs.latency_s), "latency must be finite and not negative, got " + std::to_string(costs.latency_s) + " s");
@@ -63,10 +70,44 @@ SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts
   const std::vector<StageEdge> edges = edgesOf(costs);
   validateSchedule(schedule, edges, {isForwardOnly(schedule)});
   const ActionTable table(schedule, edges);
-  InOrder in_order(table);
+  InOrder in_order(table, costs);
   SimulatedSchedule out = play(table, costs, in_order);
   out.peak_in_flight = peakInFlight(schedule);
   return out;
+}
+
+std::vector<int64_t> peakBytes(const Schedule& schedule, const ScheduleCosts& costs) {
+  std::vector<int64_t> peaks;
+  for (int32_t place = 0; place < schedule.numPlaces(); ++place) {
+    int64_t now = 0;
+    for (int32_t stage : schedule.stagesOf(place)) {
+      now += costs.stages[static_cast<size_t>(stage)].fixed_bytes;
+    }
+    int64_t peak = now;
+    for (const std::optional<Action>& cell : schedule.cells[static_cast<size_t>(place)]) {
+      if (!cell) {
+        continue;
+      }
+      const StageCost& cost = costs.stages[static_cast<size_t>(cell->stage)];
+      switch (cell->kind) {
+        case ActionKind::kForward:
+          now += cost.activation_bytes;
+          break;
+        case ActionKind::kBackward:
+          now -= cost.activation_bytes;
+          break;
+        case ActionKind::kBackwardInput:
+          now += cost.weight_bytes - cost.activation_bytes;
+          break;
+        case ActionKind::kBackwardWeight:
+          now -= cost.weight_bytes;
+          break;
+      }
+      peak = std::max(peak, now);
+    }
+    peaks.push_back(peak);
+  }
+  return peaks;
 }
 
 std::vector<int32_t> peakInFlight(const Schedule& schedule) {

@@ -7,12 +7,15 @@
 
 namespace xmesh::core {
 
-/// Seconds of one microbatch on one stage.
-struct StageSeconds {
+/// What one microbatch takes and holds on one stage.
+struct StageCost {
   double forward_s = 0;
   double backward_s = 0;         ///< B
   double backward_input_s = 0;   ///< I
   double backward_weight_s = 0;  ///< W
+  int64_t activation_bytes = 0;  ///< held from F until the end of B or I
+  int64_t weight_bytes = 0;      ///< held from I until the end of W
+  int64_t fixed_bytes = 0;       ///< held anyway: parameters, buffers for what comes
 };
 
 /// One microbatch's way between two stages in one direction: how long it takes with both NICs to itself.
@@ -30,14 +33,19 @@ struct EdgeCost {
 };
 
 struct ScheduleCosts {
-  std::vector<StageSeconds> stages;  ///< one per stage
-  std::vector<EdgeCost> edges;       ///< every edge; one without cost still orders its stages
-  double nic_bytes_per_s = 0;        ///< one way, of each place; needed where an edge has bytes
-  double latency_s = 0;              ///< from the last byte sent until the value can be used
+  std::vector<StageCost> stages;  ///< one per stage
+  std::vector<EdgeCost> edges;    ///< every edge; one without cost still orders its stages
+  double nic_bytes_per_s = 0;     ///< one way, of each place; needed where an edge has bytes
+  double latency_s = 0;           ///< from the last byte sent until the value can be used
   /// True: transfers run beside computation. False: after each action the place's compute thread waits until the action's values are sent.
   bool overlap = true;
   /// Without overlap: a transfer takes the receiver's compute thread too, one at a time; it starts only while that one does not compute.
   bool blocks_receiver = true;
+  /// By stage: whether its place, before it waits for a value, runs the next W of its list if that is ready. Empty: none does.
+  std::vector<uint8_t> runs_weights_early;
+  /// Every action and transfer takes up to this part longer or shorter, by chance.
+  double noise = 0;
+  uint64_t noise_seed = 0;
 };
 
 /// An action in time.
@@ -73,6 +81,9 @@ struct SimulatedSchedule {
 /// receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a
 /// schedule that validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
+
+/// By place: the most bytes that its stages hold at once, as their costs say.
+std::vector<int64_t> peakBytes(const Schedule& schedule, const ScheduleCosts& costs);
 
 /// By stage: the most microbatches between their F and the end of their B or W (those whose activations are held).
 std::vector<int32_t> peakInFlight(const Schedule& schedule);

@@ -1,6 +1,6 @@
 """What a schedule costs: an event simulator of stages and NICs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,24 +12,32 @@ from torch_xmesh.pipeline.schedule.simulation_plot import plot_simulation
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of one microbatch on one stage.
+    """What one microbatch takes and holds on one stage.
 
     Args:
         forward_seconds: F.
         backward_input_seconds: I.
         backward_weight_seconds: W.
         backward_seconds: B; I plus W without it.
+        activation_bytes: held from F until the end of B or I: received values and what autograd keeps.
+        weight_bytes: held from I until the end of W; as `activation_bytes` without it.
+        fixed_bytes: held anyway: parameters, optimizer states, buffers for values to come.
     """
 
     forward_seconds: float
     backward_input_seconds: float = 0.0
     backward_weight_seconds: float = 0.0
     backward_seconds: float | None = None
+    activation_bytes: int = 0
+    weight_bytes: int | None = None
+    fixed_bytes: int = 0
 
-    def _row(self) -> tuple[float, float, float, float]:
+    def _row(self) -> tuple[float, float, float, float, int, int, int]:
         split = self.backward_input_seconds + self.backward_weight_seconds
         full = split if self.backward_seconds is None else self.backward_seconds
-        return self.forward_seconds, full, self.backward_input_seconds, self.backward_weight_seconds
+        held = self.activation_bytes if self.weight_bytes is None else self.weight_bytes
+        seconds = self.forward_seconds, full, self.backward_input_seconds, self.backward_weight_seconds
+        return *seconds, self.activation_bytes, held, self.fixed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,9 @@ class Costs:
         overlap: False: after an action its place computes on only when what it made has left.
         blocks_receiver: without overlap, a value also holds its receiver's computation, as in torch's 1F1B; with False
             it may come while the receiver computes, as in ``PipelineEngine(overlap=False)``.
+        early_weights: stages that, before they wait for a value, run the next W of their list; True: all.
+        noise: every action and transfer takes up to this part longer or shorter, by chance (0.05: 5 %).
+        noise_seed: of that chance.
     """
 
     stages: Sequence[StageCosts]
@@ -77,6 +88,31 @@ class Costs:
     latency_seconds: float = 0.0
     overlap: bool = True
     blocks_receiver: bool = True
+    early_weights: Collection[int] | bool = False
+    noise: float = 0.0
+    noise_seed: int = 0
+
+    def core(self) -> "_C.ScheduleCosts":
+        """The same for C++."""
+        num_stages = len(self.stages)
+        edges = dict.fromkeys(chain_edges(num_stages), 0.0) if self.edges is None else self.edges
+        rows = [
+            (cost if isinstance(cost, EdgeCosts) else EdgeCosts(forward_seconds=float(cost)))._row(edge)
+            for edge, cost in edges.items()
+        ]
+        early = self.early_weights
+        early = range(num_stages) if early is True else () if early is False else early
+        return _C.ScheduleCosts(
+            [stage._row() for stage in self.stages],
+            rows,
+            nic_bytes_per_s=self.nic_bytes_per_s or 0.0,
+            latency_s=self.latency_seconds,
+            overlap=self.overlap,
+            blocks_receiver=self.blocks_receiver,
+            runs_weights_early=[int(stage in early) for stage in range(num_stages)],
+            noise=self.noise,
+            noise_seed=self.noise_seed,
+        )
 
     @classmethod
     def uniform(
@@ -115,6 +151,7 @@ class Simulation:
         bubble_fraction: 1 minus busy seconds of all places over places times makespan.
         busy_seconds: by place, seconds of computation.
         peak_in_flight: by stage, the most microbatches whose activations are held at once.
+        peak_bytes: by place, the most bytes held at once, as the costs say.
         actions: by start.
         transfers: by start.
     """
@@ -125,6 +162,7 @@ class Simulation:
         self.bubble_fraction: float = result["bubble_fraction"]
         self.busy_seconds: list[float] = result["busy_s"]
         self.peak_in_flight: list[int] = result["peak_in_flight"]
+        self.peak_bytes: list[int] = result["peak_bytes"]
         self.actions = [ActionSpan(*span) for span in result["actions"]]
         self.transfers = [TransferSpan(*span) for span in result["transfers"]]
 
@@ -159,14 +197,4 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         ValueError: costs that do not fit the schedule or are negative, or a schedule that cannot run, with the bad cell
             marked.
     """
-    edges = dict.fromkeys(chain_edges(schedule.num_stages), 0.0) if costs.edges is None else costs.edges
-    rows = [
-        (cost if isinstance(cost, EdgeCosts) else EdgeCosts(forward_seconds=float(cost)))._row(edge)
-        for edge, cost in edges.items()
-    ]
-    stages = [stage._row() for stage in costs.stages]
-    rate = costs.nic_bytes_per_s or 0.0
-    result = _C.simulate_schedule(
-        schedule.core, stages, rows, rate, costs.latency_seconds, costs.overlap, costs.blocks_receiver
-    )
-    return Simulation(schedule, result)
+    return Simulation(schedule, _C.simulate_schedule(schedule.core, costs.core()))

@@ -1,0 +1,206 @@
+#include "core/pipeline/choose_schedule.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "core/pipeline/generators.h"
+#include "core/pipeline/play.h"
+#include "core/pipeline/split_order.h"
+
+namespace xmesh::core {
+namespace {
+
+constexpr double kNoise = .04;         ///< of the runs by which candidates are compared
+constexpr double kPerturbation = .15;  ///< of the costs for which orders are planned
+constexpr double kTie = 1.003;         ///< as fast as the fastest: the one that holds least is taken
+constexpr int32_t kMostNoisyRuns = 4;
+constexpr int32_t kMostSeeds = 12;
+constexpr int64_t kScreened = 40'000;       ///< actions of a schedule on which bounds are tried; longer ones repeat themselves
+constexpr int64_t kMostPlayed = 4'000'000;  ///< actions played to plan and compare, all together; about a second each million
+constexpr size_t kRemade = 3;               ///< planned orders that are made again for all microbatches of a long schedule
+
+int64_t numActions(const PipelineShape& shape) { return 3 * int64_t{shape.num_stages} * shape.num_microbatches; }
+
+/// How often something that plays `actions` actions may be done within the budget.
+int32_t affordable(int64_t actions, int32_t most) { return static_cast<int32_t>(std::clamp<int64_t>(kMostPlayed / actions, 1, most)); }
+
+class Search {
+ public:
+  explicit Search(const ScheduleQuestion& question)
+      : question_(question), shape_{static_cast<int32_t>(question.place_of_stage.size()), question.num_microbatches, question.place_of_stage} {
+    for (const EdgeCost& edge : question.costs.edges) {
+      edges_.push_back(edge.edge);
+    }
+  }
+
+  ScheduleChoice run() {
+    for (const std::string& name : scheduleNames()) {
+      consider(makeSchedule(name, shape_.num_stages, shape_.num_microbatches, shape_.place_of_stage));
+    }
+    consider(oneInFlight());
+    considerPlanned();
+    std::vector<ScheduleCandidate>& candidates = out_.candidates;
+    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.noisy_s < b.noisy_s; });
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      if (question_.memory_limit_bytes && candidates[i].peak() > *question_.memory_limit_bytes) {
+        continue;
+      }
+      const auto index = static_cast<int32_t>(i);
+      if (out_.best < 0) {
+        out_.best = index;
+        fastest_s_ = candidates[i].noisy_s;
+      } else if (candidates[i].noisy_s <= kTie * fastest_s_ && candidates[i].peak() < candidates[static_cast<size_t>(out_.best)].peak()) {
+        out_.best = index;
+      }
+    }
+    return std::move(out_);
+  }
+
+ private:
+  ScheduleCandidate judged(Schedule schedule) const {
+    ScheduleCandidate candidate;
+    candidate.schedule = std::move(schedule);
+    candidate.step_s = simulateSchedule(candidate.schedule, question_.costs).makespan_s;
+    candidate.noisy_s = candidate.step_s;
+    const ActionTable table(candidate.schedule, edges_);
+    const int32_t num_runs = affordable(40 * table.numNodes(), kMostNoisyRuns);
+    ScheduleCosts costs = question_.costs;
+    costs.noise = kNoise;
+    for (int32_t run = 1; run <= num_runs; ++run) {
+      costs.noise_seed = static_cast<uint64_t>(run);
+      InOrder in_order(table, costs);
+      candidate.noisy_s += play(table, costs, in_order).makespan_s;
+    }
+    candidate.noisy_s /= num_runs + 1;
+    candidate.peak_bytes = peakBytes(candidate.schedule, question_.costs);
+    return candidate;
+  }
+
+  void consider(Schedule schedule) {
+    try {
+      add(judged(std::move(schedule)));
+    } catch (const InvalidArgument&) {
+      if (out_.candidates.empty()) {
+        throw;  // the costs do not fit
+      }  // else this order cannot run over edges that skip stages
+    }
+  }
+
+  /// Leaves out what is there already under another name.
+  void add(ScheduleCandidate candidate) {
+    const auto isSame = [&](const ScheduleCandidate& other) {
+      for (int32_t place = 0; place < candidate.schedule.numPlaces(); ++place) {
+        if (candidate.schedule.actionsOf(place) != other.schedule.actionsOf(place)) {
+          return false;
+        }
+      }
+      return true;
+    };
+    if (std::none_of(out_.candidates.begin(), out_.candidates.end(), isSame)) {
+      out_.candidates.push_back(std::move(candidate));
+    }
+  }
+
+  /// What needs least memory.
+  Schedule oneInFlight() const {
+    return alignCells(asReady("one_in_flight", shape_, {std::vector<int32_t>(static_cast<size_t>(shape_.num_stages), 1), {}}));
+  }
+
+  /// How many microbatches each stage may hold, if none holds more than `most` and all keep the limit.
+  std::vector<int32_t> within(int32_t most) const {
+    std::vector<int32_t> out(static_cast<size_t>(shape_.num_stages), most);
+    if (!question_.memory_limit_bytes) {
+      return out;
+    }
+    const std::vector<StageCost>& stages = question_.costs.stages;
+    std::vector<int64_t> left(static_cast<size_t>(shape_.numPlaces()), *question_.memory_limit_bytes);
+    std::vector<int64_t> each(left.size(), 0);
+    for (size_t stage = 0; stage < stages.size(); ++stage) {
+      const auto place = static_cast<size_t>(shape_.place_of_stage[stage]);
+      left[place] -= stages[stage].fixed_bytes;
+      each[place] += std::max(stages[stage].activation_bytes, stages[stage].weight_bytes);
+    }
+    for (size_t stage = 0; stage < stages.size(); ++stage) {
+      const auto place = static_cast<size_t>(shape_.place_of_stage[stage]);
+      if (each[place] > 0) {
+        out[stage] = static_cast<int32_t>(std::clamp<int64_t>(left[place] / each[place], 1, most));
+      }
+    }
+    return out;
+  }
+
+  /// Bounds to try on the microbatches in flight: every small one, and fewer of the larger.
+  std::vector<int32_t> bounds() const {
+    const int32_t most = std::min(3 * depths(shape_).front(), shape_.num_microbatches);
+    std::vector<int32_t> out;
+    for (int32_t bound = 1; bound < most; bound += std::max(1, bound / 3)) {
+      out.push_back(bound);
+    }
+    out.push_back(most);
+    return out;
+  }
+
+  Schedule planned(const PipelineShape& shape, int32_t most, int32_t seed) const {
+    ScheduleCosts costs = question_.costs;
+    costs.noise = seed == 0 ? 0 : kPerturbation;
+    costs.noise_seed = static_cast<uint64_t>(seed);
+    costs.overlap = true;
+    const std::vector<int32_t> held = within(most);
+    return splitAsReady("planned_" + std::to_string(most), shape, {held, held}, costs);
+  }
+
+  void considerPlanned() {
+    PipelineShape shape = shape_;
+    shape.num_microbatches = static_cast<int32_t>(
+        std::clamp<int64_t>(kScreened / (3 * shape.num_stages), std::min(4 * shape.num_stages, shape.num_microbatches), shape.num_microbatches));
+    const std::vector<int32_t> tried = bounds();
+    const int32_t num_seeds = affordable(numActions(shape) * (kMostNoisyRuns + 2) * static_cast<int64_t>(tried.size()), kMostSeeds);
+    struct Best {
+      int32_t most;
+      int32_t seed;
+      ScheduleCandidate candidate;
+    };
+    std::vector<Best> found;
+    for (const int32_t most : tried) {
+      std::optional<Best> best;
+      for (int32_t seed = 0; seed < num_seeds; ++seed) {
+        ScheduleCandidate candidate = judged(planned(shape, most, seed));
+        if (!best || candidate.noisy_s < best->candidate.noisy_s) {
+          best = {most, seed, std::move(candidate)};
+        }
+      }
+      found.push_back(std::move(*best));
+    }
+    if (shape.num_microbatches == shape_.num_microbatches) {
+      for (Best& best : found) {
+        add(std::move(best.candidate));
+      }
+      return;
+    }
+    std::erase_if(found, [&](const Best& best) { return question_.memory_limit_bytes && best.candidate.peak() > *question_.memory_limit_bytes; });
+    std::stable_sort(found.begin(), found.end(), [](const Best& a, const Best& b) { return a.candidate.noisy_s < b.candidate.noisy_s; });
+    for (size_t i = 0; i < std::min(kRemade, found.size()); ++i) {
+      add(judged(planned(shape_, found[i].most, found[i].seed)));
+    }
+  }
+
+  const ScheduleQuestion& question_;
+  const PipelineShape shape_;
+  std::vector<StageEdge> edges_;
+  ScheduleChoice out_;
+  double fastest_s_ = 0;
+};
+
+}  // namespace
+
+int64_t ScheduleCandidate::peak() const { return *std::max_element(peak_bytes.begin(), peak_bytes.end()); }
+
+ScheduleChoice chooseSchedule(const ScheduleQuestion& question) {
+  ScheduleChoice out = Search(question).run();
+  for (ScheduleCandidate& candidate : out.candidates) {
+    candidate.schedule = alignCells(candidate.schedule);
+  }
+  return out;
+}
+
+}  // namespace xmesh::core

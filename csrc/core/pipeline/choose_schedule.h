@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/pipeline/simulate.h"
+
+namespace xmesh::core {
+
+struct ScheduleQuestion {
+  ScheduleCosts costs;
+  std::vector<int32_t> place_of_stage;
+  int32_t num_microbatches = 0;
+  std::optional<int64_t> memory_limit_bytes;  ///< of each place
+};
+
+/// A schedule that was considered.
+struct ScheduleCandidate {
+  Schedule schedule;
+  double step_s = 0;                ///< simulated
+  double noisy_s = 0;               ///< the mean of that and of runs with noise: what candidates are compared by
+  std::vector<int64_t> peak_bytes;  ///< by place
+  int64_t peak() const;             ///< of the fullest place
+};
+
+struct ScheduleChoice {
+  std::vector<ScheduleCandidate> candidates;  ///< by noisy_s
+  int32_t best = -1;                          ///< of those that keep the limit; -1 where none does
+};
+
+/// Plays every schedule that can be made for these places, and orders planned for these very costs, and takes the fastest that keeps the limit.
+///
+/// A planned order is list scheduling (`splitAsReady`) with the costs themselves: "delay the least that covers the communication" (AlpaComm, section
+/// 4). It is tried with several bounds on the microbatches in flight, and for each with costs perturbed by chance, since a list schedule made for
+/// slightly other costs is often better (perturbed list scheduling; Ramalingam et al., 2021). What is compared is the mean over several runs with
+/// noise, so that an order without slack does not win. Of those within 0.3 % of the fastest the one that holds least is taken. Deterministic. Bounds
+/// for a long schedule are tried on its first microbatches. Throws InvalidArgument for costs that do not fit.
+ScheduleChoice chooseSchedule(const ScheduleQuestion& question);
+
+}  // namespace xmesh::core
