@@ -37,9 +37,9 @@ def split_backward(
             parts that cannot be split.
 
     Returns:
-        the inputs' gradients (None where no output depends on one), and ``run_weight_grads``, to be called once, from
-        any thread. ``run_weight_grads.whole_because`` is None, or says why the backward could not be split: it has then
-        run as a whole, and the second half does nothing. So it is with reentrant checkpoints and ``fully_shard``.
+        the inputs' gradients, as ``torch.autograd.grad`` gives them (None where no output depends on one), and
+        ``run_weight_grads``, to be called once, from any thread. ``run_weight_grads.whole_because`` is None, or says why
+        the backward could not be split: it has then run as a whole, and the second half does nothing.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -69,6 +69,8 @@ def _gradient(index: int, output: torch.Tensor, grad: torch.Tensor | None) -> to
     if grad is None:
         if output.numel() != 1:
             raise ValueError(f"grads[{index}] is missing: outputs[{index}] has {output.numel()} elements, not one")
+        if output.is_complex():
+            raise ValueError(f"grads[{index}] is missing: outputs[{index}] is complex")
         return torch.ones_like(output)
     if not isinstance(grad, torch.Tensor):
         raise ValueError(f"grads[{index}] is a {type(grad).__name__}, expected a tensor or None")

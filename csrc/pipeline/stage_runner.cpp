@@ -200,7 +200,9 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
   Roots roots = takeRoots(stage, flight);
   InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs);
   flight.weights = std::move(done.weights);
-  if (!done.whole_because.empty()) {
+  if (done.whole_because.empty()) {
+    whole_because_.erase(stage);
+  } else {
     whole_because_[stage] = std::move(done.whole_because);
   }
   flight.input_gradients.resize(flight.inputs.size());

@@ -64,6 +64,62 @@ def test_what_cannot_be_split_is_said() -> None:
     assert summaries[0].count("I is the whole backward") == 1
 
 
+class Shifted(nn.Module):
+    """Its input's gradient is its parameter's, where a microbatch is one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+def shared_gradients(rank: int, world_size: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = [Shifted() for _ in range(4)]
+    reference = copy.deepcopy(nn.Sequential(*model))
+    places = [0, 1, 1, 0]
+    engine = xm.PipelineEngine(
+        [stage if rank == place else None for stage, place in zip(model, places, strict=True)],
+        (torch.empty(1, 4),),
+        meshes=[xm.Mesh([place]) for place in places],
+        split=None,
+        num_microbatches=8,
+        loss_fn=F.mse_loss,
+        schedule=schedule,
+    )
+    for step in range(3):
+        torch.manual_seed(step)
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        engine.step(x, target=y)
+        serial_step(reference, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=8)
+        for stage, place in enumerate(places):
+            if rank == place:
+                assert model[stage].table.grad is not None
+                torch.testing.assert_close(model[stage].table.grad, reference[stage].table.grad)
+    engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "eager_split", "zb_h1"])
+def test_a_gradient_that_is_a_weights_too(schedule: str) -> None:
+    spawn(shared_gradients, 2, schedule, timeout=60)
+
+
+def reasons_change(rank: int, world_size: int) -> None:
+    model: list[nn.Module] = [nn.Linear(4, 4), Recomputed(True)]
+    engine = make(rank, model)
+    for use_reentrant in (True, False):
+        model[1].use_reentrant = use_reentrant  # type: ignore[assignment]
+        engine.step(torch.randn(12, 4), target=torch.randn(12, 4))
+        assert ("I is the whole backward" in engine.summary()) is use_reentrant
+    engine.close()
+
+
+def test_reasons_are_of_the_last_step() -> None:
+    spawn(reasons_change, 2, timeout=60)
+
+
 def scaled_and_autocast(rank: int, world_size: int) -> None:
     """A GradScaler, autocast around the step, and accumulation over two steps."""
     torch.manual_seed(0)

@@ -157,6 +157,10 @@ def _einsum(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("nd,hde,ne->nh", x, self.up, x)
 
 
+def _added(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x + self.table.unsqueeze(0))  # x and table get one and the same gradient
+
+
 def _modules() -> dict[str, nn.Module | nn.Parameter]:
     return {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6), "table": nn.Parameter(torch.randn(6))}
 
@@ -192,6 +196,12 @@ CASES = (
     BackwardCase("mlp_strided", lambda: Block(lambda self, x: self.m(x.transpose(0, 1)), m=_mlp()), _rows(4, 5, 6)),
     BackwardCase("one_linear", lambda: nn.Linear(6, 6), _rows(4, 6)),
     BackwardCase("no_bias", lambda: nn.Linear(6, 6, bias=False), _rows(4, 6)),
+    BackwardCase("added_table", lambda: Block(_added, table=nn.Parameter(torch.randn(4, 6))), _rows(1, 4, 6)),
+    BackwardCase(
+        "sum",
+        lambda: Block(lambda self, x: x.sum() + self.table.sum(), table=nn.Parameter(torch.randn(3))),
+        _rows(2, 3),
+    ),
     BackwardCase("no_weights", lambda: nn.ReLU(), _rows(4, 6)),
     BackwardCase("frozen", _frozen, _rows(4, 6)),
     BackwardCase("conv_batch_norm", lambda: _conv(nn.BatchNorm2d(4)), _rows(3, 2, 6, 6)),

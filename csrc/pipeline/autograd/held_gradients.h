@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <memory>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -31,15 +32,43 @@ NodePtr ownerOf(AnyNode& node) {
   }
 }
 
-/// A node that a backward can end at and a later one goes on from. Gradients come in by its inputs and are captured there; once they are given back
-/// (`gradients`) and it has next edges, running it by its trigger, its last input, passes them on in order. It has the sequence number of the
-/// node it stands beside, so that the later backward runs in the order of a whole one and adds up in the same order.
+/// Stands where a split backward leaves the path: the first backward ends here, or goes through, and the second goes on from here. It has the
+/// sequence number of the node it stands beside, so that both run in the order of a whole backward and add up in the same order.
 struct HeldGradients final : torch::autograd::Node {
   using Node::Node;
 
-  torch::autograd::variable_list gradients;
+  enum class Role : uint8_t {
+    kHolds,  ///< in the first backward: keeps what comes
+    kGives,  ///< in the second: passes that on to its next edges, in order; what comes only sets it off
+  };
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*inputs*/) override { return std::move(gradients); }
+  Role role = Role::kHolds;
+  bool has_run = false;                      ///< gradients have come, though some may be undefined
+  torch::autograd::variable_list gradients;  ///< by input
+  /// Of an early cut: what the node itself computes along the path is passed on in the first backward.
+  NodePtr runs;
+  /// Of an input: the node whose hooks on the gradient run first.
+  NodePtr hooked;
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& inputs) override {
+    if (role == Role::kGives) {
+      return std::move(gradients);
+    }
+    if (has_run) {
+      throw std::runtime_error("this graph belongs to a split backward, which has run: no other backward can go through it");
+    }
+    has_run = true;
+    if (hooked) {
+      for (const auto& hook : hooked->tensor_pre_hooks()) {
+        inputs = (*hook)(inputs);
+      }
+      for (const auto& hook : hooked->retains_grad_hooks()) {
+        inputs = (*hook.second)(inputs);
+      }
+    }
+    gradients = inputs;
+    return runs ? (*runs)(std::move(inputs)) : torch::autograd::variable_list();
+  }
   std::string name() const override { return "xmesh::HeldGradients"; }
 };
 

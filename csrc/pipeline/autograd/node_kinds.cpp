@@ -5,9 +5,12 @@
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include <algorithm>
 #include <array>
 #include <string_view>
 #include <typeinfo>
+
+#include "pipeline/autograd/python_hooks.h"
 
 namespace xmesh::pipeline {
 namespace {
@@ -96,7 +99,40 @@ bool hasHooks(Node& node) {
 
 Node* innerNode(Node& node) { return kindOf(node) == NodeKind::kCopySlices ? static_cast<torch::autograd::CopySlices&>(node).fn.get() : nullptr; }
 
+bool savesNothing(const Node& node) {
+  constexpr std::array kNames = {"torch::autograd::AccumulateGrad",
+                                 "AddBackward0",
+                                 "CatBackward0",
+                                 "CloneBackward0",
+                                 "ExpandBackward0",
+                                 "NegBackward0",
+                                 "PermuteBackward0",
+                                 "ReshapeAliasBackward0",
+                                 "SelectBackward0",
+                                 "SliceBackward0",
+                                 "SplitBackward0",
+                                 "SqueezeBackward1",
+                                 "StackBackward0",
+                                 "SubBackward0",
+                                 "SumBackward0",
+                                 "SumBackward1",
+                                 "TBackward0",
+                                 "ToCopyBackward0",
+                                 "TransposeBackward0",
+                                 "UnsafeViewBackward0",
+                                 "UnsqueezeBackward0",
+                                 "ViewBackward0"};
+  const std::string name = node.name();
+  return std::any_of(kNames.begin(), kNames.end(), [&](const char* known) { return name == known; });
+}
+
 std::string whyNotSplit(Node& node) {
+  if (!node.tensor_pre_hooks().empty()) {
+    const std::string module = parallelLibraryHook(node);
+    if (!module.empty()) {
+      return "a hook of " + module + " on " + node.name() + " acts at the end of the backward that reaches it, when weight gradients must be there";
+    }
+  }
   if (kindOf(node) != NodeKind::kPython) {
     return {};
   }
@@ -106,6 +142,9 @@ std::string whyNotSplit(Node& node) {
   }
   if (name == "RegisterPostBackwardFunctionBackward") {
     return name + " (fully_shard) reduces a module's weight gradients as soon as its input gradients are there";
+  }
+  if (name == "_DDPSinkBackward") {
+    return name + " (DistributedDataParallel with static_graph) reduces at the end of the backward that reaches it";
   }
   return {};
 }

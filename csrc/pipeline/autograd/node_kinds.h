@@ -17,13 +17,17 @@ enum class NodeKind : uint8_t {
 
 /// Of the node's C++ type; looked up by name once per type and thread.
 NodeKind kindOf(const torch::autograd::Node& node);
-/// Whether a node of kind kEarly keeps a tensor behind saved-tensor hooks, so that each run unpacks it again (a checkpoint: computes it again).
+/// Whether a node that could be cut early keeps a tensor behind saved-tensor hooks, so that each run unpacks it again (a checkpoint: computes it
+/// again). False for types whose saved tensors cannot be looked at.
 bool hasSavedTensorHooks(const torch::autograd::Node& node);
 /// Whether anyone listens to the node's gradients: a tensor hook, a node's hook, retain_grad().
 bool hasHooks(torch::autograd::Node& node);
 /// The node that a kCopySlices runs inside, with the same next edges from the second on; null for others.
 torch::autograd::Node* innerNode(torch::autograd::Node& node);
-/// Why a backward through this node cannot be split; empty where it can. A node on the way to an input only. Takes the GIL for kPython.
+/// Whether the node saves nothing that a hook could have to unpack: views, casts, the accumulation into a leaf.
+bool savesNothing(const torch::autograd::Node& node);
+/// Why a backward through this node cannot be split; empty where it can. A node on the way to an input only. Takes the GIL for nodes and hooks of
+/// Python: some act on weight gradients as soon as the input gradients are there (FSDP, DDP with a static graph), or run a backward of their own.
 std::string whyNotSplit(torch::autograd::Node& node);
 
 }  // namespace xmesh::pipeline

@@ -10,7 +10,7 @@ using torch::autograd::Node;
 
 PathToInputs::PathToInputs(const edge_list& inputs) : inputs_(inputs) {
   for (const Edge& edge : inputs_) {
-    input_nodes_[edge.function.get()] = true;
+    input_nodes_.insert(edge.function.get());
   }
 }
 

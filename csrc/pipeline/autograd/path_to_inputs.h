@@ -37,7 +37,7 @@ class PathToInputs {
 
   const torch::autograd::edge_list inputs_;
   ska::flat_hash_map<torch::autograd::Node*, uint32_t> index_;  ///< into visits_
-  ska::flat_hash_map<torch::autograd::Node*, bool> input_nodes_;
+  ska::flat_hash_set<torch::autograd::Node*> input_nodes_;
   std::vector<Visit> visits_;
   std::vector<uint32_t> stack_;
 };

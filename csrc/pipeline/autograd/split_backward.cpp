@@ -1,11 +1,11 @@
 #include "pipeline/autograd/split_backward.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-#include <memory>
+#include <unordered_set>
 
 #include "core/error.h"
 #include "pipeline/autograd/held_gradients.h"
@@ -21,32 +21,13 @@ using torch::autograd::Engine;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// Releases what a node saved once it has run: a later use of the graph, which keeps it as a whole, has no use for it.
-class ReleaseAfter final : public torch::autograd::FunctionPostHook {
- public:
-  explicit ReleaseAfter(Node* node) : node_(node) {}
-  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
-    node_->release_variables();
-    return outputs;
-  }
-
- private:
-  Node* node_;  ///< owns this
-};
-
 /// What sets off a HeldGradients; its value means nothing.
 const at::Tensor& trigger() {
   static const at::Tensor made = at::zeros({});
   return made;
 }
 
-/// The outlets of one cut: gradients captured in the first backward, and where the second one goes on.
-struct Cut {
-  NodePtr held;
-  edge_list captured;           ///< where the gradients are found
-  edge_list next;               ///< where they go on to, one each
-  std::vector<size_t> severed;  ///< an early cut's edges along the path
-};
+HeldGradients& heldOf(const NodePtr& node) { return static_cast<HeldGradients&>(*node); }
 
 void addMetadata(Node& node, const torch::autograd::InputMetadata& metadata) {
   if (metadata.was_default_constructed()) {
@@ -57,70 +38,250 @@ void addMetadata(Node& node, const torch::autograd::InputMetadata& metadata) {
                           metadata.grad_dtype());
 }
 
-bool isOff(const PathToInputs& path, const Edge& edge) { return edge.is_valid() && !path.contains(edge); }
-
-/// Every gradient that comes into the node is captured, and comes into it once more later; nothing goes on along the path then.
-Cut cutEarly(const PathToInputs& path, Node& node) {
-  Cut cut;
-  cut.held = makeNode<HeldGradients>(node.sequence_nr());
+/// A stand-in with the node's inputs.
+NodePtr standInFor(const Node& node) {
+  NodePtr made = makeNode<HeldGradients>(node.sequence_nr());
   for (uint32_t i = 0; i < node.num_inputs(); ++i) {
-    cut.captured.emplace_back(ownerOf(node), i);
+    addMetadata(*made, node.input_metadata(i));
   }
-  cut.next = cut.captured;
-  for (size_t i = 0; i < node.next_edges().size(); ++i) {
-    const Edge& edge = node.next_edge(i);
-    if (edge.is_valid() && path.contains(edge)) {
-      cut.severed.push_back(i);
-    }
-  }
-  return cut;
-}
-
-/// The edges off the path end at a node that stands in for the weights.
-Cut cutLate(const PathToInputs& path, Node& node) {
-  Cut cut;
-  cut.held = makeNode<HeldGradients>(node.sequence_nr());
-  Node* inner = innerNode(node);
-  for (size_t i = 0; i < node.next_edges().size(); ++i) {
-    Edge& edge = node.next_edges()[i];
-    if (isOff(path, edge)) {
-      addMetadata(*cut.held, edge.function->input_metadata(edge.input_nr));
-      const Edge outlet(cut.held, static_cast<uint32_t>(cut.captured.size()));
-      cut.captured.push_back(outlet);
-      cut.next.push_back(std::exchange(edge, outlet));
-      if (inner != nullptr && i > 0) {  // all but the first, which is the base's, are the inner node's
-        inner->next_edges()[i] = outlet;
-      }
-    }
-  }
-  return cut;
+  return made;
 }
 
 bool isEarly(Node& node) { return kindOf(node) == NodeKind::kEarly && !hasHooks(node) && !hasSavedTensorHooks(node); }
 
-std::string whyCutFails(const PathToInputs& path, Node& node) {
+/// The path as a graph of its own. Whoever makes one calls finish() once the first backward has run, or undo() if it failed.
+class SeparatedPath {
+ public:
+  SeparatedPath(const PathToInputs& path, const edge_list& inputs) : path_(path), inputs_(inputs) {
+    for (const Edge& input : inputs) {
+      NodePtr& stand_in = stand_ins_[input.function.get()];
+      if (!stand_in) {
+        stand_in = standInFor(*input.function);
+        heldOf(stand_in).hooked = input.function;
+      }
+    }
+    for (const PathToInputs::Visit& visit : path.visits()) {
+      if (visit.is_on_path && visit.has_edges_off_path && isEarly(*visit.node)) {
+        NodePtr made = standInFor(*visit.node);
+        heldOf(made).runs = ownerOf(*visit.node);
+        stand_ins_.emplace(visit.node, std::move(made));
+      }
+    }
+    for (const PathToInputs::Visit& visit : path.visits()) {
+      if (visit.is_on_path) {
+        separate(*visit.node);
+      }
+    }
+  }
+
+  /// The edge as the first backward takes it.
+  Edge along(const Edge& edge) const {
+    const auto found = stand_ins_.find(edge.function.get());
+    return found == stand_ins_.end() ? edge : Edge(found->second, edge.input_nr);
+  }
+
+  variable_list inputGradients() const {
+    variable_list out;
+    for (const Edge& input : inputs_) {
+      const HeldGradients& held = heldOf(stand_ins_.find(input.function.get())->second);
+      out.push_back(held.has_run ? held.gradients.at(input.input_nr) : at::Tensor());
+    }
+    return out;
+  }
+
+  /// Where the second backward begins: what the cuts hold leads to weights only. The stand-ins stay behind, and refuse any other backward. A cut that
+  /// no gradient has come to stays out.
+  std::vector<NodePtr> finish() {
+    std::vector<NodePtr> out;
+    for (Cut& cut : cuts_) {
+      HeldGradients& held = heldOf(cut.held);
+      if (!held.has_run) {
+        continue;
+      }
+      if (held.runs) {
+        held.runs->next_edges() = std::move(cut.next);
+        cut.next.clear();
+        for (uint32_t i = 0; i < held.runs->num_inputs(); ++i) {
+          cut.next.emplace_back(held.runs, i);
+        }
+        held.runs = {};
+      }
+      NodePtr& later = out.emplace_back(makeNode<HeldGradients>(held.sequence_nr(), std::move(cut.next)));
+      heldOf(later).role = HeldGradients::Role::kGives;
+      heldOf(later).gradients = std::move(held.gradients);
+    }
+    return out;
+  }
+
+  /// The graph as it was, as far as the failed backward has left it.
+  void undo() {
+    for (const Changed& changed : changed_) {
+      setEdge(*changed.node, changed.index, changed.edge);
+    }
+  }
+
+ private:
+  struct Cut {
+    NodePtr held;
+    edge_list next;  ///< late: where what it holds goes on; early: the node's edges in the second backward
+  };
+  struct Changed {
+    Node* node = nullptr;
+    size_t index = 0;
+    Edge edge;  ///< before
+  };
+
+  static void setEdge(Node& node, size_t index, const Edge& edge) {
+    node.next_edges()[index] = edge;
+    Node* inner = innerNode(node);
+    if (inner != nullptr && index > 0) {  // all but the first, which is the base's, are the inner node's too
+      inner->next_edges()[index] = edge;
+    }
+  }
+
+  void change(Node& node, size_t index, Edge edge) {
+    changed_.push_back({&node, index, node.next_edge(index)});
+    setEdge(node, index, edge);
+  }
+
+  void separate(Node& node) {
+    const auto stand_in = stand_ins_.find(&node);
+    if (stand_in != stand_ins_.end() && heldOf(stand_in->second).runs) {
+      return separateEarly(node, stand_in->second);
+    }
+    Cut cut;
+    for (size_t i = 0; i < node.next_edges().size(); ++i) {
+      const Edge edge = node.next_edge(i);
+      if (!edge.is_valid()) {
+        continue;
+      }
+      if (path_.contains(edge)) {
+        Edge there = along(edge);
+        if (there.function != edge.function) {
+          change(node, i, std::move(there));
+        }
+        continue;
+      }
+      if (!cut.held) {
+        cut.held = makeNode<HeldGradients>(node.sequence_nr());
+      }
+      addMetadata(*cut.held, edge.function->input_metadata(edge.input_nr));
+      change(node, i, Edge(cut.held, static_cast<uint32_t>(cut.next.size())));
+      cut.next.push_back(edge);
+    }
+    if (cut.held) {
+      cuts_.push_back(std::move(cut));
+    }
+  }
+
+  void separateEarly(Node& node, const NodePtr& stand_in) {
+    Cut cut{stand_in, node.next_edges()};
+    edge_list along_path(node.next_edges().size());
+    for (size_t i = 0; i < along_path.size(); ++i) {
+      const Edge edge = node.next_edge(i);
+      if (edge.is_valid() && path_.contains(edge)) {
+        along_path[i] = along(edge);
+        cut.next[i] = Edge();
+      } else if (edge.is_valid()) {
+        change(node, i, Edge());
+      }
+    }
+    stand_in->next_edges() = std::move(along_path);
+    cuts_.push_back(std::move(cut));
+  }
+
+  const PathToInputs& path_;
+  const edge_list& inputs_;
+  ska::flat_hash_map<Node*, NodePtr> stand_ins_;  ///< of inputs' nodes and early cuts
+  std::vector<Cut> cuts_;
+  std::vector<Changed> changed_;
+};
+
+/// Whether weights are computed from others, below an edge that leaves the path, by nodes that save tensors behind hooks, or may.
+bool unpacksAgain(const PathToInputs& path, const Edge& edge, std::unordered_set<Node*>& seen) {
+  std::vector<Node*> stack = {edge.function.get()};
+  while (!stack.empty()) {
+    Node* node = stack.back();
+    stack.pop_back();
+    if (!seen.insert(node).second) {
+      continue;
+    }
+    if (kindOf(*node) == NodeKind::kEarly ? hasSavedTensorHooks(*node) : !savesNothing(*node)) {
+      return true;
+    }
+    for (const Edge& next : node->next_edges()) {
+      if (next.is_valid() && !path.contains(next)) {
+        stack.push_back(next.function.get());
+      }
+    }
+  }
+  return false;
+}
+
+std::string whyCutFails(const PathToInputs& path, Node& node, bool has_saved_hooks, std::unordered_set<Node*>& seen) {
   for (const Edge& edge : node.next_edges()) {
-    if (isOff(path, edge) && edge.function->input_metadata(edge.input_nr).is_cpp_nested_tensor()) {
+    if (!edge.is_valid() || path.contains(edge)) {
+      continue;
+    }
+    if (edge.function->input_metadata(edge.input_nr).is_cpp_nested_tensor()) {
       return node.name() + " makes the gradient of a nested tensor";
+    }
+    if (has_saved_hooks && unpacksAgain(path, edge, seen)) {
+      return "a checkpoint, or other saved-tensor hooks, would unpack what " + edge.function->name() +
+             " computes weights from once more for their gradients";
     }
   }
   return {};
 }
 
 std::string whyWhole(const PathToInputs& path) {
+  bool has_saved_hooks = false;
+  for (const PathToInputs::Visit& visit : path.visits()) {
+    has_saved_hooks = has_saved_hooks || (visit.is_on_path && hasSavedTensorHooks(*visit.node));
+  }
+  std::unordered_set<Node*> seen;
   for (const PathToInputs::Visit& visit : path.visits()) {
     if (!visit.is_on_path) {
       continue;
     }
     std::string reason = whyNotSplit(*visit.node);
     if (reason.empty() && visit.has_edges_off_path) {
-      reason = whyCutFails(path, *visit.node);
+      reason = whyCutFails(path, *visit.node, has_saved_hooks, seen);
     }
     if (!reason.empty()) {
       return reason;
     }
   }
   return {};
+}
+
+/// A whole backward gives inputs gradients of their own memory, since it accumulates them: so here, where one shares it with what weights still wait
+/// for, with what was given, or with another input's.
+void giveOwnMemory(variable_list& found, const std::vector<NodePtr>& held, const variable_list& given) {
+  std::unordered_set<const void*> taken;
+  bool has_subclasses = false;
+  const auto take = [&](const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      has_subclasses = has_subclasses || tensor.key_set().has(c10::DispatchKey::Python);  // what it wraps cannot be seen
+      if (tensor.has_storage()) {
+        taken.insert(tensor.storage().unsafeGetStorageImpl());
+      }
+    }
+  };
+  for (const NodePtr& node : held) {
+    for (const at::Tensor& gradient : heldOf(node).gradients) {
+      take(gradient);
+    }
+  }
+  for (const at::Tensor& gradient : given) {
+    take(gradient);
+  }
+  for (at::Tensor& gradient : found) {
+    if (gradient.defined() && gradient.has_storage() && (has_subclasses || taken.count(gradient.storage().unsafeGetStorageImpl()) > 0)) {
+      gradient = gradient.clone();
+    }
+    take(gradient);
+  }
 }
 
 /// Throws where one input's gradient would have to come through another.
@@ -174,52 +335,6 @@ InputBackward wholeBackward(const edge_list& roots, const variable_list& gradien
   return out;
 }
 
-/// Prepares the graph: cuts, and hooks that release.
-std::vector<Cut> cutGraph(const PathToInputs& path) {
-  std::vector<Cut> cuts;
-  for (const PathToInputs::Visit& visit : path.visits()) {
-    if (!visit.is_on_path) {
-      continue;
-    }
-    const bool is_early = visit.has_edges_off_path && isEarly(*visit.node);
-    if (visit.has_edges_off_path) {
-      cuts.push_back(is_early ? cutEarly(path, *visit.node) : cutLate(path, *visit.node));
-    }
-    if (!is_early) {
-      visit.node->will_release_variables();
-      visit.node->add_post_hook(std::make_unique<ReleaseAfter>(visit.node));
-    }
-  }
-  return cuts;
-}
-
-/// The first backward: captured gradients go to their cuts, the inputs' are returned.
-variable_list runFirst(const edge_list& roots, const variable_list& gradients, edge_list wanted, const std::vector<Cut>& cuts) {
-  const size_t num_inputs = wanted.size();
-  for (const Cut& cut : cuts) {
-    wanted.insert(wanted.end(), cut.captured.begin(), cut.captured.end());
-  }
-  variable_list found =
-      Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/false, wanted);
-  size_t taken = num_inputs;
-  for (const Cut& cut : cuts) {
-    variable_list& held = static_cast<HeldGradients&>(*cut.held).gradients;
-    for (size_t i = 0; i < cut.captured.size(); ++i) {
-      held.push_back(std::move(found[taken++]));
-    }
-  }
-  found.resize(num_inputs);
-  return found;
-}
-
-/// After the first backward: an early cut computes nothing along the path any more, and what was held goes on from its cut.
-void goOnFrom(Cut& cut) {
-  for (const size_t edge : cut.severed) {
-    cut.next.front().function->next_edges()[edge] = Edge();
-  }
-  cut.held->next_edges() = std::move(cut.next);
-}
-
 }  // namespace
 
 void WeightBackward::run() {
@@ -245,27 +360,34 @@ InputBackward backwardInputs(edge_list roots, variable_list gradients, const std
   if (!reason.empty()) {
     return wholeBackward(roots, gradients, inputs, std::move(reason));
   }
+  InputBackward out;
+  out.gradients.resize(inputs.size());
   edge_list first_roots;
   variable_list first_gradients;
   edge_list later_roots;
   variable_list later_gradients;
   for (size_t i = 0; i < roots.size(); ++i) {
     const bool is_first = path.contains(roots[i]);
-    (is_first ? first_roots : later_roots).push_back(std::move(roots[i]));
-    (is_first ? first_gradients : later_gradients).push_back(std::move(gradients[i]));
+    (is_first ? first_roots : later_roots).push_back(roots[i]);
+    (is_first ? first_gradients : later_gradients).push_back(gradients[i]);
   }
-  InputBackward out;
-  out.gradients.resize(inputs.size());
   if (!first_roots.empty()) {
-    std::vector<Cut> cuts = cutGraph(path);
-    out.gradients = runFirst(first_roots, first_gradients, std::move(wanted), cuts);
-    for (Cut& cut : cuts) {
-      variable_list& held = static_cast<HeldGradients&>(*cut.held).gradients;
-      if (std::any_of(held.begin(), held.end(), [](const at::Tensor& gradient) { return gradient.defined(); })) {
-        later_roots.emplace_back(cut.held, cut.held->add_input_metadata(trigger()));
-        later_gradients.push_back(trigger());
-      }
-      goOnFrom(cut);
+    SeparatedPath separated(path, wanted);
+    for (Edge& root : first_roots) {
+      root = separated.along(root);
+    }
+    try {
+      Engine::get_default_engine().execute(first_roots, first_gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true, {});
+    } catch (...) {
+      separated.undo();
+      throw;
+    }
+    out.gradients = separated.inputGradients();
+    const std::vector<NodePtr> held = separated.finish();
+    giveOwnMemory(out.gradients, held, gradients);
+    for (const NodePtr& node : held) {
+      later_roots.emplace_back(node, node->add_input_metadata(trigger()));
+      later_gradients.push_back(trigger());
     }
   }
   out.weights = {std::move(later_roots), std::move(later_gradients)};

@@ -38,12 +38,14 @@ struct InputBackward {
 /// altered and in part released; nothing else may run backward through it, before or after.
 ///
 /// Zero bubble pipelines (Qi et al., 2023, section 2) split a backward so. Here, node by node of the eager graph between roots and inputs
-/// (`PathToInputs`), where an edge leaves that path towards weights:
-/// - early cut (products without hooks): the node runs now for its input gradients, and once more in the weights' part for the rest, from the
-/// gradients
-///   that were captured on their way into it. Its edges on the path are severed, so that it computes nothing twice.
-/// - late cut (all else): the node runs once, now; its gradient of the weight is held until the weights' part (`HeldGradients`).
-/// Roots off the path belong to the weights' part altogether. Every other node on the path releases what it saved as soon as it has run.
+/// (`PathToInputs`): for the first backward the path is made a graph of its own, whose exits are `HeldGradients`. One stands for each input. Where an
+/// edge leaves the path towards weights, there is a cut:
+/// - early (products without hooks): the node runs now for its input gradients, behind a stand-in that keeps what comes in, and once more in the
+/// weights'
+///   part for the rest. It has only the edges that it is to compute for, so that nothing is computed twice.
+/// - late (all else): the node runs once, now; its gradient of the weight is held.
+/// Roots off the path belong to the weights' part altogether. Every other node on the path releases what it saved as soon as it has run, as in any
+/// backward.
 ///
 /// Throws InvalidArgument for inputs that depend on one another, and where the backward has to be whole for inputs that are no leaves.
 InputBackward backwardInputs(torch::autograd::edge_list roots, torch::autograd::variable_list gradients, const std::vector<at::Tensor>& inputs);
