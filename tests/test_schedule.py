@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torch_xmesh.pipeline import Costs, EdgeCosts, Schedule, StageCosts, simulate
+from torch_xmesh.pipeline.engine.auto import first_schedule
 from torch_xmesh.pipeline.engine.setup import schedule_of
 
 
@@ -129,17 +130,14 @@ def test_torch_plays_every_schedule_on_any_places(name: str, raw: list[int], num
     assert [cell for cell in done if "_" not in cell] == sorted(everything)
 
 
-def test_auto_by_places() -> None:
-    """Stages dealt out in turn are interleaved, any others run eagerly; nobody keeps all microbatches."""
-    for places, name in (
-        ([0, 1, 2], "eager_1f1b"),
-        ([0, 1, 0, 1], "interleaved_1f1b"),
-        ([0, 1, 1, 0], "eager_1f1b"),
-        ([0, 0, 1, 1], "eager_1f1b"),
-    ):
-        schedule = schedule_of("auto", places, 16)
-        assert schedule.name == name
-        assert max(schedule.peak_in_flight) < 16
+def test_autos_first_step_splits_backwards() -> None:
+    """So that F, I and W are measured; under a limit with one microbatch in flight."""
+    for places in ([0, 1, 2], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]):
+        for limit, peak in ((None, max(places) * 2 + 2), (1, 1)):
+            schedule = first_schedule(places, 16, limit)
+            schedule.validate()
+            assert any("I" in action for action in schedule.actions(0))
+            assert max(schedule.peak_in_flight) <= peak
 
 
 def test_csv_round_trip(tmp_path: Path) -> None:

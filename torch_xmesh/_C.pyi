@@ -340,7 +340,7 @@ class StageValues:
     """What a stage takes and gives: values by name, and which inputs the user passes."""
 
     def __init__(
-        self, stage: int, inputs: Sequence[str], outputs: Sequence[str], model_positions: Sequence[int]
+        self, stage: int, inputs: Sequence[str], outputs: Sequence[str], model_positions: Sequence[int], is_alone: bool
     ) -> None: ...
 
 class EdgeValues:
@@ -386,6 +386,7 @@ class PipelinePlace:
         edges: Sequence[EdgePlans],
         model_inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]],
         has_backward: bool,
+        is_measured: bool,
         loss_weights: Sequence[float],
     ) -> None:
         """Runs the place's actions once. ``model_inputs``: by stage, then microbatch; ``loss_weights``: by microbatch,
@@ -393,6 +394,11 @@ class PipelinePlace:
     @property
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""
+    def may_run_early(self, stage: int) -> bool:
+        """Whether a W of the stage may run before its turn, where the place would wait."""
+    @property
+    def weight_bytes(self) -> dict[int, int]:
+        """By stage, of the last measured step: the most bytes that waited for a W."""
     @property
     def whole_because(self) -> dict[int, str]:
         """By stage of this rank whose backward I and W did not split: why."""

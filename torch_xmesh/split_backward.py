@@ -38,8 +38,8 @@ def split_backward(
 
     Returns:
         the inputs' gradients, as ``torch.autograd.grad`` gives them (None where no output depends on one), and
-        ``run_weight_grads``, to be called once, from any thread. ``run_weight_grads.whole_because`` is None, or says why
-        the backward could not be split: it has then run as a whole, and the second half does nothing.
+        ``run_weight_grads``, to be called once, from any thread. Its ``whole_because`` is None, or says why the
+        backward could not be split: it has then run as a whole, and the second half does nothing.
 
     Raises:
         ValueError: arguments that do not fit together.

@@ -73,6 +73,11 @@ void PipelineBoundary::postReceive(const Transfer& transfer) {
   receives_.insert_or_assign(transfer, begin(transfer, {}, buffersFor(transfer), false));
 }
 
+bool PipelineBoundary::hasArrived(const Transfer& transfer) const {
+  const auto found = receives_.find(transfer);
+  return found == receives_.end() || found->second.call->isCompleted();
+}
+
 void PipelineBoundary::waitReceive(const Transfer& transfer) {
   auto found = receives_.find(transfer);
   core::require(found != receives_.end(), "a value is needed before it is made: the schedule is not valid");

@@ -41,6 +41,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   void endStep();
 
   void postReceive(const runtime::Transfer& transfer) override;
+  bool hasArrived(const runtime::Transfer& transfer) const override;
   void waitReceive(const runtime::Transfer& transfer) override;
   void send(const runtime::Transfer& transfer) override;
   void flush() override { traffic_->flush(); }

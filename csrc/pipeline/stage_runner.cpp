@@ -7,9 +7,11 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/error.h"
+#include "pipeline/collective_watch.h"
 
 namespace xmesh::pipeline {
 
@@ -54,9 +56,13 @@ StageRunner::StageRunner(std::vector<StageValues> stages, std::vector<EdgeValues
 void StageRunner::beginStep(StepInputs inputs) {
   flights_.clear();
   step_ = std::move(inputs);
+  weight_bytes_.clear();
 }
 
 void StageRunner::endStep() {
+  for (auto& [stage, shared] : shared_weights_) {
+    shared.is_known = shared.is_known || shared.has_run;
+  }
   flights_.clear();
   step_ = {};
 }
@@ -200,6 +206,9 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
   Roots roots = takeRoots(stage, flight);
   InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs);
   flight.weights = std::move(done.weights);
+  if (step_.is_measured) {
+    weight_bytes_[stage] = std::max(weight_bytes_[stage], flight.weights.heldBytes());
+  }
   if (done.whole_because.empty()) {
     whole_because_.erase(stage);
   } else {
@@ -216,7 +225,22 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
 
 void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
   WeightBackward weights = std::exchange(flight(stage, microbatch).weights, {});
+  if (valuesOf(stage).is_alone) {
+    return weights.run();
+  }
+  SharedWeights& shared = shared_weights_[stage];
+  const CollectiveWatch watch;
   weights.run();
+  shared.has_run = true;
+  shared.has_collective = shared.has_collective || watch.hasSeen();
+}
+
+bool StageRunner::mayRunEarly(int32_t stage) const {
+  if (valuesOf(stage).is_alone) {
+    return true;
+  }
+  const auto found = shared_weights_.find(stage);
+  return found != shared_weights_.end() && found->second.is_known && !found->second.has_collective;
 }
 
 /// Gives values, or gradients, to stages of this rank that need no transfer.

@@ -41,6 +41,7 @@ struct StageValues {
   std::vector<std::string> inputs;       ///< names of its input values, in order
   std::vector<std::string> outputs;      ///< names of its output values
   std::vector<int64_t> model_positions;  ///< those inputs that the user passes
+  bool is_alone = false;                 ///< its mesh is this rank only
 };
 
 /// What a stage's forward returns: its outputs, and on the last stage the microbatch's loss.
@@ -54,6 +55,7 @@ struct StepInputs {
   /// By stage of this rank and microbatch: the model's inputs, in the order of StageValues::model_positions.
   std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
   bool has_backward = true;
+  bool is_measured = false;          ///< what waits between I and W is counted
   std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
 };
 
@@ -78,6 +80,11 @@ class StageRunner final : public runtime::ActionRunner {
   void endStep();
 
   void run(const core::Action& action) override;
+  /// True of a stage alone on its mesh, and of one whose W have called no collective in any step so far: others of its mesh may be elsewhere in their
+  /// lists.
+  bool mayRunEarly(int32_t stage) const override;
+  /// By stage, of the last measured step: the most bytes that waited for a W.
+  const std::map<int32_t, int64_t>& weightBytes() const { return weight_bytes_; }
   void release(const core::Action& action) override;
 
   /// The values of an edge for its consumer, which nobody else refers to and the microbatch holds until its backward has ended.
@@ -139,6 +146,14 @@ class StageRunner final : public runtime::ActionRunner {
   double loss_gradient_weight_ = 0;
   std::map<std::pair<int32_t, int32_t>, Flight> flights_;
   std::map<int32_t, std::string> whole_because_;
+  std::map<int32_t, int64_t> weight_bytes_;
+  /// Of stages that are not alone. A step's W run in the list's order until one step has shown that they call no collective.
+  struct SharedWeights {
+    bool has_run = false;  ///< in this step
+    bool has_collective = false;
+    bool is_known = false;  ///< an earlier step has run them all
+  };
+  std::map<int32_t, SharedWeights> shared_weights_;
 };
 
 }  // namespace xmesh::pipeline

@@ -1,6 +1,9 @@
 #include "runtime/engine.h"
 
+#include <algorithm>
 #include <chrono>
+#include <map>
+#include <utility>
 
 namespace xmesh::runtime {
 
@@ -10,12 +13,18 @@ using core::Crossing;
 std::vector<PlaceStep> placeProgram(const std::vector<Action>& actions, const std::vector<PlaceEdge>& edges) {
   std::vector<PlaceStep> out;
   out.reserve(actions.size());
+  std::map<std::pair<int32_t, int32_t>, size_t> input_steps;
   for (const Action& action : actions) {
     PlaceStep& step = out.emplace_back();
     step.action = action;
     const Crossing crossing = core::crossingOf(action.kind);
     if (crossing == Crossing::kNothing) {
+      const auto found = input_steps.find({action.stage, action.microbatch});
+      step.input_step = found == input_steps.end() ? std::nullopt : std::optional(found->second);
       continue;
+    }
+    if (action.kind == core::ActionKind::kBackwardInput) {
+      input_steps.emplace(std::pair(action.stage, action.microbatch), out.size() - 1);
     }
     const bool is_forward = crossing == Crossing::kValues;
     for (size_t i = 0; i < edges.size(); ++i) {
@@ -43,15 +52,23 @@ void Engine::run(const std::vector<PlaceStep>& steps, ActionRunner& runner, Boun
   spans_.clear();
   spans_.reserve(2 * steps.size());
   failed_action_.reset();
+  std::vector<bool> is_done(steps.size(), false);
   Posted posted;
   postReceives(steps, 0, posted, traffic);
   traffic.flush();
   for (size_t i = 0; i < steps.size(); ++i) {
+    if (is_done[i]) {
+      continue;
+    }
     const PlaceStep& step = steps[i];
+    if (options_.overlap) {
+      runWeightsEarly(steps, i, is_done, runner, traffic);
+    }
     waitReceives(step, traffic);
     posted.ahead -= step.receives.empty() ? 0 : 1;
     traffic.check();
     compute(step.action, runner);
+    is_done[i] = true;
     for (const Transfer& transfer : step.sends) {
       traffic.send(transfer);
     }
@@ -74,6 +91,28 @@ void Engine::postReceives(const std::vector<PlaceStep>& steps, size_t current, P
       traffic.postReceive(transfer);
     }
     posted.ahead += steps[posted.next].receives.empty() ? 0 : 1;
+  }
+}
+
+void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current, std::vector<bool>& is_done, ActionRunner& runner,
+                             BoundaryTraffic& traffic) {
+  const auto hasArrived = [&] {
+    const std::vector<Transfer>& receives = steps[current].receives;
+    return std::all_of(receives.begin(), receives.end(), [&](const Transfer& transfer) { return traffic.hasArrived(transfer); });
+  };
+  for (size_t next = current + 1; next < steps.size() && !hasArrived(); ++next) {
+    const PlaceStep& step = steps[next];
+    if (is_done[next] || core::flightChangeOf(step.action.kind) != core::FlightChange::kEnds) {
+      continue;
+    }
+    const bool is_ready = step.action.kind == core::ActionKind::kBackwardWeight && step.input_step && is_done[*step.input_step];
+    if (!is_ready || !runner.mayRunEarly(step.action.stage)) {
+      return;
+    }
+    traffic.check();
+    compute(step.action, runner);
+    is_done[next] = true;
+    runner.release(step.action);
   }
 }
 

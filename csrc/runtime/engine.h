@@ -28,6 +28,8 @@ class ActionRunner {
   virtual void run(const core::Action& action) = 0;
   /// What the action made has been handed to the traffic: what only that needed may go.
   virtual void release(const core::Action& action) = 0;
+  /// Whether a stage's W may run before the place's list comes to it: it communicates with nobody.
+  virtual bool mayRunEarly(int32_t stage) const = 0;
 };
 
 /// Moves values between the stages of different places, in the background. Called on the thread that runs the engine.
@@ -36,6 +38,8 @@ class BoundaryTraffic {
   virtual ~BoundaryTraffic() = default;
   /// Makes room for a transfer that will come, with the next flush(). Does not block.
   virtual void postReceive(const Transfer& transfer) = 0;
+  /// Whether waitReceive() would return at once, or throw.
+  virtual bool hasArrived(const Transfer& transfer) const = 0;
   /// Waits for a posted transfer and gives it to its stage.
   virtual void waitReceive(const Transfer& transfer) = 0;
   /// Sends what the stage has made, with the next flush(). Does not block.
@@ -62,6 +66,7 @@ struct PlaceStep {
   core::Action action;
   std::vector<Transfer> receives;
   std::vector<Transfer> sends;
+  std::optional<size_t> input_step;  ///< of W: the step of its I, if the list has that
 };
 
 /// One place's list of actions with its communication. Edges are those that cross the network; edge i of a Transfer is edges[i].
@@ -87,8 +92,9 @@ struct EngineOptions {
 int64_t steadyNanoseconds();
 
 /// Runs the list of one place on a runner and a traffic, in order. Receives are posted ahead, first needed first; a value is sent as soon as its
-/// action has ended and waited for only where it is needed. No action begins once the pipeline has failed. Threading: run() on one thread at a time;
-/// describe() on any. Runner and traffic must outlive run().
+/// action has ended and waited for only where it is needed. Before it waits, with overlap, it runs the next W of the list, if that may run early, its
+/// I is done and no B stands before it: gradients are added up in the list's order, whatever comes late. No action begins once the pipeline has
+/// failed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must outlive run().
 class Engine {
  public:
   explicit Engine(EngineOptions options) : options_(options) {}
@@ -114,6 +120,9 @@ class Engine {
   void enter(State state, const core::Action& action = {});
   void compute(const core::Action& action, ActionRunner& runner);
   void waitReceives(const PlaceStep& step, BoundaryTraffic& traffic);
+  /// Runs W of later steps until what step `current` needs has arrived, or there is none to run.
+  void runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current, std::vector<bool>& is_done, ActionRunner& runner,
+                       BoundaryTraffic& traffic);
 
   const EngineOptions options_;
   std::vector<EngineSpan> spans_;

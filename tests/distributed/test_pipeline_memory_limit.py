@@ -38,7 +38,8 @@ def engine_of(**options: Any) -> xm.PipelineEngine:
     """Of a model on meta, whose costs are counted, not timed."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block() for _ in range(4)))
-    settings: dict[str, Any] = {"split": "auto", "num_microbatches": 4, "loss_fn": F.mse_loss, **options}
+    defaults = {"split": "auto", "schedule": "eager_1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss}
+    settings: dict[str, Any] = {**defaults, **options}
     meshes = [xm.Mesh([0]), xm.Mesh([1])]
     return xm.PipelineEngine(
         model,
@@ -91,7 +92,7 @@ def refused(rank: int, world_size: int, options: dict[str, Any]) -> str:
     [
         ({"memory_limit_bytes": 1000}, "keeps memory_limit_bytes=1000: the largest single module call needs"),
         ({"memory_limit_bytes": LIMIT, "schedule": "gpipe"}, "in flight (by stage: [4, 4])"),
-        ({"memory_limit_bytes": LIMIT, "split": xm.split_at("2")}, 'is for split="auto"'),
+        ({"memory_limit_bytes": LIMIT, "split": xm.split_at("2"), "schedule": "1f1b"}, 'is for split="auto"'),
     ],
 )
 def test_limit_that_nothing_keeps(options: dict[str, Any], text: str) -> None:

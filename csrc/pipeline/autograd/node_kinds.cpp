@@ -23,43 +23,45 @@ const T& as(const Node& node) {
   return static_cast<const T&>(node);
 }
 
+using Saved = std::array<const torch::autograd::SavedVariable*, 2>;
+
 /// A type of node, by its name: type_info is not equal for all of them across shared libraries.
 struct NodeType {
   std::string_view name;
   NodeKind kind = NodeKind::kLate;
-  bool (*has_saved_hooks)(const Node&) = nullptr;
+  Saved (*saved)(const Node&) = nullptr;
 };
 
 constexpr std::array kTypes = {
     NodeType{"torch::autograd::generated::AddmmBackward0", NodeKind::kEarly,
              [](const Node& node) {
                const auto& self = as<generated::AddmmBackward0>(node);
-               return self.mat1_.has_hooks() || self.mat2_.has_hooks();
+               return Saved{&self.mat1_, &self.mat2_};
              }},
     NodeType{"torch::autograd::generated::MmBackward0", NodeKind::kEarly,
              [](const Node& node) {
                const auto& self = as<generated::MmBackward0>(node);
-               return self.self_.has_hooks() || self.mat2_.has_hooks();
+               return Saved{&self.self_, &self.mat2_};
              }},
     NodeType{"torch::autograd::generated::BmmBackward0", NodeKind::kEarly,
              [](const Node& node) {
                const auto& self = as<generated::BmmBackward0>(node);
-               return self.self_.has_hooks() || self.mat2_.has_hooks();
+               return Saved{&self.self_, &self.mat2_};
              }},
     NodeType{"torch::autograd::generated::BaddbmmBackward0", NodeKind::kEarly,
              [](const Node& node) {
                const auto& self = as<generated::BaddbmmBackward0>(node);
-               return self.batch1_.has_hooks() || self.batch2_.has_hooks();
+               return Saved{&self.batch1_, &self.batch2_};
              }},
     NodeType{"torch::autograd::generated::LinearBackward0", NodeKind::kEarly,
              [](const Node& node) {
                const auto& self = as<generated::LinearBackward0>(node);
-               return self.input_.has_hooks() || self.weight_.has_hooks();
+               return Saved{&self.input_, &self.weight_};
              }},
     NodeType{"torch::autograd::generated::ConvolutionBackward0", NodeKind::kEarly,
              [](const Node& node) {
                const auto& self = as<generated::ConvolutionBackward0>(node);
-               return self.input_.has_hooks() || self.weight_.has_hooks();
+               return Saved{&self.input_, &self.weight_};
              }},
     NodeType{"torch::autograd::CopySlices", NodeKind::kCopySlices},
     NodeType{"torch::autograd::PyNode", NodeKind::kPython},
@@ -90,7 +92,26 @@ NodeKind kindOf(const Node& node) { return typeOf(node).kind; }
 
 bool hasSavedTensorHooks(const Node& node) {
   const NodeType& type = typeOf(node);
-  return type.has_saved_hooks != nullptr && type.has_saved_hooks(node);
+  if (type.saved == nullptr) {
+    return false;
+  }
+  const Saved saved = type.saved(node);
+  return std::any_of(saved.begin(), saved.end(), [](const auto* one) { return one->has_hooks(); });
+}
+
+std::vector<at::Tensor> savedTensors(const Node& node) {
+  std::vector<at::Tensor> out;
+  const NodeType& type = typeOf(node);
+  if (type.saved == nullptr) {
+    return out;
+  }
+  for (const torch::autograd::SavedVariable* one : type.saved(node)) {
+    const std::optional<at::Tensor> tensor = one->get_raw_data();
+    if (tensor && tensor->defined()) {
+      out.push_back(*tensor);
+    }
+  }
+  return out;
 }
 
 bool hasHooks(Node& node) {

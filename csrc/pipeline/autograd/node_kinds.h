@@ -1,9 +1,11 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace xmesh::pipeline {
 
@@ -20,6 +22,8 @@ NodeKind kindOf(const torch::autograd::Node& node);
 /// Whether a node that could be cut early keeps a tensor behind saved-tensor hooks, so that each run unpacks it again (a checkpoint: computes it
 /// again). False for types whose saved tensors cannot be looked at.
 bool hasSavedTensorHooks(const torch::autograd::Node& node);
+/// What a node that could be cut early has saved, without hooks and leaves.
+std::vector<at::Tensor> savedTensors(const torch::autograd::Node& node);
 /// Whether anyone listens to the node's gradients: a tensor hook, a node's hook, retain_grad().
 bool hasHooks(torch::autograd::Node& node);
 /// The node that a kCopySlices runs inside, with the same next edges from the second on; null for others.

@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "core/error.h"
@@ -343,6 +345,34 @@ void WeightBackward::run() {
   if (!roots.empty()) {
     Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true, {});
   }
+}
+
+int64_t WeightBackward::heldBytes() const {
+  std::unordered_map<const void*, int64_t> sizes;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.has_storage()) {
+      sizes[tensor.storage().unsafeGetStorageImpl()] = static_cast<int64_t>(tensor.storage().nbytes());
+    }
+  };
+  for (const Edge& root : roots_) {
+    if (const auto* held = dynamic_cast<const HeldGradients*>(root.function.get())) {
+      std::for_each(held->gradients.begin(), held->gradients.end(), add);
+      for (const Edge& next : held->next_edges()) {
+        for (const at::Tensor& saved : savedTensors(*next.function)) {
+          const bool is_weight = saved.is_view() ? saved._base().is_leaf() && saved._base().requires_grad()
+                                                 : saved.is_leaf() && saved.grad_fn() == nullptr && saved.requires_grad();
+          if (!is_weight) {
+            add(saved);
+          }
+        }
+      }
+    }
+  }
+  int64_t sum = 0;
+  for (const auto& [storage, num_bytes] : sizes) {
+    sum += num_bytes;
+  }
+  return sum;
 }
 
 InputBackward backwardInputs(edge_list roots, variable_list gradients, const std::vector<at::Tensor>& inputs) {

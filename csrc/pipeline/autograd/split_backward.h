@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,8 @@ class WeightBackward {
 
   /// Adds to the `.grad` of every leaf that the outputs depend on past the inputs, hooks included, what one whole backward would have added. Once.
   void run();
+  /// The memory that waits for run(): of gradients, and of what early cuts saved, leaves apart.
+  int64_t heldBytes() const;
 
  private:
   torch::autograd::edge_list roots_;

@@ -30,6 +30,8 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
     }
   }
   void release(const Action& action) override { log.push_back("release " + action.str()); }
+  bool mayRunEarly(int32_t /*stage*/) const override { return runs_early; }
+  bool hasArrived(const Transfer& transfer) const override { return late.count(text(transfer)) == 0; }
   void postReceive(const Transfer& transfer) override {
     log.push_back("post " + text(transfer));
     posted.insert(transfer);
@@ -51,8 +53,10 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
   std::vector<std::string> log;
   std::set<Transfer> posted;
   size_t peak_posted = 0;
-  std::string fails;        ///< the action that throws
-  std::string fails_after;  ///< the line after which the traffic has failed
+  bool runs_early = false;
+  std::set<std::string> late;  ///< transfers that arrive only when they are waited for
+  std::string fails;           ///< the action that throws
+  std::string fails_after;     ///< the line after which the traffic has failed
 };
 
 std::vector<PlaceStep> middleOfThree(int32_t num_microbatches) {
@@ -100,6 +104,32 @@ TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
   EXPECT_EQ(engine.spans()[1].action.str(), "1F0");
   EXPECT_LE(engine.spans()[1].begin_ns, engine.spans()[1].end_ns);
   EXPECT_EQ(engine.describe(), "is between steps");
+}
+
+/// The second F's value comes late: W that are ready run before it, in the list's order and not past a B.
+TEST(Engine, RunsWeightsBeforeItWaits) {
+  const auto order = [](const std::string& list, bool runs_early, std::set<std::string> late) {
+    Recorder recorder;
+    recorder.runs_early = runs_early;
+    recorder.late = std::move(late);
+    std::vector<Action> actions;
+    for (size_t begin = 0; begin < list.size(); begin = list.find(' ', begin) == std::string::npos ? list.size() : list.find(' ', begin) + 1) {
+      actions.push_back(Action::parse(list.substr(begin, list.find(' ', begin) - begin)));
+    }
+    Engine engine({true, 4});
+    engine.run(placeProgram(actions, {{0, 1, true, false, true}}), recorder, recorder);
+    std::string ran;
+    for (const std::string& line : recorder.log) {
+      ran += line.size() == 3 ? (ran.empty() ? "" : " ") + line : "";
+    }
+    return ran;
+  };
+  const std::string list = "1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2";
+  EXPECT_EQ(order(list, true, {}), list);
+  EXPECT_EQ(order(list, false, {"v0.1"}), list);
+  EXPECT_EQ(order(list, true, {"v0.1"}), "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2");
+  EXPECT_EQ(order(list, true, {"v0.2"}), list) << "both have run already";
+  EXPECT_EQ(order("1F0 1I0 1F1 1B1 1W0", true, {"v0.1"}), "1F0 1I0 1F1 1B1 1W0") << "B1 adds to the gradients before W0 does";
 }
 
 TEST(Engine, PostsReceivesAheadFirstNeededFirstAndBounded) {

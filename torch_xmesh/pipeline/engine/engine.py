@@ -68,10 +68,16 @@ class PipelineEngine:
             the buffers (batch norm's statistics) of the first one.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
             (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
-        memory_limit_bytes: for ``split="auto"`` only: what no stage may exceed; ValueError if no split keeps it. It
-            counts parameters with gradients and two optimizer states, and what a stage receives and autograd keeps of
-            as many microbatches as the schedule has in flight there; all before `parallelize` and `data_axis` share it
-            out over ranks. Stages on the same ranks have the limit each.
+        schedule: a name, one of ``xm.Schedule.names()`` or torch's, a CSV, an :class:`Schedule`; or "auto": the first
+            training step is measured, and from the second on runs the one that :func:`choose_schedule` takes for the
+            fastest. Its order is static but for one thing: before it waits for a value, a place runs a W that comes
+            later in its list, where the stage is on one rank, or its W have been seen to call no collective.
+        memory_limit_bytes: for ``schedule="auto"``: what the stages of no place may hold together; if no schedule keeps
+            it, the step after the measured one is a ValueError that names the smallest limit that one would. And for
+            ``split="auto"``: what no stage may exceed; ValueError if no split keeps it. It counts parameters with
+            gradients and two optimizer states, and what a stage receives and autograd keeps of as many microbatches as
+            the schedule has in flight there; in ``split="auto"`` all before `parallelize` and `data_axis` share it out
+            over ranks, and stages on the same ranks have the limit each.
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
             Without output_merge_spec a tensor without dims in the output, such as a loss, comes as one entry per
             microbatch.
@@ -365,8 +371,9 @@ class PipelineEngine:
 
     def summary(self) -> str:
         """The last step in a table: what each rank computed, and how long it waited before and meanwhile; and which
-        stages' backwards I and W could not split, and why. Called by all ranks. Clocks of other machines are read by
-        round trips: times between these are as right as half of one."""
+        stages' backwards I and W could not split, and why; and, with ``schedule="auto"``, what schedules were
+        considered, with predicted steps and peaks. Called by all ranks. Clocks of other machines are read by round
+        trips: times between these are as right as half of one."""
         text = table(self._events())
         with self._guarded():
             told = self._transfers.gather("whole_because", self._place.core.whole_because)
@@ -375,6 +382,8 @@ class PipelineEngine:
             f"stage {stage}: I is the whole backward and W nothing, since {reason}"
             for stage, reason in sorted(reasons.items())
         ]
+        if self._place.auto is not None:
+            lines += ["", self._place.auto.text]
         return "\n".join([text, *lines])
 
     @property

@@ -11,6 +11,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
 from torch_xmesh.pipeline.engine.agreement import exchange_of, model_fields, options_fields, with_agreed_ties
+from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Placed, edges_of
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
@@ -43,6 +44,7 @@ class EnginePlace:
         transfers: all that moves between the ranks.
         meshes: of every stage.
         partition, schedule, boundaries: of the whole model.
+        auto: chooses the schedule after the first training step, or None.
         index: this rank's place in the schedule; `stages` are the place's.
         works, named: by stage of this rank, its work, and its parameters by name.
         edges: those that begin or end here, as `core` counts them.
@@ -71,7 +73,12 @@ class EnginePlace:
         self.names_stages = not isinstance(model, nn.Module)
         rank = transfers.rank
         check_options(model, options)
-        self.schedule = schedule_of(options.schedule, places, options.num_microbatches)
+        self.auto = AutoSchedule(options.memory_limit_bytes) if options.schedule == "auto" else None
+        self.schedule = (
+            schedule_of(options.schedule, places, options.num_microbatches)
+            if self.auto is None
+            else first_schedule(places, options.num_microbatches, options.memory_limit_bytes)
+        )
         plan_options = PlanOptions.of(options.strategy, options.topology)
         transfers.traffic.meet(
             options_fields(self.meshes, self.schedule, model=model, options=options, plan_options=plan_options)
@@ -117,7 +124,7 @@ class EnginePlace:
     def _cut(
         self, model: Any, args: Any, kwargs: Any, *, split: SplitAt | str | None, memory_limit_bytes: int | None
     ) -> Partition:
-        check_limit(split, memory_limit_bytes)
+        check_limit(split, memory_limit_bytes if self.auto is None else None)
         num_stages = len(self.meshes)
         specs = {"args_chunk_spec": self.chunk_specs["args"], "kwargs_chunk_spec": self.chunk_specs["kwargs"]}
         if isinstance(model, nn.Module) and split == "auto":
@@ -210,7 +217,9 @@ class EnginePlace:
         for stage in self.stages:
             program = self.partition.stages[stage]
             positions = [program.input_values.index(name) for name in program.model_inputs]
-            stages.append(_C.StageValues(stage, list(program.input_values), list(program.output_values), positions))
+            is_alone = len(self.meshes[stage].ranks) == 1
+            inputs, outputs = list(program.input_values), list(program.output_values)
+            stages.append(_C.StageValues(stage, inputs, outputs, positions, is_alone))
         self.edges = [
             edge for edge in self.boundaries.edges if edge.from_stage in self.stages or edge.to_stage in self.stages
         ]

@@ -69,15 +69,11 @@ def check_model(model: Any, what: str) -> None:
 
 def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:
     """The schedule that a user means: an object, a CSV, or a name. Raises ValueError where it does not fit."""
-    num_stages, num_places = len(places), max(places) + 1
+    num_stages = len(places)
     if not isinstance(given, str | Schedule):
         given = schedule_name(given)
     if isinstance(given, Schedule):
         schedule = given
-    elif given == "auto":
-        cyclic = places == [stage % num_places for stage in range(num_stages)]
-        name = "interleaved_1f1b" if cyclic and num_places < num_stages else "eager_1f1b"
-        schedule = Schedule.make(name, num_stages, num_microbatches, place_of_stage=places)
     elif "," in given or "\n" in given:
         schedule = Schedule.from_csv(given)
     else:

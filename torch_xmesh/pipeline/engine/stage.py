@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.cut.partition import Partition
+from torch_xmesh.pipeline.engine.auto import MemoryMeter
 from torch_xmesh.pipeline.engine.boundary import Boundaries
 from torch_xmesh.pipeline.ranks.dtensors import activation_mesh, to_local, with_waited_gradient
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
@@ -31,6 +32,7 @@ class StepState:
         self.sizes = list(sizes)
         self.is_train = is_train
         self.keeps_outputs = True
+        self.meter: MemoryMeter | None = None  # of the first microbatch
         self.targets: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, dict[str, torch.Tensor]] = {}
@@ -227,4 +229,7 @@ class StageForward:
         self, stage: int, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         assert self.step is not None
-        return self.works[stage].run(self.step, microbatch, inputs)
+        work, step = self.works[stage], self.step
+        if step.meter is not None and microbatch == 0:
+            return step.meter.around(lambda: work.run(step, microbatch, inputs), stage, inputs)
+        return work.run(step, microbatch, inputs)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs, loss_weights
+from torch_xmesh.pipeline.cut.profile_memory import tensors_in
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
+from torch_xmesh.pipeline.engine.auto import MemoryMeter
 from torch_xmesh.pipeline.engine.batch import (
     local_microbatches,
     microbatch_columns,
@@ -105,6 +107,8 @@ class EngineSteps:
         self._cut(given, order)
         state.targets = given.targets
         schedule = place.schedule.core if is_train else place.schedule.core.forwards()
+        auto = place.auto if is_train and place.auto is not None and place.auto.is_open else None
+        state.meter = None if auto is None else MemoryMeter(place, tensors_in((given.tree, given.target)))
         if is_train:
             place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
@@ -113,7 +117,8 @@ class EngineSteps:
             scale = self._loss_scale()
             weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            place.core.run(schedule, place.index, self._runs, sized.plans(sizes), given.inputs, is_train, weights)
+            plans, is_measured = sized.plans(sizes), auto is not None
+            place.core.run(schedule, place.index, self._runs, plans, given.inputs, is_train, is_measured, weights)
         self.entered_ns = entered_ns
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):
@@ -135,6 +140,9 @@ class EngineSteps:
                 outputs=state.outputs,
                 merge_spec=self._merge_spec,
             )
+        if auto is not None and state.meter is not None:
+            with self._timed("schedule"):
+                auto.choose(place, state.meter)
         self._runs += 1
         self.number += int(is_train)
         return output
@@ -178,6 +186,8 @@ class EngineSteps:
             )
         if place.has_last and is_train and target is None:
             raise ValueError(f"target is missing on rank {rank}, which has the last stage ({len(place.meshes) - 1})")
+        if is_train and place.auto is not None and place.auto.refusal is not None:
+            raise ValueError(place.auto.refusal)
         specs = []
         if takers:
             specs = leaf_specs(tree[0], place.chunk_specs["args"], "args")

@@ -18,6 +18,7 @@ _COLUMNS = {
     "gradients": "after s",
     "losses": "after s",
     "buffers": "after s",
+    "schedule": "after s",
 }
 """By kind of what a rank computes or waits for: the column of the table."""
 _INCHES = 12.0

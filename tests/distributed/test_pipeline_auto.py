@@ -1,0 +1,155 @@
+"""schedule="auto": measured in the first step, the same on all ranks, within its limit; and W before their turn."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from pipeline_cases import Run, case_of, make_engine, train_and_compare
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.testing import spawn
+
+RUNS = [
+    Run("gpt", ("blocks.1", "blocks.2", "head"), ([0], [1], [2], [3])),
+    Run("gpt", ("blocks.2",), ([0, 1], [2, 3]), samples=16),
+    Run("unet", ("bottom", "decoders.0", "head"), ([0], [1], [1], [0]), microbatches=5, samples=11),
+    Run("conv", ("norm1", "body.1", "body.2"), ([0], [1], [0], [1]), microbatches=3, samples=7),
+    Run("lstm", ("second",), ([0], [1]), microbatches=1, samples=3),
+    Run("mlp", ("layers.2",), ([0], [1]), overlap=False),
+]
+
+
+def train_all(rank: int, world_size: int) -> None:
+    for run in RUNS:
+        if rank in run.ranks:
+            train_and_compare(run)
+
+
+def test_losses_and_gradients_are_those_of_one_process() -> None:
+    spawn(train_all, 4, timeout=120)
+
+
+def choose(rank: int, world_size: int) -> tuple[list[str], str]:
+    run = Run("mlp", ("layers.1", "layers.2", "layers.3"), ([0], [1], [2], [3]), microbatches=8, samples=16)
+    torch.manual_seed(0)
+    case = case_of(run.model)
+    engine = make_engine(run, case.build())
+    args, kwargs, target = case.batch(run.samples)
+    before = str(engine.schedule)
+    assert "chosen after the first training step" in engine.summary()
+    engine.evaluate(*args, target=target, **kwargs)
+    assert str(engine.schedule) == before
+    texts = [before]
+    for _ in range(3):
+        engine.step(*args, target=target, **kwargs)
+        texts.append(str(engine.schedule))
+    text = engine.summary()
+    engine.close()
+    return texts, text
+
+
+def test_chosen_once_and_alike() -> None:
+    found = spawn(choose, 4, timeout=60)
+    assert all(one == found[0] for one in found)
+    (before, *after), text = found[0]
+    assert before.startswith("zb_h1: 4 stages")
+    assert after[0] == after[1] == after[2]
+    name = after[0].split(":")[0]
+    assert f"{name}: predicted" in text
+    for known in (*xm.Schedule.names(), "planned_1", "one_in_flight"):
+        assert f" {known} " in text or known in ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
+
+
+def limited(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x, y = torch.randn(256, 64), torch.randn(256, 64)
+
+    def make(limit: int) -> xm.PipelineEngine:
+        return xm.PipelineEngine(
+            copy.deepcopy(model),
+            (torch.empty(32, 64),),
+            meshes=[xm.Mesh([0]), xm.Mesh([1])],
+            split=xm.split_at("2"),
+            num_microbatches=8,
+            loss_fn=F.mse_loss,
+            memory_limit_bytes=limit,
+        )
+
+    engine = make(200_000)
+    assert max(engine.schedule.peak_in_flight) == 1
+    engine.step(x, target=y)
+    parameters = sum(one.numel() for one in engine.parameters()) * 4 * 4
+    peak = engine.schedule.peak_in_flight[rank]
+    assert peak > 1
+    assert parameters + peak * 32 * 64 * 4 <= 200_000  # at least a layer's input each
+    engine.close()
+    engine = make(100)
+    engine.step(x, target=y)
+    with pytest.raises(ValueError, match="no schedule keeps memory_limit_bytes=100: the smallest limit") as caught:
+        engine.step(x, target=y)
+    engine.evaluate(x)
+    assert str(caught.value) in engine.summary()
+    engine.close()
+    return str(caught.value)
+
+
+def test_a_limit() -> None:
+    texts = spawn(limited, 2, timeout=60)
+    assert texts[0] == texts[1]
+
+
+def delayed(rank: int, world_size: int, is_tensor_parallel: bool) -> list[torch.Tensor]:
+    """Steps with and without random delays of what stages send: W run before their turn in other places, and every
+    gradient is the same to the bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)))
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tp"))
+
+    def parallelize(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
+        plan: Any = {f"{stage}.0": ColwiseParallel(), f"{stage}.2": RowwiseParallel()}
+        return parallelize_module(module, world["tp"], plan)
+
+    found = []
+    for is_late in (False, True):
+        mine = copy.deepcopy(model)
+        engine = xm.PipelineEngine(
+            mine,
+            (torch.empty(2, 6),),
+            meshes=[xm.Mesh([0, 1]), xm.Mesh([2, 3])],
+            split=xm.split_at("1"),
+            schedule="eager_split",
+            num_microbatches=8,
+            loss_fn=F.mse_loss,
+            parallelize=parallelize if is_tensor_parallel else None,
+        )
+        rng = random.Random(rank)
+        for stage in engine.stages:
+            engine.stage_module(stage).register_forward_pre_hook(
+                lambda *_: time.sleep(rng.choice((0.0, 0.003, 0.01)) if is_late else 0.0)  # noqa: B023
+            )
+        for step in range(6):
+            torch.manual_seed(step)
+            engine.step(torch.randn(16, 6), target=torch.randn(16, 6))
+        found.append([parameter.grad for parameter in engine.parameters()])
+        engine.close()
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        one, other = (grad.to_local() if hasattr(grad, "to_local") else grad for grad in (one, other))
+        assert torch.equal(one, other)
+    return []
+
+
+@pytest.mark.parametrize("is_tensor_parallel", [False, True], ids=["data", "tensor"])
+def test_weights_before_their_turn_change_no_bit(is_tensor_parallel: bool) -> None:
+    spawn(delayed, 4, is_tensor_parallel, timeout=120)

@@ -1,0 +1,183 @@
+"""``schedule="auto"``: the first training step is measured, and from then on runs what a simulation with its figures
+takes for the fastest."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES
+from torch_xmesh.pipeline.engine.costs import costs_of
+from torch_xmesh.pipeline.schedule.choice import choose_schedule
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCosts
+
+if TYPE_CHECKING:
+    from torch_xmesh.pipeline.engine.place import EnginePlace
+
+Result = tuple[list[torch.Tensor], torch.Tensor | None]
+
+
+def first_schedule(places: list[int], num_microbatches: int, memory_limit_bytes: int | None) -> Schedule:
+    """What the measured step runs: split backwards in 1f1b's memory; under a limit one microbatch at a time, since
+    nothing is known yet of what one holds."""
+    if memory_limit_bytes is None:
+        return Schedule.make("zb_h1", len(places), num_microbatches, place_of_stage=places)
+    rows = []
+    for place in range(max(places) + 1):
+        stages = [stage for stage, one in enumerate(places) if one == place]
+        cells = []
+        for microbatch in range(num_microbatches):
+            cells += [f"{stage}F{microbatch}" for stage in stages]
+            cells += [f"{stage}{kind}{microbatch}" for stage in reversed(stages) for kind in "IW"]
+        rows.append(",".join(cells))
+    return Schedule.from_csv("\n".join(rows), name="one_at_a_time")
+
+
+class Measured(NamedTuple):
+    """What one rank has measured of its stages and of what it sent; seconds and bytes.
+
+    Attributes:
+        stages: by stage, the median of F, I and W, and what a microbatch holds before I, what between I and W, and what
+            is held anyway.
+        sends: by (from stage, to stage, is gradient), the shortest.
+        early: stages whose W may run before their turn.
+    """
+
+    stages: dict[int, tuple[float, float, float, int, int, int]]
+    sends: dict[tuple[int, int, bool], float]
+    early: frozenset[int]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+class MemoryMeter:
+    """Counts what each stage of a rank holds for one microbatch: what it received, and what autograd keeps of it. The
+    parameters and the user's batch are there anyway."""
+
+    def __init__(self, place: "EnginePlace", batch: Iterable[torch.Tensor]) -> None:
+        parameters = [parameter for named in place.named.values() for parameter in named.values()]
+        self._free = {address_of(tensor) for tensor in (*parameters, *batch)}
+        self.held: dict[int, int] = {}
+
+    def around(self, forward: Callable[[], Result], stage: int, inputs: Sequence[torch.Tensor]) -> Result:
+        """Runs a stage's forward."""
+        storages: dict[int, int] = {}
+
+        def add(tensor: torch.Tensor) -> torch.Tensor:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storages[address_of(local)] = local.untyped_storage().nbytes()
+            return tensor
+
+        for one in inputs:
+            add(one)
+        with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
+            result = forward()
+        self.held[stage] = sum(size for address, size in storages.items() if address not in self._free)
+        return result
+
+
+def measured(place: "EnginePlace", held: Mapping[int, int]) -> Measured:
+    """Of the step that `place` has just run, without each stage's first microbatch, in which memory was counted."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for kind, action, begin, end in place.core.spans:
+        letter = next(one for one in action if one.isalpha())
+        stage, microbatch = map(int, action.split(letter))
+        if kind == "compute" and (microbatch > 0 or place.num_microbatches == 1):
+            seconds.setdefault((stage, letter), []).append((end - begin) / 1e9)
+    stages = {}
+    weight_bytes = place.core.weight_bytes
+    for stage in place.stages:
+        forward, first, weight = (statistics.median(seconds.get((stage, letter), [0.0])) for letter in "FIW")
+        fixed = PARAMETER_COPIES * sum(one.numel() * one.element_size() for one in place.named[stage].values())
+        stages[stage] = forward, first, weight, held.get(stage, 0), weight_bytes.get(stage, 0), fixed
+    sends: dict[tuple[int, int, bool], float] = {}
+    for is_send, index, _, is_gradient, begin, end in place.core.transfers:
+        if is_send:
+            edge = place.edges[index]
+            key = edge.from_stage, edge.to_stage, is_gradient
+            sends[key] = min(sends.get(key, float("inf")), (end - begin) / 1e9)
+    return Measured(stages, sends, frozenset(stage for stage in place.stages if place.core.may_run_early(stage)))
+
+
+def costs_from(place: "EnginePlace", told: Sequence[Measured]) -> Costs:
+    """Costs of the whole pipeline: of several ranks of a stage the slowest. Transfers take what they took, or, on links
+    that the user has described, what their plans predict."""
+    stages = []
+    for stage in range(len(place.meshes)):
+        rows = [one.stages[stage] for one in told if stage in one.stages]
+        forward, first, weight, held, waiting, fixed = map(max, zip(*rows, strict=True))
+        stages.append(
+            StageCosts(
+                forward_seconds=forward,
+                backward_input_seconds=first,
+                backward_weight_seconds=weight,
+                activation_bytes=held,
+                weight_bytes=waiting,
+                fixed_bytes=fixed,
+            )
+        )
+    costs = costs_of(place.transfers, place.boundaries, stages=stages, topology=None, overlap=place.overlap)
+    early = [
+        stage
+        for stage in range(len(stages))
+        if place.overlap and all(stage in one.early for one in told if stage in one.stages)
+    ]
+    costs = dataclasses.replace(costs, early_weights=early)
+    if place.boundaries.plan_options.topology is not None:
+        return costs
+    edges: dict[tuple[int, int], EdgeCosts | float] = {}
+    for edge in place.boundaries.edges:
+        ends = edge.from_stage, edge.to_stage
+        ways = [max((one.sends.get((*ends, back), 0.0) for one in told), default=0.0) for back in (False, True)]
+        edges[ends] = EdgeCosts(forward_seconds=ways[0], backward_seconds=ways[1], has_gradient=edge.has_gradient)
+    return dataclasses.replace(costs, edges=edges)
+
+
+class AutoSchedule:
+    """The choice of one engine's schedule, the same on all ranks.
+
+    Attributes:
+        is_open: nothing has been chosen yet: the next training step is measured.
+        text: what was considered, once it has been; or why nothing was found.
+        refusal: why no schedule will do, or None.
+    """
+
+    def __init__(self, memory_limit_bytes: int | None) -> None:
+        self.is_open = True
+        self.text = 'schedule="auto": chosen after the first training step, which is measured'
+        self.refusal: str | None = None
+        self._limit = memory_limit_bytes
+
+    def choose(self, place: "EnginePlace", meter: MemoryMeter) -> None:
+        """Sets the place's schedule. Called by all ranks after the measured step."""
+        told: list[Measured] = place.transfers.gather("measured", measured(place, meter.held))
+        leader = place.transfers.ranks[0]
+        answer: Any = None
+        if place.transfers.rank == leader:
+            answer = self._answer(place, told)
+        text, name, csv, self.refusal = place.transfers.broadcast("schedule", leader, answer)
+        self.is_open = False
+        self.text = text
+        if csv is not None:
+            place.schedule = Schedule.from_csv(csv, name=name)
+
+    def _answer(self, place: "EnginePlace", told: Sequence[Measured]) -> tuple[str, str, str | None, str | None]:
+        try:
+            choice = choose_schedule(
+                costs_from(place, told),
+                num_stages=len(place.meshes),
+                num_microbatches=place.num_microbatches,
+                memory_limit_bytes=self._limit,
+                place_of_stage=place.schedule.place_of_stage,
+            )
+        except ValueError as error:
+            return str(error), "", None, str(error)
+        return str(choice), choice.schedule.name, choice.schedule.to_csv(), None
