@@ -107,7 +107,7 @@ def test_every_rival_run_is_compared() -> None:
 
 
 def test_bars_say_what_is_missed_and_by_how_much() -> None:
-    records = [
+    records: list[TimeRecord | MemoryRecord] = [
         TimeRecord("models", "linear", "ours", 0, ratio=1.01, input_ratio=0.53),
         TimeRecord("chains", "64 layers", "ours", 0, parts=64, seconds=64e-6, added_seconds_per_part=10e-6),
         TimeRecord("chains", "256 layers", "ours", 0, parts=256, seconds=512e-6, added_seconds_per_part=20e-6),
