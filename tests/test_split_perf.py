@@ -108,7 +108,7 @@ def test_every_rival_run_is_compared() -> None:
 
 def test_bars_say_what_is_missed_and_by_how_much() -> None:
     records: list[TimeRecord | MemoryRecord] = [
-        TimeRecord("models", "linear", "ours", 0, ratio=1.01, input_ratio=0.53),
+        TimeRecord("models", "linear", "ours", 0, ratio=1.01, ratio_median=1.03, input_ratio=0.53),
         TimeRecord("chains", "64 layers", "ours", 0, parts=64, seconds=64e-6, added_seconds_per_part=10e-6),
         TimeRecord("chains", "256 layers", "ours", 0, parts=256, seconds=512e-6, added_seconds_per_part=20e-6),
         TimeRecord("walk", "9 nodes", "ours", 0, parts=9, added_seconds_per_part=0.1e-6),
@@ -116,7 +116,8 @@ def test_bars_say_what_is_missed_and_by_how_much() -> None:
         TimeRecord("models", "conv_norm", "torch", 0, ratio=9.0),
     ]
     assert bar_lines(records) == [
-        "linear: I+W over full 1.010; bar 1.02: met",
+        "linear: I+W over full, least of all runs 1.010; bar 1.02: met",
+        "linear: I+W over full, median of turns 1.030; bar 1.02: NOT met, 0.01 above",
         "linear: I over full 0.530; bar 0.52: NOT met, 0.01 above",
         "64 layers: us added per early cut 10.000; bar 15: met",
         "256 layers: us added per early cut 20.000; bar 15: NOT met, 5 above",
@@ -145,7 +146,7 @@ def test_a_small_run_writes_every_family(
     assert all(one["wrong"] == 0 for one in written["records"] if one["method"] != "torch")
     printed = capsys.readouterr().out
     assert printed.startswith("# torch_xmesh split_perf\n# torch ")
-    assert "# linear: I+W over full " in printed
+    assert "# linear: I+W over full, least of all runs " in printed
     assert "# #wrong over all rows: 0" in printed
 
 
