@@ -92,7 +92,9 @@ def _time_record(family: str, model: Model, samples: _Samples, base: _Samples) -
     record.ratio_median = statistics.median(a / b for a, b in zip(whole, whole_of_base, strict=True))
     record.input_ratio = min(first) / min(whole_of_base)
     if model.parts is not None:
+        differences = [a - b for a, b in zip(whole, whole_of_base, strict=True)]
         record.added_seconds_per_part = (min(whole) - min(whole_of_base)) / model.parts
+        record.added_seconds_per_part_median = statistics.median(differences) / model.parts
     return record
 
 

@@ -35,7 +35,15 @@ CHAIN_HEAD = [
     ("added", "us/cut"),
     ("#wrong", ""),
 ]
-WALK_HEAD = [("chain", ""), ("method", ""), ("I", "us"), ("I", "us/node"), ("added", "us/node"), ("#wrong", "")]
+WALK_HEAD = [
+    ("chain", ""),
+    ("method", ""),
+    ("I", "us"),
+    ("I", "us/node"),
+    ("added", "us/node"),
+    ("median", "us/node"),
+    ("#wrong", ""),
+]
 MEMORY_HEAD = [
     ("model", ""),
     ("method", ""),
@@ -64,7 +72,8 @@ class _Record:
 class TimeRecord(_Record):
     """Seconds of one method on one model: the least of all runs, and the median. `input_` is the first half, `weight_`
     the second (of `full`, the first is all). `ratio`: over the least of the method that the others are held against;
-    `ratio_median`: the median of the ratios within each turn. All None where a rival raised, `error` says what."""
+    `..._median` of these: the median of what is found within each turn. All None where a rival raised, which `error`
+    says."""
 
     parts: int | None = None
     error: str | None = None
@@ -79,6 +88,7 @@ class TimeRecord(_Record):
     ratio_median: float | None = None
     input_ratio: float | None = None
     added_seconds_per_part: float | None = None
+    added_seconds_per_part_median: float | None = None
 
 
 @dataclass
@@ -135,6 +145,7 @@ def walk_row(record: TimeRecord) -> list[str]:
         _number(record.seconds, 0, 1e6),
         _number(_per_part(record), 3, 1e6),
         _number(None if record.method == "grad" else record.added_seconds_per_part, 3, 1e6),
+        _number(None if record.method == "grad" else record.added_seconds_per_part_median, 3, 1e6),
         str(record.wrong),
     ]
 
@@ -168,17 +179,22 @@ def bar_lines(records: Sequence[TimeRecord | MemoryRecord]) -> list[str]:
             if case == INPUT_RATIO_BAR[0]:
                 lines.append(_bar_line(f"{case}: I over full", one.input_ratio, INPUT_RATIO_BAR[1]))
     for (family, case), one in times.items():
-        added = None if one.added_seconds_per_part is None else one.added_seconds_per_part * 1e6
         if family == "chains":
-            lines.append(_bar_line(f"{case}: us added per early cut", added, CUT_BAR_US))
+            lines.append(_bar_line(f"{case}: us added per early cut", _us(one.added_seconds_per_part), CUT_BAR_US))
         elif family == "walk":
-            lines.append(_bar_line(f"{case}: us added per node", added, NODE_BAR_US))
+            what = f"{case}: us added per node"
+            lines.append(_bar_line(f"{what}, least of all runs", _us(one.added_seconds_per_part), NODE_BAR_US))
+            lines.append(_bar_line(f"{what}, median of turns", _us(one.added_seconds_per_part_median), NODE_BAR_US))
     lines += _linearity_lines(times)
     for record in ours:
         if isinstance(record, MemoryRecord) and record.case in MEMORY_BAR_MODELS:
             lines.append(_bar_line(f"{record.case}: peak in I over peak of full", record.peak_ratio, PEAK_BAR))
             lines.append(_bar_line(f"{record.case}: held over left by forward", record.held_ratio, HELD_BAR))
     return lines
+
+
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6
 
 
 def _linearity_lines(times: Mapping[tuple[str, str], TimeRecord]) -> list[str]:
