@@ -16,6 +16,9 @@ OURS = {
     "1f1b": ("1f1b", True),
     "eager_1f1b": ("eager_1f1b", True),
     "interleaved_1f1b": ("interleaved_1f1b", True),
+    "zb_h1": ("zb_h1", True),
+    "eager_split": ("eager_split", True),
+    "auto": ("auto", True),
     "broadcast": ("1f1b", False),
 }
 """Name to schedule and overlap; "broadcast" is the paper's name for 1F1B whose senders wait for what they send."""
@@ -55,6 +58,7 @@ class Ours(Method):
 
     def step(self) -> None:
         self._engine.step(*self.workload.args, target=self.workload.target, return_outputs=False)
+        self.schedule = self._engine.schedule  # "auto" chooses after its first step
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self._engine.named_parameters()}

@@ -190,6 +190,7 @@ class Case:
             nic_bytes_per_s=self._job["nic_bytes_per_s"],
             overlap=method.is_overlapped or scale == 0,
             blocks_receiver=method.blocks_receiver,
+            early_weights=isinstance(method, Ours) and all(len(flat(grid)) == 1 for grid in self.grids),
         )
         return xm.simulate(method.schedule, costs).makespan_seconds
 

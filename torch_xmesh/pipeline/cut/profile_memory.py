@@ -88,7 +88,7 @@ class KeptMeter:
 
     def __init__(self, free: Iterable[torch.Tensor]) -> None:
         self._free = list(free)
-        self._numbers: dict[int, int | None] = {_storage_of(tensor)[0]: None for tensor in self._free}
+        self._numbers: dict[int, int | None] = {storage_of(tensor)[0]: None for tensor in self._free}
         self._bytes: list[int] = []  # by number
 
     def __call__(self, call: Callable[[], Any], given: Any, copies: Any) -> tuple[Any, NodeMemory]:
@@ -98,7 +98,7 @@ class KeptMeter:
             its value without the graph, and what the graph kept.
         """
         pairs = zip(tensors_in(given), tensors_in(copies), strict=True)
-        numbers = {_storage_of(copy)[0]: self._numbers.get(_storage_of(tensor)[0]) for tensor, copy in pairs}
+        numbers = {storage_of(copy)[0]: self._numbers.get(storage_of(tensor)[0]) for tensor, copy in pairs}
         saved: list[weakref.ref[_Saved]] = []
 
         def pack(tensor: torch.Tensor) -> _Saved:
@@ -107,7 +107,7 @@ class KeptMeter:
             return holder
 
         def number(tensor: torch.Tensor) -> int | None:
-            address, num_bytes = _storage_of(tensor)
+            address, num_bytes = storage_of(tensor)
             if address not in numbers and address in self._numbers:
                 numbers[address] = self._numbers[address]
             elif address not in numbers:
@@ -121,7 +121,7 @@ class KeptMeter:
         kept = {found: self._bytes[found] for found in map(number, alive) if found is not None}
         made = tensors_in(value)
         for tensor in made:
-            self._numbers[_storage_of(tensor)[0]] = number(tensor)
+            self._numbers[storage_of(tensor)[0]] = number(tensor)
         storages = frozenset(found for found in map(number, made) if found is not None)
         value = pytree.tree_map_only(torch.Tensor, _without_graph, value)
         return value, NodeMemory(kept, storages, sum(tensor.numel() * tensor.element_size() for tensor in made))
@@ -139,7 +139,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """What tells a storage from all others that are alive, and its bytes."""
     if tensor.layout is not torch.strided:
         return id(tensor), tensor.numel() * tensor.element_size()

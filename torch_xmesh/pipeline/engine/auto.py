@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES
+from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES, storage_of
 from torch_xmesh.pipeline.engine.costs import costs_of
 from torch_xmesh.pipeline.schedule.choice import choose_schedule
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -52,10 +52,9 @@ class Measured(NamedTuple):
     early: frozenset[int]
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class MemoryMeter:
@@ -64,7 +63,7 @@ class MemoryMeter:
 
     def __init__(self, place: "EnginePlace", batch: Iterable[torch.Tensor]) -> None:
         parameters = [parameter for named in place.named.values() for parameter in named.values()]
-        self._free = {address_of(tensor) for tensor in (*parameters, *batch)}
+        self._free = {storage_of(local_of(tensor))[0] for tensor in (*parameters, *batch)}
         self.held: dict[int, int] = {}
 
     def around(self, forward: Callable[[], Result], stage: int, inputs: Sequence[torch.Tensor]) -> Result:
@@ -72,8 +71,8 @@ class MemoryMeter:
         storages: dict[int, int] = {}
 
         def add(tensor: torch.Tensor) -> torch.Tensor:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storages[address_of(local)] = local.untyped_storage().nbytes()
+            address, num_bytes = storage_of(local_of(tensor))
+            storages[address] = num_bytes
             return tensor
 
         for one in inputs:
