@@ -16,6 +16,8 @@ ACTIONS = {
     "gradients": ("sums of gradients", "#aa3377"),
     "losses": ("losses", "#cc8899"),
     "buffers": ("buffers", "#ddb8c4"),
+    "between": ("between actions", "#eeeeee"),
+    "drain": ("until it has left", "#e4e4e4"),
     "schedule": ("choice of a schedule", "#bbbbbb"),
     "send": ("sent", "#ccbb44"),
     "receive": ("received", "#ee6677"),

@@ -24,7 +24,7 @@ from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
-from torch_xmesh.pipeline.schedule.timeline import Event, aligned, chrome_trace, draw, events_of, table
+from torch_xmesh.pipeline.schedule.timeline import Event, aligned, chrome_trace, draw, events_of, predicted, table
 from torch_xmesh.pipeline.state.checkpoint import (
     load_optimizer_state,
     optimizer_state,
@@ -363,11 +363,14 @@ class PipelineEngine:
             Path(path).write_text(chrome_trace(events))
 
     def timeline(self, path: str | Path) -> None:
-        """Draws the last step of all ranks on one clock (format by suffix). Called by all ranks; the first one
-        writes."""
+        """Draws the last step of all ranks on one clock, and with each what a simulation with the step's own costs
+        says (format by suffix). Called by all ranks; the first one writes."""
         events = self._events()
         if self._is_first:
-            draw(events, Path(path))
+            place = self._place
+            edges = [(edge.from_stage, edge.to_stage) for edge in place.boundaries.edges]
+            ranks = [list(mesh.ranks) for mesh in place.meshes]
+            draw(events, Path(path), predicted(events, self._steps.ran, ranks, edges, overlap=place.overlap))
 
     def summary(self) -> str:
         """The last step in a table: what each rank computed, and how long it waited before and meanwhile; and which

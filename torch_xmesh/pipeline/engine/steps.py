@@ -27,6 +27,7 @@ from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
 from torch_xmesh.pipeline.engine.stage import StepState
 from torch_xmesh.pipeline.ranks.clocks import now_ns
 from torch_xmesh.pipeline.ranks.told import told_by_shards
+from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.state.training import PipelineScaler
 
 
@@ -70,6 +71,7 @@ class EngineSteps:
         loss: of the last one over the whole batch, or None.
         is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
         scaler: scales the losses, or None.
+        ran: what the last one ran.
         entered_ns: when the last one was called, in nanoseconds of the steady clock.
         after: (name, begin, end) of what followed the last step's actions, in nanoseconds of the steady clock.
     """
@@ -79,6 +81,7 @@ class EngineSteps:
         self.loss: float | None = None
         self.is_sync = True
         self.scaler: PipelineScaler | None = None
+        self.ran = place.schedule
         self.entered_ns = 0
         self.after: list[tuple[str, int, int]] = []
         self._runs = 0  # runs so far, of step() or evaluate()
@@ -106,7 +109,7 @@ class EngineSteps:
         state.keeps_outputs = call.return_outputs and is_last
         self._cut(given, order)
         state.targets = given.targets
-        schedule = place.schedule.core if is_train else place.schedule.core.forwards()
+        self.ran = place.schedule if is_train else Schedule(place.schedule.core.forwards())
         auto = place.auto if is_train and place.auto is not None and place.auto.is_open else None
         state.meter = None if auto is None else MemoryMeter(place, tensors_in((given.tree, given.target)))
         if is_train:
@@ -118,7 +121,7 @@ class EngineSteps:
             weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
             plans, is_measured = sized.plans(sizes), auto is not None
-            place.core.run(schedule, place.index, self._runs, plans, given.inputs, is_train, is_measured, weights)
+            place.core.run(self.ran.core, place.index, self._runs, plans, given.inputs, is_train, is_measured, weights)
         self.entered_ns = entered_ns
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):

@@ -1,12 +1,16 @@
 """What happened in a step: events of all ranks as a Chrome trace, a picture, or a table."""
 
 import dataclasses
+import itertools
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_xmesh.palette import ACTIONS, new_figure
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.schedule.simulation import ActionSpan, Costs, EdgeCosts, StageCosts, simulate
 
 _COLUMNS = {
     "before": "before s",
@@ -19,6 +23,8 @@ _COLUMNS = {
     "losses": "after s",
     "buffers": "after s",
     "schedule": "after s",
+    "between": "other s",
+    "drain": "other s",
 }
 """By kind of what a rank computes or waits for: the column of the table."""
 _INCHES = 12.0
@@ -34,7 +40,8 @@ class Event:
     Attributes:
         lane: "compute", or "transfer" for what moved meanwhile.
         name: the action ("2F0"), "wait 2F0", "before" its first action, what moved, or what follows the actions:
-            "gradients" (their sums over data shards and tied stages), "losses", "buffers".
+            "gradients" (their sums over data shards and tied stages), "losses", "buffers", "schedule" (its choice);
+            "between" for the engine's own time between actions, "drain" until what was sent has left.
     """
 
     rank: int
@@ -76,8 +83,58 @@ def events_of(
         start, stop = edges[edge][::-1] if is_gradient else edges[edge]
         name = f"{'gradient' if is_gradient else 'value'} {start}>{stop} mb{microbatch} {'out' if is_send else 'in'}"
         events.append(Event(rank, start if is_send else stop, "transfer", name, begin, end))
+    events += _between(rank, events)
+    first_after = min((begin for _, begin, _ in after), default=None)
+    last = max(event.end for event in events if event.lane == "compute")
+    if first_after is not None and first_after > last:
+        events.append(Event(rank, stage, "compute", "drain", last, first_after))
     events += [Event(rank, stage, "compute", name, begin, end) for name, begin, end in after]
     return events
+
+
+def _between(rank: int, events: Sequence[Event]) -> list[Event]:
+    """What lies between one action and the next on a rank: Python, and starting transfers."""
+    computed = sorted((event for event in events if event.lane == "compute"), key=lambda event: event.begin)
+    return [
+        Event(rank, later.stage, "compute", "between", one.end, later.begin)
+        for one, later in itertools.pairwise(computed)
+        if later.begin > one.end
+    ]
+
+
+def costs_of_events(
+    events: Sequence[Event], num_stages: int, edges: Sequence[tuple[int, int]], *, overlap: bool
+) -> Costs:
+    """What the actions and transfers of a step took, aligned: medians of the actions of a stage, the shortest transfer
+    of each edge and direction."""
+    computed: dict[tuple[int, str], list[float]] = {}
+    moved: dict[tuple[int, int, str], list[float]] = {}
+    for event in events:
+        if event.kind in "FBIW":
+            computed.setdefault((event.stage, event.kind), []).append(event.end - event.begin)
+        elif event.kind == "send":
+            what, way = event.name.split()[:2]
+            start, stop = map(int, way.split(">"))
+            ends = (start, stop) if what == "value" else (stop, start)
+            moved.setdefault((*ends, what), []).append(event.end - event.begin)
+    median = {key: statistics.median(found) for key, found in computed.items()}
+    stages = [
+        StageCosts(
+            forward_seconds=median.get((stage, "F"), 0.0),
+            backward_seconds=median.get((stage, "B"), 0.0),
+            backward_input_seconds=median.get((stage, "I"), 0.0),
+            backward_weight_seconds=median.get((stage, "W"), 0.0),
+        )
+        for stage in range(num_stages)
+    ]
+    ways = {
+        edge: EdgeCosts(
+            forward_seconds=min(moved.get((*edge, "value"), [0.0])),
+            backward_seconds=min(moved.get((*edge, "gradient"), [0.0])),
+        )
+        for edge in edges
+    }
+    return Costs(stages=stages, edges=ways, overlap=overlap, blocks_receiver=False)
 
 
 def aligned(events: Sequence[Event], ahead_ns: Mapping[int, int]) -> list[Event]:
@@ -105,6 +162,27 @@ def aligned(events: Sequence[Event], ahead_ns: Mapping[int, int]) -> list[Event]
     return moved
 
 
+def predicted(
+    events: Sequence[Event],
+    schedule: Schedule,
+    ranks: Sequence[Sequence[int]],
+    edges: Sequence[tuple[int, int]],
+    *,
+    overlap: bool,
+) -> dict[int, list[ActionSpan]]:
+    """By rank, what a simulation with the costs of these events, aligned, says of its actions; `ranks` by stage."""
+    if not events:
+        return {}
+    costs = costs_of_events(events, len(ranks), edges, overlap=overlap)
+    alone = [stage for stage, mesh in enumerate(ranks) if len(mesh) == 1]
+    spans = simulate(schedule, dataclasses.replace(costs, early_weights=alone if overlap else False)).actions
+    found: dict[int, list[ActionSpan]] = {}
+    for span in spans:
+        for rank in ranks[int(span.action.rstrip("0123456789")[:-1])]:
+            found.setdefault(rank, []).append(span)
+    return found
+
+
 def chrome_trace(events: Sequence[Event]) -> str:
     """JSON for chrome://tracing or Perfetto: a process per rank, a row for computing and rows for transfers."""
     rows: list[dict[str, Any]] = []
@@ -121,13 +199,17 @@ def chrome_trace(events: Sequence[Event]) -> str:
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
 
 
-def draw(events: Sequence[Event], path: Path) -> None:
-    """One row per rank: what it computed and waited for, and below that, thinner, what it sent and received; format by
-    suffix. An action carries its name where that fits."""
+def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[ActionSpan]] | None = None) -> None:
+    """One row per rank: what it computed and waited for; below that, thinner, what it sent and received, and what a
+    simulation says of its place (`simulated`, by rank, from the first action's begin); format by suffix. An
+    action carries its name where that fits."""
     from matplotlib.patches import Patch
 
     ranks = sorted({event.rank for event in events})
     length = max((event.end for event in events), default=1.0)
+    begin = min((event.begin for event in events if event.kind in "FBIW"), default=0.0)
+    ends = [begin + span.end_seconds for spans in (simulated or {}).values() for span in spans]
+    length = max([length, *ends])
     scale, unit = (1e3, "ms") if length < 1 else (1.0, "s")
     figure = new_figure(_INCHES, 1.6 + 0.8 * max(1, len(ranks)))
     axes = figure.add_subplot()
@@ -140,10 +222,17 @@ def draw(events: Sequence[Event], path: Path) -> None:
         if event.kind in "FBIW" and fits:
             at = (event.begin + event.end) / 2 * scale
             axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color="white")
+    for rank, spans in (simulated or {}).items():
+        for span in spans:
+            width, kind = span.end_seconds - span.start_seconds, span.action.strip("0123456789")
+            at = (begin + span.start_seconds) * scale
+            color = ACTIONS[kind][1]
+            axes.barh(ranks.index(rank) - 0.34, width * scale, 0.12, at, color=color, edgecolor="white", linewidth=0.3)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_xlim(0, length * scale)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{unit} since the first rank entered the step; 1F0: stage 1, forward, microbatch 0")
+    note = "; thin row above: simulated with this step's costs" if simulated else ""
+    axes.set_xlabel(f"{unit} since the first rank entered the step; 1F0: stage 1, forward, microbatch 0{note}")
     kinds = {event.kind for event in events}
     handles = [Patch(color=color, label=text) for kind, (text, color) in ACTIONS.items() if kind in kinds]
     if handles:
