@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES, storage_of
 from torch_xmesh.pipeline.engine.costs import costs_of
+from torch_xmesh.pipeline.ranks.clocks import clock_offsets
 from torch_xmesh.pipeline.schedule.choice import choose_schedule
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCosts
@@ -18,6 +19,7 @@ from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCost
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.engine.place import EnginePlace
 
+_Moved = tuple[int, int, bool, int]
 Result = tuple[list[torch.Tensor], torch.Tensor | None]
 
 
@@ -43,12 +45,14 @@ class Measured(NamedTuple):
     Attributes:
         stages: by stage, the median of F, I and W, and what a microbatch holds before I, what between I and W, and what
             is held anyway.
-        sends: by (from stage, to stage, is gradient), the shortest.
+        left, came: by (edge's from stage, its to stage, is gradient, microbatch), when a transfer was sent, or was
+            there, in nanoseconds of the rank's clock.
         early: stages whose W may run before their turn.
     """
 
     stages: dict[int, tuple[float, float, float, int, int, int]]
-    sends: dict[tuple[int, int, bool], float]
+    left: dict[_Moved, int]
+    came: dict[_Moved, int]
     early: frozenset[int]
 
 
@@ -97,16 +101,37 @@ def measured(place: "EnginePlace", held: Mapping[int, int]) -> Measured:
         forward, first, weight = (statistics.median(seconds.get((stage, letter), [0.0])) for letter in "FIW")
         fixed = PARAMETER_COPIES * sum(one.numel() * one.element_size() for one in place.named[stage].values())
         stages[stage] = forward, first, weight, held.get(stage, 0), weight_bytes.get(stage, 0), fixed
-    sends: dict[tuple[int, int, bool], float] = {}
-    for is_send, index, _, is_gradient, begin, end in place.core.transfers:
+    left: dict[_Moved, int] = {}
+    came: dict[_Moved, int] = {}
+    for is_send, index, microbatch, is_gradient, begin, end in place.core.transfers:
+        edge = place.edges[index]
+        key = edge.from_stage, edge.to_stage, is_gradient, microbatch
+        is_joint = edge.from_stage in place.stages and edge.to_stage in place.stages
         if is_send:
-            edge = place.edges[index]
-            key = edge.from_stage, edge.to_stage, is_gradient
-            sends[key] = min(sends.get(key, float("inf")), (end - begin) / 1e9)
-    return Measured(stages, sends, frozenset(stage for stage in place.stages if place.core.may_run_early(stage)))
+            left[key] = begin
+        if not is_send or is_joint:
+            came[key] = end
+    return Measured(stages, left, came, frozenset(stage for stage in place.stages if place.core.may_run_early(stage)))
 
 
-def costs_from(place: "EnginePlace", told: Sequence[Measured]) -> Costs:
+def transfer_seconds(told: Sequence[Measured], ahead_ns: Sequence[int]) -> dict[tuple[int, int, bool], float]:
+    """The shortest way of each edge and direction: from where it is first sent until it is there on the last rank; the
+    shortest, since others may have shared a NIC. `ahead_ns`: what each rank's clock is ahead."""
+    begins: dict[_Moved, int] = {}
+    ends: dict[_Moved, int] = {}
+    for one, ahead in zip(told, ahead_ns, strict=True):
+        for key, at in one.left.items():
+            begins[key] = min(begins.get(key, at - ahead), at - ahead)
+        for key, at in one.came.items():
+            ends[key] = max(ends.get(key, at - ahead), at - ahead)
+    found: dict[tuple[int, int, bool], float] = {}
+    for key in begins.keys() & ends.keys():
+        seconds = max(0, ends[key] - begins[key]) / 1e9
+        found[key[:3]] = min(found.get(key[:3], seconds), seconds)
+    return found
+
+
+def costs_from(place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequence[int]) -> Costs:
     """Costs of the whole pipeline: of several ranks of a stage the slowest. Transfers take what they took, or, on links
     that the user has described, what their plans predict."""
     stages = []
@@ -133,9 +158,10 @@ def costs_from(place: "EnginePlace", told: Sequence[Measured]) -> Costs:
     if place.boundaries.plan_options.topology is not None:
         return costs
     edges: dict[tuple[int, int], EdgeCosts | float] = {}
+    taken = transfer_seconds(told, ahead_ns)
     for edge in place.boundaries.edges:
         ends = edge.from_stage, edge.to_stage
-        ways = [max((one.sends.get((*ends, back), 0.0) for one in told), default=0.0) for back in (False, True)]
+        ways = [taken.get((*ends, back), 0.0) for back in (False, True)]
         edges[ends] = EdgeCosts(forward_seconds=ways[0], backward_seconds=ways[1], has_gradient=edge.has_gradient)
     return dataclasses.replace(costs, edges=edges)
 
@@ -158,20 +184,24 @@ class AutoSchedule:
     def choose(self, place: "EnginePlace", meter: MemoryMeter) -> None:
         """Sets the place's schedule. Called by all ranks after the measured step."""
         told: list[Measured] = place.transfers.gather("measured", measured(place, meter.held))
+        offsets = clock_offsets(place.transfers)
+        ahead_ns = [offsets[rank][0] for rank in place.transfers.ranks]
         leader = place.transfers.ranks[0]
         answer: Any = None
         if place.transfers.rank == leader:
-            answer = self._answer(place, told)
+            answer = self._answer(place, told, ahead_ns)
         text, name, csv, self.refusal = place.transfers.broadcast("schedule", leader, answer)
         self.is_open = False
         self.text = text
         if csv is not None:
             place.schedule = Schedule.from_csv(csv, name=name)
 
-    def _answer(self, place: "EnginePlace", told: Sequence[Measured]) -> tuple[str, str, str | None, str | None]:
+    def _answer(
+        self, place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequence[int]
+    ) -> tuple[str, str, str | None, str | None]:
         try:
             choice = choose_schedule(
-                costs_from(place, told),
+                costs_from(place, told, ahead_ns),
                 num_stages=len(place.meshes),
                 num_microbatches=place.num_microbatches,
                 memory_limit_bytes=self._limit,
