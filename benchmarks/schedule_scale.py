@@ -5,8 +5,9 @@
 48 layers of width 8,192 over sequences of 1,024 tokens are cut into n equal stages (past 48: parts of layers), a
 microbatch is one sequence. A stage's place has 8 devices at 50 TFLOP/s each, as reached, and one NIC of 25 Gbit/s. F
 follows from the layers' operations, I and W take as long each; what a microbatch holds follows Korthikanti et al.,
-Reducing Activation Recomputation in Large Transformer Models, 2023, equation 2 without the attention's part. Records say how long
-`xm.choose_schedule` took. Nothing is executed, so there is no #wrong column: every schedule is validated as it is made.
+Reducing Activation Recomputation in Large Transformer Models, 2023, section 4.1, without the attention's part. Records
+say how long `xm.choose_schedule` took. Nothing is executed, so there is no #wrong column: every schedule is validated
+as it is made.
 """
 
 import argparse

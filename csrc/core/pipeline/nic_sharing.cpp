@@ -47,7 +47,7 @@ std::vector<int32_t> NicSharing::endedBy(double now) {
   return ended;
 }
 
-/// Progressive filling: the direction of a NIC that leaves its flows least fixes their rates, again and again.
+/// Progressive filling: the directions of NICs that leave their flows least fix their rates, again and again.
 std::vector<double> NicSharing::fairRates() const {
   struct Port {
     double left = 1;
@@ -69,16 +69,15 @@ std::vector<double> NicSharing::fairRates() const {
       ++num_fixed;
     }
   }
+  std::vector<double> parts(ports.size());
   while (num_fixed < active_.size()) {
-    size_t narrowest = ports.size();
     double least = std::numeric_limits<double>::infinity();
     for (size_t port = 0; port < ports.size(); ++port) {
-      const double part = ports[port].num_flows > 0 ? ports[port].left / ports[port].num_flows : least;
-      narrowest = part < least ? port : narrowest;
-      least = std::min(least, part);
+      parts[port] = ports[port].num_flows > 0 ? ports[port].left / ports[port].num_flows : std::numeric_limits<double>::infinity();
+      least = std::min(least, parts[port]);
     }
     for (size_t i = 0; i < active_.size(); ++i) {
-      if (rates[i] == 0 && (outgoing(i) == narrowest || incoming(i) == narrowest)) {
+      if (rates[i] == 0 && (parts[outgoing(i)] == least || parts[incoming(i)] == least)) {
         rates[i] = least;
         ++num_fixed;
         for (const size_t port : {outgoing(i), incoming(i)}) {
