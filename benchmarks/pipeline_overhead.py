@@ -1,7 +1,7 @@
 """What a pipeline engine itself costs the CPU, per action: 1-element tensors on loopback, ours and torch's alternated.
 
-An action is what PyTorch's own count takes for one: a compute action (forward or backward of one microbatch on one
-stage), or one boundary send or receive of one microbatch. A rank with one neighbor has two of these for each
+An action is what PyTorch's own count takes for one: a compute action (forward, backward, or one of a split backward's
+halves, of one microbatch on one stage), or one boundary send or receive of one microbatch. A rank with one neighbor has two of these for each
 microbatch, a rank with two neighbors four, besides two compute actions.
 
 The bare stage is the same module run by hand on the calling thread over the same microbatches: forward, loss on the
@@ -27,7 +27,8 @@ from torch import nn
 
 from torch_xmesh.testing.cluster import Cluster
 
-OURS = ("1f1b", "eager_1f1b")
+OURS = ("1f1b", "eager_1f1b", "zb_h1")
+SPLIT = ("zb_h1",)
 RIVAL = "torch_1f1b"
 METHODS = (*OURS, RIVAL)
 _BARE = "bare"
@@ -77,10 +78,10 @@ def _measure(num_stages: int, job: dict[str, Any]) -> list[OverheadRecord]:
     return [OverheadRecord(**record) for record in done.records]
 
 
-def num_actions(stage: int, num_stages: int, num_microbatches: int) -> tuple[int, int]:
+def num_actions(stage: int, num_stages: int, num_microbatches: int, is_split: bool = False) -> tuple[int, int]:
     """Compute actions, and boundary sends and receives, of one stage in one step."""
     neighbors = int(stage > 0) + int(stage < num_stages - 1)
-    return 2 * num_microbatches, 2 * neighbors * num_microbatches
+    return (3 if is_split else 2) * num_microbatches, 2 * neighbors * num_microbatches
 
 
 class _Rank:
@@ -198,14 +199,14 @@ def _worker(job: dict[str, Any]) -> None:
 def _records(names: Sequence[str], everyone: Sequence[torch.Tensor], num_microbatches: int) -> list[OverheadRecord]:
     num_stages = len(everyone)
     total = torch.stack(list(everyone)).sum(0)
-    counts = [num_actions(stage, num_stages, num_microbatches) for stage in range(num_stages)]
-    compute = sum(one for one, _ in counts)
-    actions = compute + sum(one for _, one in counts)
     bare = total[names.index(_BARE)]
     records = []
     for name, row in zip(names, total, strict=True):
         if name == _BARE:
             continue
+        counts = [num_actions(stage, num_stages, num_microbatches, name in SPLIT) for stage in range(num_stages)]
+        compute = sum(one for one, _ in counts)
+        actions = compute + sum(one for _, one in counts)
         thread, process = (row - bare).tolist()
         records.append(
             OverheadRecord(
@@ -216,7 +217,7 @@ def _records(names: Sequence[str], everyone: Sequence[torch.Tensor], num_microba
                 cpu_us_per_action=thread / actions,
                 cpu_us_per_compute_action=thread / compute,
                 cpu_us_all_threads_per_action=process / actions,
-                bare_us=float(bare[0]) / compute,
+                bare_us=float(bare[0]) / (2 * num_microbatches * num_stages),
             )
         )
     return records

@@ -17,6 +17,10 @@ def test_actions_of_a_stage(stage: int, expected: tuple[int, int]) -> None:
     assert pipeline_overhead.num_actions(stage, 4, 16) == expected
 
 
+def test_a_split_backward_is_two_actions() -> None:
+    assert pipeline_overhead.num_actions(1, 4, 16, is_split=True) == (48, 64)
+
+
 def test_one_stage_sends_nothing() -> None:
     assert pipeline_overhead.num_actions(0, 1, 4) == (8, 0)
 
@@ -36,9 +40,10 @@ def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
 
 def test_every_method_is_measured_end_to_end() -> None:
     records = pipeline_overhead.run(stages=(2,), rounds=1, steps_per_round=2)
-    assert [record.method for record in records] == ["1f1b", "eager_1f1b", "torch_1f1b"]
+    assert [record.method for record in records] == ["1f1b", "eager_1f1b", "zb_h1", "torch_1f1b"]
     for record in records:
         assert (record.stages, record.microbatches) == (2, 16)
         assert record.bare_us > 0
         assert all(math.isfinite(value) for key, value in record.to_json().items() if key.startswith("cpu_us"))
-        assert record.cpu_us_per_compute_action == pytest.approx(2 * record.cpu_us_per_action)
+        ratio = 5 / 3 if record.method == "zb_h1" else 2  # three or two compute actions, a send and a receive
+        assert record.cpu_us_per_compute_action == pytest.approx(ratio * record.cpu_us_per_action)
