@@ -1,8 +1,8 @@
 """What a pipeline engine itself costs the CPU, per action: 1-element tensors on loopback, ours and torch's alternated.
 
 An action is what PyTorch's own count takes for one: a compute action (forward, backward, or one of a split backward's
-halves, of one microbatch on one stage), or one boundary send or receive of one microbatch. A rank with one neighbor has two of these for each
-microbatch, a rank with two neighbors four, besides two compute actions.
+halves, of one microbatch on one stage), or one boundary send or receive of one microbatch. A rank with one neighbor has
+two of these for each microbatch, a rank with two neighbors four, besides two compute actions, or three.
 
 The bare stage is the same module run by hand on the calling thread over the same microbatches: forward, loss on the
 last stage, ``torch.autograd.backward``; nothing is sent. What an engine's step takes beyond that is its overhead.
