@@ -27,11 +27,9 @@ int32_t affordable(int64_t actions, int32_t most) { return static_cast<int32_t>(
 class Search {
  public:
   explicit Search(const ScheduleQuestion& question)
-      : question_(question), shape_{static_cast<int32_t>(question.place_of_stage.size()), question.num_microbatches, question.place_of_stage} {
-    for (const EdgeCost& edge : question.costs.edges) {
-      edges_.push_back(edge.edge);
-    }
-  }
+      : question_(question),
+        shape_{static_cast<int32_t>(question.place_of_stage.size()), question.num_microbatches, question.place_of_stage},
+        edges_(edgesOf(question.costs)) {}
 
   ScheduleChoice run() {
     for (const std::string& name : scheduleNames()) {
@@ -186,7 +184,7 @@ class Search {
 
   const ScheduleQuestion& question_;
   const PipelineShape shape_;
-  std::vector<StageEdge> edges_;
+  const std::vector<StageEdge> edges_;
   ScheduleChoice out_;
   double fastest_s_ = 0;
 };

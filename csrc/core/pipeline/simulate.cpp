@@ -10,14 +10,6 @@
 namespace xmesh::core {
 namespace {
 
-std::vector<StageEdge> edgesOf(const ScheduleCosts& costs) {
-  std::vector<StageEdge> edges;
-  for (const EdgeCost& cost : costs.edges) {
-    edges.push_back(cost.edge);
-  }
-  return edges;
-}
-
 bool isSeconds(double value) { return std::isfinite(value) && value >= 0; }
 
 void checkCosts(const Schedule& schedule, const ScheduleCosts& costs) {
@@ -56,6 +48,14 @@ bool isForwardOnly(const Schedule& schedule) {
 }
 
 }  // namespace
+
+std::vector<StageEdge> edgesOf(const ScheduleCosts& costs) {
+  std::vector<StageEdge> edges;
+  for (const EdgeCost& cost : costs.edges) {
+    edges.push_back(cost.edge);
+  }
+  return edges;
+}
 
 double SimulatedSchedule::bubbleFraction() const {
   double busy = 0;

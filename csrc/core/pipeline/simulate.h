@@ -48,6 +48,9 @@ struct ScheduleCosts {
   uint64_t noise_seed = 0;
 };
 
+/// Without their costs.
+std::vector<StageEdge> edgesOf(const ScheduleCosts& costs);
+
 /// An action in time.
 struct ActionSpan {
   int32_t place = 0;

@@ -8,14 +8,6 @@
 namespace xmesh::core {
 namespace {
 
-std::vector<StageEdge> edgesOf(const ScheduleCosts& costs) {
-  std::vector<StageEdge> edges;
-  for (const EdgeCost& cost : costs.edges) {
-    edges.push_back(cost.edge);
-  }
-  return edges;
-}
-
 /// Every action of a place, whose order means nothing yet.
 Schedule unordered(const PipelineShape& shape) {
   Schedule out{"", shape.num_stages, shape.num_microbatches, shape.place_of_stage, {}};
