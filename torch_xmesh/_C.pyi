@@ -386,6 +386,7 @@ class PipelinePlace:
         edges: Sequence[EdgePlans],
         model_inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]],
         has_backward: bool,
+        weights_key: int,
         is_measured: bool,
         loss_weights: Sequence[float],
     ) -> None:
@@ -395,7 +396,7 @@ class PipelinePlace:
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""
     def may_run_early(self, stage: int) -> bool:
-        """Whether a W of the stage may run before its turn, where the place would wait."""
+        """Whether a W of the stage may run before its turn, where the place would wait, in a step like the last one."""
     @property
     def weight_bytes(self) -> dict[int, int]:
         """By stage, of the last measured step: the most bytes that waited for a W."""

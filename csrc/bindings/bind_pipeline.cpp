@@ -132,15 +132,15 @@ void bindPipeline(py::module_& module) {
       .def(
           "run",
           [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, const std::vector<std::shared_ptr<EdgePlans>>& edges,
-             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, bool is_measured,
+             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, uint64_t weights_key, bool is_measured,
              std::vector<double> loss_weights) {
-            run(self, schedule.actionsOf(place), {std::move(model_inputs), has_backward, is_measured, std::move(loss_weights)},
+            run(self, schedule.actionsOf(place), {std::move(model_inputs), has_backward, weights_key, is_measured, std::move(loss_weights)},
                 {step, {edges.begin(), edges.end()}});
           },
           py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("edges"), py::arg("model_inputs"), py::arg("has_backward"),
-          py::arg("is_measured"), py::arg("loss_weights"))
+          py::arg("weights_key"), py::arg("is_measured"), py::arg("loss_weights"))
       .def(
-          "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarly(stage); }, py::arg("stage"))
+          "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarlyNext(stage); }, py::arg("stage"))
       .def_property_readonly("weight_bytes", [](const PipelinePlace& self) { return self.runner().weightBytes(); })
       .def_property_readonly("failed_action",
                              [](const PipelinePlace& self) -> std::optional<std::pair<int32_t, int32_t>> {

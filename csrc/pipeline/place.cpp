@@ -36,11 +36,11 @@ void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inp
     engine_->run(steps, runner_, boundary_);
   } catch (...) {
     boundary_.endStep();
-    runner_.endStep();
+    runner_.endStep(/*is_done=*/false);
     throw;
   }
   boundary_.endStep();
-  runner_.endStep();
+  runner_.endStep(/*is_done=*/true);
 }
 
 }  // namespace xmesh::pipeline

@@ -59,9 +59,12 @@ void StageRunner::beginStep(StepInputs inputs) {
   weight_bytes_.clear();
 }
 
-void StageRunner::endStep() {
+void StageRunner::endStep(bool is_done) {
   for (auto& [stage, shared] : shared_weights_) {
-    shared.is_known = shared.is_known || shared.has_run;
+    if (is_done && shared.has_run) {
+      shared.known_key = step_.weights_key;
+    }
+    shared.has_run = false;
   }
   flights_.clear();
   step_ = {};
@@ -240,7 +243,12 @@ bool StageRunner::mayRunEarly(int32_t stage) const {
     return true;
   }
   const auto found = shared_weights_.find(stage);
-  return found != shared_weights_.end() && found->second.is_known && !found->second.has_collective;
+  return found != shared_weights_.end() && found->second.known_key == step_.weights_key && !found->second.has_collective;
+}
+
+bool StageRunner::mayRunEarlyNext(int32_t stage) const {
+  const auto found = shared_weights_.find(stage);
+  return valuesOf(stage).is_alone || (found != shared_weights_.end() && found->second.known_key.has_value() && !found->second.has_collective);
 }
 
 /// Gives values, or gradients, to stages of this rank that need no transfer.

@@ -55,6 +55,7 @@ struct StepInputs {
   /// By stage of this rank and microbatch: the model's inputs, in the order of StageValues::model_positions.
   std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
   bool has_backward = true;
+  uint64_t weights_key = 0;          ///< equal in steps whose W do the same: the same sizes, the same trained parameters
   bool is_measured = false;          ///< what waits between I and W is counted
   std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
 };
@@ -76,13 +77,15 @@ class StageRunner final : public runtime::ActionRunner {
   const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }
   bool has(int32_t stage) const { return stages_.contains(stage); }
   void beginStep(StepInputs inputs);
-  /// Forgets everything in flight: at the end of a step, and after one that failed.
-  void endStep();
+  /// Forgets everything in flight: at the end of a step that is done, and of one that failed.
+  void endStep(bool is_done);
 
   void run(const core::Action& action) override;
-  /// True of a stage alone on its mesh, and of one whose W have called no collective in any step so far: others of its mesh may be elsewhere in their
-  /// lists.
+  /// True of a stage alone on its mesh, and of one whose W have called no collective so far, a step of the same key among them: others of its mesh
+  /// may be elsewhere in their lists.
   bool mayRunEarly(int32_t stage) const override;
+  /// The same of a step like the last one.
+  bool mayRunEarlyNext(int32_t stage) const;
   /// By stage, of the last measured step: the most bytes that waited for a W.
   const std::map<int32_t, int64_t>& weightBytes() const { return weight_bytes_; }
   void release(const core::Action& action) override;
@@ -147,11 +150,11 @@ class StageRunner final : public runtime::ActionRunner {
   std::map<std::pair<int32_t, int32_t>, Flight> flights_;
   std::map<int32_t, std::string> whole_because_;
   std::map<int32_t, int64_t> weight_bytes_;
-  /// Of stages that are not alone. A step's W run in the list's order until one step has shown that they call no collective.
+  /// Of a stage that is not alone. W run in the list's order until a step of the same key has shown that they call no collective.
   struct SharedWeights {
     bool has_run = false;  ///< in this step
     bool has_collective = false;
-    bool is_known = false;  ///< an earlier step has run them all
+    std::optional<uint64_t> known_key;  ///< of the last step that has run them all
   };
   std::map<int32_t, SharedWeights> shared_weights_;
 };

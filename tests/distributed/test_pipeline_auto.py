@@ -69,6 +69,9 @@ def test_chosen_once_and_alike() -> None:
         assert f" {known} " in text or known in ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
 
 
+LIMIT = 260_000
+
+
 def limited(rank: int, world_size: int) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
@@ -85,13 +88,13 @@ def limited(rank: int, world_size: int) -> str:
             memory_limit_bytes=limit,
         )
 
-    engine = make(200_000)
+    engine = make(LIMIT)
     assert max(engine.schedule.peak_in_flight) == 1
     engine.step(x, target=y)
-    parameters = sum(one.numel() for one in engine.parameters()) * 4 * 4
+    fixed = 4 * 2 * 65 * 64 * 4 + 5 * 32 * 64 * 4  # two layers with all copies, five receives posted ahead
     peak = engine.schedule.peak_in_flight[rank]
     assert peak > 1
-    assert parameters + peak * 32 * 64 * 4 <= 200_000  # at least a layer's input each
+    assert fixed + peak * (1 + rank) * 32 * 64 * 4 <= LIMIT  # the inputs of its layers; the batch is there anyway
     engine.close()
     engine = make(100)
     engine.step(x, target=y)
@@ -106,6 +109,36 @@ def limited(rank: int, world_size: int) -> str:
 def test_a_limit() -> None:
     texts = spawn(limited, 2, timeout=60)
     assert texts[0] == texts[1]
+
+
+def disagree(rank: int, world_size: int, limit: object) -> str:
+    """One rank measures, the other does not; or a limit that is none."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options: dict[str, Any] = {"schedule": "zb_h1" if rank == 1 and limit is None else "auto"}
+    with pytest.raises(ValueError) as caught:
+        xm.PipelineEngine(
+            model,
+            (torch.empty(2, 4),),
+            meshes=[xm.Mesh([0]), xm.Mesh([1])],
+            split=xm.split_at("1"),
+            num_microbatches=2,
+            loss_fn=F.mse_loss,
+            memory_limit_bytes=limit,  # type: ignore[arg-type]
+            **options,
+        )
+    return str(caught.value)
+
+
+def test_auto_on_one_rank_only() -> None:
+    for text in spawn(disagree, 2, None, timeout=60):
+        assert "ranks disagree on schedule" in text
+        assert "rank 0 has auto: zb_h1" in text
+
+
+@pytest.mark.parametrize("limit", [1.5, True, -5, "1GB"])
+def test_a_limit_that_is_none(limit: object) -> None:
+    for text in spawn(disagree, 2, limit, timeout=60):
+        assert "memory_limit_bytes is a positive int or None, got" in text
 
 
 def delayed(rank: int, world_size: int, is_tensor_parallel: bool) -> list[torch.Tensor]:

@@ -222,7 +222,7 @@ def store() -> dist.Store:
 
 
 def refuses_the_next_step(rank: int, world_size: int) -> int:
-    engine, _ = make(([0], [1, 2]))
+    engine, _ = make(([0], [1, 2]), schedule="1f1b")  # "auto" ends its first step on all ranks together
     x, y = batch()
     losses = HeldLosses()
     output = engine.step(x, target=y, losses=losses)  # the last stage's ranks exchange their parts after the losses

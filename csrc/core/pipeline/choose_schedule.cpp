@@ -24,6 +24,23 @@ int64_t numActions(const PipelineShape& shape) { return 3 * int64_t{shape.num_st
 /// How often something that plays `actions` actions may be done within the budget.
 int32_t affordable(int64_t actions, int32_t most) { return static_cast<int32_t>(std::clamp<int64_t>(kMostPlayed / actions, 1, most)); }
 
+/// Whether every stage adds to its weights' gradients microbatch by microbatch.
+bool addsInOrder(const Schedule& schedule) {
+  std::vector<int32_t> last(static_cast<size_t>(schedule.num_stages), -1);
+  for (const auto& cells : schedule.cells) {
+    for (const std::optional<Action>& cell : cells) {
+      if (cell && flightChangeOf(cell->kind) == FlightChange::kEnds) {
+        int32_t& before = last[static_cast<size_t>(cell->stage)];
+        if (cell->microbatch < before) {
+          return false;
+        }
+        before = cell->microbatch;
+      }
+    }
+  }
+  return true;
+}
+
 class Search {
  public:
   explicit Search(const ScheduleQuestion& question)
@@ -42,6 +59,9 @@ class Search {
     for (size_t i = 0; i < candidates.size(); ++i) {
       if (question_.memory_limit_bytes && candidates[i].peak() > *question_.memory_limit_bytes) {
         continue;
+      }
+      if (!addsInOrder(candidates[i].schedule)) {
+        continue;  // others are as fast, and give the bits that every other schedule gives
       }
       const auto index = static_cast<int32_t>(i);
       if (out_.best < 0) {
@@ -74,13 +94,21 @@ class Search {
     return candidate;
   }
 
-  void consider(Schedule schedule) {
+  /// Nothing where the order cannot run over these edges (some skip stages); throws where the costs do not fit, which the first schedule shows.
+  std::optional<ScheduleCandidate> judgedIfValid(Schedule schedule) const {
     try {
-      add(judged(std::move(schedule)));
+      return judged(std::move(schedule));
     } catch (const InvalidArgument&) {
       if (out_.candidates.empty()) {
-        throw;  // the costs do not fit
-      }  // else this order cannot run over edges that skip stages
+        throw;
+      }
+      return std::nullopt;
+    }
+  }
+
+  void consider(Schedule schedule) {
+    if (std::optional<ScheduleCandidate> candidate = judgedIfValid(std::move(schedule))) {
+      add(std::move(*candidate));
     }
   }
 
@@ -162,12 +190,14 @@ class Search {
     for (const int32_t most : tried) {
       std::optional<Best> best;
       for (int32_t seed = 0; seed < num_seeds; ++seed) {
-        ScheduleCandidate candidate = judged(planned(shape, most, seed));
-        if (!best || candidate.noisy_s < best->candidate.noisy_s) {
-          best = {most, seed, std::move(candidate)};
+        std::optional<ScheduleCandidate> candidate = judgedIfValid(planned(shape, most, seed));
+        if (candidate && (!best || candidate->noisy_s < best->candidate.noisy_s)) {
+          best = {most, seed, std::move(*candidate)};
         }
       }
-      found.push_back(std::move(*best));
+      if (best) {
+        found.push_back(std::move(*best));
+      }
     }
     if (shape.num_microbatches == shape_.num_microbatches) {
       for (Best& best : found) {
@@ -178,7 +208,7 @@ class Search {
     std::erase_if(found, [&](const Best& best) { return question_.memory_limit_bytes && best.candidate.peak() > *question_.memory_limit_bytes; });
     std::stable_sort(found.begin(), found.end(), [](const Best& a, const Best& b) { return a.candidate.noisy_s < b.candidate.noisy_s; });
     for (size_t i = 0; i < std::min(kRemade, found.size()); ++i) {
-      add(judged(planned(shape_, found[i].most, found[i].seed)));
+      consider(planned(shape_, found[i].most, found[i].seed));
     }
   }
 
@@ -196,7 +226,11 @@ int64_t ScheduleCandidate::peak() const { return *std::max_element(peak_bytes.be
 ScheduleChoice chooseSchedule(const ScheduleQuestion& question) {
   ScheduleChoice out = Search(question).run();
   for (ScheduleCandidate& candidate : out.candidates) {
-    candidate.schedule = alignCells(candidate.schedule);
+    try {
+      candidate.schedule = alignCells(candidate.schedule);
+    } catch (const InvalidArgument&) {  // its edges are no chain of stages: it stays without empty cells
+      continue;
+    }
   }
   return out;
 }

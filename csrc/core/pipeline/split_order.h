@@ -18,7 +18,7 @@ struct SplitRule {
 ScheduleCosts unitCosts(const PipelineShape& shape, double transfer);
 
 /// List scheduling (Graham, 1966) with the priorities of zero bubble pipelines (Qi et al., 2023, section 3): each place runs an I as soon as there is
-/// one, else the latest stage's F within the rule, else the oldest W. Takes any places. The costs' edges must contain the chain of stages.
+/// one, else the latest stage's F within the rule, else the oldest W. Takes any places and edges.
 Schedule splitAsReady(const std::string& name, const PipelineShape& shape, const SplitRule& rule, const ScheduleCosts& costs);
 
 /// The schedule with every B split: I in its place, W where the place would wait otherwise, or where its stage holds `most_in_flight` microbatches

@@ -28,7 +28,7 @@ def options_fields(
         ("parallelize", given[options.parallelize is not None]),
         *((f"the data axes of stage {stage}", str(mesh.data_axes)) for stage, mesh in enumerate(meshes)),
         ("number of microbatches", str(options.num_microbatches)),
-        ("schedule", f"{schedule.name} {digest(schedule.to_csv())}"),
+        ("schedule", f"{'auto: ' * (options.schedule == 'auto')}{schedule.name} {digest(schedule.to_csv())}"),
         ("the model", "a module" if isinstance(model, nn.Module) else "a list of stage modules"),
         ("split", repr(options.split)),
         ("loss_fn", given[options.loss_fn is not None]),

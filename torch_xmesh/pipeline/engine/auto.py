@@ -3,7 +3,7 @@ takes for the fastest."""
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES, storage_of
 from torch_xmesh.pipeline.engine.costs import costs_of
+from torch_xmesh.pipeline.engine.setup import LOOKAHEAD
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
 from torch_xmesh.pipeline.schedule.choice import choose_schedule
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -63,11 +64,27 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 class MemoryMeter:
     """Counts what each stage of a rank holds for one microbatch: what it received, and what autograd keeps of it. The
-    parameters and the user's batch are there anyway."""
+    parameters and the user's batch are there anyway.
+
+    Attributes:
+        held: by stage, bytes.
+        fixed: by stage, what is held whatever is in flight: parameters with gradients and two optimizer states, and
+            buffers of values and gradients whose receives are posted ahead.
+    """
 
     def __init__(self, place: "EnginePlace", batch: Iterable[torch.Tensor]) -> None:
         parameters = [parameter for named in place.named.values() for parameter in named.values()]
         self._free = {storage_of(local_of(tensor))[0] for tensor in (*parameters, *batch)}
+        self._last = len(place.meshes) - 1
+        seen: set[int] = set()  # tied parameters count once
+        self.fixed: dict[int, int] = {}
+        for stage, named in place.named.items():
+            self.fixed[stage] = 0
+            for parameter in named.values():
+                address, num_bytes = storage_of(local_of(parameter))
+                copies = PARAMETER_COPIES if parameter.requires_grad else 1
+                self.fixed[stage] += 0 if address in seen else copies * num_bytes
+                seen.add(address)
         self.held: dict[int, int] = {}
 
     def around(self, forward: Callable[[], Result], stage: int, inputs: Sequence[torch.Tensor]) -> Result:
@@ -83,11 +100,15 @@ class MemoryMeter:
             add(one)
         with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
             result = forward()
+        outputs = () if stage == self._last else result[0]
+        crossing = [storage_of(local_of(one)) for one in (*inputs, *outputs)]
+        staged = sum(num_bytes for address, num_bytes in crossing if address not in self._free)
+        self.fixed[stage] += (LOOKAHEAD + 1) * staged  # receives that are posted ahead
         self.held[stage] = sum(size for address, size in storages.items() if address not in self._free)
         return result
 
 
-def measured(place: "EnginePlace", held: Mapping[int, int]) -> Measured:
+def measured(place: "EnginePlace", meter: "MemoryMeter") -> Measured:
     """Of the step that `place` has just run, without each stage's first microbatch, in which memory was counted."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for kind, action, begin, end in place.core.spans:
@@ -99,8 +120,11 @@ def measured(place: "EnginePlace", held: Mapping[int, int]) -> Measured:
     weight_bytes = place.core.weight_bytes
     for stage in place.stages:
         forward, first, weight = (statistics.median(seconds.get((stage, letter), [0.0])) for letter in "FIW")
-        fixed = PARAMETER_COPIES * sum(one.numel() * one.element_size() for one in place.named[stage].values())
-        stages[stage] = forward, first, weight, held.get(stage, 0), weight_bytes.get(stage, 0), fixed
+        held = meter.held.get(stage, 0)
+        waits = weight_bytes.get(stage, 0)
+        if not any(edge.to_stage == stage and edge.has_gradient for edge in place.boundaries.edges):
+            waits = max(waits, held)  # without an input's gradient I does nothing: all of it waits
+        stages[stage] = forward, first, weight, held, waits, meter.fixed[stage]
     left: dict[_Moved, int] = {}
     came: dict[_Moved, int] = {}
     for is_send, index, microbatch, is_gradient, begin, end in place.core.transfers:
@@ -183,7 +207,7 @@ class AutoSchedule:
 
     def choose(self, place: "EnginePlace", meter: MemoryMeter) -> None:
         """Sets the place's schedule. Called by all ranks after the measured step."""
-        told: list[Measured] = place.transfers.gather("measured", measured(place, meter.held))
+        told: list[Measured] = place.transfers.gather("measured", measured(place, meter))
         offsets = clock_offsets(place.transfers)
         ahead_ns = [offsets[rank][0] for rank in place.transfers.ranks]
         leader = place.transfers.ranks[0]

@@ -51,8 +51,12 @@ class PipelineEngine:
             such stages are scheduled as if on one place, and each rank runs its own part of that place's order.
         split: ``split_at("block.3", ...)`` (a stage starts BEFORE each), ``"auto"`` (balances measured time), or None
             with a list.
-        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "auto", an ``xm.Schedule``, a CSV in torch's
-            notation, or torch's name or class for one of them ("1F1B", ``ScheduleGPipe``).
+        schedule: a name, one of ``xm.Schedule.names()``, an ``xm.Schedule``, a CSV in torch's notation, or torch's name
+            or class for one of them ("1F1B", ``ScheduleGPipe``); or "auto": the first training step is measured, and
+            from the second on runs the one that :func:`choose_schedule` takes for the fastest with the figures of that
+            step; later sizes do not change it. An order is static but for one thing: before it waits for a value, a
+            place runs a W that comes later in its list, where the stage is on one rank, or an earlier step with the
+            same sizes and trained parameters has run its W without a collective.
         num_microbatches: into how many parts a step cuts its batch.
         loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
             train.
@@ -68,10 +72,6 @@ class PipelineEngine:
             the buffers (batch norm's statistics) of the first one.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
             (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
-        schedule: a name, one of ``xm.Schedule.names()`` or torch's, a CSV, an :class:`Schedule`; or "auto": the first
-            training step is measured, and from the second on runs the one that :func:`choose_schedule` takes for the
-            fastest. Its order is static but for one thing: before it waits for a value, a place runs a W that comes
-            later in its list, where the stage is on one rank, or its W have been seen to call no collective.
         memory_limit_bytes: for ``schedule="auto"``: what the stages of no place may hold together; if no schedule keeps
             it, the step after the measured one is a ValueError that names the smallest limit that one would. And for
             ``split="auto"``: what no stage may exceed; ValueError if no split keeps it. It counts parameters with

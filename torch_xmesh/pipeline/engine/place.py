@@ -15,7 +15,7 @@ from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Placed, edges_of
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
-from torch_xmesh.pipeline.engine.setup import PlaceOptions, check_options, schedule_of
+from torch_xmesh.pipeline.engine.setup import LOOKAHEAD, PlaceOptions, check_options, schedule_of
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -31,8 +31,6 @@ from torch_xmesh.pipeline.state.init_sync import (
 from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialize
 from torch_xmesh.plan_cache import PlanOptions
 from torch_xmesh.spec import device_mesh
-
-_LOOKAHEAD = 4
 
 
 class EnginePlace:
@@ -231,7 +229,7 @@ class EnginePlace:
             for edge in self.edges
         ]
         self.forward = StageForward(self.works)
-        return _C.PipelinePlace(self.transfers.traffic, stages, edges, self.forward, overlap, _LOOKAHEAD)
+        return _C.PipelinePlace(self.transfers.traffic, stages, edges, self.forward, overlap, LOOKAHEAD)
 
     def _tied_parameters(self) -> list[Tied]:
         tied = []

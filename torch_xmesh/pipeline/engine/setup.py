@@ -12,10 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt
 from torch_xmesh.pipeline.engine.boundary import Placed
+from torch_xmesh.pipeline.schedule.choice import check_memory_limit
 from torch_xmesh.pipeline.schedule.schedule import Schedule, schedule_name
 from torch_xmesh.pipeline.state.init_sync import InitSync
 from torch_xmesh.pipeline.state.materialize import InitFn
 from torch_xmesh.topology import Topology
+
+LOOKAHEAD = 4
+"""Receiving actions beyond the present one whose receives are posted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ def check_options(model: Any, options: PlaceOptions) -> None:
     count = options.num_microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_microbatches is an int of at least 1, got {count!r} ({type(count).__name__})")
+    check_memory_limit(options.memory_limit_bytes)
     check_model(model, "model")
     if options.split is not None and not isinstance(options.split, SplitAt | str):
         raise ValueError(f"split is xm.split_at(...), 'auto' or None, got {options.split!r}")

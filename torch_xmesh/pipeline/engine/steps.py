@@ -121,7 +121,17 @@ class EngineSteps:
             weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
             plans, is_measured = sized.plans(sizes), auto is not None
-            place.core.run(self.ran.core, place.index, self._runs, plans, given.inputs, is_train, is_measured, weights)
+            place.core.run(
+                self.ran.core,
+                place.index,
+                self._runs,
+                plans,
+                given.inputs,
+                is_train,
+                self._weights_key(order),
+                is_measured,
+                weights,
+            )
         self.entered_ns = entered_ns
         self.after.clear()
         if is_train and (place.sync.is_needed or place.sharded.is_needed):
@@ -149,6 +159,11 @@ class EngineSteps:
         self._runs += 1
         self.number += int(is_train)
         return output
+
+    def _weights_key(self, order: SampleOrder) -> int:
+        """Equal for steps of this rank in which weight gradients are computed alike."""
+        trained = tuple(parameter.requires_grad for named in self._place.named.values() for parameter in named.values())
+        return hash((order.sizes, next(reversed(self._sized)), trained)) & (2**63 - 1)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -62,6 +62,12 @@ class ScheduleChoice:
         return f"ScheduleChoice({self.schedule.name!r}, predicted_seconds={self.predicted_seconds:.6g})"
 
 
+def check_memory_limit(given: object) -> None:
+    """Raises ValueError for what is no number of bytes and not None."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ValueError(f"memory_limit_bytes is a positive int or None, got {given!r} ({type(given).__name__})")
+
+
 def choose_schedule(
     costs: Costs,
     *,
@@ -87,6 +93,7 @@ def choose_schedule(
     """
     if len(costs.stages) != num_stages or num_stages < 1:
         raise ValueError(f"costs are for {len(costs.stages)} stages, num_stages is {num_stages}")
+    check_memory_limit(memory_limit_bytes)
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
     places = list(range(num_stages)) if place_of_stage is None else list(place_of_stage)
