@@ -1,5 +1,6 @@
 """What the tests of partitions share: every model of the zoo with each of its splits, and comparisons."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,6 +17,15 @@ SPLITS = [pytest.param(case, names, id=f"{case.name}-{'-'.join(names)}") for cas
 def cut(case: Case, model: nn.Module, names: tuple[str, ...], samples: int = 3) -> Partition:
     args, kwargs, _ = case.batch(samples)
     return partition(model, args, kwargs, split_at(*names), args_chunk_spec=case.specs.get("args_chunk_spec"))
+
+
+def twin(case: Case, model: nn.Module) -> nn.Module:
+    """The same model once more; hooks are bound to the module that they were made for, so that one is made anew."""
+    if case.name != "hooks":
+        return copy.deepcopy(model)
+    made = case.build()
+    made.load_state_dict(model.state_dict())
+    return made
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

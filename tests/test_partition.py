@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from models import Case, cases, small
-from partition_cases import SPLITS, assert_same, cut, gradients
+from partition_cases import SPLITS, assert_same, cut, gradients, twin
 
 from torch_xmesh.pipeline.cut.partition import partition, split_at
 
@@ -20,10 +20,7 @@ from torch_xmesh.pipeline.cut.partition import partition, split_at
 def test_stages_equal_the_model(case: Case, names: tuple[str, ...], samples: int) -> None:
     torch.manual_seed(0)
     whole = case.build()
-    split = copy.deepcopy(whole)
-    if case.name == "hooks":
-        split = small.Hooked()
-        split.load_state_dict(whole.state_dict())
+    split = twin(case, whole)
     parts = cut(case, split, names)
     assert parts.num_stages == len(names) + 1
     args, kwargs, target = case.batch(samples)
@@ -67,10 +64,7 @@ def test_detached_stages_give_the_models_gradients(case: Case, names: tuple[str,
     """As an engine runs them: every input a leaf, gradients handed from consumers to producers and summed."""
     torch.manual_seed(0)
     whole = case.build()
-    split = copy.deepcopy(whole)
-    if case.name == "hooks":
-        split = small.Hooked()
-        split.load_state_dict(whole.state_dict())
+    split = twin(case, whole)
     parts = cut(case, split, names)
     args, kwargs, target = case.batch(3)
     torch.manual_seed(1)

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import Case, small
+from models import Case
 from models.backward import CASES, BackwardCase
 from models.random_backward import WIDTH, RandomModule, random_plan
-from partition_cases import SPLITS, cut
+from partition_cases import SPLITS, cut, twin
 
 from torch_xmesh.split_backward import split_backward
 
@@ -103,10 +103,7 @@ def test_equals_one_backward(case: BackwardCase) -> None:
 def test_stages_of_the_zoo(case: Case, names: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     whole = case.build()
-    split = copy.deepcopy(whole)
-    if case.name == "hooks":
-        split = small.Hooked()
-        split.load_state_dict(whole.state_dict())
+    split = twin(case, whole)
     parts = [cut(case, model, names) for model in (whole, split)]
     args, kwargs, _ = case.batch(3)
     values = parts[0].bind(args, kwargs)

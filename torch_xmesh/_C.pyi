@@ -398,8 +398,8 @@ class PipelinePlace:
     def may_run_early(self, stage: int) -> bool:
         """Whether a W of the stage may run before its turn, where the place would wait, in a step like the last one."""
     @property
-    def weight_bytes(self) -> dict[int, int]:
-        """By stage, of the last measured step: the most bytes that waited for a W."""
+    def weight_storages(self) -> dict[int, dict[int, int]]:
+        """By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage."""
     @property
     def whole_because(self) -> dict[int, str]:
         """By stage of this rank whose backward I and W did not split: why."""

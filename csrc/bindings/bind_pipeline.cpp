@@ -141,7 +141,16 @@ void bindPipeline(py::module_& module) {
           py::arg("weights_key"), py::arg("is_measured"), py::arg("loss_weights"))
       .def(
           "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarlyNext(stage); }, py::arg("stage"))
-      .def_property_readonly("weight_bytes", [](const PipelinePlace& self) { return self.runner().weightBytes(); })
+      .def_property_readonly("weight_storages",
+                             [](const PipelinePlace& self) {
+                               std::map<int32_t, std::map<uintptr_t, int64_t>> out;
+                               for (const auto& [stage, storages] : self.runner().weightStorages()) {
+                                 for (const auto& [storage, num_bytes] : storages) {
+                                   out[stage][reinterpret_cast<uintptr_t>(storage)] = num_bytes;
+                                 }
+                               }
+                               return out;
+                             })
       .def_property_readonly("failed_action",
                              [](const PipelinePlace& self) -> std::optional<std::pair<int32_t, int32_t>> {
                                const std::optional<core::Action> action = self.engine().failedAction();

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "core/error.h"
@@ -56,7 +55,7 @@ StageRunner::StageRunner(std::vector<StageValues> stages, std::vector<EdgeValues
 void StageRunner::beginStep(StepInputs inputs) {
   flights_.clear();
   step_ = std::move(inputs);
-  weight_bytes_.clear();
+  weight_storages_.clear();
 }
 
 void StageRunner::endStep(bool is_done) {
@@ -210,7 +209,7 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
   InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs);
   flight.weights = std::move(done.weights);
   if (step_.is_measured) {
-    weight_bytes_[stage] = std::max(weight_bytes_[stage], flight.weights.heldBytes());
+    weight_storages_[stage] = flight.weights.heldStorages();
   }
   if (done.whole_because.empty()) {
     whole_because_.erase(stage);

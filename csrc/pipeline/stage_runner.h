@@ -86,8 +86,8 @@ class StageRunner final : public runtime::ActionRunner {
   bool mayRunEarly(int32_t stage) const override;
   /// The same of a step like the last one.
   bool mayRunEarlyNext(int32_t stage) const;
-  /// By stage, of the last measured step: the most bytes that waited for a W.
-  const std::map<int32_t, int64_t>& weightBytes() const { return weight_bytes_; }
+  /// By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage.
+  const std::map<int32_t, std::map<const void*, int64_t>>& weightStorages() const { return weight_storages_; }
   void release(const core::Action& action) override;
 
   /// The values of an edge for its consumer, which nobody else refers to and the microbatch holds until its backward has ended.
@@ -149,7 +149,7 @@ class StageRunner final : public runtime::ActionRunner {
   double loss_gradient_weight_ = 0;
   std::map<std::pair<int32_t, int32_t>, Flight> flights_;
   std::map<int32_t, std::string> whole_because_;
-  std::map<int32_t, int64_t> weight_bytes_;
+  std::map<int32_t, std::map<const void*, int64_t>> weight_storages_;
   /// Of a stage that is not alone. W run in the list's order until a step of the same key has shown that they call no collective.
   struct SharedWeights {
     bool has_run = false;  ///< in this step

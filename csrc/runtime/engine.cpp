@@ -100,13 +100,16 @@ void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current
     const std::vector<Transfer>& receives = steps[current].receives;
     return std::all_of(receives.begin(), receives.end(), [&](const Transfer& transfer) { return traffic.hasArrived(transfer); });
   };
-  for (size_t next = current + 1; next < steps.size() && !hasArrived(); ++next) {
-    const PlaceStep& step = steps[next];
-    if (is_done[next] || core::flightChangeOf(step.action.kind) != core::FlightChange::kEnds) {
-      continue;
+  size_t next = current + 1;
+  while (!hasArrived()) {
+    while (next < steps.size() && (is_done[next] || core::flightChangeOf(steps[next].action.kind) != core::FlightChange::kEnds)) {
+      ++next;
     }
-    const bool is_ready = step.action.kind == core::ActionKind::kBackwardWeight && step.input_step && is_done[*step.input_step];
-    if (!is_ready || !runner.mayRunEarly(step.action.stage)) {
+    if (next == steps.size() || steps[next].action.kind != core::ActionKind::kBackwardWeight) {
+      return;
+    }
+    const PlaceStep& step = steps[next];
+    if (!step.input_step || !is_done[*step.input_step] || !runner.mayRunEarly(step.action.stage)) {
       return;
     }
     traffic.check();

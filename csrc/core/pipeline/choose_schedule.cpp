@@ -6,6 +6,7 @@
 #include "core/pipeline/generators.h"
 #include "core/pipeline/play.h"
 #include "core/pipeline/split_order.h"
+#include "core/pipeline/validate.h"
 
 namespace xmesh::core {
 namespace {
@@ -41,6 +42,15 @@ bool addsInOrder(const Schedule& schedule) {
   return true;
 }
 
+/// With the empty cells of a picture, where the stages are a chain.
+Schedule aligned(Schedule schedule) {
+  try {
+    return alignCells(schedule);
+  } catch (const InvalidArgument&) {
+    return schedule;
+  }
+}
+
 class Search {
  public:
   explicit Search(const ScheduleQuestion& question)
@@ -56,6 +66,7 @@ class Search {
     considerPlanned();
     std::vector<ScheduleCandidate>& candidates = out_.candidates;
     std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.noisy_s < b.noisy_s; });
+    double fastest_s = 0;
     for (size_t i = 0; i < candidates.size(); ++i) {
       if (question_.memory_limit_bytes && candidates[i].peak() > *question_.memory_limit_bytes) {
         continue;
@@ -66,8 +77,8 @@ class Search {
       const auto index = static_cast<int32_t>(i);
       if (out_.best < 0) {
         out_.best = index;
-        fastest_s_ = candidates[i].noisy_s;
-      } else if (candidates[i].noisy_s <= kTie * fastest_s_ && candidates[i].peak() < candidates[static_cast<size_t>(out_.best)].peak()) {
+        fastest_s = candidates[i].noisy_s;
+      } else if (candidates[i].noisy_s <= kTie * fastest_s && candidates[i].peak() < candidates[static_cast<size_t>(out_.best)].peak()) {
         out_.best = index;
       }
     }
@@ -77,24 +88,24 @@ class Search {
  private:
   ScheduleCandidate judged(Schedule schedule) const {
     ScheduleCandidate candidate;
+    validateSchedule(schedule, edges_);
     candidate.schedule = std::move(schedule);
-    candidate.step_s = simulateSchedule(candidate.schedule, question_.costs).makespan_s;
-    candidate.noisy_s = candidate.step_s;
     const ActionTable table(candidate.schedule, edges_);
     const int32_t num_runs = affordable(40 * table.numNodes(), kMostNoisyRuns);
     ScheduleCosts costs = question_.costs;
-    costs.noise = kNoise;
-    for (int32_t run = 1; run <= num_runs; ++run) {
+    for (int32_t run = 0; run <= num_runs; ++run) {
+      costs.noise = run == 0 ? 0 : kNoise;
       costs.noise_seed = static_cast<uint64_t>(run);
       InOrder in_order(table, costs);
-      candidate.noisy_s += play(table, costs, in_order).makespan_s;
+      const double seconds = play(table, costs, in_order).makespan_s;
+      candidate.step_s = run == 0 ? seconds : candidate.step_s;
+      candidate.noisy_s += seconds / (num_runs + 1);
     }
-    candidate.noisy_s /= num_runs + 1;
     candidate.peak_bytes = peakBytes(candidate.schedule, question_.costs);
     return candidate;
   }
 
-  /// Nothing where the order cannot run over these edges (some skip stages); throws where the costs do not fit, which the first schedule shows.
+  /// Nothing where the order cannot run over these edges (some skip stages); throws where it is the first of all.
   std::optional<ScheduleCandidate> judgedIfValid(Schedule schedule) const {
     try {
       return judged(std::move(schedule));
@@ -201,6 +212,7 @@ class Search {
     }
     if (shape.num_microbatches == shape_.num_microbatches) {
       for (Best& best : found) {
+        best.candidate.schedule = aligned(std::move(best.candidate.schedule));
         add(std::move(best.candidate));
       }
       return;
@@ -208,7 +220,7 @@ class Search {
     std::erase_if(found, [&](const Best& best) { return question_.memory_limit_bytes && best.candidate.peak() > *question_.memory_limit_bytes; });
     std::stable_sort(found.begin(), found.end(), [](const Best& a, const Best& b) { return a.candidate.noisy_s < b.candidate.noisy_s; });
     for (size_t i = 0; i < std::min(kRemade, found.size()); ++i) {
-      consider(planned(shape_, found[i].most, found[i].seed));
+      consider(aligned(planned(shape_, found[i].most, found[i].seed)));
     }
   }
 
@@ -216,7 +228,6 @@ class Search {
   const PipelineShape shape_;
   const std::vector<StageEdge> edges_;
   ScheduleChoice out_;
-  double fastest_s_ = 0;
 };
 
 }  // namespace
@@ -224,15 +235,8 @@ class Search {
 int64_t ScheduleCandidate::peak() const { return *std::max_element(peak_bytes.begin(), peak_bytes.end()); }
 
 ScheduleChoice chooseSchedule(const ScheduleQuestion& question) {
-  ScheduleChoice out = Search(question).run();
-  for (ScheduleCandidate& candidate : out.candidates) {
-    try {
-      candidate.schedule = alignCells(candidate.schedule);
-    } catch (const InvalidArgument&) {  // its edges are no chain of stages: it stays without empty cells
-      continue;
-    }
-  }
-  return out;
+  checkCosts(static_cast<int32_t>(question.place_of_stage.size()), question.costs);
+  return Search(question).run();
 }
 
 }  // namespace xmesh::core

@@ -12,9 +12,17 @@ namespace {
 
 bool isSeconds(double value) { return std::isfinite(value) && value >= 0; }
 
-void checkCosts(const Schedule& schedule, const ScheduleCosts& costs) {
-  require(costs.stages.size() == static_cast<size_t>(schedule.num_stages),
-          "costs are given for every stage, expected " + std::to_string(schedule.num_stages) + " stages, got " + std::to_string(costs.stages.size()));
+bool isForwardOnly(const Schedule& schedule) {
+  return std::all_of(schedule.cells.begin(), schedule.cells.end(), [](const auto& cells) {
+    return std::all_of(cells.begin(), cells.end(), [](const auto& cell) { return !cell || cell->kind == ActionKind::kForward; });
+  });
+}
+
+}  // namespace
+
+void checkCosts(int32_t num_stages, const ScheduleCosts& costs) {
+  require(costs.stages.size() == static_cast<size_t>(num_stages),
+          "costs are given for every stage, expected " + std::to_string(num_stages) + " stages, got " + std::to_string(costs.stages.size()));
   require(costs.runs_weights_early.empty() || costs.runs_weights_early.size() == costs.stages.size(),
           "which stages run W early is said for every stage or for none, got " + std::to_string(costs.runs_weights_early.size()) + " of " +
               std::to_string(costs.stages.size()));
@@ -41,14 +49,6 @@ void checkCosts(const Schedule& schedule, const ScheduleCosts& costs) {
   }
 }
 
-bool isForwardOnly(const Schedule& schedule) {
-  return std::all_of(schedule.cells.begin(), schedule.cells.end(), [](const auto& cells) {
-    return std::all_of(cells.begin(), cells.end(), [](const auto& cell) { return !cell || cell->kind == ActionKind::kForward; });
-  });
-}
-
-}  // namespace
-
 std::vector<StageEdge> edgesOf(const ScheduleCosts& costs) {
   std::vector<StageEdge> edges;
   for (const EdgeCost& cost : costs.edges) {
@@ -66,7 +66,7 @@ double SimulatedSchedule::bubbleFraction() const {
 }
 
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs) {
-  checkCosts(schedule, costs);
+  checkCosts(schedule.num_stages, costs);
   const std::vector<StageEdge> edges = edgesOf(costs);
   validateSchedule(schedule, edges, {isForwardOnly(schedule)});
   const ActionTable table(schedule, edges);

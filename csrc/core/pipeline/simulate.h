@@ -79,6 +79,9 @@ struct SimulatedSchedule {
   double bubbleFraction() const;
 };
 
+/// Throws InvalidArgument for costs of another number of stages, or that are negative or not finite.
+void checkCosts(int32_t num_stages, const ScheduleCosts& costs);
+
 /// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
 /// duplex: transfers from one place to another follow one another, those of different pairs share the NICs as TCP's flows do (`NicSharing`); where
 /// receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a

@@ -126,7 +126,8 @@ class ByRule final : public Chooser {
 /// Keeps the order of F and I that the places' lists have in `whole`, where I is B.
 class WeightsInWaits final : public Chooser {
  public:
-  WeightsInWaits(const ActionTable& table, const Schedule& whole, const std::vector<int32_t>& most_in_flight) : progress_(table, most_in_flight) {
+  WeightsInWaits(const ActionTable& table, const Schedule& whole, const std::vector<int32_t>& most_in_flight)
+      : table_(table), progress_(table, most_in_flight) {
     for (int32_t place = 0; place < whole.numPlaces(); ++place) {
       std::deque<int32_t>& list = lists_.emplace_back();
       for (const Action& action : whole.actionsOf(place)) {
@@ -134,13 +135,12 @@ class WeightsInWaits final : public Chooser {
         list.push_back(table.find({kind, action.stage, action.microbatch}));
       }
     }
-    table_ = &table;
   }
 
   int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) override {
     std::deque<int32_t>& list = lists_[static_cast<size_t>(place)];
     if (!list.empty() && waits_for[static_cast<size_t>(list.front())] == 0) {
-      const Action& next = table_->action(list.front());
+      const Action& next = table_.action(list.front());
       if (next.kind != ActionKind::kForward || !progress_.isFull(next.stage) || !progress_.owes(place)) {
         const int32_t node = list.front();
         list.pop_front();
@@ -151,7 +151,7 @@ class WeightsInWaits final : public Chooser {
   }
 
  private:
-  const ActionTable* table_ = nullptr;
+  const ActionTable& table_;
   Progress progress_;
   std::vector<std::deque<int32_t>> lists_;  ///< by place: F and I that have not begun
 };

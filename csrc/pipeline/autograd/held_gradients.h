@@ -72,4 +72,6 @@ struct HeldGradients final : torch::autograd::Node {
   std::string name() const override { return "xmesh::HeldGradients"; }
 };
 
+inline HeldGradients& heldOf(const NodePtr& node) { return static_cast<HeldGradients&>(*node); }
+
 }  // namespace xmesh::pipeline

@@ -18,12 +18,8 @@ namespace {
 using torch::autograd::Node;
 namespace generated = torch::autograd::generated;
 
-template <class T>
-const T& as(const Node& node) {
-  return static_cast<const T&>(node);
-}
-
-using Saved = std::array<const torch::autograd::SavedVariable*, 2>;
+using torch::autograd::SavedVariable;
+using Saved = std::array<const SavedVariable*, 2>;
 
 /// A type of node, by its name: type_info is not equal for all of them across shared libraries.
 struct NodeType {
@@ -32,37 +28,26 @@ struct NodeType {
   Saved (*saved)(const Node&) = nullptr;
 };
 
+/// A product of two tensors, which it saves.
+template <class T, SavedVariable T::*one, SavedVariable T::*other>
+constexpr NodeType early(std::string_view name) {
+  return {name, NodeKind::kEarly, [](const Node& node) {
+            const T& self = static_cast<const T&>(node);
+            return Saved{&(self.*one), &(self.*other)};
+          }};
+}
+
 constexpr std::array kTypes = {
-    NodeType{"torch::autograd::generated::AddmmBackward0", NodeKind::kEarly,
-             [](const Node& node) {
-               const auto& self = as<generated::AddmmBackward0>(node);
-               return Saved{&self.mat1_, &self.mat2_};
-             }},
-    NodeType{"torch::autograd::generated::MmBackward0", NodeKind::kEarly,
-             [](const Node& node) {
-               const auto& self = as<generated::MmBackward0>(node);
-               return Saved{&self.self_, &self.mat2_};
-             }},
-    NodeType{"torch::autograd::generated::BmmBackward0", NodeKind::kEarly,
-             [](const Node& node) {
-               const auto& self = as<generated::BmmBackward0>(node);
-               return Saved{&self.self_, &self.mat2_};
-             }},
-    NodeType{"torch::autograd::generated::BaddbmmBackward0", NodeKind::kEarly,
-             [](const Node& node) {
-               const auto& self = as<generated::BaddbmmBackward0>(node);
-               return Saved{&self.batch1_, &self.batch2_};
-             }},
-    NodeType{"torch::autograd::generated::LinearBackward0", NodeKind::kEarly,
-             [](const Node& node) {
-               const auto& self = as<generated::LinearBackward0>(node);
-               return Saved{&self.input_, &self.weight_};
-             }},
-    NodeType{"torch::autograd::generated::ConvolutionBackward0", NodeKind::kEarly,
-             [](const Node& node) {
-               const auto& self = as<generated::ConvolutionBackward0>(node);
-               return Saved{&self.input_, &self.weight_};
-             }},
+    early<generated::AddmmBackward0, &generated::AddmmBackward0::mat1_, &generated::AddmmBackward0::mat2_>(
+        "torch::autograd::generated::AddmmBackward0"),
+    early<generated::MmBackward0, &generated::MmBackward0::self_, &generated::MmBackward0::mat2_>("torch::autograd::generated::MmBackward0"),
+    early<generated::BmmBackward0, &generated::BmmBackward0::self_, &generated::BmmBackward0::mat2_>("torch::autograd::generated::BmmBackward0"),
+    early<generated::BaddbmmBackward0, &generated::BaddbmmBackward0::batch1_, &generated::BaddbmmBackward0::batch2_>(
+        "torch::autograd::generated::BaddbmmBackward0"),
+    early<generated::LinearBackward0, &generated::LinearBackward0::input_, &generated::LinearBackward0::weight_>(
+        "torch::autograd::generated::LinearBackward0"),
+    early<generated::ConvolutionBackward0, &generated::ConvolutionBackward0::input_, &generated::ConvolutionBackward0::weight_>(
+        "torch::autograd::generated::ConvolutionBackward0"),
     NodeType{"torch::autograd::CopySlices", NodeKind::kCopySlices},
     NodeType{"torch::autograd::PyNode", NodeKind::kPython},
 };

@@ -22,7 +22,7 @@ NodeKind kindOf(const torch::autograd::Node& node);
 /// Whether a node that could be cut early keeps a tensor behind saved-tensor hooks, so that each run unpacks it again (a checkpoint: computes it
 /// again). False for types whose saved tensors cannot be looked at.
 bool hasSavedTensorHooks(const torch::autograd::Node& node);
-/// What a node that could be cut early has saved, without hooks and leaves.
+/// What a node that could be cut early has saved, weights among it; without what is behind hooks.
 std::vector<at::Tensor> savedTensors(const torch::autograd::Node& node);
 /// Whether anyone listens to the node's gradients: a tensor hook, a node's hook, retain_grad().
 bool hasHooks(torch::autograd::Node& node);

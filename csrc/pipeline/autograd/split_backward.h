@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,8 +22,8 @@ class WeightBackward {
 
   /// Adds to the `.grad` of every leaf that the outputs depend on past the inputs, hooks included, what one whole backward would have added. Once.
   void run();
-  /// The memory that waits for run(): of gradients, and of what early cuts saved, leaves apart.
-  int64_t heldBytes() const;
+  /// The memory that waits for run(), bytes by storage: of gradients, and of what early cuts saved, weights among it.
+  std::map<const void*, int64_t> heldStorages() const;
 
  private:
   torch::autograd::edge_list roots_;
@@ -41,14 +42,14 @@ struct InputBackward {
 /// altered and in part released; nothing else may run backward through it, before or after.
 ///
 /// Zero bubble pipelines (Qi et al., 2023, section 2) split a backward so. Here, node by node of the eager graph between roots and inputs
-/// (`PathToInputs`): for the first backward the path is made a graph of its own, whose exits are `HeldGradients`. One stands for each input. Where an
-/// edge leaves the path towards weights, there is a cut:
+/// (`PathToInputs`): for the first backward the path is made a graph of its own (`SeparatedPath`), whose exits are `HeldGradients`. One stands for
+/// each input. Where an edge leaves the path towards weights, there is a cut:
 /// - early (products without hooks): the node runs now for its input gradients, behind a stand-in that keeps what comes in, and once more in the
-/// weights'
-///   part for the rest. It has only the edges that it is to compute for, so that nothing is computed twice.
+/// second
+///   half for the rest. Each time it has only the edges that it is to compute for, so that nothing is computed twice.
 /// - late (all else): the node runs once, now; its gradient of the weight is held.
-/// Roots off the path belong to the weights' part altogether. Every other node on the path releases what it saved as soon as it has run, as in any
-/// backward.
+///
+/// Roots off the path belong to the second half altogether. Every other node on the path releases what it saved as soon as it has run.
 ///
 /// Throws InvalidArgument for inputs that depend on one another, and where the backward has to be whole for inputs that are no leaves.
 InputBackward backwardInputs(torch::autograd::edge_list roots, torch::autograd::variable_list gradients, const std::vector<at::Tensor>& inputs);

@@ -3,7 +3,7 @@ takes for the fastest."""
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ def first_schedule(places: list[int], num_microbatches: int, memory_limit_bytes:
 
 
 class Measured(NamedTuple):
-    """What one rank has measured of its stages and of what it sent; seconds and bytes.
+    """What one rank has measured of its stages and transfers; seconds and bytes.
 
     Attributes:
         stages: by stage, the median of F, I and W, and what a microbatch holds before I, what between I and W, and what
@@ -101,11 +101,14 @@ class MemoryMeter:
         with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
             result = forward()
         outputs = () if stage == self._last else result[0]
-        crossing = [storage_of(local_of(one)) for one in (*inputs, *outputs)]
-        staged = sum(num_bytes for address, num_bytes in crossing if address not in self._free)
+        staged = self.count(dict(storage_of(local_of(one)) for one in (*inputs, *outputs)))
         self.fixed[stage] += (LOOKAHEAD + 1) * staged  # receives that are posted ahead
-        self.held[stage] = sum(size for address, size in storages.items() if address not in self._free)
+        self.held[stage] = self.count(storages)
         return result
+
+    def count(self, storages: Mapping[int, int]) -> int:
+        """The bytes of storages that are not there anyway."""
+        return sum(num_bytes for address, num_bytes in storages.items() if address not in self._free)
 
 
 def measured(place: "EnginePlace", meter: "MemoryMeter") -> Measured:
@@ -117,11 +120,11 @@ def measured(place: "EnginePlace", meter: "MemoryMeter") -> Measured:
         if kind == "compute" and (microbatch > 0 or place.num_microbatches == 1):
             seconds.setdefault((stage, letter), []).append((end - begin) / 1e9)
     stages = {}
-    weight_bytes = place.core.weight_bytes
+    storages = place.core.weight_storages
     for stage in place.stages:
         forward, first, weight = (statistics.median(seconds.get((stage, letter), [0.0])) for letter in "FIW")
         held = meter.held.get(stage, 0)
-        waits = weight_bytes.get(stage, 0)
+        waits = meter.count(storages.get(stage, {}))
         if not any(edge.to_stage == stage and edge.has_gradient for edge in place.boundaries.edges):
             waits = max(waits, held)  # without an input's gradient I does nothing: all of it waits
         stages[stage] = forward, first, weight, held, waits, meter.fixed[stage]

@@ -120,17 +120,16 @@ class EngineSteps:
             scale = self._loss_scale()
             weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
-            plans, is_measured = sized.plans(sizes), auto is not None
             place.core.run(
                 self.ran.core,
                 place.index,
                 self._runs,
-                plans,
+                sized.plans(sizes),
                 given.inputs,
-                is_train,
-                self._weights_key(order),
-                is_measured,
-                weights,
+                has_backward=is_train,
+                weights_key=self._weights_key(order),
+                is_measured=auto is not None,
+                loss_weights=weights,
             )
         self.entered_ns = entered_ns
         self.after.clear()
@@ -161,7 +160,10 @@ class EngineSteps:
         return output
 
     def _weights_key(self, order: SampleOrder) -> int:
-        """Equal for steps of this rank in which weight gradients are computed alike."""
+        """Equal for steps of this rank in which weight gradients are computed alike; it tells nothing where no mesh has
+        another rank."""
+        if all(len(self._place.meshes[stage].ranks) == 1 for stage in self._place.stages):
+            return 0
         trained = tuple(parameter.requires_grad for named in self._place.named.values() for parameter in named.values())
         return hash((order.sizes, next(reversed(self._sized)), trained)) & (2**63 - 1)
 
