@@ -111,6 +111,33 @@ def test_a_limit() -> None:
     assert texts[0] == texts[1]
 
 
+def waits(rank: int, world_size: int) -> dict[int, int]:
+    """Bytes that wait for W on this rank's stage: two layers and a ReLU, whose result is the second layer's input."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(3)]
+    engine = xm.PipelineEngine(
+        nn.Sequential(*layers),
+        (torch.empty(32, 64),),
+        meshes=[xm.Mesh([place]) for place in range(3)],
+        split=xm.split_at("1", "2"),
+        num_microbatches=4,
+        loss_fn=F.mse_loss,
+    )
+    x, y = torch.randn(128, 64), torch.randn(128, 64)
+    engine.step(x, target=y)
+    assert engine._place.auto is not None
+    found = {stage: sum(one.values()) for stage, one in engine._place.core.weight_storages.items()}
+    engine.close()
+    return found
+
+
+def test_what_waits_is_the_products_inputs_and_gradients() -> None:
+    """On the stage between: its received value, the second layer's input, and the gradients of both layers' outputs;
+    beside both weights, which are there anyway."""
+    block, weight = 32 * 64 * 4, 64 * 64 * 4
+    assert spawn(waits, 3, timeout=60)[1] == {1: 4 * block + 2 * weight}
+
+
 def disagree(rank: int, world_size: int, limit: object) -> str:
     """One rank measures, the other does not; or a limit that is none."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

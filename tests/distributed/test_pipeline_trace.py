@@ -29,6 +29,12 @@ def trace(rank: int, world_size: int, folder: str) -> str:
     engine.step(*args, target=target, **kwargs)
     engine.trace(f"{folder}/trace.json")
     engine.timeline(f"{folder}/timeline.png")
+    if rank == 0:
+        with pytest.raises(OSError, match="nowhere"):
+            engine.trace(f"{folder}/nowhere/trace.json")
+    else:
+        engine.trace(f"{folder}/nowhere/trace.json")
+    engine.step(*args, target=target, **kwargs)  # which ends nothing
     text = engine.summary()
     assert str(engine.schedule).count("F") == 8
     engine.close()

@@ -16,15 +16,14 @@ from torch_xmesh.pipeline.engine.boundary import Placed
 from torch_xmesh.pipeline.engine.costs import costs_of
 from torch_xmesh.pipeline.engine.facts import StepRefusedError
 from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.report import StepReport
 from torch_xmesh.pipeline.engine.setup import PlaceOptions
 from torch_xmesh.pipeline.engine.steps import EngineSteps, StepCall
 from torch_xmesh.pipeline.ranks.arrival import abandoning, stage_meshes_of, telling
-from torch_xmesh.pipeline.ranks.clocks import clock_offsets
 from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
-from torch_xmesh.pipeline.schedule.timeline import Event, aligned, chrome_trace, draw, events_of, predicted, table
 from torch_xmesh.pipeline.state.checkpoint import (
     load_optimizer_state,
     optimizer_state,
@@ -161,6 +160,7 @@ class PipelineEngine:
                 options=options,
             )
             self._steps = EngineSteps(self._place, output_merge_spec)
+            self._report = StepReport(self._place, self._steps)
 
     # A step.
 
@@ -358,48 +358,24 @@ class PipelineEngine:
     def trace(self, path: str | Path) -> None:
         """Writes the last step of all ranks, on one clock, as a Chrome trace. Called by all ranks; the first one
         writes."""
-        events = self._events()
-        if self._is_first:
-            Path(path).write_text(chrome_trace(events))
+        with self._guarded():
+            events = self._report.events()
+        self._report.write_trace(events, Path(path))
 
     def timeline(self, path: str | Path) -> None:
         """Draws the last step of all ranks on one clock, and with each what a simulation with the step's own costs
         says (format by suffix). Called by all ranks; the first one writes."""
-        events = self._events()
-        if self._is_first:
-            place = self._place
-            edges = [(edge.from_stage, edge.to_stage) for edge in place.boundaries.edges]
-            ranks = [list(mesh.ranks) for mesh in place.meshes]
-            draw(events, Path(path), predicted(events, self._steps.ran, ranks, edges, overlap=place.overlap))
+        with self._guarded():
+            events = self._report.events()
+        self._report.write_timeline(events, Path(path))
 
     def summary(self) -> str:
         """The last step in a table: what each rank computed, and how long it waited before and meanwhile; and which
         stages' backwards I and W could not split, and why; and, with ``schedule="auto"``, what schedules were
         considered, with predicted steps and peaks. Called by all ranks. Clocks of other machines are read by round
         trips: times between these are as right as half of one."""
-        text = table(self._events())
         with self._guarded():
-            told = self._transfers.gather("whole_because", self._place.core.whole_because)
-        reasons = {stage: reason for one in told for stage, reason in one.items()}
-        lines = [
-            f"stage {stage}: I is the whole backward and W nothing, since {reason}"
-            for stage, reason in sorted(reasons.items())
-        ]
-        if self._place.auto is not None:
-            lines += ["", self._place.auto.text]
-        return "\n".join([text, *lines])
-
-    @property
-    def _is_first(self) -> bool:
-        return self._transfers.rank == self._transfers.ranks[0]
-
-    def _events(self) -> list[Event]:
-        edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
-        with self._guarded():
-            steps, rank = self._steps, self._transfers.rank
-            mine = events_of(rank, self._place.core, edges, entered_ns=steps.entered_ns, after=steps.after)
-            ahead = {rank: offset for rank, (offset, _) in clock_offsets(self._transfers).items()}
-            return aligned([event for events in self._transfers.gather("events", mine) for event in events], ahead)
+            return self._report.text()
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

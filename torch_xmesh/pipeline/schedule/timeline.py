@@ -237,9 +237,9 @@ def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[A
     handles = [Patch(color=color, label=text) for kind, (text, color) in ACTIONS.items() if kind in kinds]
     if handles:
         figure.legend(
-            handles=handles, loc="upper center", ncols=len(handles), fontsize=7, frameon=False, handlelength=1.2
+            handles=handles, loc="upper center", ncols=min(len(handles), 7), fontsize=7, frameon=False, handlelength=1.2
         )
-    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
     figure.savefig(path)
 
 
