@@ -18,12 +18,13 @@ constexpr int32_t kMostNoisyRuns = 4;
 constexpr int32_t kMostSeeds = 12;
 constexpr int64_t kScreened = 40'000;       ///< actions of a schedule on which bounds are tried; longer ones repeat themselves
 constexpr int64_t kMostPlayed = 4'000'000;  ///< actions played to plan and compare, all together; about a second each million
-constexpr size_t kRemade = 3;               ///< planned orders that are made again for all microbatches of a long schedule
+constexpr int64_t kConsidered = 40;         ///< candidates, about: each gets its part of that
+constexpr size_t kRemade = 2;               ///< planned orders that are made again for all microbatches of a long schedule
 
 int64_t numActions(const PipelineShape& shape) { return 3 * int64_t{shape.num_stages} * shape.num_microbatches; }
 
 /// How often something that plays `actions` actions may be done within the budget.
-int32_t affordable(int64_t actions, int32_t most) { return static_cast<int32_t>(std::clamp<int64_t>(kMostPlayed / actions, 1, most)); }
+int32_t affordable(int64_t actions, int32_t most) { return static_cast<int32_t>(std::min<int64_t>(kMostPlayed / actions, most)); }
 
 /// Whether every stage adds to its weights' gradients microbatch by microbatch.
 bool addsInOrder(const Schedule& schedule) {
@@ -91,7 +92,7 @@ class Search {
     validateSchedule(schedule, edges_);
     candidate.schedule = std::move(schedule);
     const ActionTable table(candidate.schedule, edges_);
-    const int32_t num_runs = affordable(40 * table.numNodes(), kMostNoisyRuns);
+    const int32_t num_runs = affordable(kConsidered * table.numNodes(), kMostNoisyRuns);
     ScheduleCosts costs = question_.costs;
     for (int32_t run = 0; run <= num_runs; ++run) {
       costs.noise = run == 0 ? 0 : kNoise;
@@ -191,7 +192,8 @@ class Search {
     shape.num_microbatches = static_cast<int32_t>(
         std::clamp<int64_t>(kScreened / (3 * shape.num_stages), std::min(4 * shape.num_stages, shape.num_microbatches), shape.num_microbatches));
     const std::vector<int32_t> tried = bounds();
-    const int32_t num_seeds = affordable(numActions(shape) * (kMostNoisyRuns + 2) * static_cast<int64_t>(tried.size()), kMostSeeds);
+    const int64_t per_seed = numActions(shape) * (kMostNoisyRuns + 2) * static_cast<int64_t>(tried.size());
+    const int32_t num_seeds = std::max(1, affordable(per_seed, kMostSeeds));
     struct Best {
       int32_t most;
       int32_t seed;

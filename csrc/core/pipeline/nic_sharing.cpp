@@ -4,12 +4,9 @@
 
 namespace xmesh::core {
 
-bool NicSharing::isBusy(const NicFlow& flow) const {
-  return std::any_of(active_.begin(), active_.end(), [&](const Active& other) { return other.flow.from == flow.from && other.flow.to == flow.to; });
-}
-
 void NicSharing::start(int32_t id, const NicFlow& flow, double now) {
   active_.push_back({id, flow, now, 0, now});
+  is_busy_[pairOf(flow)] = true;
   has_changed_ = true;
 }
 
@@ -41,6 +38,7 @@ std::vector<int32_t> NicSharing::endedBy(double now) {
   for (const Active& active : active_) {
     if (active.end_s <= now) {
       ended.push_back(active.id);
+      is_busy_[pairOf(active.flow)] = false;
     }
   }
   std::erase_if(active_, [&](const Active& active) { return active.end_s <= now; });
@@ -61,29 +59,38 @@ std::vector<double> NicSharing::fairRates() const {
     ++ports[incoming(i)].num_flows;
   }
   std::vector<double> rates(active_.size(), 0);
-  size_t num_fixed = 0;
   for (size_t i = 0; i < active_.size(); ++i) {
     if (ports[outgoing(i)].num_flows == 1 && ports[incoming(i)].num_flows == 1) {  // shares with nobody
       rates[i] = 1;
       ports[outgoing(i)].num_flows = ports[incoming(i)].num_flows = 0;
-      ++num_fixed;
     }
   }
-  std::vector<double> parts(ports.size());
-  while (num_fixed < active_.size()) {
-    double least = std::numeric_limits<double>::infinity();
-    for (size_t port = 0; port < ports.size(); ++port) {
-      parts[port] = ports[port].num_flows > 0 ? ports[port].left / ports[port].num_flows : std::numeric_limits<double>::infinity();
-      least = std::min(least, parts[port]);
+  const auto partOf = [&](size_t port) { return ports[port].left / ports[port].num_flows; };
+  std::vector<size_t> unfixed;
+  for (size_t i = 0; i < active_.size(); ++i) {
+    if (rates[i] == 0) {
+      unfixed.push_back(i);
     }
-    for (size_t i = 0; i < active_.size(); ++i) {
-      if (rates[i] == 0 && (parts[outgoing(i)] == least || parts[incoming(i)] == least)) {
-        rates[i] = least;
-        ++num_fixed;
-        for (const size_t port : {outgoing(i), incoming(i)}) {
-          ports[port].left -= least;
-          --ports[port].num_flows;
-        }
+  }
+  std::vector<size_t> fixed;
+  while (!unfixed.empty()) {
+    double least = std::numeric_limits<double>::infinity();
+    for (const size_t i : unfixed) {
+      least = std::min({least, partOf(outgoing(i)), partOf(incoming(i))});
+    }
+    fixed.clear();
+    std::erase_if(unfixed, [&](size_t i) {
+      const bool is_fixed = partOf(outgoing(i)) == least || partOf(incoming(i)) == least;
+      if (is_fixed) {
+        fixed.push_back(i);
+      }
+      return is_fixed;
+    });
+    for (const size_t i : fixed) {
+      rates[i] = least;
+      for (const size_t port : {outgoing(i), incoming(i)}) {
+        ports[port].left -= least;
+        --ports[port].num_flows;
       }
     }
   }

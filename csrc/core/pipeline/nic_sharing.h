@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -17,11 +18,11 @@ struct NicFlow {
 /// could be faster without a slower one becoming slower still (Bertsekas and Gallager, Data Networks, section 6.5.2). Times never go back.
 class NicSharing {
  public:
-  explicit NicSharing(int32_t num_places) : num_places_(num_places) {}
+  explicit NicSharing(int32_t num_places) : num_places_(num_places), is_busy_(static_cast<size_t>(num_places) * static_cast<size_t>(num_places)) {}
 
   bool isEmpty() const { return active_.empty(); }
   /// Whether a flow between the same places is on its way.
-  bool isBusy(const NicFlow& flow) const;
+  bool isBusy(const NicFlow& flow) const { return is_busy_[pairOf(flow)]; }
   void start(int32_t id, const NicFlow& flow, double now);
   /// Gives every flow its share from `now` on; call after flows have ended or started.
   void share(double now);
@@ -40,8 +41,12 @@ class NicSharing {
   };
 
   std::vector<double> fairRates() const;
+  size_t pairOf(const NicFlow& flow) const {
+    return static_cast<size_t>(flow.from) * static_cast<size_t>(num_places_) + static_cast<size_t>(flow.to);
+  }
 
   int32_t num_places_;
+  std::vector<bool> is_busy_;  ///< by pair of places
   std::vector<Active> active_;
   bool has_changed_ = false;  ///< flows have ended or started since the last share()
   double next_end_s_ = std::numeric_limits<double>::infinity();
