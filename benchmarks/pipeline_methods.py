@@ -19,12 +19,22 @@ OURS = {
     "zb_h1": ("zb_h1", True),
     "eager_split": ("eager_split", True),
     "auto": ("auto", True),
+    "auto_held": (None, True),
     "broadcast": ("1f1b", False),
 }
-"""Name to schedule and overlap; "broadcast" is the paper's name for 1F1B whose senders wait for what they send."""
+"""Name to schedule and overlap; "broadcast" is the paper's name for 1F1B whose senders wait for what they send,
+"auto_held" runs what `held_schedule` chooses."""
 
 INTERLEAVED = frozenset({"interleaved_1f1b"})
 """Methods with two stages on each mesh."""
+
+
+def held_schedule(costs: xm.Costs, num_stages: int, num_microbatches: int) -> xm.Schedule:
+    """What "auto" would choose if no stage might have more microbatches in flight than there are stages: torch_zb1p's
+    peak."""
+    choice = xm.choose_schedule(costs, num_stages=num_stages, num_microbatches=num_microbatches)
+    held = [one for one in choice.candidates if max(one.schedule.peak_in_flight) <= num_stages]
+    return min(held, key=lambda one: one.noisy_seconds).schedule
 
 
 def ranks_of_groups(name: str, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
@@ -41,7 +51,7 @@ class Ours(Method):
 
     blocks_receiver = False
 
-    def __init__(self, name: str, workload: Workload, grids: Sequence[Grid]) -> None:
+    def __init__(self, name: str, workload: Workload, grids: Sequence[Grid], costs: xm.Costs) -> None:
         super().__init__(workload)
         schedule, self.is_overlapped = OURS[name]
         self._engine = xm.PipelineEngine(
@@ -49,7 +59,7 @@ class Ours(Method):
             workload.example,
             meshes=[xm.Mesh(grid) for grid in grids],
             split=xm.split_at(*workload.split),
-            schedule=schedule,
+            schedule=schedule or held_schedule(costs, len(grids), workload.num_microbatches),
             num_microbatches=workload.num_microbatches,
             loss_fn=workload.loss_fn,
             overlap=self.is_overlapped,
@@ -107,15 +117,17 @@ def _csv(order: dict[int, list[Any]]) -> str:
     return "\n".join(",".join(row) for row in rows)
 
 
-def make_method(name: str, workload: Callable[[bool], Workload], grids: Sequence[Grid], groups: Groups) -> Method:
-    """A method by name. `workload(is_interleaved)` makes a fresh model; `groups` has those of `ranks_of_groups`.
-    Called by every rank of the meshes.
+def make_method(
+    name: str, workload: Callable[[bool], Workload], grids: Sequence[Grid], groups: Groups, costs: xm.Costs
+) -> Method:
+    """A method by name. `workload(is_interleaved)` makes a fresh model; `groups` has those of `ranks_of_groups`;
+    `costs` are what was measured, equal on all ranks. Called by every rank of the meshes.
 
     Raises ValueError for an unknown name.
     """
     if name in OURS:
         is_interleaved = name in INTERLEAVED
-        return Ours(name, workload(is_interleaved), [*grids, *grids] if is_interleaved else grids)
+        return Ours(name, workload(is_interleaved), [*grids, *grids] if is_interleaved else grids, costs)
     if name in ("torch_1f1b", "torch_zb1p"):
         return Torch(name, workload(False), grids, groups)
     if name == "by_hand":

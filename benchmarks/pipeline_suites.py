@@ -47,7 +47,10 @@ _GPT = {"samples": 32, "width": 256, "depth": 6}
 many bits per second, that emulating the NICs takes the cores away from the stages."""
 
 METHODS = {
-    "paced": ("torch_1f1b", "torch_zb1p", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "eager_split", "auto"),
+    "paced": (
+        *("torch_1f1b", "torch_zb1p", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+        *("zb_h1", "eager_split", "auto", "auto_held"),
+    ),
     "real": ("torch_1f1b", "broadcast", "1f1b", "eager_1f1b", "eager_split", "auto"),
     "meshes": ("by_hand", "1f1b", "eager_1f1b", "auto"),
 }

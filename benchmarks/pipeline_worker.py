@@ -5,6 +5,7 @@ Started by pipeline_suites on each device with one argument, the path of a job d
 per record.
 """
 
+import dataclasses
 import os
 import statistics
 import time
@@ -63,16 +64,18 @@ class Case:
         """Makes all engines, the gradients of one process, and measures each stage by itself."""
         for ratio in self.ratios:
             self.expected[ratio] = serial_gradients(self.workload(ratio, False))
-            for is_interleaved in sorted({name in INTERLEAVED for name in self._case["methods"]}):
+            for is_interleaved in sorted({False} | {name in INTERLEAVED for name in self._case["methods"]}):
                 self.costs[ratio, is_interleaved] = self._measured_costs(self.workload(ratio, is_interleaved))
         groups: dict[tuple[int, ...], Any] = {}
         for name in self._case["methods"]:
             for ranks in ranks_of_groups(name, self.grids):
                 if ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks), backend="gloo")
+        told = {ratio: self._costs(ratio, self.workload(ratio, False), is_interleaved=False) for ratio in self.ratios}
         for ratio, name in self.keys:
             if self.is_member:
-                self.methods[ratio, name] = make_method(name, partial(self.workload, ratio), self.grids, groups)
+                workload = partial(self.workload, ratio)
+                self.methods[ratio, name] = make_method(name, workload, self.grids, groups, told[ratio])
 
     def _measured_costs(self, workload: Workload) -> list[tuple[float, float]]:
         """F and B of each stage in seconds: medians on its first rank, all stages at the same time."""
@@ -173,6 +176,16 @@ class Case:
     def _simulated(self, ratio: float, name: str, scale: float) -> float:
         """The method's schedule with the measured stages, its messages' bytes times `scale` over the measured NICs."""
         method = self.methods[ratio, name]
+        costs = dataclasses.replace(
+            self._costs(ratio, method.workload, name in INTERLEAVED, scale),
+            overlap=method.is_overlapped or scale == 0,
+            blocks_receiver=method.blocks_receiver,
+            early_weights=isinstance(method, Ours) and self._has_early_weights(),
+        )
+        return xm.simulate(method.schedule, costs).makespan_seconds
+
+    def _costs(self, ratio: float, workload: Workload, is_interleaved: bool, scale: float = 1.0) -> Costs:
+        """Those of our engine."""
         stages = [
             StageCosts(
                 forward_seconds=forward,
@@ -180,19 +193,15 @@ class Case:
                 backward_input_seconds=backward / 2,
                 backward_weight_seconds=backward / 2,
             )
-            for forward, backward in self.costs[ratio, name in INTERLEAVED]
+            for forward, backward in self.costs[ratio, is_interleaved]
         ]
-        sizes = enumerate(method.workload.boundary_bytes())
+        sizes = enumerate(workload.boundary_bytes())
         edges = {(k, k + 1): EdgeCosts(forward_bytes=int(size * scale)) for k, size in sizes}
-        costs = Costs(
-            stages=stages,
-            edges=edges,
-            nic_bytes_per_s=self._job["nic_bytes_per_s"],
-            overlap=method.is_overlapped or scale == 0,
-            blocks_receiver=method.blocks_receiver,
-            early_weights=isinstance(method, Ours) and all(len(flat(grid)) == 1 for grid in self.grids),
-        )
-        return xm.simulate(method.schedule, costs).makespan_seconds
+        nic = self._job["nic_bytes_per_s"]
+        return Costs(stages=stages, edges=edges, nic_bytes_per_s=nic, early_weights=self._has_early_weights())
+
+    def _has_early_weights(self) -> bool:
+        return all(len(flat(grid)) == 1 for grid in self.grids)
 
     def timelines(self, folder: str) -> None:
         """Pictures of the last step of each of our methods."""
