@@ -22,11 +22,12 @@ def flat(grid: Grid) -> list[int]:
 
 
 class Method:
-    """One engine with a model of its own. `schedule` and the two flags are what the simulator plays for it."""
+    """One engine with a model of its own. `schedule` and the three flags are what the simulator plays for it."""
 
     schedule: xm.Schedule
     is_overlapped: bool
     blocks_receiver = True
+    early_weights = False
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload

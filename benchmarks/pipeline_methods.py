@@ -19,7 +19,7 @@ OURS = {
     "zb_h1": ("zb_h1", True),
     "eager_split": ("eager_split", True),
     "auto": ("auto", True),
-    "auto_held": (None, True),
+    "auto_held": ("", True),
     "broadcast": ("1f1b", False),
 }
 """Name to schedule and overlap; "broadcast" is the paper's name for 1F1B whose senders wait for what they send,
@@ -29,12 +29,13 @@ INTERLEAVED = frozenset({"interleaved_1f1b"})
 """Methods with two stages on each mesh."""
 
 
-def held_schedule(costs: xm.Costs, num_stages: int, num_microbatches: int) -> xm.Schedule:
+def held_schedule(costs: xm.Costs, num_stages: int, num_microbatches: int) -> tuple[xm.Schedule, bool]:
     """What "auto" would choose if no stage might have more microbatches in flight than there are stages: torch_zb1p's
-    peak."""
+    peak; and whether its W may run early."""
     choice = xm.choose_schedule(costs, num_stages=num_stages, num_microbatches=num_microbatches)
     held = [one for one in choice.candidates if max(one.schedule.peak_in_flight) <= num_stages]
-    return min(held, key=lambda one: one.noisy_seconds).schedule
+    best = min(held, key=lambda one: one.noisy_seconds)
+    return best.schedule, best.early_weights
 
 
 def ranks_of_groups(name: str, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
@@ -53,22 +54,28 @@ class Ours(Method):
 
     def __init__(self, name: str, workload: Workload, grids: Sequence[Grid], costs: xm.Costs) -> None:
         super().__init__(workload)
+        schedule: xm.Schedule | str
         schedule, self.is_overlapped = OURS[name]
+        early_weights = True
+        if name == "auto_held":
+            schedule, early_weights = held_schedule(costs, len(grids), workload.num_microbatches)
         self._engine = xm.PipelineEngine(
             workload.model,
             workload.example,
             meshes=[xm.Mesh(grid) for grid in grids],
             split=xm.split_at(*workload.split),
-            schedule=schedule or held_schedule(costs, len(grids), workload.num_microbatches),
+            schedule=schedule,
             num_microbatches=workload.num_microbatches,
             loss_fn=workload.loss_fn,
             overlap=self.is_overlapped,
+            early_weights=early_weights,
         )
-        self.schedule = self._engine.schedule
+        self.schedule, self.early_weights = self._engine.schedule, self._engine.early_weights
 
     def step(self) -> None:
         self._engine.step(*self.workload.args, target=self.workload.target, return_outputs=False)
-        self.schedule = self._engine.schedule  # "auto" chooses after its first step
+        # "auto" chooses after its first step
+        self.schedule, self.early_weights = self._engine.schedule, self._engine.early_weights
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self._engine.named_parameters()}

@@ -180,7 +180,7 @@ class Case:
             self._costs(ratio, method.workload, name in INTERLEAVED, scale),
             overlap=method.is_overlapped or scale == 0,
             blocks_receiver=method.blocks_receiver,
-            early_weights=isinstance(method, Ours) and self._has_early_weights(),
+            early_weights=method.early_weights and self._may_run_early(),
         )
         return xm.simulate(method.schedule, costs).makespan_seconds
 
@@ -198,9 +198,9 @@ class Case:
         sizes = enumerate(workload.boundary_bytes())
         edges = {(k, k + 1): EdgeCosts(forward_bytes=int(size * scale)) for k, size in sizes}
         nic = self._job["nic_bytes_per_s"]
-        return Costs(stages=stages, edges=edges, nic_bytes_per_s=nic, early_weights=self._has_early_weights())
+        return Costs(stages=stages, edges=edges, nic_bytes_per_s=nic, early_weights=self._may_run_early())
 
-    def _has_early_weights(self) -> bool:
+    def _may_run_early(self) -> bool:
         return all(len(flat(grid)) == 1 for grid in self.grids)
 
     def timelines(self, folder: str) -> None:

@@ -108,6 +108,24 @@ def test_early_weights_are_what_the_simulation_says() -> None:
     assert early.makespan_seconds <= only_first.makespan_seconds <= late.makespan_seconds
 
 
+def test_early_weights_only_where_they_help() -> None:
+    """In zb_h1 every wait of a W's length has its W: one begun just before a gradient comes delays all behind it. A
+    list made for few microbatches in flight is helped by them."""
+    costs = costs_of(4, 0.0, early_weights=True)
+    choice = xm.choose_schedule(costs, num_stages=4, num_microbatches=8)
+    zb_h1 = next(one for one in choice.candidates if one.schedule.name == "zb_h1")
+    assert not zb_h1.early_weights
+    costs = costs_of(4, 0.5, early_weights=True)
+    choice = xm.choose_schedule(costs, num_stages=4, num_microbatches=16)
+    planned = next(one for one in choice.candidates if one.schedule.name == "planned_4")
+    assert planned.early_weights
+    for one in choice.candidates:
+        played = dataclasses.replace(costs, early_weights=one.early_weights)
+        assert xm.simulate(one.schedule, played).makespan_seconds == pytest.approx(one.step_seconds)
+    never = xm.choose_schedule(costs_of(4, 0.5), num_stages=4, num_microbatches=16)
+    assert not any(one.early_weights for one in never.candidates)
+
+
 def test_noise_is_repeatable() -> None:
     schedule = xm.Schedule.make("eager_split", 4, 8)
     steps = [
@@ -154,6 +172,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "stage 3 |" in printed
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert xm.Schedule.from_csv(tmp_path / "out.csv").num_microbatches == 8
+    assert main([*COMMAND, "--early-weights"]) == 0
+    assert " yes " in capsys.readouterr().out
     assert main([*COMMAND[:7], "--bytes", "32MiB"]) == 2
     assert "--bytes needs --nic" in capsys.readouterr().err
     assert main([*COMMAND, "--memory-limit", "1MiB"]) == 2

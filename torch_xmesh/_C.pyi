@@ -282,8 +282,9 @@ def simulate_schedule(schedule: Schedule, costs: ScheduleCosts) -> dict[str, Any
 
 def choose_schedule(
     costs: ScheduleCosts, place_of_stage: Sequence[int], num_microbatches: int, memory_limit_bytes: int | None
-) -> tuple[int, list[tuple[Schedule, float, float, list[int]]]]:
-    """The best candidate's index or -1; of each its schedule, seconds, mean seconds with noise, peak bytes by place."""
+) -> tuple[int, list[tuple[Schedule, float, float, bool, list[int]]]]:
+    """The best candidate's index or -1; of each its schedule, seconds, mean seconds with noise, whether W runs early,
+    peak bytes by place."""
 
 # bind_split_backward.cpp
 
@@ -387,6 +388,7 @@ class PipelinePlace:
         model_inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]],
         has_backward: bool,
         weights_key: int,
+        runs_weights_early: bool,
         is_measured: bool,
         loss_weights: Sequence[float],
     ) -> None:

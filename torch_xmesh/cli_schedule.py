@@ -1,6 +1,7 @@
 """``python -m torch_xmesh schedule``: the schedule for a pipeline of equal stages, chosen by simulation."""
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def add_schedule_command(commands: Any) -> None:
     parser.add_argument("--activation-bytes", type=num_bytes, help="held per microbatch until I (default: --bytes)")
     parser.add_argument("--weight-bytes", type=num_bytes, help="held between I and W (default: as until I)")
     parser.add_argument("--memory-limit", type=num_bytes, help="of each place: 40GiB")
+    parser.add_argument("--early-weights", action="store_true", help="W may run before their turn where a place waits")
     parser.add_argument("--places", help="the place of each stage: 0,1,2,2,1,0 (default: one stage each)")
     parser.add_argument("--plot", type=Path, help="draw the winner's simulated step into this image")
     parser.add_argument("--csv", type=Path, help="write the winner in torch's notation")
@@ -78,6 +80,7 @@ def _run(options: argparse.Namespace) -> None:
         edges=dict.fromkeys(chain_edges(options.stages), EdgeCosts(forward_bytes=options.bytes)),
         nic_bytes_per_s=options.nic,
         latency_seconds=options.latency_us / 1e6,
+        early_weights=options.early_weights,
     )
     choice = choose_schedule(
         costs,
@@ -90,7 +93,7 @@ def _run(options: argparse.Namespace) -> None:
     print()
     print(choice.schedule, end="")
     if options.plot is not None:
-        simulate(choice.schedule, costs).plot(options.plot)
+        simulate(choice.schedule, dataclasses.replace(costs, early_weights=choice.early_weights)).plot(options.plot)
     if options.csv is not None:
         choice.schedule.to_csv(options.csv)
 

@@ -103,7 +103,9 @@ void bindPipeline(py::module_& module) {
   bindTraffic(module);
   py::class_<StageValues>(module, "StageValues")
       .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions,
-                       bool is_alone) { return StageValues{stage, std::move(inputs), std::move(outputs), std::move(model_positions), is_alone}; }),
+                       bool is_alone) {
+             return StageValues{stage, std::move(inputs), std::move(outputs), std::move(model_positions), is_alone};
+           }),
            py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"), py::arg("is_alone"));
   py::class_<EdgeValues>(module, "EdgeValues")
       .def(py::init<>())
@@ -132,13 +134,14 @@ void bindPipeline(py::module_& module) {
       .def(
           "run",
           [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, const std::vector<std::shared_ptr<EdgePlans>>& edges,
-             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, uint64_t weights_key, bool is_measured,
-             std::vector<double> loss_weights) {
-            run(self, schedule.actionsOf(place), {std::move(model_inputs), has_backward, weights_key, is_measured, std::move(loss_weights)},
+             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, uint64_t weights_key, bool runs_weights_early,
+             bool is_measured, std::vector<double> loss_weights) {
+            run(self, schedule.actionsOf(place),
+                {std::move(model_inputs), has_backward, weights_key, runs_weights_early, is_measured, std::move(loss_weights)},
                 {step, {edges.begin(), edges.end()}});
           },
           py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("edges"), py::arg("model_inputs"), py::arg("has_backward"),
-          py::arg("weights_key"), py::arg("is_measured"), py::arg("loss_weights"))
+          py::arg("weights_key"), py::arg("runs_weights_early"), py::arg("is_measured"), py::arg("loss_weights"))
       .def(
           "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarlyNext(stage); }, py::arg("stage"))
       .def_property_readonly("weight_storages",

@@ -102,7 +102,7 @@ py::dict simulate(const Schedule& schedule, const core::ScheduleCosts& costs) {
   return out;
 }
 
-/// The best candidate's index or -1, and of each: its schedule, simulated seconds, their mean with noise, peak bytes by place.
+/// The best candidate's index or -1, and of each: its schedule, simulated seconds, their mean with noise, whether W runs early, peak bytes by place.
 py::tuple chooseSchedule(const core::ScheduleCosts& costs, std::vector<int32_t> place_of_stage, int32_t num_microbatches,
                          std::optional<int64_t> memory_limit_bytes) {
   core::ScheduleChoice choice;
@@ -112,8 +112,8 @@ py::tuple chooseSchedule(const core::ScheduleCosts& costs, std::vector<int32_t> 
   }
   py::list candidates;
   for (core::ScheduleCandidate& candidate : choice.candidates) {
-    candidates.append(
-        py::make_tuple(std::make_shared<Schedule>(std::move(candidate.schedule)), candidate.step_s, candidate.noisy_s, candidate.peak_bytes));
+    candidates.append(py::make_tuple(std::make_shared<Schedule>(std::move(candidate.schedule)), candidate.step_s, candidate.noisy_s,
+                                     candidate.runs_weights_early, candidate.peak_bytes));
   }
   return py::make_tuple(choice.best, candidates);
 }
@@ -138,7 +138,9 @@ void bindPipelineCore(py::module_& module) {
           py::arg("edges"), py::arg("is_forward_only") = false, py::call_guard<py::gil_scoped_release>())
       .def(
           "refuse_cell",
-          [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) { core::refuseCell(self, {place, cell}, message); },
+          [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) {
+            core::refuseCell(self, {place, cell}, message);
+          },
           py::arg("place"), py::arg("cell"), py::arg("message"))
       .def("forwards", &core::forwardsOf)
       .def("__eq__", [](const Schedule& self, const Schedule& other) { return self == other; })

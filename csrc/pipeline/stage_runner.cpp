@@ -238,6 +238,9 @@ void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
 }
 
 bool StageRunner::mayRunEarly(int32_t stage) const {
+  if (!step_.runs_weights_early) {
+    return false;
+  }
   if (valuesOf(stage).is_alone) {
     return true;
   }

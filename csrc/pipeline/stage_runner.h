@@ -56,6 +56,7 @@ struct StepInputs {
   std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
   bool has_backward = true;
   uint64_t weights_key = 0;          ///< equal in steps whose W do the same: the same sizes, the same trained parameters
+  bool runs_weights_early = true;    ///< W may run before its turn
   bool is_measured = false;          ///< what waits between I and W is counted
   std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
 };

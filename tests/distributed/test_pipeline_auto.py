@@ -1,18 +1,14 @@
-"""schedule="auto": measured in the first step, the same on all ranks, within its limit; and W before their turn."""
+"""schedule="auto": measured in the first step, the same on all ranks, within its limit."""
 
 from __future__ import annotations
 
 import copy
-import random
-import time
 from typing import Any
 
 import pytest
 import torch
 from pipeline_cases import Run, case_of, make_engine, train_and_compare
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import torch_xmesh as xm
@@ -166,50 +162,3 @@ def test_auto_on_one_rank_only() -> None:
 def test_a_limit_that_is_none(limit: object) -> None:
     for text in spawn(disagree, 2, limit, timeout=60):
         assert "memory_limit_bytes is a positive int or None, got" in text
-
-
-def delayed(rank: int, world_size: int, is_tensor_parallel: bool) -> list[torch.Tensor]:
-    """Steps with and without random delays of what stages send: W run before their turn in other places, and every
-    gradient is the same to the bit."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)))
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tp"))
-
-    def parallelize(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
-        plan: Any = {f"{stage}.0": ColwiseParallel(), f"{stage}.2": RowwiseParallel()}
-        return parallelize_module(module, world["tp"], plan)
-
-    found = []
-    for is_late in (False, True):
-        mine = copy.deepcopy(model)
-        engine = xm.PipelineEngine(
-            mine,
-            (torch.empty(2, 6),),
-            meshes=[xm.Mesh([0, 1]), xm.Mesh([2, 3])],
-            split=xm.split_at("1"),
-            schedule="eager_split",
-            num_microbatches=8,
-            loss_fn=F.mse_loss,
-            parallelize=parallelize if is_tensor_parallel else None,
-        )
-        rng = random.Random(rank)
-        for stage in engine.stages:
-            engine.stage_module(stage).register_forward_pre_hook(
-                lambda *_: time.sleep(rng.choice((0.0, 0.003, 0.01)) if is_late else 0.0)  # noqa: B023
-            )
-        for step in range(6):
-            torch.manual_seed(step)
-            engine.step(torch.randn(16, 6), target=torch.randn(16, 6))
-        found.append([parameter.grad for parameter in engine.parameters()])
-        engine.close()
-    for one, other in zip(*found, strict=True):
-        assert one is not None
-        assert other is not None
-        one, other = (grad.to_local() if hasattr(grad, "to_local") else grad for grad in (one, other))
-        assert torch.equal(one, other)
-    return []
-
-
-@pytest.mark.parametrize("is_tensor_parallel", [False, True], ids=["data", "tensor"])
-def test_weights_before_their_turn_change_no_bit(is_tensor_parallel: bool) -> None:
-    spawn(delayed, 4, is_tensor_parallel, timeout=120)

@@ -37,6 +37,7 @@ def options_fields(
         ("strategy, topology", str(plan_options)),
         ("memory_limit_bytes", repr(options.memory_limit_bytes)),
         ("scale_grads, overlap, seed", f"{options.scale_grads}, {options.overlap}, {options.seed}"),
+        ("early_weights", str(options.early_weights)),
     ]
 
 

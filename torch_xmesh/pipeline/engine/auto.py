@@ -179,7 +179,7 @@ def costs_from(place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequenc
     early = [
         stage
         for stage in range(len(stages))
-        if place.overlap and all(stage in one.early for one in told if stage in one.stages)
+        if place.overlap and place.early_weights and all(stage in one.early for one in told if stage in one.stages)
     ]
     costs = dataclasses.replace(costs, early_weights=early)
     if place.boundaries.plan_options.topology is not None:
@@ -217,15 +217,16 @@ class AutoSchedule:
         answer: Any = None
         if place.transfers.rank == leader:
             answer = self._answer(place, told, ahead_ns)
-        text, name, csv, self.refusal = place.transfers.broadcast("schedule", leader, answer)
+        text, name, csv, early, self.refusal = place.transfers.broadcast("schedule", leader, answer)
         self.is_open = False
         self.text = text
         if csv is not None:
             place.schedule = Schedule.from_csv(csv, name=name)
+            place.early_weights = early
 
     def _answer(
         self, place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequence[int]
-    ) -> tuple[str, str, str | None, str | None]:
+    ) -> tuple[str, str, str | None, bool, str | None]:
         try:
             choice = choose_schedule(
                 costs_from(place, told, ahead_ns),
@@ -235,5 +236,5 @@ class AutoSchedule:
                 place_of_stage=place.schedule.place_of_stage,
             )
         except ValueError as error:
-            return str(error), "", None, str(error)
-        return str(choice), choice.schedule.name, choice.schedule.to_csv(), None
+            return str(error), "", None, False, str(error)
+        return str(choice), choice.schedule.name, choice.schedule.to_csv(), choice.early_weights, None

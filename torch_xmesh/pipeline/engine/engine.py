@@ -83,6 +83,7 @@ class PipelineEngine:
         seed: of dropout.
         group: a process group on xmesh with all ranks of the meshes.
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
+        early_weights: False keeps every W to its place in the order; see `schedule`, which may choose it too.
         init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
             that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
         init_fn: ``init_fn(module)`` for each module with parameters or buffers on the meta device, once `parallelize`
@@ -119,6 +120,7 @@ class PipelineEngine:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         overlap: bool = True,
+        early_weights: bool = True,
         init_sync: InitSync = True,
         init_fn: InitFn | None = None,
         strategy: object = "auto",
@@ -144,6 +146,7 @@ class PipelineEngine:
             chunk_specs=specs,
             seed=seed,
             overlap=overlap,
+            early_weights=early_weights,
             init_sync=init_sync,
             init_fn=init_fn,
             strategy=strategy,
@@ -249,6 +252,11 @@ class PipelineEngine:
     def schedule(self) -> Schedule:
         """What runs where in which order; prints as a grid."""
         return self._place.schedule
+
+    @property
+    def early_weights(self) -> bool:
+        """Whether W may run before their turn; with ``schedule="auto"`` chosen with the schedule."""
+        return self._place.early_weights
 
     @property
     def partition(self) -> Partition:

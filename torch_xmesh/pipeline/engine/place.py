@@ -42,6 +42,7 @@ class EnginePlace:
         transfers: all that moves between the ranks.
         meshes: of every stage.
         partition, schedule, boundaries: of the whole model.
+        early_weights: W may run before its turn.
         auto: chooses the schedule after the first training step, or None.
         index: this rank's place in the schedule; `stages` are the place's.
         works, named: by stage of this rank, its work, and its parameters by name.
@@ -68,6 +69,7 @@ class EnginePlace:
         self.scale_grads = options.scale_grads
         self.chunk_specs = options.chunk_specs
         self.overlap = options.overlap
+        self.early_weights = options.early_weights
         self.names_stages = not isinstance(model, nn.Module)
         rank = transfers.rank
         check_options(model, options)

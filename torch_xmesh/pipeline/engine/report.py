@@ -37,7 +37,8 @@ class StepReport:
             place = self._place
             edges = [(edge.from_stage, edge.to_stage) for edge in place.boundaries.edges]
             ranks = [list(mesh.ranks) for mesh in place.meshes]
-            draw(events, path, predicted(events, self._steps.ran, ranks, edges, overlap=place.overlap))
+            overlap, early = place.overlap, self._steps.ran_early
+            draw(events, path, predicted(events, self._steps.ran, ranks, edges, overlap=overlap, early_weights=early))
 
     def text(self) -> str:
         """A table, stages that could not be split, and what ``schedule="auto"`` considered."""

@@ -37,6 +37,7 @@ class PlaceOptions:
     chunk_specs: Mapping[str, Any]
     seed: int
     overlap: bool
+    early_weights: bool
     init_sync: InitSync
     init_fn: InitFn | None
     strategy: object

@@ -72,6 +72,7 @@ class EngineSteps:
         is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
         scaler: scales the losses, or None.
         ran: what the last one ran.
+        ran_early: W might run before their turn in it.
         entered_ns: when the last one was called, in nanoseconds of the steady clock.
         after: (name, begin, end) of what followed the last step's actions, in nanoseconds of the steady clock.
     """
@@ -82,6 +83,7 @@ class EngineSteps:
         self.is_sync = True
         self.scaler: PipelineScaler | None = None
         self.ran = place.schedule
+        self.ran_early = place.early_weights
         self.entered_ns = 0
         self.after: list[tuple[str, int, int]] = []
         self._runs = 0  # runs so far, of step() or evaluate()
@@ -110,6 +112,7 @@ class EngineSteps:
         self._cut(given, order)
         state.targets = given.targets
         self.ran = place.schedule if is_train else Schedule(place.schedule.core.forwards())
+        self.ran_early = place.overlap and place.early_weights
         auto = place.auto if is_train and place.auto is not None and place.auto.is_open else None
         state.meter = None if auto is None else MemoryMeter(place, tensors_in((given.tree, given.target)))
         if is_train:
@@ -128,6 +131,7 @@ class EngineSteps:
                 given.inputs,
                 has_backward=is_train,
                 weights_key=self._weights_key(order),
+                runs_weights_early=place.early_weights,
                 is_measured=auto is not None,
                 loss_weights=weights,
             )

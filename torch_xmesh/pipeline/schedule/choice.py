@@ -16,6 +16,8 @@ class Candidate(NamedTuple):
         step_seconds: simulated.
         noisy_seconds: the mean of that and of runs whose every action and transfer takes up to 4 % longer or shorter;
             what candidates are compared by.
+        early_weights: the times are with W that run before their turn where a stage would wait, as the costs allow;
+            without, they are longer. What PipelineEngine calls so.
         peak_bytes: by place, the most bytes held at once.
         keeps_limit: no place holds more than the limit.
     """
@@ -23,6 +25,7 @@ class Candidate(NamedTuple):
     schedule: Schedule
     step_seconds: float
     noisy_seconds: float
+    early_weights: bool
     peak_bytes: list[int]
     keeps_limit: bool
 
@@ -32,6 +35,7 @@ class ScheduleChoice:
 
     Attributes:
         schedule: the fastest that keeps the limit; of those within 0.3 % of it the one that holds least.
+        early_weights: its W had better run before their turn where a stage would wait.
         predicted_seconds: its simulated step.
         predicted_peak_bytes: by place.
         candidates: all, the fastest first. "planned_c": an order made for these costs, with split backwards and at most
@@ -43,19 +47,23 @@ class ScheduleChoice:
         self._best = best
         self._limit = memory_limit_bytes
         self.schedule = self.candidates[best].schedule
+        self.early_weights = self.candidates[best].early_weights
         self.predicted_seconds = self.candidates[best].step_seconds
         self.predicted_peak_bytes = self.candidates[best].peak_bytes
 
     def __str__(self) -> str:
         limit = "" if self._limit is None else f", at most {self._limit} bytes on a place"
         lines = [f"{self.schedule.name}: predicted {self.predicted_seconds:.6g} s per step{limit}"]
-        lines.append(f"  {'schedule':<18} {'step s':>10} {'with noise':>10} {'in flight':>9} {'peak bytes':>14}")
+        lines.append(
+            f"  {'schedule':<18} {'step s':>10} {'with noise':>10} {'in flight':>9} {'early W':>7} {'peak bytes':>14}"
+        )
         for index, one in enumerate(self.candidates):
             mark = ">" if index == self._best else " "
             flight, peak = max(one.schedule.peak_in_flight), max(one.peak_bytes)
             steps = f"{one.step_seconds:10.5g} {one.noisy_seconds:10.5g}"
+            early = "yes" if one.early_weights else "no"
             note = "" if one.keeps_limit else "  over the limit"
-            lines.append(f"{mark} {one.schedule.name:<18} {steps} {flight:9d} {peak:14d}{note}")
+            lines.append(f"{mark} {one.schedule.name:<18} {steps} {flight:9d} {early:>7} {peak:14d}{note}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -99,8 +107,10 @@ def choose_schedule(
     places = list(range(num_stages)) if place_of_stage is None else list(place_of_stage)
     best, rows = _C.choose_schedule(costs.core(), places, num_microbatches, memory_limit_bytes)
     candidates = [
-        Candidate(Schedule(core), step, noisy, peak, memory_limit_bytes is None or max(peak) <= memory_limit_bytes)
-        for core, step, noisy, peak in rows
+        Candidate(
+            Schedule(core), step, noisy, early, peak, memory_limit_bytes is None or max(peak) <= memory_limit_bytes
+        )
+        for core, step, noisy, early, peak in rows
     ]
     if best < 0:
         least = min(candidates, key=lambda one: max(one.peak_bytes))

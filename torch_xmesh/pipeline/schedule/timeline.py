@@ -169,13 +169,14 @@ def predicted(
     edges: Sequence[tuple[int, int]],
     *,
     overlap: bool,
+    early_weights: bool,
 ) -> dict[int, list[ActionSpan]]:
     """By rank, what a simulation with the costs of these events, aligned, says of its actions; `ranks` by stage."""
     if not events:
         return {}
     costs = costs_of_events(events, len(ranks), edges, overlap=overlap)
     alone = [stage for stage, mesh in enumerate(ranks) if len(mesh) == 1]
-    spans = simulate(schedule, dataclasses.replace(costs, early_weights=alone if overlap else False)).actions
+    spans = simulate(schedule, dataclasses.replace(costs, early_weights=alone if early_weights else False)).actions
     found: dict[int, list[ActionSpan]] = {}
     for span in spans:
         for rank in ranks[int(span.action.rstrip("0123456789")[:-1])]:
