@@ -149,10 +149,10 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ({"dst_mesh": None}, "--dst-mesh is missing"),
         ({"devices_per_host": None}, "--devices-per-host N or --topology FILE"),
         ({"devices_per_host": "0"}, "positive"),
-        ({"topology": "nowhere.json"}, "--devices-per-host N or --topology FILE"),
+        ({"topology": "nowhere.json"}, "so does --devices-per-host: give one of them"),
         ({"topology": "nowhere.json", "devices_per_host": None}, "nowhere.json"),
         ({"strategy": "fastest"}, "unknown strategy 'fastest'"),
-        ({"case_file": "nowhere.json"}, "nowhere.json"),
+        ({"case_file": "nowhere.json"}, "it goes without --shape"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], changes: dict[str, str | None], pattern: str) -> None:
@@ -226,6 +226,7 @@ def test_plans_read_what_calibrate_wrote(capsys: pytest.CaptureFixture[str], tmp
 PLACEMENTS: list[tuple[str, list[Placement]]] = [
     ("Replicate(),Shard(1)", [Replicate(), Shard(1)]),
     (" R , S0 , S12", [Replicate(), Shard(0), Shard(12)]),
+    ("S(0), S(-1), R()", [Shard(0), Shard(-1), Replicate()]),
     ("Shard(dim=1),Shard(-1)", [Shard(1), Shard(-1)]),
     (
         "StridedShard(0, 2),_StridedShard(dim=1, sf=4)",

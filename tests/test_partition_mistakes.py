@@ -28,6 +28,12 @@ def test_wrong_split_points() -> None:
         partition(model, (x,), None, split_at("layers.0"))
     with pytest.raises(ValueError, match="'unused' is never called"):
         partition(small.Several(), ((torch.randn(3, 4), torch.randn(3, 4)),), None, split_at("unused"))
+    with pytest.raises(ValueError, match=r'names of modules, got 2 \(int\): did you mean split_at\("2"\)\?'):
+        split_at(2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"example_args is a tuple .* got Tensor: pass \(x,\)"):
+        partition(model, x, None, split_at("layers.1"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="example_args is missing"):
+        partition(model, split=split_at("layers.1"))
     with pytest.raises(ValueError, match=r"makes 2 stages, but there are 3 meshes"):
         partition(model, (x,), None, split_at("layers.1"), num_stages=3)
     with pytest.raises(ValueError, match="makes 2 stages, but there are 3 meshes"):

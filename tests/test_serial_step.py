@@ -3,6 +3,7 @@
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import cases, small, vision
 from partition_cases import assert_same, cut, gradients
 
+from torch_xmesh.pipeline.cut.partition import partition, split_at
 from torch_xmesh.testing.serial import serial_step
 
 MODES = [
@@ -52,6 +54,27 @@ def test_the_serial_step_is_the_mean_over_the_batch(name: str, shards: int, firs
     assert len(result.losses) == 3
     if result.output is not None:
         torch.testing.assert_close(result.output, expected(*args, **kwargs))
+
+
+def test_what_the_serial_step_refuses() -> None:
+    case = next(case for case in cases() if case.name == "mlp")
+    model, other = case.build(), case.build()
+    args, _, target = case.batch(6)
+    own = cut(case, model, case.splits[0])
+    options: dict[str, Any] = {"target": target, "loss_fn": case.loss, "num_microbatches": 2}
+    with pytest.raises(ValueError, match=r"partition is of another model: parameter .* of its stage 0"):
+        serial_step(other, args, partition=own, **options)
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *other.parameters()))
+    serial_step(model, args, partition=own, num_data_shards=[1] * (own.num_stages - 1) + [2], **options)
+    with pytest.raises(ValueError, match=f"num_data_shards has 1 numbers for {own.num_stages} stages"):
+        serial_step(model, args, partition=own, num_data_shards=[2], **options)
+    dropped = small.MLP(dropout=0.5)
+    x, y = torch.randn(6, 6), torch.randn(6, 3)
+    mine = partition(dropped, (x[:3],), None, split_at("layers.2"))
+    options |= {"target": y, "loss_fn": F.mse_loss}
+    with pytest.raises(ValueError, match=r"stages with dropout have \[2, 1\] data shards"):
+        serial_step(dropped, (x,), partition=mine, num_data_shards=[2, 1], **options)
+    serial_step(dropped.eval(), (x,), partition=mine, num_data_shards=[2, 1], **options)
 
 
 def test_the_serial_step_seeds_dropout_and_accumulates() -> None:

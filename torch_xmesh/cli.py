@@ -118,6 +118,8 @@ def _cases(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     given = {name: getattr(options, name) for name in _CASE_FIELDS}
     if options.case_file is None:
         return [("", _complete(given, "the command line"))]
+    if beside := [name for name, value in given.items() if value is not None and name != "dtype"]:
+        raise ValueError(f"--case-file describes its cases: it goes without --{beside[0].replace('_', '-')}")
     try:
         listed = json.loads(options.case_file.read_text())
     except json.JSONDecodeError as error:
@@ -154,7 +156,9 @@ def _plan(case: dict[str, Any], options: argparse.Namespace, strategy: str) -> R
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    if (options.topology is None) == (options.devices_per_host is None):
+    if options.topology is not None and options.devices_per_host is not None:
+        raise ValueError("--topology says which ranks share a host, so does --devices-per-host: give one of them")
+    if options.topology is None and options.devices_per_host is None:
         raise ValueError("say which ranks share a host: --devices-per-host N or --topology FILE")
     if options.topology is not None:
         return Topology.load(options.topology)
@@ -206,6 +210,7 @@ def parse_placements(text: Any) -> list[Placement]:
     out = []
     for part in parts:
         spelled = re.sub(r"[\s'\"]|dim=|sf=|split_factor=", "", str(part))
+        spelled = re.sub(r"^S\((-?\d+)\)$", r"Shard(\1)", spelled).replace("R()", "R")
         if not re.fullmatch(r"R|Replicate\(\)|S\d+|Shard\(-?\d+\)|_?StridedShard\(-?\d+,\d+\)|Partial\(\w*\)", spelled):
             raise ValueError(
                 f"placement {part!r}: expected Replicate(), Shard(dim), StridedShard(dim,split_factor) or Partial(op)"

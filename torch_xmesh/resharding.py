@@ -15,6 +15,7 @@ from torch_xmesh.spec import (
     AnyMesh,
     Mesh,
     Spec,
+    core_spec,
     device_mesh,
     empty_local,
     mesh_grid,
@@ -144,6 +145,7 @@ def _reshard(
             request = PlanRequest(
                 _moves(tree, dst_mesh, dst_placements), plan_options, labels=tree.labels, entries=tree.entries
             )
+            _check_specs(tree, reshards.core.global_rank)
             call = Call(reshards, request)
             wants_grad = any(move.src.requires_grad for move in request.moves)
             if wants_grad and out is not None:
@@ -167,6 +169,18 @@ def _check_single(x: Any, dst_mesh: Any) -> None:
     if not isinstance(x, DTensor | Spec):
         raise ValueError(f"tensor 0: expected a DTensor or an xm.Spec, got {type(x).__name__}")
     mesh_grid(dst_mesh)
+
+
+def _check_specs(tree: TensorTree, rank: int) -> None:
+    """A Spec stands for a tensor of which this rank has nothing."""
+    for i, x in enumerate(tree.tensors):
+        if isinstance(x, Spec) and rank in mesh_grid(x.mesh).ranks:
+            shape = core_spec(x.shape, x.dtype, x.mesh, x.placements).local_shape(rank)
+            if shape is not None and 0 not in shape:
+                raise ValueError(
+                    f"tensor {tree.label(i)}: rank {rank} is on the source mesh and holds {list(shape)} of it, but "
+                    "passes an xm.Spec, which has no data: pass the DTensor there"
+                )
 
 
 def _moves(tree: TensorTree, dst_mesh: Any, dst_placements: Any) -> tuple[Move, ...]:

@@ -29,7 +29,7 @@ class Mesh:
         ValueError: a rank is negative or repeats, the nesting is ragged, or there is not one name per axis.
     """
 
-    __slots__ = ("_axis_names", "_ranks", "_shape")
+    __slots__ = ("_axis_names", "_ranks", "_shape", "_sliced_from")
 
     def __init__(self, ranks: Any, *, axis_names: Sequence[str] | None = None) -> None:
         if isinstance(ranks, DeviceMesh):
@@ -47,6 +47,7 @@ class Mesh:
         if len(set(self._ranks)) != len(self._ranks) or any(rank < 0 for rank in self._ranks):
             raise ValueError(f"the ranks of a mesh are distinct and not negative, got {ranks!r}")
         self._axis_names = None if axis_names is None else _checked_names(axis_names, len(self._shape))
+        self._sliced_from: Mesh | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +100,9 @@ class Mesh:
             raise ValueError(f"rank {rank} is not in {self!r}")
         kept = {_axis_of(self, axis) for axis in axes}
         coordinate = (_array_of(self) == rank).nonzero()[0].tolist()
-        return self._part(tuple(slice(None) if i in kept else at for i, at in enumerate(coordinate)))
+        part = self._part(tuple(slice(None) if i in kept else at for i, at in enumerate(coordinate)))
+        part._sliced_from = self._sliced_from or self
+        return part
 
     def _part(self, index: tuple[Any, ...]) -> "Mesh":
         if len(index) > self.ndim or not all(isinstance(at, int | slice) for at in index):
@@ -124,6 +127,14 @@ class Mesh:
 
 
 AnyMesh = Mesh | DeviceMesh
+
+
+def sliced_from(mesh: AnyMesh) -> AnyMesh | None:
+    """The mesh of which this one is what one rank sees along some axes; None where it was not made so."""
+    if isinstance(mesh, Mesh):
+        return mesh._sliced_from
+    root: DeviceMesh = mesh._get_root_mesh()
+    return None if root is mesh else root
 
 
 def _axis_of(mesh: Mesh, axis: str | int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_cases import Run, compare, train_and_compare
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,6 +58,29 @@ def on_stage_meshes(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"stage 0's mesh has no axis 'pp'; its axes are \('tp', 'dp'\)"):
         steps_match(meshes, 2, data_axis="pp")
     steps_match(meshes, 2, data_axis="dp", parallelize=parallelize).close()
+
+
+def on_slices(rank: int, world_size: int) -> None:
+    """Each rank's own slices: rows of the mesh would train alone. As whole meshes, spelled out or of one stage they are
+    meant."""
+    grid = [[0, 1], [2, 3]]
+    names = ("pp", "dp")
+    for world in (init_device_mesh("cpu", (2, 2), mesh_dim_names=names), xm.Mesh(grid, axis_names=names)):
+        row = list(grid[rank // 2])
+        text = rf"ranks \[{row[0]}, {row[1]}\] would train .* and ranks \[.*stage_meshes"
+        with pytest.raises(ValueError, match=text):
+            steps_match([world["dp"], world["dp"]], 2)
+        dist.barrier()  # every rank has raised
+    steps_match(xm.stage_meshes(world, "pp"), 2).close()
+    steps_match([xm.Mesh(row), xm.Mesh(row)], 2).close()
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    steps_match([whole["dp"], whole["dp"]], 4).close()
+    with pytest.raises(ValueError, match=r"would train a model by themselves|ranks disagree on meshes"):
+        steps_match([world["dp"], world["pp"]], 2)
+
+
+def test_slices_of_a_mesh() -> None:
+    spawn(on_slices, 4, timeout=60)
 
 
 def test_stage_meshes_with_a_named_data_axis() -> None:

@@ -87,6 +87,17 @@ def one_rank_refuses(rank: int, world_size: int) -> None:
         good_call()
 
 
+def spec_where_the_data_is(rank: int, world_size: int) -> None:
+    text = r"rank 1 is on the source mesh and holds \[4, 6\] of it, but passes an xm.Spec"
+    for grads in (False, True):
+        x: Any = spec(requires_grad=grads)
+        if rank == 0:
+            x = source_of(LAYOUT).requires_grad_(grads)
+        with pytest.raises(ValueError, match=text):
+            xm.reshard(x, LAYOUT.dst_mesh, LAYOUT.dst)
+        good_call()
+
+
 def wrong_local_shape(rank: int, world_size: int) -> None:
     bad = dtensor_of(torch.zeros(3, 6), LAYOUT.shape, LAYOUT.src_mesh, LAYOUT.src)
     with pytest.raises(ValueError, match=r"(?s)shape.*\[4, 6\].*\[3, 6\]|\[3, 6\].*\[4, 6\]"):
@@ -249,6 +260,7 @@ def everything(rank: int, world_size: int) -> None:
         one_rank_refuses,
         some_ranks_refuse,
         wrong_local_shape,
+        spec_where_the_data_is,
         everyone_wrong,
         other_backend,
         two_threads_first,

@@ -50,7 +50,7 @@ def serial_step(
     target: Any,
     loss_fn: Callable[[Any, Any], torch.Tensor],
     num_microbatches: int,
-    num_data_shards: int = 1,
+    num_data_shards: int | Sequence[int] = 1,
     scale_grads: bool = True,
     partition: Partition | None = None,
     seed: int = 0,
@@ -74,8 +74,10 @@ def serial_step(
         args, kwargs, target: the whole batch; cut by ``torch.tensor_split`` into microbatches, each by DTensor's rule
             into data shards.
         loss_fn: a mean over its samples (or a sum, with ``scale_grads=False``).
-        partition: a partition of `model`: its stages run in turn and dropout is seeded for each. Without it the model
-            is one stage.
+        num_data_shards: of every stage's mesh; or one number per stage of `partition`, of which the last is how the
+            loss is shared out. Dropout's masks are made for each data shard, so stages with dropout need one number.
+        partition: a partition of `model`, with the same parameters: its stages run in turn and dropout is seeded for
+            each. Without it the model is one stage.
         seed, step: what dropout's seeds are made of, see `dropout_seed`.
         shard_first: cut into data shards first and each shard into microbatches: what a sharded batch does. The merged
             output is in the batch's order all the same.
@@ -85,8 +87,11 @@ def serial_step(
         losses[i]: microbatch i's loss, the weighted mean (or the sum) over its data shards.
 
     Raises:
-        ValueError: the batch cannot be cut so.
+        ValueError: the batch cannot be cut so, the partition is another model's, or dropout would need stages with
+            several numbers of data shards.
     """
+    _check_partition(model, partition)
+    num_shards = _num_shards(num_data_shards, partition, model.training)
     specs = {
         "args_chunk_spec": args_chunk_spec,
         "kwargs_chunk_spec": kwargs_chunk_spec,
@@ -94,14 +99,14 @@ def serial_step(
     }
     batch = Microbatch(0, tuple(args), dict(kwargs or {}), target, 0)
     if shard_first:
-        shards = _data_shards(_whole(batch, specs), num_data_shards, specs)
+        shards = _data_shards(_whole(batch, specs), num_shards, specs)
         grid = [
             split_microbatches(s.args, s.kwargs, s.target, num_microbatches=num_microbatches, **specs) for s in shards
         ]
     else:
         parts = split_microbatches(batch.args, batch.kwargs, target, num_microbatches=num_microbatches, **specs)
-        columns = [_data_shards(part, num_data_shards, specs) for part in parts]
-        grid = [[column[shard] for column in columns] for shard in range(num_data_shards)]
+        columns = [_data_shards(part, num_shards, specs) for part in parts]
+        grid = [[column[shard] for column in columns] for shard in range(num_shards)]
     plan = _Plan(model, loss_fn, partition, scale_grads, seed, step, backward)
     total = sum(part.num_samples for row in grid for part in row)
     results = _run_shards(plan, grid, total)
@@ -116,6 +121,31 @@ def serial_step(
         outputs = [merge_outputs([done[1] for done in line if done is not None], output_merge_spec) for line in lines]
     merged = merge_outputs(outputs, output_merge_spec) if return_outputs else None
     return SerialResult(losses, _weighted_sum(losses, sizes, scale_grads), merged)
+
+
+def _check_partition(model: nn.Module, partition: Partition | None) -> None:
+    """The gradients of another model's parameters would go where nobody looks."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for stage in [] if partition is None else partition.stages:
+        for name, parameter in stage.module.named_parameters():
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"partition is of another model: parameter {name} of its stage {stage.index} is not model's"
+                )
+
+
+def _num_shards(given: int | Sequence[int], partition: Partition | None, is_training: bool) -> int:
+    if isinstance(given, int):
+        return given
+    stages = [] if partition is None else partition.stages
+    if len(given) != max(1, len(stages)):
+        raise ValueError(f"num_data_shards has {len(given)} numbers for {max(1, len(stages))} stages")
+    random = {number for number, stage in zip(given, stages, strict=False) if stage.uses_rng and is_training}
+    if random - {given[-1]}:
+        raise ValueError(
+            f"stages with dropout have {list(given)} data shards: one process makes the masks for one number of them"
+        )
+    return given[-1]
 
 
 def _weighted_sum(losses: list[torch.Tensor], sizes: list[int], scale_grads: bool) -> torch.Tensor:

@@ -55,7 +55,15 @@ class SplitAt:
 
 
 def split_at(*names: str) -> SplitAt:
-    """Start a stage BEFORE each named module, in the order in which the model calls them: n names give n + 1 stages."""
+    """Start a stage BEFORE each named module, in the order in which the model calls them: n names give n + 1 stages.
+
+    Raises:
+        ValueError: something is no name.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            hint = f': did you mean split_at("{name}")?' if isinstance(name, int) else ""
+            raise ValueError(f"split_at takes names of modules, got {name!r} ({type(name).__name__}){hint}")
     return SplitAt(tuple(names))
 
 
@@ -87,6 +95,7 @@ def partition(
         ValueError: the model cannot be captured, a split point is unknown or out of order, the number of stages
             differs, or a value cannot cross.
     """
+    check_example(model, example_args, example_kwargs, split)
     arguments = sorted_arguments(example_args, example_kwargs)
     specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
     samples = batch_size(*arguments, args_chunk_spec, kwargs_chunk_spec)
@@ -98,6 +107,22 @@ def partition(
     if split is None or not split.names:
         return _partition_ready([model], arguments, specs, samples=samples, exchange=exchange, device=device)
     return _partition_traced(model, arguments, specs, samples=samples, split=split, device=device)
+
+
+def check_example(model: Any, example_args: Any, example_kwargs: Any, split: Any) -> None:
+    """Raises ValueError for example arguments of another form, and for a model that cannot be cut without any."""
+    if not isinstance(example_args, tuple | list):
+        raise ValueError(
+            "example_args is a tuple of one microbatch's positional arguments, got "
+            f"{type(example_args).__name__}: pass (x,) for a model that is called as model(x)"
+        )
+    if not isinstance(example_kwargs, Mapping | None):
+        raise ValueError(f"example_kwargs is a dict of keyword arguments or None, got {type(example_kwargs).__name__}")
+    if isinstance(model, nn.Module) and split is not None and not example_args and not example_kwargs:
+        raise ValueError(
+            "example_args is missing: a model is cut by what it does with one microbatch's arguments; pass (x,) for a "
+            "model that is called as model(x)"
+        )
 
 
 def _device_of(model: Any, arguments: Any) -> torch.device:

@@ -212,7 +212,7 @@ class Partition:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], stages: Collection[int] | None = None
     ) -> dict[str, tuple[int, ...]]:
         """What :meth:`at` is given for arguments, or for those that some stages read: their shapes, the batch dim as in
-        the example.
+        the example; the example's where the stages work for its number of samples only.
 
         Raises:
             ValueError: another structure, dtype or number of dims than the example's.
@@ -225,8 +225,12 @@ class Partition:
             if isinstance(expected, ValueName) and (stages is None or expected.name in wanted):
                 info = self.inputs[expected.name]
                 self._check_kind(info, leaf)
-                shapes[info.name] = tuple(
-                    info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
+                shapes[info.name] = (
+                    info.shape
+                    if self.fixed_batch
+                    else tuple(
+                        info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
+                    )
                 )
         return shapes
 

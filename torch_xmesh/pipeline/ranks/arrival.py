@@ -8,7 +8,7 @@ from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.group import GroupReshards
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh, stage_mesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
-from torch_xmesh.spec import mesh_grid
+from torch_xmesh.spec import AnyMesh, mesh_grid, sliced_from
 
 
 def stage_meshes_of(
@@ -36,7 +36,22 @@ def stage_meshes_of(
         raise ValueError(f"rank {strangers[0]} of a mesh is not in the group, which has {len(reshards.ranks)} ranks")
     if rank not in ranks:
         raise ValueError(f"rank {rank} is on no stage's mesh: only ranks {ranks} make this pipeline")
+    _check_slices(meshes, rank, ranks)
     return found, ranks
+
+
+def _check_slices(meshes: Sequence[AnyMesh], rank: int, ranks: Sequence[int]) -> None:
+    """Raises ValueError where every stage is this rank's own slice of a larger mesh: other ranks see other slices, and
+    would make a pipeline apart, with a model of their own."""
+    larger = [sliced_from(mesh) for mesh in meshes]
+    others = {one for mesh in larger if mesh is not None for one in mesh_grid(mesh).ranks} - set(ranks)
+    if len(meshes) > 1 and others and None not in larger and all(rank in mesh_grid(mesh).ranks for mesh in meshes):
+        raise ValueError(
+            f"every mesh is what rank {rank} sees of a larger one: ranks {list(ranks)} would train a model by "
+            f"themselves, and ranks {sorted(others)} others. Pass the same meshes on all ranks: "
+            "xm.stage_meshes(mesh, axis) makes one per stage; if models apart are meant, spell the meshes out, as in "
+            f"xm.Mesh({list(ranks)})"
+        )
 
 
 @contextlib.contextmanager
