@@ -48,14 +48,24 @@ def test_nearly_as_fast_as_possible(microbatches: int, ratio: float, early: bool
 
 @hypothesis.given(
     places=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    skips=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3),
     microbatches=st.integers(1, 9),
     ratio=st.sampled_from([0.0, 0.5, 1.5]),
     seed=st.integers(0, 99),
 )
 @hypothesis.settings(max_examples=40)
-def test_never_slower_than_a_named_one(places: list[int], microbatches: int, ratio: float, seed: int) -> None:
+def test_never_slower_than_a_named_one(
+    places: list[int], skips: set[tuple[int, int]], microbatches: int, ratio: float, seed: int
+) -> None:
+    """Also where values skip stages, some of them without a gradient."""
     places = [sorted(set(places)).index(place) for place in places]
     costs = costs_of(len(places), ratio, seed)
+    more = {
+        (first, last): xm.EdgeCosts(forward_seconds=0.1 * ratio, has_gradient=(first + last) % 2 == 0)
+        for first, last in sorted(skips)
+        if first + 1 < last < len(places)
+    }
+    costs = dataclasses.replace(costs, edges={**(costs.edges or {}), **more})
     options = {"num_stages": len(places), "num_microbatches": microbatches, "place_of_stage": places}
     choice = xm.choose_schedule(costs, **options)  # type: ignore[arg-type]
     best = choice.candidates[0]

@@ -384,6 +384,7 @@ class PipelinePlace:
         schedule: Schedule,
         place: int,
         step: int,
+        first_microbatch: int,
         edges: Sequence[EdgePlans],
         model_inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]],
         has_backward: bool,
@@ -393,7 +394,7 @@ class PipelinePlace:
         loss_weights: Sequence[float],
     ) -> None:
         """Runs the place's actions once. ``model_inputs``: by stage, then microbatch; ``loss_weights``: by microbatch,
-        the gradient that enters the last stage's loss."""
+        the gradient that enters the last stage's loss; ``first_microbatch``: how many all earlier runs had."""
     @property
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""

@@ -133,15 +133,15 @@ void bindPipeline(py::module_& module) {
            py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("forward"), py::arg("overlap"), py::arg("lookahead"))
       .def(
           "run",
-          [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, const std::vector<std::shared_ptr<EdgePlans>>& edges,
-             std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs, bool has_backward, uint64_t weights_key, bool runs_weights_early,
-             bool is_measured, std::vector<double> loss_weights) {
+          [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, uint64_t first_microbatch,
+             const std::vector<std::shared_ptr<EdgePlans>>& edges, std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs,
+             bool has_backward, uint64_t weights_key, bool runs_weights_early, bool is_measured, std::vector<double> loss_weights) {
             run(self, schedule.actionsOf(place),
                 {std::move(model_inputs), has_backward, weights_key, runs_weights_early, is_measured, std::move(loss_weights)},
-                {step, {edges.begin(), edges.end()}});
+                {step, first_microbatch, {edges.begin(), edges.end()}});
           },
-          py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("edges"), py::arg("model_inputs"), py::arg("has_backward"),
-          py::arg("weights_key"), py::arg("runs_weights_early"), py::arg("is_measured"), py::arg("loss_weights"))
+          py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("first_microbatch"), py::arg("edges"), py::arg("model_inputs"),
+          py::arg("has_backward"), py::arg("weights_key"), py::arg("runs_weights_early"), py::arg("is_measured"), py::arg("loss_weights"))
       .def(
           "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarlyNext(stage); }, py::arg("stage"))
       .def_property_readonly("weight_storages",

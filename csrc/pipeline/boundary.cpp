@@ -9,12 +9,11 @@ namespace xmesh::pipeline {
 
 using runtime::Transfer;
 
-void PipelineBoundary::beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step) {
+void PipelineBoundary::beginStep(PlaceStepPlans plans) {
   plans_ = std::move(plans);
-  for (size_t i = lanes_.size(); i < plans_.size(); ++i) {
-    lanes_.push_back({traffic_->lane(plans_[i]->lane), traffic_->lane(plans_[i]->lane + "/gradient")});
+  for (size_t i = lanes_.size(); i < plans_.edges.size(); ++i) {
+    lanes_.push_back({traffic_->lane(plans_.edges[i]->lane), traffic_->lane(plans_.edges[i]->lane + "/gradient")});
   }
-  step_ = step;
   pool_.beginStep();
   spans_.clear();
 }
@@ -26,7 +25,7 @@ void PipelineBoundary::endStep() {
 }
 
 const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transfer) const {
-  const EdgePlans& plans = *plans_.at(static_cast<size_t>(transfer.edge));
+  const EdgePlans& plans = *plans_.edges.at(static_cast<size_t>(transfer.edge));
   return (transfer.is_gradient ? plans.backward : plans.forward).at(static_cast<size_t>(transfer.microbatch));
 }
 
@@ -46,12 +45,12 @@ std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
 PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, const std::vector<at::Tensor>& src, std::vector<at::Tensor> dst,
                                                   bool is_send) {
   const auto index = static_cast<size_t>(transfer.edge);
-  const std::shared_ptr<const EdgePlans>& plans = plans_[index];
+  const std::shared_ptr<const EdgePlans>& plans = plans_.edges[index];
   const EdgeValues& edge = runner_.edges()[index];
-  const uint64_t count = step_ * plans->forward.size() + static_cast<uint64_t>(transfer.microbatch);
+  const uint64_t count = plans_.first_microbatch + static_cast<uint64_t>(transfer.microbatch);
   const int64_t begin_ns = runtime::steadyNanoseconds();
   PipelineTraffic::Call call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer), src,
-                                               dst, [transfer, from = edge.from, to = edge.to, step = step_, plans] {
+                                               dst, [transfer, from = edge.from, to = edge.to, step = plans_.step, plans] {
                                                  return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") + plans->values +
                                                         "] from stage " + std::to_string(transfer.is_gradient ? to : from) + " to stage " +
                                                         std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
@@ -67,7 +66,7 @@ void PipelineBoundary::wait(Pending& pending) {
 }
 
 void PipelineBoundary::postReceive(const Transfer& transfer) {
-  if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
+  if (plans_.edges.at(static_cast<size_t>(transfer.edge))->is_joint) {
     return;  // begun where the value is made, which is on this rank
   }
   receives_.insert_or_assign(transfer, begin(transfer, {}, buffersFor(transfer), false));
@@ -94,7 +93,7 @@ void PipelineBoundary::waitReceive(const Transfer& transfer) {
 void PipelineBoundary::send(const Transfer& transfer) {
   const std::vector<at::Tensor> values =
       transfer.is_gradient ? runner_.takeGradients(transfer.edge, transfer.microbatch) : runner_.takeValues(transfer.edge, transfer.microbatch);
-  if (plans_.at(static_cast<size_t>(transfer.edge))->is_joint) {
+  if (plans_.edges.at(static_cast<size_t>(transfer.edge))->is_joint) {
     receives_.insert_or_assign(transfer, begin(transfer, values, buffersFor(transfer), true));
     return;
   }

@@ -22,6 +22,13 @@ struct EdgePlans {
   std::vector<PipelineTraffic::Prepared> backward;  ///< by microbatch; empty without gradients
 };
 
+/// What one step is given besides the runner's inputs.
+struct PlaceStepPlans {
+  uint64_t step = 0;
+  uint64_t first_microbatch = 0;                        ///< how many all earlier steps had together
+  std::vector<std::shared_ptr<const EdgePlans>> edges;  ///< one per edge of the place; unused where the edge is local
+};
+
 /// A transfer in time: steady clock, nanoseconds, from its start (the value exists, or room is made for it) to its end.
 struct TrafficSpan {
   runtime::Transfer transfer;
@@ -36,8 +43,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
  public:
   PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, StageRunner& runner) : traffic_(std::move(traffic)), runner_(runner) {}
 
-  /// The plans of the step that begins: one entry per edge of the runner (unused where the edge is local), and its number.
-  void beginStep(std::vector<std::shared_ptr<const EdgePlans>> plans, uint64_t step);
+  void beginStep(PlaceStepPlans plans);
   void endStep();
 
   void postReceive(const runtime::Transfer& transfer) override;
@@ -71,9 +77,8 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   std::shared_ptr<PipelineTraffic> traffic_;
   StageRunner& runner_;
   TensorPool pool_;
-  std::vector<std::shared_ptr<const EdgePlans>> plans_;
   std::vector<EdgeLanes> lanes_;  ///< by edge
-  uint64_t step_ = 0;
+  PlaceStepPlans plans_;
   std::map<runtime::Transfer, Pending> receives_;
   std::deque<Pending> sends_;
   std::vector<TrafficSpan> spans_;

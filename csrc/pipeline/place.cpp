@@ -31,7 +31,7 @@ void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inp
   std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return runner_.has(action.stage); });
   const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());
   runner_.beginStep(std::move(inputs));
-  boundary_.beginStep(std::move(plans.edges), plans.step);
+  boundary_.beginStep(std::move(plans));
   try {
     engine_->run(steps, runner_, boundary_);
   } catch (...) {

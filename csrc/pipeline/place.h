@@ -10,12 +10,6 @@
 
 namespace xmesh::pipeline {
 
-/// What one step is given besides the runner's inputs.
-struct PlaceStepPlans {
-  uint64_t step = 0;
-  std::vector<std::shared_ptr<const EdgePlans>> edges;  ///< one per edge of the place
-};
-
 /// One rank's part of a pipeline: its stages, their transfers, and the engine that runs them in the order of a schedule.
 /// Threading: one thread, without the GIL.
 class PipelinePlace {

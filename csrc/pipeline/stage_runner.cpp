@@ -65,6 +65,8 @@ void StageRunner::endStep(bool is_done) {
     }
     shared.has_run = false;
   }
+  splits_all_ = is_done && has_input_ ? !has_whole_ : splits_all_;
+  has_whole_ = has_input_ = false;
   flights_.clear();
   step_ = {};
 }
@@ -215,7 +217,9 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
     whole_because_.erase(stage);
   } else {
     whole_because_[stage] = std::move(done.whole_because);
+    has_whole_ = has_whole_ || !step_.is_measured || microbatch > 0;  // the first one's forward ran under the hooks that count memory
   }
+  has_input_ = true;
   flight.input_gradients.resize(flight.inputs.size());
   for (size_t i = 0; i < wanted.size(); ++i) {
     const at::Tensor& gradient = done.gradients[i];
@@ -238,7 +242,7 @@ void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
 }
 
 bool StageRunner::mayRunEarly(int32_t stage) const {
-  if (!step_.runs_weights_early) {
+  if (!step_.runs_weights_early || has_whole_ || (stages_.size() > 1 && !splits_all_)) {
     return false;
   }
   if (valuesOf(stage).is_alone) {
@@ -249,6 +253,9 @@ bool StageRunner::mayRunEarly(int32_t stage) const {
 }
 
 bool StageRunner::mayRunEarlyNext(int32_t stage) const {
+  if (!splits_all_) {
+    return false;
+  }
   const auto found = shared_weights_.find(stage);
   return valuesOf(stage).is_alone || (found != shared_weights_.end() && found->second.known_key.has_value() && !found->second.has_collective);
 }

@@ -83,7 +83,8 @@ class StageRunner final : public runtime::ActionRunner {
 
   void run(const core::Action& action) override;
   /// True of a stage alone on its mesh, and of one whose W have called no collective so far, a step of the same key among them: others of its mesh
-  /// may be elsewhere in their lists.
+  /// may be elsewhere in their lists. An I that is a whole backward adds to weight gradients too, perhaps to those that stages share: after one, and
+  /// on several stages before a step without one, none runs early.
   bool mayRunEarly(int32_t stage) const override;
   /// The same of a step like the last one.
   bool mayRunEarlyNext(int32_t stage) const;
@@ -158,6 +159,9 @@ class StageRunner final : public runtime::ActionRunner {
     std::optional<uint64_t> known_key;  ///< of the last step that has run them all
   };
   std::map<int32_t, SharedWeights> shared_weights_;
+  bool has_input_ = false;   ///< this step has run some I
+  bool has_whole_ = false;   ///< one of them was a whole backward
+  bool splits_all_ = false;  ///< none was in the last step that had some
 };
 
 }  // namespace xmesh::pipeline

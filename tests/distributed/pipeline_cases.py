@@ -85,12 +85,11 @@ def make_engine(run: Run, model: Any, **options: Any) -> xm.PipelineEngine:
         meshes=[xm.Mesh(mesh) for mesh in run.meshes],
         split=xm.split_at(*run.split),
         schedule=run.schedule,
-        num_microbatches=run.microbatches,
         loss_fn=case.loss,
         overlap=run.overlap,
         seed=7,
         **specs,
-        **options,
+        **{"num_microbatches": run.microbatches, **options},
     )
 
 

@@ -191,8 +191,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
         (0, lambda: engine.step(x.double(), target=y), "has dtype torch.float64"),
         (1, lambda: engine.step(x[:, :2], target=y), "argument args[0] has 3 entries along dim 1 on rank 0"),
         (0, lambda: engine.step(x, target=y, scale=2.0), "unknown argument 'scale'"),
-        (2, lambda: engine.evaluate(x, target=y), "step() (1) or evaluate() (0)"),
-        (4, lambda: engine.evaluate(x), "step() (1) or evaluate() (0)"),
+        (
+            2,
+            lambda: engine.evaluate(x, target=y),
+            "all ranks make the same call together, but rank 0 calls step(), rank 2 calls evaluate()",
+        ),
+        (
+            4,
+            lambda: engine.evaluate(x),
+            "all ranks make the same call together, but rank 0 calls step(), rank 4 calls evaluate()",
+        ),
         (3, lambda: engine.step(x, target=y, return_outputs=False), "return_outputs (1) or not (0): 0 on rank 3"),
         (3, lambda: engine.step(x, target={"y": y, "z": y[:5]}), "disagree on the number of samples"),
     ]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
@@ -168,6 +169,53 @@ def collective_in_weights(rank: int, world_size: int, has_collective: bool) -> N
 @pytest.mark.parametrize("has_collective", [False, True])
 def test_a_collective_keeps_its_turn(has_collective: bool) -> None:
     spawn(collective_in_weights, 4, has_collective, timeout=90)
+
+
+class Checkpointed(nn.Module):
+    """A reentrant checkpoint, whose I is the whole backward."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(lambda y: F.linear(y, self.weight), x, use_reentrant=True)
+        return output
+
+
+def whole_beside_split(rank: int, world_size: int, is_whole: bool) -> None:
+    """Rank 0 has a stage that splits and one that does not, with one weight: were W of the first early, the order in
+    which the weight's gradients are added would depend on what comes late."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 6, bias=False)
+    last: nn.Module = Checkpointed(first.weight)
+    if not is_whole:
+        last = nn.Linear(6, 6, bias=False)
+        last.weight = first.weight
+    model = nn.Sequential(nn.Linear(6, 6), first, nn.Tanh(), last)
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 6),),
+        meshes=[xm.Mesh([1]), xm.Mesh([0]), xm.Mesh([1]), xm.Mesh([0])],
+        split=xm.split_at("1", "2", "3"),
+        schedule="eager_split",
+        num_microbatches=6,
+        loss_fn=F.mse_loss,
+    )
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+    for step in range(4):
+        engine.step(x, target=y)
+        for stage in engine.stages:
+            assert engine._place.core.may_run_early(stage) is (rank == 1 or not is_whole)
+        if step == 0 or (rank == 0 and is_whole):  # on several stages nothing is known before a step without one
+            assert order_of(engine) == engine.schedule.actions(engine._place.index)
+    assert ("whole backward" in engine.summary()) is is_whole
+    engine.close()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_not_beside_a_stage_that_does_not_split(is_whole: bool) -> None:
+    spawn(whole_beside_split, 2, is_whole, timeout=60)
 
 
 def delayed(rank: int, world_size: int, is_tensor_parallel: bool) -> list[torch.Tensor]:

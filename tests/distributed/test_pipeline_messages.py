@@ -36,7 +36,7 @@ def make(**options: Any) -> xm.PipelineEngine:
     given: dict[str, Any] = {"model": Model(), "num_microbatches": 2, "meshes": [xm.Mesh([0]), xm.Mesh([1, 2])]}
     given.update(options)
     model = given.pop("model")
-    example = (torch.empty(2, 4), torch.empty(2, 4))
+    example = given.pop("example_args", (torch.empty(2, 4), torch.empty(2, 4)))
     return xm.PipelineEngine(model, example, split=xm.split_at("second"), loss_fn=loss, **given)
 
 
@@ -57,6 +57,10 @@ def engine_in_use(rank: int, world_size: int) -> None:
         for args, kwargs, text in wrong:
             with pytest.raises(ValueError, match=text if rank == 0 else f"rank 0 refused the step: {text}"):
                 engine.step(*args, target=y, **kwargs)
+        with pytest.raises(ValueError, match="losses is a list that gets one loss per microbatch, got tuple"):
+            engine.step(x, mask, target=y, losses=())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"engine.scaler\(\) takes a torch.amp.GradScaler, got float"):
+            engine.scaler(2.0)  # type: ignore[arg-type]
         losses: list[torch.Tensor] = []
         output = engine.step(x, mask, target=y, losses=losses)
         options: dict[str, Any] = {"loss_fn": loss, "num_microbatches": 2, "num_data_shards": 2}
@@ -79,13 +83,17 @@ def test_an_engine_in_use() -> None:
 
 def mistakes(rank: int, world_size: int) -> None:
     wrapped = nn.parallel.DistributedDataParallel(Model())
+    number = 'num_microbatches is an int of at least 1 or "auto"'
     for options, text in (
-        ({"schedule": "1F1B", "num_microbatches": "4"}, "num_microbatches is an int of at least 1, got '4' .str."),
-        ({"num_microbatches": 2.0}, "num_microbatches is an int of at least 1, got 2.0 .float."),
-        ({"num_microbatches": 0}, "num_microbatches is an int of at least 1, got 0"),
+        ({"schedule": "1F1B", "num_microbatches": "4"}, f"{number}, got '4' .str."),
+        ({"num_microbatches": 2.0}, f"{number}, got 2.0 .float."),
+        ({"num_microbatches": 0}, f"{number}, got 0"),
         ({"schedule": "eager1f2b"}, "unknown schedule 'eager1f2b': expected one of .*; did you mean 'eager_1f1b'"),
         ({"schedule": torchs.ScheduleDualPipeV}, "schedule ScheduleDualPipeV overlaps .*: 'zb_v' has the same places"),
         ({"schedule": 7}, "a schedule is a name, a CSV, an xm.Schedule or a class of torch.distributed.pipelining"),
+        ({"example_args": torch.empty(2, 4)}, r"example_args is a tuple .* got Tensor: pass \(x,\)"),
+        ({"example_args": ()}, "example_args is missing"),
+        ({"example_kwargs": torch.empty(2, 4)}, "example_kwargs is a dict of keyword arguments or None, got Tensor"),
         ({"model": wrapped}, "wrapped in DistributedDataParallel: pass the plain module"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -135,6 +135,32 @@ def test_options_that_do_not_fit() -> None:
     spawn(incomplete, 1, timeout=60)
 
 
+def one_state_is_wrong(rank: int, world_size: int) -> None:
+    """All ranks hear of it, none has copied anything, and the engine goes on."""
+    engine = make_engine(0, ("second",), ([0], [1]))
+    optimizer, _ = make_optimizer(engine.named_parameters(), 0.1, 0.5)
+    state = engine.state_dict(optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in engine.named_parameters()}
+    name = next(name for name, _ in engine.named_parameters())
+    other = {key: value + 1 for key, value in state["model"].items()}
+    moments = dict(state["optimizer"])
+    moment = next(key for key in moments if key.startswith(f"{name}/") and getattr(moments[key], "ndim", 0) > 0)
+    wrong = (
+        ({**state, "model": {**other, name: torch.zeros(2, 3, 4)}}, rf"{name} has shape \(2, 3, 4\)"),
+        ({**state, "model": other, "optimizer": {**moments, moment: torch.zeros(2, 3, 4)}}, r"has shape \(2, 3, 4\)"),
+    )
+    for one, text in wrong:
+        with pytest.raises(ValueError, match=text if rank == 1 else "rank 1 refused load_state_dict"):
+            engine.load_state_dict(one if rank == 1 else {**state, "model": other}, optimizer)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in engine.named_parameters())
+    engine.load_state_dict(state, optimizer)
+    engine.close()
+
+
+def test_one_rank_has_a_wrong_state() -> None:
+    spawn(one_state_is_wrong, 2, timeout=60)
+
+
 class Noisy(nn.Module):
     """Dropout in every stage; the last layer is frozen for some steps."""
 

@@ -26,14 +26,19 @@ def trace(rank: int, world_size: int, folder: str) -> str:
     case = case_of(run.model)
     engine = make_engine(run, case.build())
     args, kwargs, target = case.batch(run.samples)
+    for show in (engine.trace, engine.timeline):
+        with pytest.raises(ValueError, match="no step has run yet"):
+            show(f"{folder}/early.png")
     engine.step(*args, target=target, **kwargs)
     engine.trace(f"{folder}/trace.json")
     engine.timeline(f"{folder}/timeline.png")
-    if rank == 0:
-        with pytest.raises(OSError, match="nowhere"):
-            engine.trace(f"{folder}/nowhere/trace.json")
-    else:
-        engine.trace(f"{folder}/nowhere/trace.json")
+    for path, kind, words in (
+        (f"{folder}/nowhere/trace.png", OSError, "rank 0 could not write .*nowhere"),
+        (f"{folder}/trace.abc", ValueError, "rank 0 could not write .*abc"),
+        (7 if rank == 1 else f"{folder}/other.png", ValueError, "path is a str or a pathlib.Path, got int"),
+    ):
+        with pytest.raises(kind, match=words):
+            engine.timeline(path)  # type: ignore[arg-type]
     engine.step(*args, target=target, **kwargs)  # which ends nothing
     text = engine.summary()
     assert str(engine.schedule).count("F") == 8

@@ -4,6 +4,7 @@ The group's timeout is half an hour in all of them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -165,6 +166,36 @@ CALLS: dict[str, Callable[[xm.PipelineEngine], Any]] = {
         torch.optim.SGD(engine.parameters(), 1.0)
     ),
 }
+
+
+TOGETHER: dict[str, Callable[[xm.PipelineEngine], Any]] = {
+    "step()": step,
+    "evaluate()": CALLS["evaluate"],
+    "clip_grad_norm_()": CALLS["clip"],
+    "summary()": CALLS["summary"],
+    "trace()": CALLS["trace"],
+    "timeline()": lambda engine: engine.timeline(Path(os.devnull)),
+    "the scaler's unscale_() or step()": CALLS["scaler"],
+    "state_dict()": lambda engine: engine.state_dict(),
+    "load_state_dict()": lambda engine: engine.load_state_dict({}),
+}
+
+
+def different_calls(rank: int, world_size: int) -> None:
+    """Every pair: all hear at once who called what, and the engine goes on."""
+    engine = make()
+    step(engine)
+    for one, other in itertools.permutations(TOGETHER, 2):
+        texts = rf"all ranks make the same call together, but rank 0 calls {re.escape(one)}, rank 1 calls"
+        with pytest.raises(ValueError, match=f"{texts} {re.escape(other)}") as caught:
+            TOGETHER[other if rank == 1 else one](engine)
+        assert "refused" not in str(caught.value)
+    assert step(engine) is not None
+    engine.close()
+
+
+def test_different_calls() -> None:
+    spawn(different_calls, 3, timeout=120)
 
 
 def closes(rank: int, world_size: int) -> dict[str, str]:

@@ -1,31 +1,30 @@
-"""``schedule="auto"``: the first training step is measured, and from then on runs what a simulation with its figures
-takes for the fastest."""
+"""``schedule="auto"``: the first training step is measured, or two where the number of microbatches is to be found too;
+from then on runs what a simulation with their figures takes for the fastest."""
 
-import dataclasses
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES, storage_of
-from torch_xmesh.pipeline.engine.costs import costs_of
-from torch_xmesh.pipeline.engine.setup import LOOKAHEAD
+from torch_xmesh.pipeline.engine.facts import StepRefusedError
+from torch_xmesh.pipeline.engine.measuring import Measured, MemoryMeter, costs_from, measured
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
-from torch_xmesh.pipeline.schedule.choice import choose_schedule
+from torch_xmesh.pipeline.schedule.choice import choose_microbatches
+from torch_xmesh.pipeline.schedule.fit import costs_at
 from torch_xmesh.pipeline.schedule.schedule import Schedule
-from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, StageCosts
+from torch_xmesh.pipeline.schedule.simulation import Costs
 
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.engine.place import EnginePlace
 
-_Moved = tuple[int, int, bool, int]
-Result = tuple[list[torch.Tensor], torch.Tensor | None]
+MOST_PER_PLACE = 8
+"""Microbatches beyond so many for each place gain little: what fills and drains a pipeline is an eighth of the step."""
+
+_MOST_CHOICES = 64
 
 
-def first_schedule(places: list[int], num_microbatches: int, memory_limit_bytes: int | None) -> Schedule:
-    """What the measured step runs: split backwards in 1f1b's memory; under a limit one microbatch at a time, since
+def first_schedule(places: Sequence[int], num_microbatches: int, memory_limit_bytes: int | None) -> Schedule:
+    """What a measured step runs: split backwards in 1f1b's memory; under a limit one microbatch at a time, since
     nothing is known yet of what one holds."""
     if memory_limit_bytes is None:
         return Schedule.make("zb_h1", len(places), num_microbatches, place_of_stage=places)
@@ -40,201 +39,168 @@ def first_schedule(places: list[int], num_microbatches: int, memory_limit_bytes:
     return Schedule.from_csv("\n".join(rows), name="one_at_a_time")
 
 
-class Measured(NamedTuple):
-    """What one rank has measured of its stages and transfers; seconds and bytes.
+@functools.cache
+def numbers_of(samples: int, shards: int, num_places: int) -> tuple[int, ...]:
+    """Numbers of microbatches that are worth a try: 1, 2, 3, 4, 6, 8, 12, ..., or one a little larger or smaller of
+    which all microbatches get equally many samples. Each of the data shards has two samples or more of a microbatch, if
+    the batch has as many: some models fail with one."""
+    per_shard = samples // shards
+    most = max(1, min(per_shard // 2, MOST_PER_PLACE * num_places))
+    even = [number for number in range(1, most + 1) if per_shard % number == 0]
+    found = set()
+    for power in range(most.bit_length()):
+        for wanted in (2**power, 3 * 2**power):
+            if wanted <= most:
+                near = _nearest(even, wanted)
+                found.add(near if Fraction(4, 5) < Fraction(near, wanted) < Fraction(5, 4) else wanted)
+    return tuple(sorted(found))
+
+
+def _nearest(numbers: Sequence[int], wanted: int) -> int:
+    """By ratio; exact, since every rank finds it by itself."""
+    return min(numbers, key=lambda number: (Fraction(max(number, wanted), min(number, wanted)), number))
+
+
+class Cuts(NamedTuple):
+    """How a batch can be cut; equal on all ranks.
 
     Attributes:
-        stages: by stage, the median of F, I and W, and what a microbatch holds before I, what between I and W, and what
-            is held anyway.
-        left, came: by (edge's from stage, its to stage, is gradient, microbatch), when a transfer was sent, or was
-            there, in nanoseconds of the rank's clock.
-        early: stages whose W may run before their turn.
+        samples: of the batch.
+        shards: data shards, the most of any stage.
+        shapes: of the model's inputs, the batch dim apart.
+        numbers: of microbatches.
     """
 
-    stages: dict[int, tuple[float, float, float, int, int, int]]
-    left: dict[_Moved, int]
-    came: dict[_Moved, int]
-    early: frozenset[int]
+    samples: int
+    shards: int
+    shapes: Any
+    numbers: tuple[int, ...]
+
+    def size(self, number: int) -> int:
+        """The most samples that a data shard has of one of so many microbatches: what its time goes with."""
+        return -(-self.samples // (number * self.shards))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class MemoryMeter:
-    """Counts what each stage of a rank holds for one microbatch: what it received, and what autograd keeps of it. The
-    parameters and the user's batch are there anyway.
+class StepPlan(NamedTuple):
+    """What a step runs.
 
     Attributes:
-        held: by stage, bytes.
-        fixed: by stage, what is held whatever is in flight: parameters with gradients and two optimizer states, and
-            buffers of values and gradients whose receives are posted ahead.
+        early_weights: W may run before their turn.
+        is_measured: the next choice is made with its figures.
     """
 
-    def __init__(self, place: "EnginePlace", batch: Iterable[torch.Tensor]) -> None:
-        parameters = [parameter for named in place.named.values() for parameter in named.values()]
-        self._free = {storage_of(local_of(tensor))[0] for tensor in (*parameters, *batch)}
-        self._last = len(place.meshes) - 1
-        seen: set[int] = set()  # tied parameters count once
-        self.fixed: dict[int, int] = {}
-        for stage, named in place.named.items():
-            self.fixed[stage] = 0
-            for parameter in named.values():
-                address, num_bytes = storage_of(local_of(parameter))
-                copies = PARAMETER_COPIES if parameter.requires_grad else 1
-                self.fixed[stage] += 0 if address in seen else copies * num_bytes
-                seen.add(address)
-        self.held: dict[int, int] = {}
-
-    def around(self, forward: Callable[[], Result], stage: int, inputs: Sequence[torch.Tensor]) -> Result:
-        """Runs a stage's forward."""
-        storages: dict[int, int] = {}
-
-        def add(tensor: torch.Tensor) -> torch.Tensor:
-            address, num_bytes = storage_of(local_of(tensor))
-            storages[address] = num_bytes
-            return tensor
-
-        for one in inputs:
-            add(one)
-        with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
-            result = forward()
-        outputs = () if stage == self._last else result[0]
-        staged = self.count(dict(storage_of(local_of(one)) for one in (*inputs, *outputs)))
-        self.fixed[stage] += (LOOKAHEAD + 1) * staged  # receives that are posted ahead
-        self.held[stage] = self.count(storages)
-        return result
-
-    def count(self, storages: Mapping[int, int]) -> int:
-        """The bytes of storages that are not there anyway."""
-        return sum(num_bytes for address, num_bytes in storages.items() if address not in self._free)
+    schedule: Schedule
+    early_weights: bool
+    is_measured: bool = False
 
 
-def measured(place: "EnginePlace", meter: "MemoryMeter") -> Measured:
-    """Of the step that `place` has just run, without each stage's first microbatch, in which memory was counted."""
-    seconds: dict[tuple[int, str], list[float]] = {}
-    for kind, action, begin, end in place.core.spans:
-        letter = next(one for one in action if one.isalpha())
-        stage, microbatch = map(int, action.split(letter))
-        if kind == "compute" and (microbatch > 0 or place.num_microbatches == 1):
-            seconds.setdefault((stage, letter), []).append((end - begin) / 1e9)
-    stages = {}
-    storages = place.core.weight_storages
-    for stage in place.stages:
-        forward, first, weight = (statistics.median(seconds.get((stage, letter), [0.0])) for letter in "FIW")
-        held = meter.held.get(stage, 0)
-        waits = meter.count(storages.get(stage, {}))
-        if not any(edge.to_stage == stage and edge.has_gradient for edge in place.boundaries.edges):
-            waits = max(waits, held)  # without an input's gradient I does nothing: all of it waits
-        stages[stage] = forward, first, weight, held, waits, meter.fixed[stage]
-    left: dict[_Moved, int] = {}
-    came: dict[_Moved, int] = {}
-    for is_send, index, microbatch, is_gradient, begin, end in place.core.transfers:
-        edge = place.edges[index]
-        key = edge.from_stage, edge.to_stage, is_gradient, microbatch
-        is_joint = edge.from_stage in place.stages and edge.to_stage in place.stages
-        if is_send:
-            left[key] = begin
-        if not is_send or is_joint:
-            came[key] = end
-    return Measured(stages, left, came, frozenset(stage for stage in place.stages if place.core.may_run_early(stage)))
+class _Choice(NamedTuple):
+    """What is known of batches that are cut alike; without a plan `text` says why no schedule will do."""
 
-
-def transfer_seconds(told: Sequence[Measured], ahead_ns: Sequence[int]) -> dict[tuple[int, int, bool], float]:
-    """The shortest way of each edge and direction: from where it is first sent until it is there on the last rank; the
-    shortest, since others may have shared a NIC. `ahead_ns`: what each rank's clock is ahead."""
-    begins: dict[_Moved, int] = {}
-    ends: dict[_Moved, int] = {}
-    for one, ahead in zip(told, ahead_ns, strict=True):
-        for key, at in one.left.items():
-            begins[key] = min(begins.get(key, at - ahead), at - ahead)
-        for key, at in one.came.items():
-            ends[key] = max(ends.get(key, at - ahead), at - ahead)
-    found: dict[tuple[int, int, bool], float] = {}
-    for key in begins.keys() & ends.keys():
-        seconds = max(0, ends[key] - begins[key]) / 1e9
-        found[key[:3]] = min(found.get(key[:3], seconds), seconds)
-    return found
-
-
-def costs_from(place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequence[int]) -> Costs:
-    """Costs of the whole pipeline: of several ranks of a stage the slowest. Transfers take what they took, or, on links
-    that the user has described, what their plans predict."""
-    stages = []
-    for stage in range(len(place.meshes)):
-        rows = [one.stages[stage] for one in told if stage in one.stages]
-        forward, first, weight, held, waiting, fixed = map(max, zip(*rows, strict=True))
-        stages.append(
-            StageCosts(
-                forward_seconds=forward,
-                backward_input_seconds=first,
-                backward_weight_seconds=weight,
-                activation_bytes=held,
-                weight_bytes=waiting,
-                fixed_bytes=fixed,
-            )
-        )
-    costs = costs_of(place.transfers, place.boundaries, stages=stages, topology=None, overlap=place.overlap)
-    early = [
-        stage
-        for stage in range(len(stages))
-        if place.overlap and place.early_weights and all(stage in one.early for one in told if stage in one.stages)
-    ]
-    costs = dataclasses.replace(costs, early_weights=early)
-    if place.boundaries.plan_options.topology is not None:
-        return costs
-    edges: dict[tuple[int, int], EdgeCosts | float] = {}
-    taken = transfer_seconds(told, ahead_ns)
-    for edge in place.boundaries.edges:
-        ends = edge.from_stage, edge.to_stage
-        ways = [taken.get((*ends, back), 0.0) for back in (False, True)]
-        edges[ends] = EdgeCosts(forward_seconds=ways[0], backward_seconds=ways[1], has_gradient=edge.has_gradient)
-    return dataclasses.replace(costs, edges=edges)
+    plan: StepPlan | None
+    text: str
 
 
 class AutoSchedule:
-    """The choice of one engine's schedule, the same on all ranks.
+    """The choice of one engine's schedule, the same on all ranks, and of the number of microbatches if that is "auto":
+    then for each size of the batch.
 
     Attributes:
-        is_open: nothing has been chosen yet: the next training step is measured.
-        text: what was considered, once it has been; or why nothing was found.
-        refusal: why no schedule will do, or None.
+        text: what was considered for the last training step, or after it; or why nothing was found.
     """
 
-    def __init__(self, memory_limit_bytes: int | None) -> None:
-        self.is_open = True
-        self.text = 'schedule="auto": chosen after the first training step, which is measured'
-        self.refusal: str | None = None
+    def __init__(
+        self, places: Sequence[int], num_microbatches: int | None, memory_limit_bytes: int | None, early_weights: bool
+    ) -> None:
+        steps = "the first training step, which is" if num_microbatches else "the first two training steps, which are"
+        self.text = f'schedule="auto": chosen after {steps} measured'
+        self._places = list(places)
+        self._num_places = max(places) + 1
+        self._given = num_microbatches
         self._limit = memory_limit_bytes
+        self._early_weights = early_weights
+        # Equal on all ranks but for _costs, which only the leader has.
+        self._shapes: Any = None  # of the inputs in the measured steps
+        self._sizes: list[int] = []  # of a microbatch in the measured steps, as Cuts.size()
+        self._costs: list[tuple[int, Costs]] = []  # by size
+        self._choices: dict[Cuts | None, _Choice] = {}  # the last ones used
 
-    def choose(self, place: "EnginePlace", meter: MemoryMeter) -> None:
-        """Sets the place's schedule. Called by all ranks after the measured step."""
-        told: list[Measured] = place.transfers.gather("measured", measured(place, meter))
+    def numbers(self, samples: int, shards: int) -> tuple[int, ...]:
+        """Of microbatches, to be tried for a batch on so many data shards."""
+        return (self._given,) if self._given is not None else numbers_of(samples, shards, self._num_places)
+
+    def plan(self, place: "EnginePlace", cuts: Cuts, *, is_train: bool) -> StepPlan:
+        """Called by all ranks alike.
+
+        Raises:
+            StepRefusedError: no schedule keeps the limit.
+        """
+        lacking = self._lacking(cuts)
+        choice = self._choice(place, cuts) if not lacking else None
+        plan = None if choice is None else choice.plan
+        if choice is not None and plan is None and is_train:
+            raise StepRefusedError(ValueError(choice.text))
+        if plan is None:
+            number = self._to_measure(lacking or cuts.numbers)
+            plan = StepPlan(first_schedule(self._places, number, self._limit), self._early_weights, is_train)
+        if is_train:
+            place.schedule, place.early_weights = plan.schedule, plan.early_weights
+            self.text = self.text if choice is None else choice.text
+        return plan
+
+    def note(self, place: "EnginePlace", meter: MemoryMeter, cuts: Cuts, sizes: Sequence[int]) -> None:
+        """After a measured step of microbatches of so many samples: chooses, or waits for one more. Called by all
+        ranks."""
+        told: list[Measured] = place.transfers.gather("measured", measured(place, meter, sizes))
         offsets = clock_offsets(place.transfers)
         ahead_ns = [offsets[rank][0] for rank in place.transfers.ranks]
-        leader = place.transfers.ranks[0]
-        answer: Any = None
-        if place.transfers.rank == leader:
-            answer = self._answer(place, told, ahead_ns)
-        text, name, csv, early, self.refusal = place.transfers.broadcast("schedule", leader, answer)
-        self.is_open = False
-        self.text = text
-        if csv is not None:
-            place.schedule = Schedule.from_csv(csv, name=name)
-            place.early_weights = early
+        if self._shapes != cuts.shapes:  # a straight line is for the number of samples only
+            self._shapes, self._sizes, self._costs = cuts.shapes, [], []
+        self._sizes.append(cuts.size(len(sizes)))
+        if place.transfers.rank == place.transfers.ranks[0]:
+            self._costs.append((self._sizes[-1], costs_from(place, told, ahead_ns, sizes[0])))
+        if not self._lacking(cuts):
+            choice = self._choice(place, cuts)
+            self.text = choice.text
+            if choice.plan is not None:
+                place.schedule, place.early_weights = choice.plan.schedule, choice.plan.early_weights
 
-    def _answer(
-        self, place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequence[int]
-    ) -> tuple[str, str, str | None, bool, str | None]:
+    def _lacking(self, cuts: Cuts) -> list[int]:
+        """The numbers of which one should still be measured."""
+        if self._given is not None:
+            return [] if self._sizes else [self._given]
+        if len(self._sizes) >= 2:
+            return []
+        known = self._sizes if self._shapes == cuts.shapes else []
+        return [number for number in cuts.numbers if cuts.size(number) not in known]
+
+    def _to_measure(self, numbers: Sequence[int]) -> int:
+        """Without a limit the usual numbers, of which the larger comes second; with one the smallest microbatches."""
+        wanted = (2 if not self._sizes else 4) * self._num_places
+        if self._limit is not None:
+            wanted = MOST_PER_PLACE * self._num_places // (1 if not self._sizes else 2)
+        return _nearest(numbers, wanted)
+
+    def _choice(self, place: "EnginePlace", cuts: Cuts) -> _Choice:
+        """The leader's, told to all ranks; the first time for such a batch."""
+        key = None if self._given is not None else cuts
+        choice = self._choices.pop(key, None)
+        if choice is None:
+            leader = place.transfers.ranks[0]
+            answer = self._answer(cuts) if place.transfers.rank == leader else None
+            text, name, csv, early = place.transfers.broadcast("schedule", leader, answer)
+            choice = _Choice(None if csv is None else StepPlan(Schedule.from_csv(csv, name=name), early), text)
+            if len(self._choices) == _MOST_CHOICES:
+                del self._choices[next(iter(self._choices))]
+        self._choices[key] = choice
+        return choice
+
+    def _answer(self, cuts: Cuts) -> tuple[str, str, str | None, bool]:
+        def costs_of(number: int) -> Costs:
+            return self._costs[0][1] if self._given is not None else costs_at(self._costs, cuts.size(number))
+
         try:
-            choice = choose_schedule(
-                costs_from(place, told, ahead_ns),
-                num_stages=len(place.meshes),
-                num_microbatches=place.num_microbatches,
-                memory_limit_bytes=self._limit,
-                place_of_stage=place.schedule.place_of_stage,
-            )
+            choice = choose_microbatches(costs_of, cuts.numbers, self._places, self._limit)
         except ValueError as error:
-            return str(error), "", None, False, str(error)
-        return str(choice), choice.schedule.name, choice.schedule.to_csv(), choice.early_weights, None
+            return str(error), "", None, False
+        return str(choice), choice.schedule.name, choice.schedule.to_csv(), choice.early_weights

@@ -16,13 +16,14 @@ def costs_of(
     stages: Sequence[StageCosts],
     topology: Topology | None,
     overlap: bool,
+    samples: int | None = None,
 ) -> Costs:
-    """Stages as given; each edge takes what the plan of one example microbatch is predicted to take, each way, on the
-    links of `topology`, by default those for which it is planned."""
+    """Stages as given; each edge takes what the plan of one microbatch is predicted to take, of `samples` samples or as
+    the example, each way, on the links of `topology`, by default those for which it is planned."""
     plan_options = PlanOptions(boundaries.plan_options.strategy, topology or boundaries.plan_options.topology)
 
     def seconds(edge: Edge, is_gradient: bool) -> float:
-        moves = boundaries.moves(edge, edge.values[0].samples, is_gradient)
+        moves = boundaries.moves(edge, samples or edge.values[0].samples, is_gradient)
         return transfers.plans.plan(moves, plan_options).predicted_seconds if moves else 0.0
 
     edges: dict[tuple[int, int], EdgeCosts | float] = {}

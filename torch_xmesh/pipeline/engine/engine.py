@@ -1,6 +1,7 @@
 """PipelineEngine: a model's stages, each on a mesh of its own, run by a schedule."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,13 @@ class PipelineEngine:
         schedule: a name, one of ``xm.Schedule.names()``, an ``xm.Schedule``, a CSV in torch's notation, or torch's name
             or class for one of them ("1F1B", ``ScheduleGPipe``); or "auto": the first training step is measured, and
             from the second on runs the one that :func:`choose_schedule` takes for the fastest with the figures of that
-            step; later sizes do not change it. An order is static but for one thing: before it waits for a value, a
-            place runs a W that comes later in its list, where the stage is on one rank, or an earlier step with the
-            same sizes and trained parameters has run its W without a collective.
-        num_microbatches: into how many parts a step cuts its batch.
+            step; later sizes do not change it, if num_microbatches is an int. An order is static but for one thing:
+            before it waits for a value, a place runs a W that comes later in its list, where the stage is on one rank,
+            or an earlier step with the same sizes and trained parameters has run its W without a collective.
+        num_microbatches: into how many parts a step cuts its batch; or, with ``schedule="auto"``, "auto": the first two
+            training steps are measured, with microbatches of different sizes, and the number is chosen with the
+            schedule, for each size that a batch has. A data shard has two samples or more of each microbatch, if the
+            batch has as many.
         loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
             train.
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
@@ -72,7 +76,7 @@ class PipelineEngine:
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
             (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
         memory_limit_bytes: for ``schedule="auto"``: what the stages of no place may hold together; if no schedule keeps
-            it, the step after the measured one is a ValueError that names the smallest limit that one would. And for
+            it, the step after the measured ones is a ValueError that names the smallest limit that one would. And for
             ``split="auto"``: what no stage may exceed; ValueError if no split keeps it. It counts parameters with
             gradients and two optimizer states, and what a stage receives and autograd keeps of as many microbatches as
             the schedule has in flight there; in ``split="auto"`` all before `parallelize` and `data_axis` share it out
@@ -106,7 +110,7 @@ class PipelineEngine:
         meshes: Sequence[AnyMesh],
         split: SplitAt | str | None = None,
         schedule: str | Schedule | type[Any] = "auto",
-        num_microbatches: int,
+        num_microbatches: int | str,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         parallelize: Callable[[int, nn.Module, Any], nn.Module] | None = None,
         data_axis: Any = DEFAULT_AXIS,
@@ -304,12 +308,13 @@ class PipelineEngine:
         Returns:
             the norm before clipping, equal on every rank.
         """
-        with self._guarded():
+        with self._guarded("clip_grad_norm_()"):
             return clip_gradients(self._transfers, self._place.own.own_parameters(), float(max_norm), float(norm_type))
 
     def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
         """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
-        self._steps.scaler = PipelineScaler(self._transfers, scaler, self._guarded)
+        guard = functools.partial(self._guarded, "the scaler's unscale_() or step()")
+        self._steps.scaler = PipelineScaler(self._transfers, scaler, guard)
         return self._steps.scaler
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -321,9 +326,14 @@ class PipelineEngine:
             optimizer's options (lr, betas, ...) are "name/param_groups.key"; a scheduler adds some, so make it before
             this. n counts the training steps done: dropout goes on from there.
 
+        Called by all ranks; of an engine that has ended or is closed by any.
+
         Raises:
-            ValueError: a module's own ``state_dict`` leaves a parameter out.
+            ValueError: a module's own ``state_dict`` leaves a parameter out, or ranks are in different calls.
         """
+        if not self._is_closed and self._ended is None:
+            with self._guarded("state_dict()"):
+                pass
         model = self._place.own.state()
         if optimizer is None:
             return model
@@ -334,24 +344,38 @@ class PipelineEngine:
         """Takes what :meth:`state_dict` gives, filled by torch.distributed.checkpoint, or a model's state dict.
 
         With `optimizer`, the steps that follow are bitwise those that would have followed where it was saved, if the
-        stages and meshes are the same.
+        stages, the meshes and the number of microbatches are the same (``engine.schedule.num_microbatches``, where that
+        was "auto").
+
+        Called by all ranks.
 
         Raises:
-            ValueError: a key is missing or has another shape.
+            ValueError: on every rank, where on one a key is missing or has another shape; nothing has been copied then.
         """
-        if optimizer is None:
-            self._place.own.load(state)
+        copies: list[Callable[[], None]] = []
+        failure: Exception | None = None
+        try:
+            copies = self._copies_of(state, optimizer)
+        except ValueError as error:
+            failure = error
+        with self._guarded("load_state_dict()", failure):
+            for copy in copies:
+                copy()
             self._place.own.all_set()
-            return
+            if optimizer is not None:
+                self._steps.number = int(state["step"])
+
+    def _copies_of(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> list[Callable[[], None]]:
+        """What brings a state into this rank's stages, checked."""
+        own = self._place.own
+        if optimizer is None:
+            return [own.load(state)]
         if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
             raise ValueError(
                 f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
                 "state_dict(optimizer) gave"
             )
-        self._place.own.load(state["model"])
-        load_optimizer_state(optimizer, self._place.own.own_parameters(), state["optimizer"])
-        self._place.own.all_set()
-        self._steps.number = int(state["step"])
+        return [own.load(state["model"]), load_optimizer_state(optimizer, own.own_parameters(), state["optimizer"])]
 
     def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
         """For :func:`simulate` with this engine's schedule: what the stages take, as given (one entry per stage), and
@@ -365,29 +389,28 @@ class PipelineEngine:
 
     def trace(self, path: str | Path) -> None:
         """Writes the last step of all ranks, on one clock, as a Chrome trace. Called by all ranks; the first one
-        writes."""
-        with self._guarded():
-            events = self._report.events()
-        self._report.write_trace(events, Path(path))
+        writes. ValueError before any step, OSError where it cannot be written, on all ranks."""
+        with self._guarded("trace()", self._report.refusal(path)):
+            self._report.write_trace(Path(path))
 
     def timeline(self, path: str | Path) -> None:
         """Draws the last step of all ranks on one clock, and with each what a simulation with the step's own costs
-        says (format by suffix). Called by all ranks; the first one writes."""
-        with self._guarded():
-            events = self._report.events()
-        self._report.write_timeline(events, Path(path))
+        says (format by suffix). Called by all ranks; the first one writes. Raises as :meth:`trace`."""
+        with self._guarded("timeline()", self._report.refusal(path)):
+            self._report.write_timeline(Path(path))
 
     def summary(self) -> str:
         """The last step in a table: what each rank computed, and how long it waited before and meanwhile; and which
         stages' backwards I and W could not split, and why; and, with ``schedule="auto"``, what schedules were
         considered, with predicted steps and peaks. Called by all ranks. Clocks of other machines are read by round
         trips: times between these are as right as half of one."""
-        with self._guarded():
+        with self._guarded("summary()"):
             return self._report.text()
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Around what all ranks do together: a failure of one ends it on all."""
+    def _guarded(self, call: str | None = None, failure: Exception | None = None) -> Iterator[None]:
+        """Around what all ranks do together: a failure of one ends it on all. They meet before it, where it is `call`;
+        then none does it where this rank says why it cannot, or where one is in another call."""
         if self._is_closed:
             raise RuntimeError("the pipeline engine is closed")
         with self._reshards:
@@ -396,6 +419,8 @@ class PipelineEngine:
             self._transfers.traffic.begin_phase()
             try:
                 self._transfers.traffic.check()
+                if call is not None:
+                    self._steps.meet(call, failure)
                 yield
             except StepRefusedError as refused:
                 raise refused.reason from None
@@ -422,8 +447,8 @@ class PipelineEngine:
         own = ", ".join(map(str, place.stages))
         return (
             f"PipelineEngine({len(place.meshes)} stages on {schedule.num_places} places, schedule {schedule.name!r}, "
-            f"{place.num_microbatches} microbatches; rank {self._transfers.rank}: stage{'s' * (len(place.stages) > 1)} "
-            f"{own}{', closed' if self._is_closed else ''})"
+            f"{schedule.num_microbatches} microbatches; rank {self._transfers.rank}: "
+            f"stage{'s' * (len(place.stages) > 1)} {own}{', closed' if self._is_closed else ''})"
         )
 
     @property

@@ -1,4 +1,5 @@
-"""What the ranks of a pipeline agree on before a step's first action: where one refuses it, nobody computes."""
+"""What the ranks of a pipeline agree on before they do something together: that it is the same thing, and, before a
+step's first action, what each knows of it. Where one refuses, nobody computes."""
 
 import dataclasses
 import struct
@@ -29,6 +30,17 @@ def scale_bits(scale: float) -> int:
     return bits
 
 
+class DifferentCallsError(StepRefusedError):
+    """Ranks called different things, which says more than why one of them refuses."""
+
+
+CALLS = (
+    *("step()", "evaluate()", "trace()", "timeline()", "summary()", "clip_grad_norm_()"),
+    *("the scaler's unscale_() or step()", "state_dict()", "load_state_dict()"),
+)
+"""What all ranks call together."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
     """What a rank knows of a step; None where it does not.
@@ -36,7 +48,6 @@ class StepFacts:
     Attributes:
         arguments, target: samples in them.
         shards: of the batch, where it comes sharded.
-        is_train: a step(), not an evaluate().
         is_sync: gradients are summed at its end.
         has_target, returns_outputs: on the last stage's ranks.
         loss_scale: `scale_bits` there.
@@ -45,8 +56,7 @@ class StepFacts:
     arguments: int | None
     target: int | None
     shards: int | None
-    is_train: int
-    is_sync: int
+    is_sync: int | None
     has_target: int | None
     returns_outputs: int | None
     loss_scale: int | None
@@ -56,7 +66,6 @@ _TEXTS = {
     "arguments": "the arguments have {} samples",
     "target": "the target has {} samples",
     "shards": "the batch is sharded over {} data shards",
-    "is_train": "step() (1) or evaluate() (0): {}",
     "is_sync": "gradients are summed in this step (0 in no_sync): {}",
     "has_target": "a target is given (1) or not (0): {}",
     "returns_outputs": "return_outputs (1) or not (0): {}",
@@ -65,12 +74,12 @@ _TEXTS = {
 
 
 class StepAgreement:
-    """One exchange per step, in which every rank says what it knows and whether it refuses."""
+    """One exchange per call, in which every rank says what it calls, what it knows and whether it refuses."""
 
     def __init__(self, transfers: Transfers, texts: Mapping[str, str]) -> None:
         """`texts`: of numbers that are agreed on besides StepFacts, by name."""
         self._transfers = transfers
-        self._texts = {**_TEXTS, **texts}
+        self._texts = {"call": "", **_TEXTS, **texts}
         everyone = transfers.everyone
         move = Move.of(
             (2 * len(self._texts) + 1,), torch.int64, (everyone, [Partial("max")]), (everyone, [Replicate()])
@@ -78,21 +87,27 @@ class StepAgreement:
         self._told = Told(transfers, "step", move)
 
     def agree(
-        self, mine: StepFacts | None, others: Mapping[str, int], refusal: str | None
+        self,
+        call: str,
+        mine: StepFacts | None = None,
+        others: Mapping[str, int] | None = None,
+        refusal: str | None = None,
     ) -> tuple[StepFacts, dict[str, int | None]]:
-        """What the ranks know together, of the facts and of the other numbers. `mine` is None where `refusal` says why
-        this rank refuses.
+        """What the ranks know together, of the facts and of the other numbers, in a call of CALLS; `refusal` says why
+        this rank refuses it.
 
         Raises:
-            StepRefusedError: on every rank, where one refuses or two disagree.
+            StepRefusedError: on every rank, where one refuses, is in another call, or two disagree.
         """
         known = {} if mine is None else {k: v for k, v in dataclasses.asdict(mine).items() if v is not None}
-        known.update(others)
+        known.update(others or {})
+        known["call"] = CALLS.index(call)
         numbers = [sign * known[name] if name in known else _UNKNOWN for name in self._texts for sign in (1, -1)]
         told = self._told.exchange(torch.tensor([*numbers, int(refusal is not None)])).tolist()
         pairs = {name: (told[2 * i], -told[2 * i + 1]) for i, name in enumerate(self._texts)}
         if told[-1] or any(most != least for most, least in pairs.values() if most != _UNKNOWN):
             self._refuse(known, refusal)
+        del pairs["call"]
         found: Any = {name: None if most == _UNKNOWN else most for name, (most, _) in pairs.items()}
         agreed = StepFacts(**{name: found.pop(name) for name in _TEXTS})
         if None not in (agreed.arguments, agreed.target) and agreed.arguments != agreed.target:
@@ -101,9 +116,15 @@ class StepAgreement:
 
     def _refuse(self, known: Mapping[str, int], refusal: str | None) -> None:
         told = list(zip(self._transfers.ranks, self._transfers.gather("refusals", (known, refusal)), strict=True))
-        for rank, (_, text) in told:
+        calls = {rank: CALLS[one["call"]] for rank, (one, _) in told}
+        if len(set(calls.values())) > 1:
+            first = {call: rank for rank, call in reversed(calls.items())}
+            texts = [f"rank {rank} calls {call}" for call, rank in sorted(first.items(), key=lambda item: item[1])]
+            raise DifferentCallsError(ValueError(f"all ranks make the same call together, but {', '.join(texts)}"))
+        for rank, (one, text) in told:
             if text is not None:
-                raise StepRefusedError(ValueError(f"rank {rank} refused the step: {text}"))
+                what = "the step" if one["call"] < 2 else CALLS[one["call"]]
+                raise StepRefusedError(ValueError(f"rank {rank} refused {what}: {text}"))
         found = {name: [(one[name], rank) for rank, (one, _) in told if name in one] for name in self._texts}
         for name, text in self._texts.items():
             for value, rank in found[name]:

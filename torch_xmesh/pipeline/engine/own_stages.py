@@ -2,7 +2,7 @@
 names."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,9 +80,9 @@ class OwnStages:
         """Parameters and buffers as DTensors."""
         return model_state(self._prefixed(), self.unused)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gives. Raises ValueError for a key that is missing or has another shape."""
-        load_model_state(self._prefixed(), self.unused, state)
+    def load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What takes what `state` gives. Raises ValueError for a key that is missing or has another shape."""
+        return load_model_state(self._prefixed(), self.unused, state)
 
     def all_set(self) -> None:
         """Every tensor has values now."""

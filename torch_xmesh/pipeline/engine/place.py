@@ -11,7 +11,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
 from torch_xmesh.pipeline.engine.agreement import exchange_of, model_fields, options_fields, with_agreed_ties
-from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
+from torch_xmesh.pipeline.engine.auto import AutoSchedule, Cuts, StepPlan, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Placed, edges_of
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
@@ -41,7 +41,8 @@ class EnginePlace:
     Attributes:
         transfers: all that moves between the ranks.
         meshes: of every stage.
-        partition, schedule, boundaries: of the whole model.
+        partition, schedule, boundaries: of the whole model; the schedule is that of the last training step, or what was
+            chosen after it.
         early_weights: W may run before its turn.
         auto: chooses the schedule after the first training step, or None.
         index: this rank's place in the schedule; `stages` are the place's.
@@ -64,7 +65,6 @@ class EnginePlace:
     ) -> None:
         self.transfers = transfers
         self.meshes = list(meshes)
-        self.num_microbatches = options.num_microbatches
         self.loss_fn = options.loss_fn
         self.scale_grads = options.scale_grads
         self.chunk_specs = options.chunk_specs
@@ -72,13 +72,15 @@ class EnginePlace:
         self.early_weights = options.early_weights
         self.names_stages = not isinstance(model, nn.Module)
         rank = transfers.rank
-        check_options(model, options)
-        self.auto = AutoSchedule(options.memory_limit_bytes) if options.schedule == "auto" else None
-        self.schedule = (
-            schedule_of(options.schedule, places, options.num_microbatches)
-            if self.auto is None
-            else first_schedule(places, options.num_microbatches, options.memory_limit_bytes)
-        )
+        check_options(model, example_args, example_kwargs, options)
+        number = None if isinstance(options.num_microbatches, str) else options.num_microbatches
+        first_number = number or 2 * (max(places) + 1)
+        self.auto: AutoSchedule | None = None
+        if options.schedule == "auto":
+            self.auto = AutoSchedule(places, number, options.memory_limit_bytes, options.early_weights)
+            self.schedule = first_schedule(places, first_number, options.memory_limit_bytes)
+        else:
+            self.schedule = schedule_of(options.schedule, places, first_number)
         plan_options = PlanOptions.of(options.strategy, options.topology)
         transfers.traffic.meet(
             options_fields(self.meshes, self.schedule, model=model, options=options, plan_options=plan_options)
@@ -115,6 +117,27 @@ class EnginePlace:
         make_ties_equal(transfers, self.sync, options.init_sync)
         self.buffers = BufferSync(transfers, modules, self.meshes)
         transfers.traffic.meet([])  # every rank has made its place
+
+    def numbers(self, batch: tuple[int, int]) -> tuple[int, ...]:
+        """Of microbatches, into which a batch of so many samples on so many shards may be cut."""
+        samples, shards = batch
+        if self.auto is None:
+            return (self.schedule.num_microbatches,)
+        numbers = self.auto.numbers(samples, max(shards, self.most_shards))
+        if len(numbers) > 1 and self.partition.fixed_batch and self.partition.batch_size:
+            return (max(1, samples // self.partition.batch_size),)
+        return numbers
+
+    def plan(self, cuts: Cuts, *, is_train: bool) -> StepPlan:
+        """What a step with such a batch runs. Called by all ranks."""
+        if self.auto is None:
+            return StepPlan(self.schedule, self.early_weights)
+        return self.auto.plan(self, cuts, is_train=is_train)
+
+    @property
+    def most_shards(self) -> int:
+        """The most data shards of any stage."""
+        return max(mesh.num_shards for mesh in self.meshes)
 
     @property
     def has_last(self) -> bool:

@@ -1,8 +1,10 @@
 """What happened in an engine's last step, for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from torch_xmesh.pipeline.engine.facts import StepRefusedError
 from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.steps import EngineSteps
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
@@ -18,27 +20,48 @@ from torch_xmesh.pipeline.schedule.timeline import (
 
 
 class StepReport:
-    """The last step of all ranks. :meth:`events` and :meth:`text` are called by all of them; what writes needs no other
-    rank, so that a path that cannot be written ends nothing."""
+    """The last step of all ranks. Everything but :meth:`refusal` is called by all of them."""
 
     def __init__(self, place: EnginePlace, steps: EngineSteps) -> None:
         self._place = place
         self._steps = steps
         self._transfers = place.transfers
 
-    def write_trace(self, events: Sequence[Event], path: Path) -> None:
-        """A Chrome trace, on the first rank."""
-        if self._is_first:
-            path.write_text(chrome_trace(events))
+    def refusal(self, path: Any) -> Exception | None:
+        """Why this rank cannot write there."""
+        if not isinstance(path, str | Path):
+            return ValueError(f"path is a str or a pathlib.Path, got {type(path).__name__}")
+        return None if self._place.core.spans else ValueError("no step has run yet: there is nothing to show")
 
-    def write_timeline(self, events: Sequence[Event], path: Path) -> None:
+    def write_trace(self, path: Path) -> None:
+        """A Chrome trace, on the first rank."""
+        events = self.events()
+        self._on_first(lambda: path.write_text(chrome_trace(events)), path)
+
+    def write_timeline(self, path: Path) -> None:
         """A picture, with what a simulation with the step's own costs says, on the first rank."""
-        if self._is_first:
-            place = self._place
-            edges = [(edge.from_stage, edge.to_stage) for edge in place.boundaries.edges]
-            ranks = [list(mesh.ranks) for mesh in place.meshes]
-            overlap, early = place.overlap, self._steps.ran_early
+        events, place = self.events(), self._place
+        edges = [(edge.from_stage, edge.to_stage) for edge in place.boundaries.edges]
+        ranks = [list(mesh.ranks) for mesh in place.meshes]
+        overlap, early = place.overlap, self._steps.ran_early
+
+        def write() -> None:
             draw(events, path, predicted(events, self._steps.ran, ranks, edges, overlap=overlap, early_weights=early))
+
+        self._on_first(write, path)
+
+    def _on_first(self, write: Callable[[], object], path: Path) -> None:
+        """Raises StepRefusedError on all ranks where the first one cannot."""
+        first, failure = self._transfers.ranks[0], None
+        if self._transfers.rank == first:
+            try:
+                write()
+            except Exception as error:
+                failure = isinstance(error, OSError), f"rank {first} could not write {path}: {error}"
+        told = self._transfers.broadcast("written", first, failure)
+        if told is not None:
+            is_of_system, text = told
+            raise StepRefusedError(OSError(text) if is_of_system else ValueError(text))
 
     def text(self) -> str:
         """A table, stages that could not be split, and what ``schedule="auto"`` considered."""
@@ -49,10 +72,6 @@ class StepReport:
         if self._place.auto is not None:
             lines += ["", self._place.auto.text]
         return "\n".join(lines)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._transfers.rank == self._transfers.ranks[0]
 
     def events(self) -> list[Event]:
         """Of all ranks, on one clock."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_xmesh.pipeline.cut.partition import Partition, SplitAt
+from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
 from torch_xmesh.pipeline.engine.boundary import Placed
 from torch_xmesh.pipeline.schedule.choice import check_memory_limit
 from torch_xmesh.pipeline.schedule.schedule import Schedule, schedule_name
@@ -28,7 +28,7 @@ class PlaceOptions:
 
     split: SplitAt | str | None
     schedule: str | type[Any] | Schedule
-    num_microbatches: int
+    num_microbatches: int | str
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     parallelize: Callable[[int, nn.Module, Any], nn.Module] | None
     boundary_placements: Mapping[str, Placed] | None
@@ -44,13 +44,17 @@ class PlaceOptions:
     topology: Topology | None
 
 
-def check_options(model: Any, options: PlaceOptions) -> None:
+def check_options(model: Any, example_args: Any, example_kwargs: Any, options: PlaceOptions) -> None:
     """Raises ValueError for an argument of another type than the engine's, and for a wrapped model."""
     count = options.num_microbatches
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_microbatches is an int of at least 1, got {count!r} ({type(count).__name__})")
+    if count == "auto":
+        if options.schedule != "auto":
+            raise ValueError('num_microbatches="auto" needs schedule="auto", which chooses both')
+    elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f'num_microbatches is an int of at least 1 or "auto", got {count!r} ({type(count).__name__})')
     check_memory_limit(options.memory_limit_bytes)
     check_model(model, "model")
+    check_example(model, example_args, example_kwargs, options.split)
     if options.split is not None and not isinstance(options.split, SplitAt | str):
         raise ValueError(f"split is xm.split_at(...), 'auto' or None, got {options.split!r}")
     for name, given in (("loss_fn", options.loss_fn), ("parallelize", options.parallelize)):

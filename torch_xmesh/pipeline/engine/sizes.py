@@ -18,14 +18,14 @@ class SizedPlace:
 
     Attributes:
         partition, boundaries, works: as EnginePlace has them for the example's sizes.
-        orders: of batches that all ranks can step, by samples and shards.
+        orders: of batches that all ranks can step, by samples and shards: by number of microbatches.
     """
 
     place: EnginePlace
     partition: Partition
     boundaries: Boundaries
     works: Mapping[int, StageWork]
-    orders: dict[tuple[int, int], SampleOrder] = dataclasses.field(default_factory=dict)
+    orders: dict[tuple[int, int], dict[int, SampleOrder]] = dataclasses.field(default_factory=dict)
     _plans: dict[tuple[int, ...], list["_C.EdgePlans"]] = dataclasses.field(default_factory=dict)
 
     @staticmethod
@@ -38,13 +38,34 @@ class SizedPlace:
         works = {stage: work.at(partition, boundaries) for stage, work in place.works.items()}
         return SizedPlace(place, partition, boundaries, works)
 
-    def order_of(self, samples: int, shards: int) -> SampleOrder:
-        """Raises ValueError for a batch that cannot be cut so."""
-        order = SampleOrder.of(samples, self.place.num_microbatches, shards)
-        self.boundaries.check_samples(order.sizes[0])
-        self.boundaries.check_samples(order.sizes[-1])
+    def orders_of(self, samples: int, shards: int) -> dict[int, SampleOrder]:
+        """By the number of microbatches, of those into which the batch can be cut. Raises ValueError if that is
+        none."""
+        found, refusal = {}, None
+        for number in self.place.numbers((samples, shards)):
+            try:
+                found[number] = self._order_of(samples, shards, number)
+            except ValueError as error:
+                refusal = refusal or error
+        if not found:
+            raise refusal or ValueError(f"a batch of {samples} samples leaves some of its {shards} shards without any")
+        return found
+
+    def _order_of(self, samples: int, shards: int, number: int) -> SampleOrder:
+        order = SampleOrder.of(samples, number, shards)
+        for size in dict.fromkeys(order.sizes):
+            self._check_samples(size)
         self.place.sharded.check_samples(order.sizes)
         return order
+
+    def _check_samples(self, size: int) -> None:
+        """Raises ValueError where a microbatch of `size` samples cannot be moved between the stages, or out of them."""
+        self.boundaries.check_samples(size)
+        for edge in self.boundaries.edges:
+            for info in edge.values:
+                self.boundaries.sent_shape(info, size)
+        for name in self.partition.outputs.names:
+            self.place.meshes[-1].global_shape(self.partition.values[name], size)
 
     def plans(self, sizes: Sequence[int]) -> list["_C.EdgePlans"]:
         """Of this rank's edges, for microbatches of these sizes."""

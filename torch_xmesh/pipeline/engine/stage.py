@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.cut.partition import Partition
-from torch_xmesh.pipeline.engine.auto import MemoryMeter
 from torch_xmesh.pipeline.engine.boundary import Boundaries
+from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.ranks.dtensors import activation_mesh, to_local, with_waited_gradient
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed

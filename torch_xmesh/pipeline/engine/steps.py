@@ -10,7 +10,7 @@ import torch
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs, loss_weights
 from torch_xmesh.pipeline.cut.profile_memory import tensors_in
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
-from torch_xmesh.pipeline.engine.auto import MemoryMeter
+from torch_xmesh.pipeline.engine.auto import Cuts, StepPlan
 from torch_xmesh.pipeline.engine.batch import (
     local_microbatches,
     microbatch_columns,
@@ -18,7 +18,14 @@ from torch_xmesh.pipeline.engine.batch import (
     num_batch_shards,
     num_samples,
 )
-from torch_xmesh.pipeline.engine.facts import StepAgreement, StepFacts, StepRefusedError, scale_bits
+from torch_xmesh.pipeline.engine.facts import (
+    DifferentCallsError,
+    StepAgreement,
+    StepFacts,
+    StepRefusedError,
+    scale_bits,
+)
+from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.engine.outputs import whole_outputs
 from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
@@ -26,7 +33,7 @@ from torch_xmesh.pipeline.engine.setup import describe_values, digest
 from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
 from torch_xmesh.pipeline.engine.stage import StepState
 from torch_xmesh.pipeline.ranks.clocks import now_ns
-from torch_xmesh.pipeline.ranks.told import told_by_shards
+from torch_xmesh.pipeline.ranks.told import Told, told_by_shards
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.state.training import PipelineScaler
 
@@ -63,6 +70,10 @@ class _Given:
     targets: list[Any] = dataclasses.field(default_factory=list)
 
 
+def _text_of(failure: Exception | None) -> str | None:
+    return None if failure is None else str(failure) or type(failure).__name__
+
+
 class EngineSteps:
     """The steps of one place, one after another.
 
@@ -87,12 +98,28 @@ class EngineSteps:
         self.entered_ns = 0
         self.after: list[tuple[str, int, int]] = []
         self._runs = 0  # runs so far, of step() or evaluate()
+        self._microbatches = 0  # that they had together
         self._place = place
         self._merge_spec = merge_spec
         self._inputs = InputSizes(place.partition)
         self._sized: dict[Any, SizedPlace] = {}  # by shapes of the inputs, the last ones used
         self._agreement = StepAgreement(place.transfers, self._inputs.texts)
-        self._shared_losses = told_by_shards(place.transfers, "losses", place.meshes[-1], place.num_microbatches + 1)
+        self._shared_losses: dict[int, Told] = {}  # by number of microbatches
+        self._last_cut: dict[tuple[int, int], int] = {}  # into so many microbatches, by samples and shards
+
+    def meet(self, call: str, failure: Exception | None = None) -> None:
+        """Before a call that is none of the steps: all ranks are in it, and none refuses; `failure` says why this one
+        does.
+
+        Raises:
+            StepRefusedError: on all ranks, where that is not so.
+        """
+        try:
+            self._agreement.agree(call, refusal=_text_of(failure))
+        except DifferentCallsError:
+            raise
+        except StepRefusedError as refused:
+            raise refused if failure is None else StepRefusedError(failure) from failure
 
     def run(self, call: StepCall) -> Any:
         """One step; everything as in PipelineEngine.step and evaluate.
@@ -104,16 +131,16 @@ class EngineSteps:
         entered_ns = now_ns()
         is_last = place.has_last
         is_train = call.is_train
-        given, sized, order = self._agree(call)
+        given, sized, order, cuts, plan = self._agree(call)
         sizes = list(order.sizes)
         place.forward.works = sized.works
         state = place.forward.step = StepState(self.number, sizes, is_train)
         state.keeps_outputs = call.return_outputs and is_last
         self._cut(given, order)
         state.targets = given.targets
-        self.ran = place.schedule if is_train else Schedule(place.schedule.core.forwards())
-        self.ran_early = place.overlap and place.early_weights
-        auto = place.auto if is_train and place.auto is not None and place.auto.is_open else None
+        self.ran = plan.schedule if is_train else Schedule(plan.schedule.core.forwards())
+        self.ran_early = place.overlap and plan.early_weights
+        auto = place.auto if plan.is_measured else None
         state.meter = None if auto is None else MemoryMeter(place, tensors_in((given.tree, given.target)))
         if is_train:
             place.sharded.begin_step(self.is_sync)
@@ -127,11 +154,12 @@ class EngineSteps:
                 self.ran.core,
                 place.index,
                 self._runs,
+                self._microbatches,
                 sized.plans(sizes),
                 given.inputs,
                 has_backward=is_train,
                 weights_key=self._weights_key(order),
-                runs_weights_early=place.early_weights,
+                runs_weights_early=plan.early_weights,
                 is_measured=auto is not None,
                 loss_weights=weights,
             )
@@ -158,8 +186,9 @@ class EngineSteps:
             )
         if auto is not None and state.meter is not None:
             with self._timed("schedule"):
-                auto.choose(place, state.meter)
+                auto.note(place, state.meter, cuts, sizes)
         self._runs += 1
+        self._microbatches += len(sizes)
         self.number += int(is_train)
         return output
 
@@ -177,7 +206,7 @@ class EngineSteps:
         yield
         self.after.append((name, begin, now_ns()))
 
-    def _agree(self, call: StepCall) -> tuple[_Given, SizedPlace, SampleOrder]:
+    def _agree(self, call: StepCall) -> tuple[_Given, SizedPlace, SampleOrder, Cuts, StepPlan]:
         """Checks the arguments on every rank before any of them computes; ranks in the middle see no batch."""
         given, failure = None, None
         try:
@@ -185,9 +214,11 @@ class EngineSteps:
         except Exception as error:
             failure = error
         try:
-            text = None if failure is None else str(failure) or type(failure).__name__
             sizes = {} if given is None else self._inputs.told(given.shapes)
-            facts, told = self._agreement.agree(None if given is None else given.facts, sizes, text)
+            name = "step()" if call.is_train else "evaluate()"
+            facts, told = self._agreement.agree(name, None if given is None else given.facts, sizes, _text_of(failure))
+        except DifferentCallsError:
+            raise
         except StepRefusedError as refused:
             raise refused if failure is None else StepRefusedError(failure) from failure
         assert given is not None
@@ -195,7 +226,7 @@ class EngineSteps:
         if samples is None:
             text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
             raise StepRefusedError(ValueError(text))
-        return given, *self._ready(self._inputs.shapes(told), samples, facts.shards or 1)
+        return given, *self._ready(self._inputs.shapes(told), (samples, facts.shards or 1), call.is_train)
 
     def _take(self, call: StepCall) -> _Given:
         place = self._place
@@ -203,6 +234,8 @@ class EngineSteps:
         takers = [stage for stage in place.stages if place.partition.stages[stage].model_inputs]
         tree = (tuple(call.args), dict(sorted(call.kwargs.items()))) if takers else ((), {})
         target, is_train = call.target if place.has_last else None, call.is_train
+        if call.losses is not None and not hasattr(call.losses, "append"):
+            raise ValueError(f"losses is a list that gets one loss per microbatch, got {type(call.losses).__name__}")
         if place.unset:
             raise ValueError(
                 f"{next(iter(place.unset))} has no values on rank {rank}: the model was on the meta device; give an "
@@ -210,8 +243,6 @@ class EngineSteps:
             )
         if place.has_last and is_train and target is None:
             raise ValueError(f"target is missing on rank {rank}, which has the last stage ({len(place.meshes) - 1})")
-        if is_train and place.auto is not None and place.auto.refusal is not None:
-            raise ValueError(place.auto.refusal)
         specs = []
         if takers:
             specs = leaf_specs(tree[0], place.chunk_specs["args"], "args")
@@ -239,7 +270,6 @@ class EngineSteps:
                 samples,
                 of_target,
                 known,
-                int(is_train),
                 int(self.is_sync),
                 int(target is not None) if place.has_last else None,
                 int(call.return_outputs) if place.has_last else None,
@@ -250,43 +280,61 @@ class EngineSteps:
         if is_train:
             place.sync.check_step()
         if (both := samples if samples is not None else of_target) is not None:
-            self._cut(given, SampleOrder.of(both, place.num_microbatches, known or 1))
+            batch = both, known or 1
+            numbers = place.numbers(batch)
+            number = self._last_cut.get(batch, numbers[0])
+            self._cut(given, SampleOrder.of(both, number, known or 1))
         return given
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    def _ready(self, shapes: Shapes, samples: int, shards: int) -> tuple[SizedPlace, SampleOrder]:
-        """What the pipeline is for a batch. Called by all ranks alike, which know of each other's refusal.
+    def _ready(
+        self, shapes: Shapes, batch: tuple[int, int], is_train: bool
+    ) -> tuple[SizedPlace, SampleOrder, Cuts, StepPlan]:
+        """What the pipeline is for a batch of so many samples and shards, and what it runs. Called by all ranks alike,
+        which know of each other's refusal.
 
         Raises:
-            StepRefusedError: the stages do not work for it, or cannot share it out.
+            StepRefusedError: the stages do not work for it, or cannot share it out, or no schedule keeps the limit.
         """
-        key, batch = tuple(shapes.items()), (samples, shards)
+        key = tuple(shapes.items())
         sized = self._sized.pop(key, None)
         if sized is None or batch not in sized.orders:
             failure, text, found = None, None, ""
+            orders: dict[int, SampleOrder] = {}
             try:
                 sized = sized or SizedPlace.at(self._place, shapes)
-                order = sized.order_of(samples, shards)
+                orders = sized.orders_of(*batch)
                 found = digest(describe_values(sized.partition))
             except ValueError as error:
                 failure, text = error, str(error)
-            told = self._place.transfers.gather("sizes", (text, found))
+            told = self._place.transfers.gather("sizes", (text, found, list(orders)))
             if failure is not None:
                 raise StepRefusedError(failure) from failure
-            for rank, (refusal, other) in zip(self._place.transfers.ranks, told, strict=True):
+            for rank, (refusal, other, _) in zip(self._place.transfers.ranks, told, strict=True):
                 if refusal is not None:
                     raise StepRefusedError(ValueError(f"rank {rank} refused the step: {refusal}"))
                 if other != told[0][1]:
                     text = f"ranks disagree on the stages' values for inputs of shapes {list(shapes.values())}"
                     raise StepRefusedError(ValueError(f"{text}: ranks {self._place.transfers.ranks[0]} and {rank}"))
             assert sized is not None
-            sized.orders[batch] = order
+            shared = set(orders).intersection(*(numbers for _, _, numbers in told))
+            if not shared:
+                text = f"there is no number of microbatches into which all ranks can cut a batch of {batch[0]} samples"
+                raise StepRefusedError(ValueError(text))
+            sized.orders[batch] = {number: orders[number] for number in sorted(shared)}
         self._sized[key] = sized
         if len(self._sized) > MOST_SIZES:
             del self._sized[next(iter(self._sized))]
-        return sized, sized.orders[batch]
+        orders = sized.orders[batch]
+        cuts = Cuts(batch[0], max(batch[1], self._place.most_shards), key, tuple(orders))
+        plan = self._place.plan(cuts, is_train=is_train)
+        order = orders[plan.schedule.num_microbatches]
+        self._last_cut[batch] = len(order.sizes)
+        if len(self._last_cut) > MOST_SIZES:
+            del self._last_cut[next(iter(self._last_cut))]
+        return sized, order, cuts, plan
 
     def _cut(self, given: _Given, order: SampleOrder) -> None:
         """The model's inputs that each stage takes, by microbatch, and the targets."""
@@ -310,19 +358,23 @@ class EngineSteps:
     def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
         """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""
         self.loss = None
-        mine = None
+        mine, number = None, len(state.sizes)
+        if number not in self._shared_losses:
+            place = self._place
+            made = told_by_shards(place.transfers, f"losses of {number}", place.meshes[-1], number + 1)
+            self._shared_losses[number] = made
         if is_last:
-            found = [state.losses.get(microbatch) for microbatch in range(self._place.num_microbatches)]
+            found = [state.losses.get(microbatch) for microbatch in range(number)]
             shares = [0.0 if loss is None else loss.item() for loss in found]
             mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
-        told = self._shared_losses.exchange(mine)
+        told = self._shared_losses[number].exchange(mine)
         *means, is_there = told.tolist()
         if not is_there:
             return
         weights = loss_weights(state.sizes, self._place.scale_grads)
         self.loss = sum(weight * loss for weight, loss in zip(weights, means, strict=True))
         if losses is not None and is_last:
-            for microbatch in range(self._place.num_microbatches):
+            for microbatch in range(number):
                 own = state.losses.get(microbatch)
                 alone = self._place.meshes[-1].num_shards == 1 and own is not None
                 losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))

@@ -1,12 +1,15 @@
 """The schedule for given costs: every one that fits the places, and orders planned for the costs, played and
 compared."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch_xmesh import _C
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs
+
+_TIE = 1.003
+"""As fast as the fastest: the one that holds least is taken."""
 
 
 class Candidate(NamedTuple):
@@ -16,8 +19,8 @@ class Candidate(NamedTuple):
         step_seconds: simulated.
         noisy_seconds: the mean of that and of runs whose every action and transfer takes up to 4 % longer or shorter;
             what candidates are compared by.
-        early_weights: the times are with W that run before their turn where a stage would wait, as the costs allow;
-            without, they are longer. What PipelineEngine calls so.
+        early_weights: the times are with W that run before their turn where a stage would wait, which the costs allow
+            and which makes them shorter. What PipelineEngine calls so.
         peak_bytes: by place, the most bytes held at once.
         keeps_limit: no place holds more than the limit.
     """
@@ -42,18 +45,36 @@ class ScheduleChoice:
             c microbatches in flight on a stage.
     """
 
-    def __init__(self, best: int, candidates: Sequence[Candidate], memory_limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        best: int,
+        candidates: Sequence[Candidate],
+        memory_limit_bytes: int | None,
+        others: Mapping[int, float] | None = None,
+    ) -> None:
+        """`others`: where the number of microbatches was chosen too, the least `noisy_seconds` of other numbers."""
         self.candidates = list(candidates)
         self._best = best
         self._limit = memory_limit_bytes
-        self.schedule = self.candidates[best].schedule
-        self.early_weights = self.candidates[best].early_weights
-        self.predicted_seconds = self.candidates[best].step_seconds
-        self.predicted_peak_bytes = self.candidates[best].peak_bytes
+        self._others = dict(others or {})
+        self.schedule = self.chosen.schedule
+        self.early_weights = self.chosen.early_weights
+        self.predicted_seconds = self.chosen.step_seconds
+        self.predicted_peak_bytes = self.chosen.peak_bytes
+
+    @property
+    def chosen(self) -> Candidate:
+        """Of the candidates."""
+        return self.candidates[self._best]
 
     def __str__(self) -> str:
         limit = "" if self._limit is None else f", at most {self._limit} bytes on a place"
         lines = [f"{self.schedule.name}: predicted {self.predicted_seconds:.6g} s per step{limit}"]
+        if self._others:
+            others = ", ".join(f"{number}: {seconds:.5g} s" for number, seconds in self._others.items())
+            lines.append(
+                f"  num_microbatches {self.schedule.num_microbatches}; the best of others, with noise: {others}"
+            )
         lines.append(
             f"  {'schedule':<18} {'step s':>10} {'with noise':>10} {'in flight':>9} {'early W':>7} {'peak bytes':>14}"
         )
@@ -105,6 +126,49 @@ def choose_schedule(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
     places = list(range(num_stages)) if place_of_stage is None else list(place_of_stage)
+    choice, least = _considered(costs, places, num_microbatches, memory_limit_bytes)
+    if choice is None:
+        raise ValueError(_refusal(memory_limit_bytes, [least]))
+    return choice
+
+
+def choose_microbatches(
+    costs_of: Callable[[int], Costs], numbers: Sequence[int], places: Sequence[int], memory_limit_bytes: int | None
+) -> ScheduleChoice:
+    """As :func:`choose_schedule`, also among numbers of microbatches, ascending; `costs_of(number)` are those of one
+    microbatch. Every other number is played, then the neighbours of the best.
+
+    Raises:
+        ValueError: no schedule of any number keeps the limit: the smallest that one would keep is named.
+    """
+    found: dict[int, ScheduleChoice] = {}
+    smallest: dict[int, Candidate] = {}
+
+    def play(number: int) -> None:
+        if number not in smallest:
+            choice, smallest[number] = _considered(costs_of(number), places, number, memory_limit_bytes)
+            if choice is not None:
+                found[number] = choice
+
+    for number in (*numbers[::2], numbers[-1]):
+        play(number)
+    fastest = min(found, key=lambda number: found[number].chosen.noisy_seconds, default=numbers[-1])
+    index = numbers.index(fastest)
+    for number in numbers[max(0, index - 1) : index + 2]:
+        play(number)
+    if not found:
+        raise ValueError(_refusal(memory_limit_bytes, list(smallest.values())))
+    least = min(choice.chosen.noisy_seconds for choice in found.values())
+    equal = [number for number, choice in found.items() if choice.chosen.noisy_seconds <= _TIE * least]
+    best = min(equal, key=lambda number: max(found[number].predicted_peak_bytes))
+    others = {number: found[number].chosen.noisy_seconds for number in sorted(found) if number != best}
+    return ScheduleChoice(found[best]._best, found[best].candidates, memory_limit_bytes, others)
+
+
+def _considered(
+    costs: Costs, places: Sequence[int], num_microbatches: int, memory_limit_bytes: int | None
+) -> tuple[ScheduleChoice | None, Candidate]:
+    """The choice, if anything keeps the limit, and what needs least memory."""
     best, rows = _C.choose_schedule(costs.core(), places, num_microbatches, memory_limit_bytes)
     candidates = [
         Candidate(
@@ -112,10 +176,14 @@ def choose_schedule(
         )
         for core, step, noisy, early, peak in rows
     ]
-    if best < 0:
-        least = min(candidates, key=lambda one: max(one.peak_bytes))
-        raise ValueError(
-            f"no schedule keeps memory_limit_bytes={memory_limit_bytes}: the smallest limit that one keeps is "
-            f"{max(least.peak_bytes)} ({least.schedule.name!r})"
-        )
-    return ScheduleChoice(best, candidates, memory_limit_bytes)
+    choice = ScheduleChoice(best, candidates, memory_limit_bytes) if best >= 0 else None
+    return choice, min(candidates, key=lambda one: max(one.peak_bytes))
+
+
+def _refusal(memory_limit_bytes: int | None, smallest: Sequence[Candidate]) -> str:
+    least = min(smallest, key=lambda one: max(one.peak_bytes))
+    of = f" with {least.schedule.num_microbatches} microbatches" if len(smallest) > 1 else ""
+    return (
+        f"no schedule keeps memory_limit_bytes={memory_limit_bytes}: the smallest limit that one keeps is "
+        f"{max(least.peak_bytes)} ({least.schedule.name!r}{of})"
+    )

@@ -1,6 +1,6 @@
 """Checkpoints that know no stages: the model's and the optimizer's state under the model's own names, as DTensors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,21 +45,34 @@ def _check_complete(module: nn.Module, state: Mapping[str, Any], mesh: StageMesh
             )
 
 
-def load_model_state(modules: Iterable[StageModule], unused: Unused, given: Mapping[str, Any]) -> None:
-    """Copies values of :func:`model_state`'s form into this rank's stages.
+def load_model_state(modules: Iterable[StageModule], unused: Unused, given: Mapping[str, Any]) -> Callable[[], None]:
+    """What copies values of :func:`model_state`'s form into this rank's stages; all is checked before.
 
     Raises:
         ValueError: a key is missing, or has another shape.
     """
     given = {plain_name(name): value for name, value in given.items()}
-    for prefix, module, _ in modules:
-        local = {
-            own: _placed_as(value, _given(prefix + plain_name(own), value, given))
-            for own, value in module.state_dict().items()
-        }
-        module.load_state_dict(local)
-    for name, (parameter, _) in unused.items():
-        parameter.detach().copy_(_placed_as(parameter, _given(name, parameter, given)))
+    stages = [
+        (
+            module,
+            {
+                own: _placed_as(value, _given(prefix + plain_name(own), value, given))
+                for own, value in module.state_dict().items()
+            },
+        )
+        for prefix, module, _ in modules
+    ]
+    others = [
+        (parameter, _placed_as(parameter, _given(name, parameter, given))) for name, (parameter, _) in unused.items()
+    ]
+
+    def copy() -> None:
+        for module, local in stages:
+            module.load_state_dict(local)
+        for parameter, value in others:
+            parameter.detach().copy_(value)
+
+    return copy
 
 
 def _given(name: str, value: Any, given: Mapping[str, Any]) -> Any:
@@ -104,11 +117,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnPa
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any]
-) -> None:
-    """Copies what :func:`optimizer_state` gave into the optimizer.
+) -> Callable[[], None]:
+    """What copies what :func:`optimizer_state` gave into the optimizer; all is checked before.
 
     Raises:
-        ValueError: a key is missing, the optimizer holds no such key, or parameters of one group had different options.
+        ValueError: a key is missing or has another shape, the optimizer holds no such key, or parameters of one group
+            had different options.
     """
     groups = _groups(optimizer)
     keys: dict[str, dict[str, Any]] = {}
@@ -120,16 +134,27 @@ def load_optimizer_state(
         else:
             name, _, field = key.rpartition("/")
             keys.setdefault(name, {})[field] = value
+    states: list[tuple[OwnParameter, dict[str, Any]]] = []
     for own in parameters:
         if own.parameter in groups:
-            state = _state_of(optimizer, own.parameter, groups)
-            _check_keys(own.name, state, keys.get(own.name, {}))
-            optimizer.state[own.parameter] = {k: _filled(v, keys[own.name][k]) for k, v in state.items()}
+            states.append((own, _state_of(optimizer, own.parameter, groups)))
+            _check_state(own.name, states[-1][1], keys.get(own.name, {}))
     names = {own.parameter: own.name for own in parameters}
+    saved: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
     for group in optimizer.param_groups:
-        saved = {names[p]: options.get(names[p], {}) for p in group["params"] if p in names}
-        if saved:
-            _load_group(group, saved)
+        found = {names[p]: options.get(names[p], {}) for p in group["params"] if p in names}
+        if found:
+            _check_group(group, found)
+            saved.append((group, found))
+
+    def copy() -> None:
+        for own, state in states:
+            optimizer.state[own.parameter] = {k: _filled(v, keys[own.name][k]) for k, v in state.items()}
+        for group, found in saved:
+            for key, value in next(iter(found.values())).items():
+                group[key] = _filled(group.get(key), value)
+
+    return copy
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
@@ -141,7 +166,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, groups:
     return state
 
 
-def _check_keys(name: str, state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_state(name: str, state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if missing := sorted(set(state) - set(given)):
         raise ValueError(f"the optimizer's state has no {name}/{missing[0]}")
     if unknown := sorted(set(given) - set(state)):
@@ -149,9 +174,14 @@ def _check_keys(name: str, state: Mapping[str, Any], given: Mapping[str, Any]) -
             f"the optimizer's state has {name}/{unknown[0]}, but this optimizer keeps {sorted(state)} for a parameter: "
             "make the optimizer that was saved"
         )
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and (shape := tuple(torch.as_tensor(given[key]).shape)) != tuple(
+            value.shape
+        ):
+            raise ValueError(f"the optimizer's {name}/{key} has shape {shape}, expected {tuple(value.shape)}")
 
 
-def _load_group(group: dict[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_group(group: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
     """The options of a group are those that each of its parameters had; `saved` has them by parameter."""
     first = next(iter(saved))
     for key in group:
@@ -164,7 +194,6 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Mapping[str, Any]]) -
                     f"{first} and {name} are in one group of the optimizer, but had {key} {value} and "
                     f"{options.get(key)}: make the optimizer with groups like those that were saved"
                 )
-        group[key] = _filled(group.get(key), value)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -93,6 +93,8 @@ class PipelineScaler:
     def __init__(
         self, transfers: Transfers, scaler: "torch.amp.GradScaler", guard: Callable[[], AbstractContextManager[None]]
     ) -> None:
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(f"engine.scaler() takes a torch.amp.GradScaler, got {type(scaler).__name__}")
         self._transfers = transfers
         self._guard = guard  # around what all ranks do together
         self._scaler = scaler
