@@ -169,9 +169,16 @@ void TcpSender::schedule(OperationId operation, Stream& stream) {
   }
 }
 
-/// At the end, where messages of the same call swap with it until their cookies ascend.
+/// While it is its call's turn, in front, before messages of that call with a higher cookie. Else at the end, where messages of the same call swap
+/// with it until their cookies ascend.
 void TcpSender::makeRunnable(OperationId operation) {
   const auto cookie = [this](OperationId runnable) { return streams_.at(runnable).messages.front().cookie; };
+  if (operation.call == turn_call_ && turn_bytes_ > 0) {
+    const auto at = std::find_if(runnable_.begin(), runnable_.end(),
+                                 [&](OperationId runnable) { return runnable.call != operation.call || cookie(runnable) > cookie(operation); });
+    runnable_.insert(at, operation);
+    return;
+  }
   runnable_.push_back(operation);
   size_t at = runnable_.size() - 1;
   for (size_t i = at; i-- > 0;) {
@@ -184,6 +191,17 @@ void TcpSender::makeRunnable(OperationId operation) {
     std::swap(runnable_[i], runnable_[at]);
     at = i;
   }
+}
+
+/// The operation whose turn it is, of which `num_bytes` leave now.
+void TcpSender::takeTurn(int64_t num_bytes) {
+  const OperationId operation = runnable_.front();
+  runnable_.pop_front();
+  if (operation.call != turn_call_ || turn_bytes_ <= 0) {
+    turn_call_ = operation.call;
+    turn_bytes_ = kTurnBytes;
+  }
+  turn_bytes_ -= num_bytes;
 }
 
 void TcpSender::forget(OperationId operation) {
@@ -274,7 +292,7 @@ void TcpSender::copySmallMessages() {
     const std::string_view payload(message.data, static_cast<size_t>(message.num_bytes));
     appendFrame({FrameKind::kData, operation, message.num_bytes, message.num_bytes}, payload, outbox_);
     outbox_.push_back(static_cast<char>(FrameStatus::kOk));
-    runnable_.pop_front();
+    takeTurn(message.num_bytes);
     finishMessage(operation, stream);
   }
 }
@@ -289,7 +307,7 @@ void TcpSender::startFrame() {
     return;  // small ones go through the outbox, others through the ring: it is full now
   }
   offerRing(message.num_bytes);
-  runnable_.pop_front();
+  takeTurn(std::min(message.num_bytes - message.offset, kMaxFramePayloadBytes));
   frame_ = Frame{};
   Frame& frame = *frame_;
   frame.operation = operation;
