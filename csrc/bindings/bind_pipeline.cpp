@@ -103,9 +103,7 @@ void bindPipeline(py::module_& module) {
   bindTraffic(module);
   py::class_<StageValues>(module, "StageValues")
       .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions,
-                       bool is_alone) {
-             return StageValues{stage, std::move(inputs), std::move(outputs), std::move(model_positions), is_alone};
-           }),
+                       bool is_alone) { return StageValues{stage, std::move(inputs), std::move(outputs), std::move(model_positions), is_alone}; }),
            py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"), py::arg("is_alone"));
   py::class_<EdgeValues>(module, "EdgeValues")
       .def(py::init<>())
