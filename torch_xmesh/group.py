@@ -1,5 +1,6 @@
 """From a process group to the reshards that run on it."""
 
+import os
 import threading
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,12 +26,14 @@ class GroupReshards:
         # Works of backwards, which nobody waits for to their end, with the tensors whose first use waits for them.
         self.unwatched: list[tuple[Any, list[torch.Tensor]]] = []
         self._in_order = ranks
+        self._pid = os.getpid()
         self._core: _C.ReshardGroup | None = None
         self._caller = threading.Lock()
 
     @property
     def core(self) -> "_C.ReshardGroup":
-        """The C++ group, made at the first use. RuntimeError once the process group is closed."""
+        """The C++ group, made at the first use. RuntimeError once the process group is closed, and in a forked one."""
+        self._check_process()
         if self._core is None:
             self._core = _C.reshard_group(self.backend, self._in_order)
         return self._core
@@ -47,7 +50,15 @@ class GroupReshards:
         for work, _ in ended:
             work.wait()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this process was forked from the one that made the process group, whose threads it does not have: "
+                "make a group here"
+            )
+
     def __enter__(self) -> "GroupReshards":
+        self._check_process()
         if not self._caller.acquire(blocking=False):
             raise RuntimeError(
                 "two threads call reshard on one process group at once; give each thread a group of its own"
@@ -61,6 +72,15 @@ class GroupReshards:
 # Keyed by the group, whose Python object lives as long as it is in use; its backend's is made anew at each look.
 _reshards: "WeakKeyDictionary[dist.ProcessGroup, GroupReshards]" = WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Another thread may have held it at the fork."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
+#include "bindings/python_objects.h"
 #include "bindings/without_gil.h"
 #include "core/error.h"
 #include "core/pipeline/schedule.h"
@@ -24,16 +25,8 @@ using runtime::PreparedPlan;
 using Release = py::call_guard<py::gil_scoped_release>;
 using Plans = std::vector<std::shared_ptr<PreparedPlan>>;
 
-/// A Python callable that any thread may call and drop.
-std::shared_ptr<py::object> shared(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* held) {
-            const py::gil_scoped_acquire gil;
-            delete held;
-          }};
-}
-
 pipeline::StageRunner::Forward forwardOf(py::object function) {
-  return [function = shared(std::move(function))](int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs) {
+  return [function = holdCallable(std::move(function))](int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs) {
     const py::gil_scoped_acquire gil;
     auto [outputs, loss] = (*function)(stage, microbatch, std::move(inputs)).cast<std::pair<std::vector<at::Tensor>, std::optional<at::Tensor>>>();
     return ForwardResult{std::move(outputs), std::move(loss)};

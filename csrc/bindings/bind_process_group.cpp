@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/python_objects.h"
 #include "c10d/process_group_xmesh.h"
 
 namespace xmesh::bindings {
@@ -17,14 +18,6 @@ using c10d_backend::HostHooks;
 using c10d_backend::ProcessGroupXmesh;
 using c10d_backend::XmeshOptions;
 
-bool interpreterIsThere() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0;
-#else
-  return Py_IsInitialized() != 0 && _Py_IsFinalizing() == 0;
-#endif
-}
-
 void runUnlocked(const std::function<void()>& function) {
   if (interpreterIsThere() && PyGILState_Check() != 0) {
     const py::gil_scoped_release unlocked;
@@ -32,18 +25,6 @@ void runUnlocked(const std::function<void()>& function) {
   } else {
     function();
   }
-}
-
-/// Holds a Python callable whose last reference may go on any thread, or after the interpreter.
-std::shared_ptr<py::object> holdCallable(py::object callable) {
-  return {new py::object(std::move(callable)), [](py::object* held) {
-            if (!interpreterIsThere()) {
-              static_cast<void>(held->release());
-              return;
-            }
-            const py::gil_scoped_acquire locked;
-            delete held;
-          }};
 }
 
 HostHooks hostHooks(py::object make_inner, bool has_cuda) {

@@ -1,7 +1,10 @@
 #include "bindings/bindings.h"
+#include "bindings/python_objects.h"
+#include "runtime/interrupts.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The C++ rooms of torch_xmesh.";
+  xmesh::runtime::setInterruptCheck(&xmesh::bindings::checkSignals);
   xmesh::bindings::bindProcessGroup(module);
   xmesh::bindings::bindCore(module);
   xmesh::bindings::bindReshard(module);

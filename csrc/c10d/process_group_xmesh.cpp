@@ -1,7 +1,5 @@
 #include "c10d/process_group_xmesh.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
@@ -70,14 +68,13 @@ ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, in
       options_(std::move(options)),
       life_line_(publishLifeLine(store, rank)),
       inner_(std::move(hooks), std::move(store), rank, size, options_),
-      pid_(getpid()),
       last_split_(c10::intrusive_ptr<::c10d::Backend>()) {
   init();
   inner(kCpu);
 }
 
 ProcessGroupXmesh::~ProcessGroupXmesh() {
-  if (getpid() != pid_) {
+  if (!fork_.isHere()) {
     inner_.leak();
     attachment_.leak();
     return;
@@ -94,12 +91,13 @@ void ProcessGroupXmesh::close(bool abort) noexcept {
       attachment.reset();
     });
   }
-  if (life_line_ != nullptr && getpid() == pid_) {
+  if (life_line_ != nullptr && fork_.isHere()) {
     life_line_->end();
   }
 }
 
 ::c10d::Backend& ProcessGroupXmesh::inner(c10::DeviceType kind) const {
+  fork_.check();
   if (::c10d::Backend* backend = inner_.made(kind)) {
     return *backend;
   }

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,6 +8,7 @@
 
 #include "c10d/attachment_slot.h"
 #include "c10d/inner_backends.h"
+#include "runtime/fork_mark.h"
 #include "transport/life_line.h"
 
 namespace xmesh::c10d_backend {
@@ -127,7 +126,7 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   c10::intrusive_ptr<XmeshOptions> options_;
   std::unique_ptr<transport::LifeLine> life_line_;  ///< by which others know that this rank is still in the group
   mutable InnerBackends inner_;
-  const pid_t pid_;
+  const runtime::ForkMark fork_;
   bool is_coalescing_ = false;  // startCoalescing .. endCoalescing, on one thread as c10d asks
   std::vector<Work> coalesced_;
   AttachmentSlot attachment_;

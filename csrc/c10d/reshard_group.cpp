@@ -1,7 +1,6 @@
 #include "c10d/reshard_group.h"
 
 #include <c10/util/SmallVector.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <iterator>
@@ -15,6 +14,7 @@
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
 #include "runtime/host/host_executors.h"
+#include "runtime/interrupts.h"
 #include "transport/local_address.h"
 #include "transport/tcp/network.h"
 
@@ -117,8 +117,7 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
       global_ranks_(std::move(global_ranks)),
       timeout_(timeout),
       options_(options),
-      group_store_(store),
-      owner_pid_(getpid()) {
+      group_store_(store) {
   for (size_t i = 0; i < global_ranks_.size(); ++i) {
     group_rank_of_[global_ranks_[i]] = static_cast<int32_t>(i);
   }
@@ -171,6 +170,7 @@ void ReshardGroup::awaitMembers(std::vector<int64_t> missing, const std::functio
     if (missing.empty()) {
       return;
     }
+    runtime::checkInterrupts();
     if (check) {
       check();
     }
@@ -367,7 +367,7 @@ void ReshardGroup::close(bool abort) noexcept {
   if (service_ == nullptr) {
     return;
   }
-  if (getpid() != owner_pid_) {
+  if (!fork_.isHere()) {
     static_cast<void>(service_.release());  // a forked child: the network's thread lives in the parent
     return;
   }

@@ -16,6 +16,7 @@
 #include "c10d/life_lines.h"
 #include "core/resharding/plan.h"
 #include "core/topology.h"
+#include "runtime/fork_mark.h"
 #include "runtime/reshard_service.h"
 
 namespace xmesh::c10d_backend {
@@ -105,7 +106,7 @@ class ReshardGroup final : public GroupAttachment {
   std::atomic<std::chrono::milliseconds> timeout_;
   const ReshardGroupOptions options_;
   const c10::intrusive_ptr<::c10d::Store> group_store_;
-  const int64_t owner_pid_;
+  const runtime::ForkMark fork_;
   std::map<int64_t, int32_t> group_rank_of_;
   mutable std::mutex members_mutex_;
   std::map<int64_t, Member> members_;  ///< by global rank; those found so far

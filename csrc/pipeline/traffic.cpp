@@ -32,6 +32,9 @@ PipelineTraffic::PipelineTraffic(std::shared_ptr<c10d_backend::ReshardGroup> gro
 PipelineTraffic::~PipelineTraffic() { close(); }
 
 void PipelineTraffic::describeBy(std::function<std::string()> describe) {
+  if (!fork_.isHere()) {
+    return;  // nobody asks, and who held the lock at the fork is not here to give it back
+  }
   const std::lock_guard lock(description_->mutex);
   description_->describe = std::move(describe);
 }
@@ -83,7 +86,7 @@ void PipelineTraffic::check() const {
 void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCall(watch_->key(), std::move(failure)); }
 
 void PipelineTraffic::close() {
-  if (!std::exchange(is_closed_, true)) {
+  if (!std::exchange(is_closed_, true) && fork_.isHere()) {
     const std::string text = "rank " + std::to_string(group_->globalRank()) + " has closed the pipeline's engine";
     group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, phase_ + 1});
     describeBy([] { return std::string("has closed the pipeline"); });

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "c10d/reshard_group.h"
+#include "runtime/fork_mark.h"
 
 namespace xmesh::pipeline {
 
@@ -67,6 +68,7 @@ class PipelineTraffic {
   Call watch_;
   uint64_t phase_ = 0;
   uint64_t num_meetings_ = 0;
+  const runtime::ForkMark fork_;
   bool is_closed_ = false;
 };
 

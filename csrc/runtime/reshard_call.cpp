@@ -1,8 +1,16 @@
 #include "runtime/reshard_call.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "runtime/interrupts.h"
+
 namespace xmesh::runtime {
+namespace {
+
+constexpr std::chrono::milliseconds kLookEvery{200};  ///< for interrupts
+
+}  // namespace
 
 bool ReshardCall::wait(std::chrono::milliseconds timeout) { return waitFor(timeout, false); }
 
@@ -19,13 +27,17 @@ void ReshardCall::markMoved() {
 bool ReshardCall::waitFor(std::chrono::milliseconds timeout, bool until_moved) {
   const auto has_ended = [this, until_moved] { return isCompleted() || (until_moved && is_moved_.load(std::memory_order_acquire)); };
   if (!has_ended()) {
+    fork_.check();
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point deadline = timeout.count() > 0 ? Clock::now() + timeout : Clock::time_point::max();
     std::unique_lock lock(mutex_);
-    if (timeout.count() > 0) {
-      if (!ended_.wait_for(lock, timeout, has_ended)) {
+    while (!ended_.wait_until(lock, std::min(deadline, Clock::now() + kLookEvery), has_ended)) {
+      if (Clock::now() >= deadline) {
         return false;
       }
-    } else {
-      ended_.wait(lock, has_ended);
+      lock.unlock();
+      checkInterrupts();
+      lock.lock();
     }
   }
   if (isCompleted() && failure_.has_value()) {

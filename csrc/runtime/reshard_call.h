@@ -10,6 +10,7 @@
 
 #include "runtime/agreement/messages.h"
 #include "runtime/failure.h"
+#include "runtime/fork_mark.h"
 
 namespace xmesh::runtime {
 
@@ -26,7 +27,7 @@ class ReshardCall {
   /// When a call that has completed did so.
   std::chrono::steady_clock::time_point endedAt() const { return ended_at_; }
   /// Blocks until the call has ended (its own timeout bounds that); throws what it failed with. With a timeout above zero gives up
-  /// waiting after it (returns false; the call goes on).
+  /// waiting after it (returns false; the call goes on). Throws too what checkInterrupts() throws (the call goes on), and at once in a forked child.
   bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
   /// As wait(), but only until this rank's own messages are sent and received: the tensors are its caller's again, whatever the others still have to
   /// do.
@@ -43,6 +44,7 @@ class ReshardCall {
 
   const CallKey key_;
   const bool is_detached_;
+  const ForkMark fork_;
   std::mutex mutex_;  ///< guards the callbacks, and the completion against waiters that are about to sleep
   std::condition_variable ended_;
   std::vector<std::function<void()>> callbacks_;

@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,17 +214,60 @@ def test_peer_that_never_calls() -> None:
 
 
 def forked_child(rank: int, world_size: int) -> None:
+    """What needs the parent's threads is an error in the child at once, also a wait for what was begun before; a group
+    of its own works there."""
     xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    engine = xm.PipelineEngine(
+        [torch.nn.Linear(2, 2) for _ in range(4)],
+        (torch.empty(1, 2),),
+        meshes=[xm.Mesh([one]) for one in range(4)],
+        num_microbatches=1,
+        loss_fn=torch.nn.functional.mse_loss,
+    )
+    engine.step(torch.ones(1, 2), target=torch.ones(1, 2))
+    if rank > 0:
+        dist.barrier()  # with rank 0, which forks while the others have not called
+    begun = xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst, async_op=True)[1]
     child = os.fork()
     if child == 0:
-        import gc
-
-        gc.collect()
-        os._exit(0 if rank >= 0 else 1)
+        status = 1
+        try:
+            status = _in_forked_child(engine, begun, rank)
+        finally:
+            os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
+    if rank == 0:
+        dist.barrier()
+    begun.wait()
     xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    engine.step(torch.ones(1, 2), target=torch.ones(1, 2))
+    engine.close()
     dist.barrier()
     leave()
+
+
+def _in_forked_child(engine: xm.PipelineEngine, begun: Any, rank: int) -> int:
+    import gc
+
+    calls: list[Callable[[], Any]] = [
+        lambda: xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst),
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.barrier(),
+        lambda: engine.step(torch.ones(1, 2), target=torch.ones(1, 2)),
+        lambda: engine.summary(),
+    ]
+    if rank == 0:
+        calls.append(begun.wait)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this process was forked from the one that made the process group"):
+            call()
+    engine.close()
+    dist.destroy_process_group()
+    gc.collect()
+    dist.init_process_group("xmesh", store=dist.HashStore(), rank=0, world_size=1)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return 0 if total.item() == 1.0 else 1
 
 
 def test_forked_child_leaves_the_group_alone() -> None:

@@ -201,3 +201,27 @@ def test_what_has_no_value_is_named() -> None:
     for table, scale in spawn(no_values, 2, timeout=60):
         assert "buffer table.table of stage 0 is on the meta device, no state dict will have it" in table
         assert "scale.weight of stage 1 has no values on rank 1" in scale
+
+
+def early_optimizer(rank: int, world_size: int) -> None:
+    """Made with the parameters that the engine has replaced: its steps would train nothing."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 4),),
+        meshes=[xm.Mesh([0]), xm.Mesh([1])],
+        split=xm.split_at("1"),
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+    )
+    engine.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    with pytest.raises(ValueError, match=r"made before the engine, .*: make it with engine.parameters\(\)"):
+        optimizer.step()
+    torch.optim.SGD(engine.parameters(), 0.1).step()
+    engine.close()
+
+
+def test_an_optimizer_made_before_the_engine() -> None:
+    spawn(early_optimizer, 2, timeout=60)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 import torch_xmesh as xm
@@ -153,6 +154,47 @@ def test_a_rank_leaves_before_the_constructor(how: str, has_used: bool) -> None:
             assert outcome.error is None, outcome.error
             assert outcome.value.startswith("(1,)"), outcome.value
         world.signal(1, signal.SIGKILL)
+
+
+def interrupted(rank: int, world_size: int, where: str) -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = make() if where in ("step", "summary") else None
+    if rank > 0:
+        mark("here")
+        signal.pause()
+    x = DTensor.from_local(torch.ones(2, 2), xm.device_mesh(xm.Mesh([0])), [Replicate()], run_check=False)
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: step(engine) if engine else None,
+        "summary": lambda: engine.summary() if engine else None,
+        "constructor": make,
+        "reshard": lambda: xm.reshard(x, xm.Mesh([1]), [Replicate()]),
+    }
+
+    def go() -> None:
+        mark("waits")
+        calls[where]()
+
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    if engine is not None:
+        with pytest.raises(RuntimeError, match="this engine ended"):
+            step(engine)
+    return "interrupted"
+
+
+@pytest.mark.parametrize("where", ["step", "summary", "constructor", "reshard"])
+def test_an_interrupt_while_waiting(where: str) -> None:
+    """The other ranks are there and do not call; the group's timeout is half an hour."""
+    with World(interrupted, 3, where) as world:
+        for rank in (1, 2):
+            world.wait_mark(rank, "here")
+        world.wait_mark(0, "waits")
+        world.signal(0, signal.SIGINT)
+        outcome = world.wait(0, 30)
+        assert outcome.error is None, outcome.error
+        assert outcome.value == "interrupted"
+        for rank in (1, 2):
+            world.signal(rank, signal.SIGKILL)
 
 
 CALLS: dict[str, Callable[[xm.PipelineEngine], Any]] = {

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,21 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
             module.__dict__[name] = hooks
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """torch logs the traceback of each operation that fakes refuse; here that is a question, whose answer is raised."""
+    logger = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+
+    def drop(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
 class Sandbox:
     """A context in which `model` holds fakes of its parameters and buffers; on leaving it holds its own again.
 
@@ -49,6 +65,7 @@ class Sandbox:
         with self._stack as stack:
             stack.enter_context(hooks_off(self._model))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(quiet())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for module in self._model.modules():
                 for holder in _holders(module):

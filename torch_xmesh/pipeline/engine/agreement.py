@@ -11,6 +11,7 @@ from torch_xmesh.pipeline.cut.partition import Partition, StageSignature
 from torch_xmesh.pipeline.cut.ready import Exchange
 from torch_xmesh.pipeline.engine.boundary import Boundaries
 from torch_xmesh.pipeline.engine.setup import PlaceOptions, digest
+from torch_xmesh.pipeline.ranks.functions import described
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -31,13 +32,14 @@ def options_fields(
         ("schedule", f"{'auto: ' * (options.schedule == 'auto')}{schedule.name} {digest(schedule.to_csv())}"),
         ("the model", "a module" if isinstance(model, nn.Module) else "a list of stage modules"),
         ("split", repr(options.split)),
-        ("loss_fn", given[options.loss_fn is not None]),
+        ("loss_fn", described(options.loss_fn)),
         ("init_sync", repr(options.init_sync)),
         ("init_fn", given[options.init_fn is not None]),
         ("strategy, topology", str(plan_options)),
         ("memory_limit_bytes", repr(options.memory_limit_bytes)),
         ("scale_grads, overlap, seed", f"{options.scale_grads}, {options.overlap}, {options.seed}"),
         ("early_weights", str(options.early_weights)),
+        ("compare_batches", str(options.compare_batches)),
     ]
 
 

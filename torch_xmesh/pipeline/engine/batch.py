@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.microbatch import TensorChunkSpec, common_size, shard_sizes
@@ -12,7 +12,7 @@ from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.spec import mesh_grid
+from torch_xmesh.spec import device_mesh, mesh_grid, wrap_local
 
 
 def num_samples(tree: Any, specs: Sequence[Any], what: str) -> int | None:
@@ -22,6 +22,30 @@ def num_samples(tree: Any, specs: Sequence[Any], what: str) -> int | None:
         ValueError: its tensors disagree.
     """
     return common_size(tree, specs, what) if specs else None
+
+
+def as_shards(tree: Any, specs: Sequence[Any], meshes: Sequence[StageMesh], what: str) -> Any:
+    """Plain tensors that are this rank's data shard as DTensors, where they are to be cut into microbatches and the
+    stages that take them, on `meshes`, have several data shards. All shards have equally many samples.
+
+    Raises:
+        ValueError: the stages have other data shards than each other.
+    """
+    cut = list(dict.fromkeys(mesh for mesh in meshes if mesh.num_shards > 1))
+    if not cut:
+        return tree
+    if len({(mesh.whole, mesh.data_axes) for mesh in cut}) > 1 or len(cut) < len(set(meshes)):
+        raise ValueError(f"{what} is read by stages with other data shards than each other: pass DTensors")
+    mesh = cut[0]
+    on = device_mesh(mesh.mesh)
+    leaves, structure = pytree.tree_flatten(tree)
+    for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and isinstance(spec, TensorChunkSpec):
+            dim = spec.split_dim % leaf.dim()
+            shape = list(leaf.shape)
+            shape[dim] *= mesh.num_shards
+            leaves[position] = wrap_local(leaf, torch.Size(shape), on, _batch_placements(mesh, dim))
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def num_batch_shards(tree: Any, specs: Sequence[Any], mesh: StageMesh, what: str) -> int | None:
@@ -109,9 +133,12 @@ def _shards_of_whole(
     return found
 
 
+def _batch_placements(mesh: StageMesh, dim: int) -> tuple[Placement, ...]:
+    return tuple(Shard(dim) if axis in mesh.data_axes else Replicate() for axis in range(len(mesh.whole.shape)))
+
+
 def _check_placed(tensor: DTensor, dim: int, mesh: StageMesh, what: str) -> None:
-    dim = dim % tensor.dim()
-    expected = tuple(Shard(dim) if axis in mesh.data_axes else Replicate() for axis in range(len(mesh.whole.shape)))
+    expected = _batch_placements(mesh, dim % tensor.dim())
     if mesh_grid(tensor.device_mesh) != mesh.whole or tuple(tensor.placements) != expected:
         raise ValueError(
             f"{what} is a DTensor on {mesh_grid(tensor.device_mesh)} as {tuple(tensor.placements)}, "

@@ -88,6 +88,7 @@ class PipelineEngine:
         group: a process group on xmesh with all ranks of the meshes.
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
         early_weights: False keeps every W to its place in the order; see `schedule`, which may choose it too.
+        compare_batches: False does not compare the plain tensors that several ranks pass.
         init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
             that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
         init_fn: ``init_fn(module)`` for each module with parameters or buffers on the meta device, once `parallelize`
@@ -125,6 +126,7 @@ class PipelineEngine:
         group: dist.ProcessGroup | None = None,
         overlap: bool = True,
         early_weights: bool = True,
+        compare_batches: bool = True,
         init_sync: InitSync = True,
         init_fn: InitFn | None = None,
         strategy: object = "auto",
@@ -151,6 +153,7 @@ class PipelineEngine:
             seed=seed,
             overlap=overlap,
             early_weights=early_weights,
+            compare_batches=compare_batches,
             init_sync=init_sync,
             init_fn=init_fn,
             strategy=strategy,
@@ -166,7 +169,7 @@ class PipelineEngine:
                 places=places,
                 options=options,
             )
-            self._steps = EngineSteps(self._place, output_merge_spec)
+            self._steps = EngineSteps(self._place, output_merge_spec, compare_batches)
             self._report = StepReport(self._place, self._steps)
 
     # A step.
@@ -177,6 +180,7 @@ class PipelineEngine:
         target: Any = None,
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = True,
+        sharded: bool = False,
         **kwargs: Any,
     ) -> Any:
         """One training step: forward and backward of every microbatch; gradients are added to ``.grad``.
@@ -185,13 +189,16 @@ class PipelineEngine:
 
         Args:
             args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
-                a DTensor is sharded already, over the stage's data axis. Where one is, each shard is cut into
+                the same on all of them (which is checked in the first steps, and when sizes change); a DTensor is
+                sharded already, over the stage's data axis. Where one is, each shard is cut into
                 microbatches of its own; samples of plain tensors, the target and the output keep to their batch order.
                 Sizes may differ from the example's and from step to step (a sequence's length) where the stages work
                 for them; what follows from the last 64 combinations of sizes is kept.
             target: on the last stage's ranks.
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
+            sharded: plain tensors, of the batch and the target, are the samples of this rank's data shard, equally many
+                on each, as a DistributedSampler gives them.
 
         Returns:
             the merged output on the last stage's ranks, None elsewhere.
@@ -203,11 +210,19 @@ class PipelineEngine:
         """
         if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
-        return self._run(StepCall(args, kwargs, target, losses, return_outputs, is_train=True))
+        return self._run(StepCall(args, kwargs, target, losses, return_outputs, is_train=True, is_sharded=sharded))
 
-    def evaluate(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        sharded: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """The forwards of a step, without gradients. Everything else as in :meth:`step`; `target` may be missing."""
-        return self._run(StepCall(args, kwargs, target, losses, return_outputs=True, is_train=False))
+        call = StepCall(args, kwargs, target, losses, return_outputs=True, is_train=False, is_sharded=sharded)
+        return self._run(call)
 
     def _run(self, call: StepCall) -> Any:
         with self._guarded(), torch.inference_mode(False):

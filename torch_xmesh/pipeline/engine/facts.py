@@ -49,6 +49,7 @@ class StepFacts:
         arguments, target: samples in them.
         shards: of the batch, where it comes sharded.
         is_sync: gradients are summed at its end.
+        is_sharded: plain tensors are this rank's data shard; where it takes some.
         has_target, returns_outputs: on the last stage's ranks.
         loss_scale: `scale_bits` there.
     """
@@ -57,12 +58,14 @@ class StepFacts:
     target: int | None
     shards: int | None
     is_sync: int | None
+    is_sharded: int | None
     has_target: int | None
     returns_outputs: int | None
     loss_scale: int | None
 
 
 _TEXTS = {
+    "is_sharded": "sharded=True (1) or not (0): {}",
     "arguments": "the arguments have {} samples",
     "target": "the target has {} samples",
     "shards": "the batch is sharded over {} data shards",
@@ -129,6 +132,8 @@ class StepAgreement:
         for name, text in self._texts.items():
             for value, rank in found[name]:
                 first, first_rank = found[name][0]
+                if value != first and "{}" not in text:
+                    raise StepRefusedError(ValueError(f"ranks {first_rank} and {rank} disagree: {text}"))
                 if value != first:
                     here, there = f"{text.format(first)} on rank {first_rank}", f"{text.format(value)} on rank {rank}"
                     raise StepRefusedError(ValueError(f"ranks disagree: {here}, {there}"))

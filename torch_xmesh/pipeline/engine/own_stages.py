@@ -14,7 +14,7 @@ from torch_xmesh.pipeline.state.gradient_sync import Tied
 from torch_xmesh.pipeline.state.training import OwnParameter, is_counted
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OwnStages:
     """The stages of one rank.
 
@@ -27,6 +27,7 @@ class OwnStages:
         names_stages: parameters are named after their stage, since the model came as a list.
         unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
         unset: tensors of a model on meta that still have no values, by name.
+        is_training: what the engine was last told, of all its stages.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class OwnStages:
     names_stages: bool
     unused: Mapping[str, tuple[nn.Parameter, StageMesh]]
     unset: dict[str, torch.Tensor]
+    is_training: bool = True
 
     def module(self, stage: int) -> nn.Module:
         """Raises ValueError for another rank's stage."""
@@ -73,6 +75,7 @@ class OwnStages:
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""
+        self.is_training = mode
         for module in self.modules.values():
             module.train(mode)
 

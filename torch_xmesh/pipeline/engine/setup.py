@@ -38,6 +38,7 @@ class PlaceOptions:
     seed: int
     overlap: bool
     early_weights: bool
+    compare_batches: bool
     init_sync: InitSync
     init_fn: InitFn | None
     strategy: object

@@ -12,12 +12,14 @@ from torch_xmesh.pipeline.cut.profile_memory import tensors_in
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 from torch_xmesh.pipeline.engine.auto import Cuts, StepPlan
 from torch_xmesh.pipeline.engine.batch import (
+    as_shards,
     local_microbatches,
     microbatch_columns,
     model_inputs,
     num_batch_shards,
     num_samples,
 )
+from torch_xmesh.pipeline.engine.comparing import StepComparison
 from torch_xmesh.pipeline.engine.facts import (
     DifferentCallsError,
     StepAgreement,
@@ -48,6 +50,7 @@ class StepCall:
     losses: list[torch.Tensor] | None
     return_outputs: bool
     is_train: bool
+    is_sharded: bool = False
 
 
 @dataclasses.dataclass
@@ -56,6 +59,7 @@ class _Given:
 
     Attributes:
         shapes: of the model's inputs that this rank reads.
+        compared: numbers that others compare with theirs.
         inputs, targets: cut by `order`; None before.
     """
 
@@ -65,6 +69,7 @@ class _Given:
     target_specs: list[Any]
     facts: StepFacts
     shapes: Shapes
+    compared: dict[str, int]
     order: SampleOrder | None = None
     inputs: dict[int, list[list[torch.Tensor]]] = dataclasses.field(default_factory=dict)
     targets: list[Any] = dataclasses.field(default_factory=list)
@@ -88,7 +93,7 @@ class EngineSteps:
         after: (name, begin, end) of what followed the last step's actions, in nanoseconds of the steady clock.
     """
 
-    def __init__(self, place: EnginePlace, merge_spec: Any) -> None:
+    def __init__(self, place: EnginePlace, merge_spec: Any, compare_batches: bool) -> None:
         self.number = 0
         self.loss: float | None = None
         self.is_sync = True
@@ -103,7 +108,8 @@ class EngineSteps:
         self._merge_spec = merge_spec
         self._inputs = InputSizes(place.partition)
         self._sized: dict[Any, SizedPlace] = {}  # by shapes of the inputs, the last ones used
-        self._agreement = StepAgreement(place.transfers, self._inputs.texts)
+        self._comparison = StepComparison(place, compare_batches)
+        self._agreement = StepAgreement(place.transfers, {**self._inputs.texts, **self._comparison.texts})
         self._shared_losses: dict[int, Told] = {}  # by number of microbatches
         self._last_cut: dict[tuple[int, int], int] = {}  # into so many microbatches, by samples and shards
 
@@ -214,7 +220,7 @@ class EngineSteps:
         except Exception as error:
             failure = error
         try:
-            sizes = {} if given is None else self._inputs.told(given.shapes)
+            sizes = {} if given is None else {**self._inputs.told(given.shapes), **given.compared}
             name = "step()" if call.is_train else "evaluate()"
             facts, told = self._agreement.agree(name, None if given is None else given.facts, sizes, _text_of(failure))
         except DifferentCallsError:
@@ -222,6 +228,7 @@ class EngineSteps:
         except StepRefusedError as refused:
             raise refused if failure is None else StepRefusedError(failure) from failure
         assert given is not None
+        self._comparison.agreed()
         samples = facts.target if facts.arguments is None else facts.arguments
         if samples is None:
             text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
@@ -253,6 +260,9 @@ class EngineSteps:
                     f"{list(place.partition.stages[takers[0]].model_inputs)}"
                 )
         target_specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], "target")
+        if call.is_sharded:
+            tree = as_shards(tree, specs, [place.meshes[stage] for stage in takers], "the batch")
+            target = as_shards(target, target_specs, [last] if target_specs else [], "target")
         samples, of_target = num_samples(tree, specs, "argument"), num_samples(target, target_specs, "target")
         if samples is not None and of_target is not None and samples != of_target:
             raise ValueError(f"the target has {of_target} samples, the arguments have {samples}")
@@ -271,12 +281,15 @@ class EngineSteps:
                 of_target,
                 known,
                 int(self.is_sync),
+                int(call.is_sharded) if takers or target_specs else None,
                 int(target is not None) if place.has_last else None,
                 int(call.return_outputs) if place.has_last else None,
                 scale_bits(self._loss_scale()) if place.has_last and is_train else None,
             ),
             place.partition.shapes_of(*tree, takers) if takers else {},
+            self._comparison.modes(),
         )
+        given.compared |= self._comparison.values(tree, target, takers, given.shapes, samples or of_target or 0)
         if is_train:
             place.sync.check_step()
         if (both := samples if samples is not None else of_target) is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torch_xmesh.pipeline.ranks.digests import checksum
 from torch_xmesh.pipeline.ranks.dtensors import slice_of, spanned_axes
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -92,9 +93,9 @@ def make_equal(transfers: Transfers, copies: Sequence[Copy], mode: InitSync) -> 
         ValueError: on all ranks that hold it, a tensor that is there with another shape or dtype, or, with
             mode="check", with other values.
     """
-    mine: dict[tuple[int, ...], dict[str, tuple[str, str]]] = {}
+    mine: dict[tuple[int, ...], dict[str, tuple[str, bytes]]] = {}
     for copy in copies if mode is not False else ():
-        mine.setdefault(copy.ranks, {})[copy.name] = (copy.kind, _checksum(copy.local))
+        mine.setdefault(copy.ranks, {})[copy.name] = (copy.kind, checksum(copy.local))
     sums = {} if mode is False else {ranks: _digest(sorted(found.items())) for ranks, found in mine.items()}
     told = {}
     for rank, (other, found) in _gather(transfers, "init/sums", (mode, sums)).items():
@@ -126,7 +127,7 @@ def make_ties_equal(transfers: Transfers, sync: GradientSync, mode: InitSync) ->
             mine = local_of(one.parameter.detach())
             sent = [mine] if transfers.rank in owner.ranks else []
             received = transfers.start(f"init/tied/{one.name}/{other}", [sync.tied_move(one, 0, number)], sent).wait()
-            if transfers.rank not in mesh.ranks or _checksum(received[0]) == _checksum(mine):
+            if transfers.rank not in mesh.ranks or checksum(received[0]) == checksum(mine):
                 continue
             if mode == "check":
                 raise ValueError(
@@ -178,11 +179,6 @@ def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tupl
             for one, value in zip(tensors, received, strict=True):
                 one.copy_(value.view(one.shape))
         start = end
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    data = tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
 def _digest(value: Any) -> str:

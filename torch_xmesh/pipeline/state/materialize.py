@@ -1,12 +1,14 @@
 """Stages of a model on the meta device made real: memory for their tensors, and initial values, the user's or the
 modules' own."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_xmesh.pipeline.state.gradient_sync import local_of, plain_name
 from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
@@ -36,11 +38,13 @@ def materialize(
     holders = [(stage, number, path, one) for stage, several in found for number, (path, one) in several]
     if not holders:
         return {}
+    _watch_optimizers()
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in modules.values():
         for one in module.modules():
             for key, parameter in one._parameters.items():
                 if parameter is not None and parameter.is_meta:
+                    setattr(parameter, _REPLACED, True)
                     ties.setdefault(id(parameter), []).append((one, key))
     with torch.no_grad():
         for module in modules.values():
@@ -72,6 +76,26 @@ def materialize(
                 _check_kept(one, key, name)
                 left.setdefault(name, tensor)
     return left
+
+
+_REPLACED = "_xmesh_replaced"
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on a step of an optimizer that holds parameters which an engine has replaced is an error: their
+    gradients stay None, so nothing would be trained and nothing would say so."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.is_meta and getattr(parameter, _REPLACED, False):
+                    raise ValueError(
+                        "the optimizer was made before the engine, with parameters on the meta device that the engine "
+                        "has made real: make it with engine.parameters()"
+                    )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
