@@ -41,11 +41,12 @@ METHODS = {
     "torch_1f1b": "#777777",
     "torch_zb1p": "#444444",
     "by_hand": "#777777",
-    "1f1b": "#4477aa",
-    "eager_1f1b": "#004d40",
+    "1f1b": "#88ccee",
+    "eager_1f1b": "#999933",
     "interleaved_1f1b": "#ee8866",
     "zb_h1": "#aa3377",
     "eager_split": "#ee6677",
+    "auto_held": "#55aa99",
 }
 """Of strategies, schedules and what they are compared with."""
 
