@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, sum_reducer
+from torch.distributed.pipelining.microbatch import _Replicate as Replicate
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.microbatch import (
-    Replicate,
     batch_size,
     loss_weights,
     merge_outputs,

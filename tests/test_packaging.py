@@ -66,3 +66,16 @@ def test_metadata(tmp_path: Path) -> None:
 def test_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
     assert (PACKAGE / "_C.pyi").exists()
+
+
+def test_the_import_brings_little_along() -> None:
+    """Beside torch and DTensor, nothing that takes long and that most users do not need."""
+    code = (
+        "import sys, torch, torch.distributed.tensor\n"
+        "before = set(sys.modules)\n"
+        "import torch_xmesh\n"
+        "print(sorted(name for name in set(sys.modules) - before if not name.startswith('torch_xmesh')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=150)
+    for heavy in ("torch.distributed.pipelining", "torch.distributed.fsdp", "triton", "sympy", "torch._dynamo"):
+        assert f"'{heavy}'" not in done.stdout

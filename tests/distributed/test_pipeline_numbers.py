@@ -14,10 +14,10 @@ from pipeline_cases import about, compare
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.microbatch import _Replicate as Replicate
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.cut.microbatch import Replicate
 from torch_xmesh.testing import serial_step, spawn
 
 THREE = ([0], [1], [2])

@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.capture import Captured, merge_modes, refuse_compiled
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 
 
 def capture_with_export(
@@ -52,7 +52,7 @@ def _export_mode(model: nn.Module, arguments: Any, names: Sequence[str], specs: 
     order = [name for name in inspect.signature(model.forward).parameters if name in kwargs]
     ordered = {name: kwargs[name] for name in [*order, *(name for name in kwargs if name not in order)]}
     dims = [
-        {spec.split_dim % leaf.dim(): torch.export.Dim.AUTO} if isinstance(spec, TensorChunkSpec) else None
+        {spec.split_dim % leaf.dim(): torch.export.Dim.AUTO} if isinstance(spec, Chunk) else None
         for leaf, spec in zip(pytree.tree_leaves(arguments), specs, strict=True)
     ]
     dynamic = pytree.tree_unflatten(dims, pytree.tree_structure(arguments))
@@ -99,11 +99,7 @@ def _to_traced(
     )
     user_inputs = iter(pytree.tree_leaves((bound[0], {name: bound[1][name] for name in ordered})))
     cut_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-    cut = {
-        node: spec.split_dim
-        for node, spec in zip(placeholders, cut_specs, strict=True)
-        if isinstance(spec, TensorChunkSpec)
-    }
+    cut = {node: spec.split_dim for node, spec in zip(placeholders, cut_specs, strict=True) if isinstance(spec, Chunk)}
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     copied: dict[fx.Node, Any] = {}
     output: Any = None

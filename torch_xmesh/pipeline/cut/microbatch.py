@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 from torch.utils import _pytree as pytree
 
-Replicate = _Replicate
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk, Fold, Stack, Whole, own_spec
+
 __all__ = [
     "Microbatch",
-    "Replicate",
-    "TensorChunkSpec",
     "batch_size",
     "common_size",
     "leaf_specs",
@@ -68,7 +66,7 @@ def loss_weights(sizes: Sequence[int], scale_grads: bool = True) -> list[float]:
 
 
 def leaf_specs(tree: Any, spec: Any, what: str) -> list[Any]:
-    """One chunk spec per leaf of `tree`: a TensorChunkSpec for tensors to cut, a Replicate for all else.
+    """One chunk spec per leaf of `tree`: a Chunk for tensors to cut, a Whole for all else.
 
     Args:
         tree: arguments, any pytree.
@@ -80,15 +78,15 @@ def leaf_specs(tree: Any, spec: Any, what: str) -> list[Any]:
         ValueError: the structures differ, or something is no spec.
     """
     if spec is None:
-        return [TensorChunkSpec(0) if _is_cuttable(leaf) else Replicate() for leaf in pytree.tree_leaves(tree)]  # type: ignore[no-untyped-call]
-    if _is_spec(spec):
-        spec = spec() if isinstance(spec, type) else spec
+        return [Chunk(0) if _is_cuttable(leaf) else Whole() for leaf in pytree.tree_leaves(tree)]
+    own = own_spec(spec)
+    if own is not None:
         leaves, structure = pytree.tree_flatten(tree)
-        if isinstance(spec, TensorChunkSpec) and structure.is_leaf() and not _is_cuttable(tree):
+        if isinstance(own, Chunk) and structure.is_leaf() and not _is_cuttable(tree):
             raise ValueError(
                 f"{spec} in the chunk spec of {what} needs a tensor with dimensions, got {_describe(tree)}"
             )
-        return [spec if _is_cuttable(leaf) or not isinstance(spec, TensorChunkSpec) else Replicate() for leaf in leaves]
+        return [own if _is_cuttable(leaf) or not isinstance(own, Chunk) else Whole() for leaf in leaves]
     if isinstance(tree, dict) and isinstance(spec, dict):
         if unknown := sorted(set(spec) - set(tree), key=str):
             raise ValueError(f"the chunk spec of {what} names {unknown}, but {what} has {sorted(tree, key=str)}")
@@ -128,7 +126,7 @@ def split_tree(tree: Any, specs: list[Any], sizes: Sequence[int], what: str) -> 
     leaves, structure = pytree.tree_flatten(tree)
     columns = []
     for leaf, spec in zip(leaves, specs, strict=True):
-        if isinstance(spec, TensorChunkSpec):
+        if isinstance(spec, Chunk):
             found = leaf.size(spec.split_dim)
             if found != sum(sizes):
                 raise ValueError(
@@ -205,22 +203,18 @@ def output_specs(output: Any, merge_spec: Any) -> list[Any]:
     return leaf_specs(output, merge_spec, "output")
 
 
-class _Stack:
-    """One entry for each tensor without dims."""
-
-
 def _usual_merge(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        return Replicate()
-    return TensorChunkSpec(0) if leaf.dim() > 0 else _Stack()  # type: ignore[no-untyped-call]
+        return Whole()
+    return Chunk(0) if leaf.dim() > 0 else Stack()
 
 
 def _merge_leaf(parts: list[Any], spec: Any) -> Any:
-    if isinstance(spec, _Stack):
+    if isinstance(spec, Stack):
         return torch.stack(parts)
-    if isinstance(spec, TensorChunkSpec):
+    if isinstance(spec, Chunk):
         return torch.cat(parts, spec.split_dim)
-    if isinstance(spec, _CustomReducer):
+    if isinstance(spec, Fold):
         value = spec.init_value
         for part in parts:
             value = spec.reduce_fn(value, part)
@@ -244,7 +238,7 @@ def common_size(tree: Any, specs: Sequence[Any], what: str) -> int | None:
     cut = [
         (leaf, spec.split_dim)
         for leaf, spec in zip(pytree.tree_leaves(tree), specs, strict=True)
-        if isinstance(spec, TensorChunkSpec)
+        if isinstance(spec, Chunk)
     ]
     if all(-leaf.dim() <= dim < leaf.dim() for leaf, dim in cut):
         sizes = {leaf.size(dim) for leaf, dim in cut}
@@ -257,7 +251,7 @@ def _named_common_size(tree: Any, specs: Sequence[Any], what: str) -> int | None
     """As `common_size`, with the names of the leaves: for the messages."""
     found: dict[int, str] = {}
     for (path, leaf), spec in zip(pytree.tree_flatten_with_path(tree)[0], specs, strict=True):
-        if isinstance(spec, TensorChunkSpec):
+        if isinstance(spec, Chunk):
             if not -leaf.dim() <= spec.split_dim < leaf.dim():
                 raise ValueError(
                     f"{what} {pytree.keystr(path)} of shape {tuple(leaf.shape)} has no dim {spec.split_dim} to cut"
@@ -274,12 +268,6 @@ def _named_common_size(tree: Any, specs: Sequence[Any], what: str) -> int | None
 
 def _is_cuttable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-
-
-def _is_spec(spec: Any) -> bool:
-    return isinstance(spec, TensorChunkSpec | _Replicate | _CustomReducer) or (
-        isinstance(spec, type) and issubclass(spec, _Replicate)
-    )
 
 
 def _describe(leaf: Any) -> str:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_xmesh.pipeline.cut.capture import Captured, enter_modes
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
@@ -327,6 +326,8 @@ def _now(leaves: list[torch.Tensor]) -> float:
 
 
 def _count_operations(call: _Call) -> tuple[Any, float]:
+    from torch.utils.flop_counter import FlopCounterMode  # brings Triton along: only who needs it imports it
+
     with FlopCounterMode(display=False) as counter:
         value = call.run()
     entries = sum(tensor.numel() for tensor in tensors_in(value))

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xmesh.pipeline.cut.capture import Captured, enter_modes
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.sandbox import Sandbox
 
 
@@ -115,9 +115,7 @@ def propagate(
         ValueError: a node fails; the message has the node, its stage, its line and the reason.
     """
     samples = {
-        example.size(spec.split_dim)
-        for example, spec in zip(examples, specs, strict=True)
-        if isinstance(spec, TensorChunkSpec)
+        example.size(spec.split_dim) for example, spec in zip(examples, specs, strict=True) if isinstance(spec, Chunk)
     }
     first = _Run(model, captured, stage_of, device)
     first.run_all(examples, specs, 0)
@@ -274,7 +272,7 @@ class _Run:
 
 
 def _grown(example: torch.Tensor, spec: Any, extra: int) -> torch.Tensor:
-    if not extra or not isinstance(spec, TensorChunkSpec):
+    if not extra or not isinstance(spec, Chunk):
         return example
     shape = list(example.shape)
     shape[spec.split_dim] += extra

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.propagate import (
     Affine,
     Constant,
@@ -214,7 +214,7 @@ def _input_tree(arguments: Any, specs: Sequence[Any], samples: int) -> Any:
             described.append(Constant(leaf))
             continue
         sizes = [Affine(0, size) for size in leaf.shape]
-        if isinstance(spec, TensorChunkSpec):
+        if isinstance(spec, Chunk):
             sizes[spec.split_dim] = Affine(leaf.shape[spec.split_dim] // samples, 0)
         described.append(TensorInfo(tuple(sizes), leaf.dtype, leaf.requires_grad))
     return pytree.tree_unflatten(described, structure)

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.microbatch import TensorChunkSpec, common_size, shard_sizes
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
+from torch_xmesh.pipeline.cut.microbatch import common_size, shard_sizes
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
@@ -40,7 +41,7 @@ def as_shards(tree: Any, specs: Sequence[Any], meshes: Sequence[StageMesh], what
     on = device_mesh(mesh.mesh)
     leaves, structure = pytree.tree_flatten(tree)
     for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and isinstance(spec, TensorChunkSpec):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and isinstance(spec, Chunk):
             dim = spec.split_dim % leaf.dim()
             shape = list(leaf.shape)
             shape[dim] *= mesh.num_shards
@@ -55,7 +56,7 @@ def num_batch_shards(tree: Any, specs: Sequence[Any], mesh: StageMesh, what: str
         ValueError: a DTensor that lies otherwise than the stage's batch.
     """
     for position, (leaf, spec) in enumerate(zip(pytree.tree_leaves(tree), specs, strict=True)):
-        if isinstance(leaf, DTensor) and isinstance(spec, TensorChunkSpec):
+        if isinstance(leaf, DTensor) and isinstance(spec, Chunk):
             _check_placed(leaf, spec.split_dim, mesh, f"{what}, tensor {position}")
             if mesh.num_shards > 1:
                 return mesh.num_shards
@@ -83,7 +84,7 @@ def microbatch_columns(
     columns: list[Sequence[Any]] = []
     for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         where = f"{what}, tensor {position}"
-        if not isinstance(spec, TensorChunkSpec):
+        if not isinstance(spec, Chunk):
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
         elif not isinstance(leaf, DTensor):

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.microbatch import TensorChunkSpec, merge_outputs, output_specs, shard_sizes
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
+from torch_xmesh.pipeline.cut.microbatch import merge_outputs, output_specs, shard_sizes
 from torch_xmesh.pipeline.cut.partition import Partition, ValueInfo
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
@@ -70,7 +71,7 @@ def _in_batch_order(merged: Any, *, example: Any, partition: Partition, merge_sp
     specs = output_specs(example, merge_spec)
     for position, (spec, leaf) in enumerate(zip(specs, partition.outputs.leaves, strict=True)):
         dim = partition.values[leaf.name].batch_dim if isinstance(leaf, ValueName) else None
-        if dim is not None and isinstance(spec, TensorChunkSpec) and spec.split_dim % leaves[position].dim() == dim:
+        if dim is not None and isinstance(spec, Chunk) and spec.split_dim % leaves[position].dim() == dim:
             leaves[position] = order.restored(leaves[position], dim)
     return pytree.tree_unflatten(leaves, structure)
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
@@ -71,11 +71,17 @@ def check_model(model: Any, what: str) -> None:
                 check_model(one, f"stage {stage}'s module")
     elif not isinstance(model, nn.Module):
         raise ValueError(f"{what} is an nn.Module, or a list of stage modules, got {type(model).__name__}")
-    elif isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+    elif isinstance(model, (DistributedDataParallel, *_fsdp1())):
         raise ValueError(
             f"{what} is wrapped in {type(model).__name__}: pass the plain module; data_axis= says over which mesh axis "
             "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
         )
+
+
+def _fsdp1() -> tuple[type, ...]:
+    """FullyShardedDataParallel, if anybody has imported it."""
+    torchs = sys.modules.get("torch.distributed.fsdp")
+    return () if torchs is None else (torchs.FullyShardedDataParallel,)
 
 
 def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:

@@ -6,11 +6,11 @@ reduce what they add up to once, at the end of the step.
 """
 
 import dataclasses
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
@@ -18,13 +18,16 @@ from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.trained import TrainedTogether
 from torch_xmesh.spec import mesh_grid
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
     """A module on which `fully_shard` was called."""
 
     stage: int
-    module: FSDPModule
+    module: "FSDPModule"
     is_over_data: bool  # it shards over the stage's data axis
 
 
@@ -46,7 +49,7 @@ class FullySharded:
         self.parameters: dict[nn.Parameter, str] = {}
         self._together: list[TrainedTogether] = []
         for stage, module in sorted(modules.items()):
-            found = {one: name for name, one in module.named_modules() if isinstance(one, FSDPModule)}
+            found = _managed(module)
             units = [_unit(stage, meshes[stage], one, name) for one, name in found.items()]
             self._units.extend(units)
             mine = _parameters_of([unit.module for unit in units if unit.is_over_data])
@@ -106,7 +109,15 @@ class FullySharded:
             unit.module.reshard()
 
 
-def _unit(stage: int, mesh: StageMesh, module: FSDPModule, name: str) -> _Unit:
+def _managed(module: nn.Module) -> dict[Any, str]:
+    """The modules on which `fully_shard` was called, with their names; none if nobody has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return {}
+    return {one: name for name, one in module.named_modules() if isinstance(one, fsdp.FSDPModule)}
+
+
+def _unit(stage: int, mesh: StageMesh, module: "FSDPModule", name: str) -> _Unit:
     """A module, its gradients summed over the data axis, if it shards over that.
 
     Raises:
@@ -131,16 +142,16 @@ def _unit(stage: int, mesh: StageMesh, module: FSDPModule, name: str) -> _Unit:
     return _Unit(stage, module, is_over_data=True)
 
 
-def _groups_of(module: FSDPModule) -> list[Any]:
+def _groups_of(module: "FSDPModule") -> list[Any]:
     """What FSDP2 gathers and reduces together; newer versions of torch allow several to a module."""
     state: Any = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     return list(several) if several is not None else [one for one in (state._fsdp_param_group,) if one is not None]
 
 
-def _parameters_of(modules: Collection[FSDPModule]) -> set[nn.Parameter]:
+def _parameters_of(modules: Collection["FSDPModule"]) -> set[nn.Parameter]:
     return {one.sharded_param for module in modules for group in _groups_of(module) for one in group.fsdp_params}
 
 
-def _reshards_after_forward(module: FSDPModule) -> bool:
+def _reshards_after_forward(module: "FSDPModule") -> bool:
     return any(group._reshard_after_forward for group in _groups_of(module))
