@@ -13,7 +13,6 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 ROOT = Path(__file__).resolve().parent
 TORCH_VERSION = torch.__version__.split("+")[0]
 TORCH_MINOR = ".".join(TORCH_VERSION.split(".")[:2])
-os.environ.setdefault("MAX_JOBS", "2")
 os.chdir(ROOT)
 
 

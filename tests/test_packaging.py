@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,60 @@ def test_metadata(tmp_path: Path) -> None:
     assert (
         "[torch.distributed.backends]\nxmesh = torch_xmesh.backend:register" in (info / "entry_points.txt").read_text()
     )
+
+
+def _source_package(folder: Path) -> Path:
+    """Made as a maintainer makes it, with what setuptools writes on the way kept out of the tree."""
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        str(folder),
+        "sdist",
+        "--dist-dir",
+        str(folder),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=150)
+    return next(folder.glob("*.tar.gz"))
+
+
+IS_CLONE = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="runs on any machine, from a clone of the repository"
+)
+
+
+@IS_CLONE
+def test_the_source_package_is_whole(tmp_path: Path) -> None:
+    """Everything that a build reads, and what a person reads first."""
+    pytest.importorskip("setuptools")
+    with tarfile.open(_source_package(tmp_path)) as package:
+        found = {name.partition("/")[2] for name in package.getnames()}
+    listed = subprocess.run(
+        ["git", "ls-files", "csrc", "torch_xmesh", "examples", "docs"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    expected = {*listed.stdout.split(), "setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"}
+    assert not {name for name in expected - found if (ROOT / name).exists()}
+    assert not {name for name in found if name.endswith((".so", ".pyc"))}
+
+
+@IS_CLONE
+@pytest.mark.soak
+def test_the_source_package_builds(tmp_path: Path) -> None:
+    """Without network, into an environment that has torch; the quickstart runs on what was installed."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(_source_package(tmp_path))], check=True, timeout=1500)
+    script = tmp_path / "quickstart.py"
+    shutil.copy(ROOT / "examples" / "quickstart.py", script)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", str(script)]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(run, cwd=tmp_path, env=clean | {"PYTHONPATH": str(site)}, check=True, timeout=300)
 
 
 def test_typed() -> None:
