@@ -1,5 +1,8 @@
 #include "bindings/python_objects.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <utility>
 
 namespace py = pybind11;
@@ -15,7 +18,8 @@ bool interpreterIsThere() {
 }
 
 void checkSignals() {
-  if (interpreterIsThere()) {
+  const bool is_main_thread = ::syscall(SYS_gettid) == ::getpid();  // on others Python looks at no signal
+  if (is_main_thread && interpreterIsThere()) {
     const py::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) {
       throw py::error_already_set();

@@ -287,10 +287,10 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
   request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
   if (!forward.has_value() && service_->refusals().size() > 0) {
     const std::future<void> settled = service_->refusals().settle(participants);
-    if (request.timeout.count() > 0) {
-      settled.wait_for(request.timeout);
-    } else {
-      settled.wait();
+    const auto begin = std::chrono::steady_clock::now();
+    while (settled.wait_for(kLastLook) != std::future_status::ready &&
+           (request.timeout.count() == 0 || std::chrono::steady_clock::now() < begin + request.timeout)) {
+      runtime::checkInterrupts();
     }
   }
   return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst));

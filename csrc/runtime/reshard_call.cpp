@@ -24,7 +24,7 @@ void ReshardCall::markMoved() {
   ended_.notify_all();
 }
 
-bool ReshardCall::waitFor(std::chrono::milliseconds timeout, bool until_moved) {
+bool ReshardCall::waitFor(std::chrono::milliseconds timeout, bool until_moved, bool is_interruptible) {
   const auto has_ended = [this, until_moved] { return isCompleted() || (until_moved && is_moved_.load(std::memory_order_acquire)); };
   if (!has_ended()) {
     fork_.check();
@@ -35,9 +35,11 @@ bool ReshardCall::waitFor(std::chrono::milliseconds timeout, bool until_moved) {
       if (Clock::now() >= deadline) {
         return false;
       }
-      lock.unlock();
-      checkInterrupts();
-      lock.lock();
+      if (is_interruptible) {
+        lock.unlock();
+        checkInterrupts();
+        lock.lock();
+      }
     }
   }
   if (isCompleted() && failure_.has_value()) {

@@ -29,6 +29,8 @@ class ReshardCall {
   /// Blocks until the call has ended (its own timeout bounds that); throws what it failed with. With a timeout above zero gives up
   /// waiting after it (returns false; the call goes on). Throws too what checkInterrupts() throws (the call goes on), and at once in a forked child.
   bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
+  /// As wait(), whatever signals come.
+  bool waitThrough(std::chrono::milliseconds timeout) { return waitFor(timeout, false, /*is_interruptible=*/false); }
   /// As wait(), but only until this rank's own messages are sent and received: the tensors are its caller's again, whatever the others still have to
   /// do.
   bool waitMoved(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
@@ -40,7 +42,7 @@ class ReshardCall {
   void complete(std::optional<Failure> failure);
 
  private:
-  bool waitFor(std::chrono::milliseconds timeout, bool until_moved);
+  bool waitFor(std::chrono::milliseconds timeout, bool until_moved, bool is_interruptible = true);
 
   const CallKey key_;
   const bool is_detached_;

@@ -174,7 +174,7 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     try {
       if (left.count() > 0) {
-        call->wait(left);
+        call->waitThrough(left);
       }
     } catch (const std::exception&) {
       continue;  // its own waiter hears of it

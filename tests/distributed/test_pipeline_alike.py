@@ -124,8 +124,8 @@ def losses(rank: int, world_size: int) -> None:
         (lambda output, target: F.mse_loss(output, target), lambda output, target: F.mse_loss(target, output)),
     ):
         with pytest.raises(ValueError, match="ranks disagree on loss_fn: rank"):
-            make(model_of(), loss_fn=other if rank == 1 else one)
-        make(model_of(), loss_fn=one).close()
+            make(model_of(), loss_fn=other if rank == 3 else one)
+        make(model_of(), loss_fn=one if rank > 1 else other).close()  # the last stage's ranks call it
 
 
 def test_losses() -> None:
@@ -141,6 +141,8 @@ def test_equal_functions_are_described_alike() -> None:
 
     assert described(of(1.0)) == described(of(1.0)) != described(of(2.0))
     assert described(of(object())) == described(of(object()))
+    assert described(of(0)) == described(of(1))  # a rank
+    assert described(of("cuda:0")) == described(of("cuda:1"))
     assert described(scaled).startswith("scaled ")
     assert described(nn.MSELoss()) == described(nn.MSELoss())
     assert described(None) == "none"

@@ -169,10 +169,20 @@ void TcpSender::schedule(OperationId operation, Stream& stream) {
   }
 }
 
-/// While it is its call's turn, in front, before messages of that call with a higher cookie. Else at the end, where messages of the same call swap
-/// with it until their cookies ascend.
+/// A single small message, such as what ranks agree on before a step, in front: it holds up nobody. While it is its call's turn, in front, before
+/// messages of that call with a higher cookie. Else at the end, where messages of the same call swap with it until their cookies ascend.
 void TcpSender::makeRunnable(OperationId operation) {
   const auto cookie = [this](OperationId runnable) { return streams_.at(runnable).messages.front().cookie; };
+  const auto isAlone = [this](OperationId runnable) {
+    const std::deque<Message>& messages = streams_.at(runnable).messages;
+    return messages.size() == 1 && messages.front().num_bytes <= kSmallMessageBytes;
+  };
+  const bool is_first_of_call = operation.call != turn_call_ && std::none_of(runnable_.begin(), runnable_.end(),
+                                                                             [&](OperationId runnable) { return runnable.call == operation.call; });
+  if (is_first_of_call && isAlone(operation)) {
+    runnable_.insert(std::find_if_not(runnable_.begin(), runnable_.end(), isAlone), operation);
+    return;
+  }
   if (operation.call == turn_call_ && turn_bytes_ > 0) {
     const auto at = std::find_if(runnable_.begin(), runnable_.end(),
                                  [&](OperationId runnable) { return runnable.call != operation.call || cookie(runnable) > cookie(operation); });
@@ -193,15 +203,19 @@ void TcpSender::makeRunnable(OperationId operation) {
   }
 }
 
-/// The operation whose turn it is, of which `num_bytes` leave now.
+/// The operation whose turn it is, of which `num_bytes` leave now. A call whose turn has ended goes behind the others with all its tracks.
 void TcpSender::takeTurn(int64_t num_bytes) {
   const OperationId operation = runnable_.front();
   runnable_.pop_front();
-  if (operation.call != turn_call_ || turn_bytes_ <= 0) {
+  if (operation.call != turn_call_) {
     turn_call_ = operation.call;
     turn_bytes_ = kTurnBytes;
   }
   turn_bytes_ -= num_bytes;
+  if (turn_bytes_ <= 0) {
+    std::stable_partition(runnable_.begin(), runnable_.end(), [&](OperationId runnable) { return runnable.call != operation.call; });
+    turn_call_ = 0;
+  }
 }
 
 void TcpSender::forget(OperationId operation) {

@@ -99,12 +99,13 @@ TEST(TcpNetwork, CallsTakeTurns) {
   const Fd peer = rawConnect(alone.network().address());
   // The peer's receives are posted before anything is sent.
   std::string ready = helloBytes({1, 2, {}});
-  for (const uint64_t call : {1, 2, 3}) {
-    ready += headerBytes({FrameKind::kReady, call, 2, 0});
+  const std::vector<OperationId> operations{1, 2, OperationId(2, 1), 3, 4};
+  for (const OperationId operation : operations) {
+    ready += headerBytes({FrameKind::kReady, operation, 2, 0});
   }
   alone.call(addressOf(port), [&](TcpNetwork& network) {
-    for (const uint64_t call : {1, 2, 3}) {
-      network.open(call, alone.recorder().operation(call));
+    for (const OperationId operation : operations) {
+      network.open(operation, alone.recorder().operation(operation));
     }
   });
   rawWrite(peer, ready + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
@@ -112,17 +113,20 @@ TEST(TcpNetwork, CallsTakeTurns) {
   alone.network().post([&] {
     alone.network().send(1, 1, small.data(), static_cast<int64_t>(small.size()), 0);
     alone.network().send(2, 1, large.data(), static_cast<int64_t>(large.size()), 0);
+    alone.network().send(OperationId(2, 1), 1, large.data(), static_cast<int64_t>(large.size()), 1);
     alone.network().send(3, 1, small.data(), static_cast<int64_t>(small.size()), 0);
     alone.network().send(1, 1, small.data(), static_cast<int64_t>(small.size()), 1);
+    alone.network().send(4, 1, small.data(), 10, 0);
   });
   const Fd accepted(::accept(port.get(), nullptr, nullptr));
   rawRead(accepted, kHelloBytes);
-  // Call 1 with both its messages, then call 2 as long as its turn lasts, then call 3, then the rest of call 2.
+  // The one small message, call 1 with both its messages, call 2 with both its tracks as long as its turn lasts, call 3, the rest of call 2.
   const size_t turn = TcpSender::kTurnBytes / kMaxFramePayloadBytes;
-  std::vector<uint64_t> expected(6, 1);
+  std::vector<uint64_t> expected(1, 4);
+  expected.insert(expected.end(), 6, 1);
   expected.insert(expected.end(), turn, 2);
   expected.insert(expected.end(), 3, 3);
-  expected.insert(expected.end(), 4, 2);
+  expected.insert(expected.end(), turn + 8, 2);
   EXPECT_EQ(callsOfFrames(accepted, expected.size()), expected);
   alone.destroyNetwork();
 }

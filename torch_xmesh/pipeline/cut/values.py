@@ -212,7 +212,7 @@ class Partition:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], stages: Collection[int] | None = None
     ) -> dict[str, tuple[int, ...]]:
         """What :meth:`at` is given for arguments, or for those that some stages read: their shapes, the batch dim as in
-        the example; the example's where the stages work for its number of samples only.
+        the example; the example's of several as large as that, where the stages work for its number of samples only.
 
         Raises:
             ValueError: another structure, dtype or number of dims than the example's.
@@ -225,13 +225,11 @@ class Partition:
             if isinstance(expected, ValueName) and (stages is None or expected.name in wanted):
                 info = self.inputs[expected.name]
                 self._check_kind(info, leaf)
-                shapes[info.name] = (
-                    info.shape
-                    if self.fixed_batch
-                    else tuple(
-                        info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
-                    )
+                shapes[info.name] = tuple(
+                    info.shape[dim] if dim == info.batch_dim else size for dim, size in enumerate(leaf.shape)
                 )
+                if self.fixed_batch and _is_several(shapes[info.name], info.shape):
+                    shapes[info.name] = info.shape
         return shapes
 
     def at(self, shapes: Shapes) -> "Partition":
@@ -362,6 +360,12 @@ class Partition:
                 f"{value.batch_dim}{grad}"
             )
         return "\n".join(lines)
+
+
+def _is_several(shape: tuple[int, ...], one: tuple[int, ...]) -> bool:
+    """Whether a shape is that of several along one dim."""
+    longer = [dim for dim, size in enumerate(shape) if size != one[dim]]
+    return len(longer) == 1 and one[longer[0]] > 0 and shape[longer[0]] % one[longer[0]] == 0
 
 
 def _check_alike(values: Mapping[str, ValueInfo], others: Mapping[str, ValueInfo]) -> None:

@@ -32,7 +32,7 @@ def options_fields(
         ("schedule", f"{'auto: ' * (options.schedule == 'auto')}{schedule.name} {digest(schedule.to_csv())}"),
         ("the model", "a module" if isinstance(model, nn.Module) else "a list of stage modules"),
         ("split", repr(options.split)),
-        ("loss_fn", described(options.loss_fn)),
+        ("loss_fn", given[options.loss_fn is not None]),
         ("init_sync", repr(options.init_sync)),
         ("init_fn", given[options.init_fn is not None]),
         ("strategy, topology", str(plan_options)),
@@ -41,6 +41,19 @@ def options_fields(
         ("early_weights", str(options.early_weights)),
         ("compare_batches", str(options.compare_batches)),
     ]
+
+
+def compare_losses(transfers: Transfers, last: StageMesh, loss_fn: Any) -> None:
+    """Raises ValueError, on all ranks, where those of the last stage, which call it, have different loss functions."""
+    mine = described(loss_fn) if transfers.rank in last.ranks else None
+    told = zip(transfers.ranks, transfers.gather("loss_fn", mine), strict=True)
+    found = [(text, rank) for rank, text in told if text is not None]
+    for text, rank in found:
+        if text != found[0][0]:
+            raise ValueError(
+                f"ranks disagree on loss_fn: rank {found[0][1]} has {found[0][0]}, rank {rank} has {text} (a name, and "
+                "a number made of the code)"
+            )
 
 
 def model_fields(cut: Partition, boundaries: Boundaries, model: Any) -> list[tuple[str, str]]:

@@ -67,6 +67,8 @@ class StepComparison:
         the first ones with other sizes."""
         key = tuple(shapes.items()), samples
         self._compared = None
+        if key in self._known:
+            self._known[key] = self._known.pop(key)  # used last
         if not self._compares_batches or (self._num_compared >= _FIRST_STEPS and key in self._known):
             return {}
         partition = self._place.partition
@@ -75,10 +77,10 @@ class StepComparison:
         for leaf, expected in zip(pytree.tree_leaves(tree) if takers else [], partition.argument_leaves, strict=False):
             if isinstance(expected, ValueName) and expected.name in wanted and _is_plain(leaf):
                 found[f"values {expected.name}"] = _number_of_tensor(leaf)
-        leaves, structure = pytree.tree_flatten(target)
+        leaves = pytree.tree_leaves(target)
         if target is not None and all(_is_plain(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves):
             numbers = [str(_number_of_tensor(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            found["values of the target"] = number_of(str(structure), *numbers)
+            found["values of the target"] = number_of(*numbers)
         self._compared = key if found else None
         return found
 

@@ -341,13 +341,13 @@ class PipelineEngine:
             optimizer's options (lr, betas, ...) are "name/param_groups.key"; a scheduler adds some, so make it before
             this. n counts the training steps done: dropout goes on from there.
 
-        Called by all ranks; of an engine that has ended or is closed by any.
+        Called by all ranks. Of an engine that has ended, or that is closed on some rank, any rank has its own part.
 
         Raises:
             ValueError: a module's own ``state_dict`` leaves a parameter out, or ranks are in different calls.
         """
         if not self._is_closed and self._ended is None:
-            with self._guarded("state_dict()"):
+            with contextlib.suppress(PeerError, StageError), self._guarded("state_dict()"):
                 pass
         model = self._place.own.state()
         if optimizer is None:
@@ -371,7 +371,7 @@ class PipelineEngine:
         failure: Exception | None = None
         try:
             copies = self._copies_of(state, optimizer)
-        except ValueError as error:
+        except Exception as error:
             failure = error
         with self._guarded("load_state_dict()", failure):
             for copy in copies:

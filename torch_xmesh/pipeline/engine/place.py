@@ -10,7 +10,13 @@ from torch import nn
 from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, partition
 from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
-from torch_xmesh.pipeline.engine.agreement import exchange_of, model_fields, options_fields, with_agreed_ties
+from torch_xmesh.pipeline.engine.agreement import (
+    compare_losses,
+    exchange_of,
+    model_fields,
+    options_fields,
+    with_agreed_ties,
+)
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, Cuts, StepPlan, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Placed, edges_of
 from torch_xmesh.pipeline.engine.outputs import BufferSync
@@ -85,6 +91,7 @@ class EnginePlace:
         transfers.traffic.meet(
             options_fields(self.meshes, self.schedule, model=model, options=options, plan_options=plan_options)
         )
+        compare_losses(transfers, self.meshes[-1], options.loss_fn)
         transfers.plans.topology(transfers.ranks, plan_options.topology)  # it knows all ranks
         self.partition = self._cut(
             model, example_args, example_kwargs, split=options.split, memory_limit_bytes=options.memory_limit_bytes

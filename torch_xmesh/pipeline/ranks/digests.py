@@ -7,7 +7,7 @@ import torch
 
 def checksum(tensor: torch.Tensor) -> bytes:
     """Of a dense tensor's bytes; 16 of them."""
-    data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
 
 

@@ -1,6 +1,7 @@
 """What a function does, as a text that is equal on ranks that pass the same one."""
 
 import functools
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -12,57 +13,62 @@ from torch_xmesh.pipeline.ranks.digests import number_of
 
 
 def described(function: Any) -> str:
-    """Its name, and a number made of its code, its constants and what it closes over. Values whose text says where they
-    are in memory count by their type; files and lines do not count."""
+    """Its name, and a number made of its code: of what it closes over, is partially applied to, or has as attributes,
+    numbers with a point, flags and texts count too. Integers do not, nor in texts, where they may be a rank or its
+    device; nor do files, lines and places in memory."""
     if function is None:
         return "none"
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} {number_of(_text(function, set())):x}"
+    return f"{name} {number_of(_text(function, [])):x}"
 
 
-def _text(value: Any, seen: set[int]) -> str:
-    if value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | torch.dtype | types.EllipsisType
-    ):
+def _text(value: Any, seen: list[Any]) -> str:
+    """`seen` keeps what it has, so that no place in memory is used again."""
+    if value is None or isinstance(value, bool | float | complex | torch.dtype | type(...)):
         return repr(value)
+    if isinstance(value, str):
+        return re.sub(r"\d+", "#", value)
+    if isinstance(value, int | bytes):
+        return type(value).__name__
     if isinstance(value, torch.Tensor):
         return f"tensor {value.dtype} {tuple(value.shape)}"
-    if id(value) in seen:
+    if any(value is one for one in seen):
         return "again"
-    seen.add(id(value))
+    seen.append(value)
     of = functools.partial(_text, seen=seen)
     if isinstance(value, functools.partial):
         return f"partial {of(value.func)} {of(value.args)} {of(value.keywords)}"
     if isinstance(value, types.MethodType):
-        return f"method {of(value.__func__)} of {of(value.__self__)}"
+        return f"method {of(value.__func__)} of {type(value.__self__).__qualname__}"
     if isinstance(value, types.FunctionType):
         cells = [_cell(cell, seen) for cell in value.__closure__ or ()]
         kept = of(value.__defaults__), of(value.__kwdefaults__)
-        return f"{value.__module__}.{value.__qualname__} {_code(value.__code__, seen)} {cells} {kept}"
+        return f"{value.__qualname__} {_code(value.__code__)} {cells} {kept}"
     if isinstance(value, nn.Module):
-        children = [(name, of(child)) for name, child in value.named_children()]
-        own = {name: one for name, one in vars(value).items() if not name.startswith("_") and name != "training"}
-        return f"{_name_of(type(value))} {value.extra_repr()} {of(own)} {children}"
+        own = sorted((name, of(one)) for name, one in vars(value).items() if not name.startswith("_"))
+        return f"{type(value).__qualname__} {own} {[(name, of(child)) for name, child in value.named_children()]}"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} {[of(one) for one in value]}"
-    if isinstance(value, frozenset | set):
-        return f"set {sorted(of(one) for one in value)}"
     if isinstance(value, Mapping):
         return f"mapping {sorted((str(key), of(one)) for key, one in value.items())}"
-    return f"{_name_of(type(value))} {_name_of(value)}"
+    return f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}"
 
 
-def _name_of(value: Any) -> str:
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-
-
-def _cell(cell: types.CellType, seen: set[int]) -> str:
+def _cell(cell: types.CellType, seen: list[Any]) -> str:
     try:
-        return _text(cell.cell_contents, seen)
-    except ValueError:  # empty
+        value = cell.cell_contents
+    except ValueError:
         return "empty"
+    return _text(value, seen)
 
 
-def _code(code: types.CodeType, seen: set[int]) -> str:
-    constants = [_code(one, seen) if isinstance(one, types.CodeType) else _text(one, seen) for one in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+def _code(code: types.CodeType) -> str:
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {[_constant(one) for one in code.co_consts]}"
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _code(value)
+    if isinstance(value, frozenset):
+        return f"set {sorted(map(repr, value))}"
+    return repr(value)
