@@ -18,6 +18,9 @@ from torch_xmesh.pipeline.schedule.timeline import (
     table,
 )
 
+_FAILURES = OSError, ImportError, ValueError
+"""What a path, a missing matplotlib, or an unknown format may raise."""
+
 
 class StepReport:
     """The last step of all ranks. Everything but :meth:`refusal` is called by all of them."""
@@ -56,12 +59,13 @@ class StepReport:
         if self._transfers.rank == first:
             try:
                 write()
-            except Exception as error:
-                failure = isinstance(error, OSError), f"rank {first} could not write {path}: {error}"
+            except _FAILURES as error:
+                kinds = (number for number, kind in enumerate(_FAILURES) if isinstance(error, kind))
+                failure = next(kinds), f"rank {first} could not write {path}: {error}"
         told = self._transfers.broadcast("written", first, failure)
         if told is not None:
-            is_of_system, text = told
-            raise StepRefusedError(OSError(text) if is_of_system else ValueError(text))
+            kind, text = told
+            raise StepRefusedError(_FAILURES[kind](text))
 
     def text(self) -> str:
         """A table, stages that could not be split, and what ``schedule="auto"`` considered."""
