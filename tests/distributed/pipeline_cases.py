@@ -135,7 +135,9 @@ def train_and_compare(run: Run) -> tuple[int, int]:
         theirs.step()
         if step == 1:
             counts = engine.buffer_counts
-    assert run.steps < 3 or engine.buffer_counts == counts, (run, engine.buffer_counts, counts)
+    # A W that runs early gives its stage's received values back early: how many buffers are out depends on lateness.
+    if run.steps >= 3 and not (engine.early_weights and "W" in engine.schedule.to_csv()):
+        assert engine.buffer_counts == counts, (run, engine.buffer_counts, counts)
     engine.close()
     return counts
 

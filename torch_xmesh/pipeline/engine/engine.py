@@ -468,7 +468,8 @@ class PipelineEngine:
 
     @property
     def buffer_counts(self) -> tuple[int, int]:
-        """Receive buffers allocated so far on this rank: how many, and their bytes. Constant after the second step."""
+        """Receive buffers allocated so far on this rank: how many, and their bytes. Constant after the second
+        step of the same sizes, but for what waits for a W that may run early."""
         return self._place.core.num_buffers, self._place.core.buffer_bytes
 
 
