@@ -106,6 +106,7 @@ def test_the_source_package_is_whole(tmp_path: Path) -> None:
 
 @IS_CLONE
 @pytest.mark.soak
+@pytest.mark.timeout(2000)
 def test_the_source_package_builds(tmp_path: Path) -> None:
     """Without network, into an environment that has torch; the quickstart runs on what was installed."""
     site = tmp_path / "site"
