@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,6 +32,7 @@ __all__ = [
     "case_of",
     "cases",
     "compare",
+    "engine_of_layers",
     "make_engine",
     "random_plan",
     "train_and_compare",
@@ -91,6 +94,13 @@ def make_engine(run: Run, model: Any, **options: Any) -> xm.PipelineEngine:
         **specs,
         **{"num_microbatches": run.microbatches, **options},
     )
+
+
+def engine_of_layers(model: nn.Module, example: tuple[int, ...], *split: str, **options: Any) -> xm.PipelineEngine:
+    """For models without peculiarities: a microbatch of that shape goes in, stage k is on rank k alone, and the loss is
+    the mean square, unless `options` say otherwise."""
+    usual: dict[str, Any] = {"meshes": [xm.Mesh([rank]) for rank in range(len(split) + 1)], "loss_fn": F.mse_loss}
+    return xm.PipelineEngine(model, (torch.empty(example),), split=xm.split_at(*split), **usual | options)
 
 
 def train_and_compare(run: Run) -> tuple[int, int]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import Run, case_of, make_engine, train_and_compare
+from pipeline_cases import Run, case_of, engine_of_layers, make_engine, train_and_compare
 from torch import nn
-from torch.nn import functional as F
 
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
@@ -74,15 +72,7 @@ def limited(rank: int, world_size: int) -> str:
     x, y = torch.randn(256, 64), torch.randn(256, 64)
 
     def make(limit: int) -> xm.PipelineEngine:
-        return xm.PipelineEngine(
-            copy.deepcopy(model),
-            (torch.empty(32, 64),),
-            meshes=[xm.Mesh([0]), xm.Mesh([1])],
-            split=xm.split_at("2"),
-            num_microbatches=8,
-            loss_fn=F.mse_loss,
-            memory_limit_bytes=limit,
-        )
+        return engine_of_layers(copy.deepcopy(model), (32, 64), "2", num_microbatches=8, memory_limit_bytes=limit)
 
     engine = make(LIMIT)
     assert max(engine.schedule.peak_in_flight) == 1
@@ -111,14 +101,7 @@ def waits(rank: int, world_size: int) -> dict[int, int]:
     """Bytes that wait for W on this rank's stage: two layers and a ReLU, whose result is the second layer's input."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(3)]
-    engine = xm.PipelineEngine(
-        nn.Sequential(*layers),
-        (torch.empty(32, 64),),
-        meshes=[xm.Mesh([place]) for place in range(3)],
-        split=xm.split_at("1", "2"),
-        num_microbatches=4,
-        loss_fn=F.mse_loss,
-    )
+    engine = engine_of_layers(nn.Sequential(*layers), (32, 64), "1", "2", num_microbatches=4)
     x, y = torch.randn(128, 64), torch.randn(128, 64)
     engine.step(x, target=y)
     assert engine._place.auto is not None
@@ -137,18 +120,9 @@ def test_what_waits_is_the_products_inputs_and_gradients() -> None:
 def disagree(rank: int, world_size: int, limit: object) -> str:
     """One rank measures, the other does not; or a limit that is none."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    options: dict[str, Any] = {"schedule": "zb_h1" if rank == 1 and limit is None else "auto"}
+    schedule = "zb_h1" if rank == 1 and limit is None else "auto"
     with pytest.raises(ValueError) as caught:
-        xm.PipelineEngine(
-            model,
-            (torch.empty(2, 4),),
-            meshes=[xm.Mesh([0]), xm.Mesh([1])],
-            split=xm.split_at("1"),
-            num_microbatches=2,
-            loss_fn=F.mse_loss,
-            memory_limit_bytes=limit,  # type: ignore[arg-type]
-            **options,
-        )
+        engine_of_layers(model, (2, 4), "1", num_microbatches=2, memory_limit_bytes=limit, schedule=schedule)
     return str(caught.value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import Run, case_of, compare, make_engine
+from pipeline_cases import Run, case_of, compare, engine_of_layers, make_engine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -90,15 +90,7 @@ def limited(rank: int, world_size: int) -> tuple[int, str]:
     x, y = torch.randn(256, 64), torch.randn(256, 64)
 
     def make(limit: int) -> xm.PipelineEngine:
-        return xm.PipelineEngine(
-            copy.deepcopy(model),
-            (torch.empty(32, 64),),
-            meshes=[xm.Mesh([0]), xm.Mesh([1])],
-            split=xm.split_at("2"),
-            num_microbatches="auto",
-            loss_fn=F.mse_loss,
-            memory_limit_bytes=limit,
-        )
+        return engine_of_layers(copy.deepcopy(model), (32, 64), "2", num_microbatches="auto", memory_limit_bytes=limit)
 
     fixed = 4 * 2 * 65 * 64 * 4  # two layers, their gradients, two optimizer states
     room = 12 * 16 * 64 * 4  # receives posted ahead and a few microbatches, if they have 16 samples
@@ -148,10 +140,7 @@ def peculiar(rank: int, world_size: int) -> None:
     world = init_device_mesh("cpu", (2,))
 
     def make(which: nn.Module, **options: Any) -> xm.PipelineEngine:
-        settings: dict[str, Any] = {"meshes": [xm.Mesh([0]), xm.Mesh([1])], "num_microbatches": "auto"} | options
-        return xm.PipelineEngine(
-            copy.deepcopy(which), (torch.empty(6, 4),), split=xm.split_at("2"), loss_fn=F.mse_loss, **settings
-        )
+        return engine_of_layers(copy.deepcopy(which), (6, 4), "2", **{"num_microbatches": "auto"} | options)
 
     def check(engine: xm.PipelineEngine, expected: list[torch.Tensor], which: nn.Module) -> None:
         names = [name for name, _ in which.named_parameters()]
@@ -216,14 +205,7 @@ def lengths(rank: int, world_size: int) -> list[int]:
     """Of another length the first measured step says nothing: two of one length are needed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    engine = xm.PipelineEngine(
-        copy.deepcopy(model),
-        (torch.empty(2, 3, 4),),
-        meshes=[xm.Mesh([0]), xm.Mesh([1])],
-        split=xm.split_at("2"),
-        loss_fn=F.mse_loss,
-        num_microbatches="auto",
-    )
+    engine = engine_of_layers(copy.deepcopy(model), (2, 3, 4), "2", num_microbatches="auto")
     waiting = []
     for length in (3, 8, 8, 3, 8):
         x, y = torch.randn(16, length, 4), torch.randn(16, length, 4)
@@ -251,22 +233,9 @@ def refused(rank: int, world_size: int) -> None:
         if rank == 2:
             continue
         with pytest.raises(ValueError, match=text):
-            xm.PipelineEngine(
-                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-                (torch.empty(2, 4),),
-                meshes=[xm.Mesh([0]), xm.Mesh([1])],
-                split=xm.split_at("1"),
-                loss_fn=F.mse_loss,
-                **options,
-            )
-    engine = xm.PipelineEngine(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        (torch.empty(2, 4),),
-        meshes=[xm.Mesh([0, 1]), xm.Mesh([2])],
-        split=xm.split_at("1"),
-        loss_fn=F.mse_loss,
-        num_microbatches="auto",
-    )
+            engine_of_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (2, 4), "1", **options)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = engine_of_layers(model, (2, 4), "1", num_microbatches="auto", meshes=[xm.Mesh([0, 1]), xm.Mesh([2])])
     with pytest.raises(ValueError, match="cannot be split"):
         engine.step(torch.randn(0, 4), target=torch.randn(0, 4))
     for _ in range(3):  # it goes on

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_cases import engine_of_layers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -35,15 +36,7 @@ def waits_for_weights(rank: int, world_size: int) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    engine = xm.PipelineEngine(
-        model,
-        (torch.empty(2, 6),),
-        meshes=[xm.Mesh([0]), xm.Mesh([1])],
-        split=xm.split_at("1"),
-        schedule=LIST,
-        num_microbatches=2,
-        loss_fn=F.mse_loss,
-    )
+    engine = engine_of_layers(model, (2, 6), "1", schedule=LIST, num_microbatches=2)
     weight = next(model.parameters())
     if rank == 0:
         weight.register_post_accumulate_grad_hook(lambda _: store.set("first W", "done"))  # type: ignore[no-untyped-call]
@@ -67,16 +60,7 @@ def test_before_a_wait() -> None:
 
 def keeps_its_list(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    engine = xm.PipelineEngine(
-        model,
-        (torch.empty(2, 6),),
-        meshes=[xm.Mesh([0]), xm.Mesh([1])],
-        split=xm.split_at("1"),
-        schedule=LIST,
-        num_microbatches=2,
-        loss_fn=F.mse_loss,
-        early_weights=False,
-    )
+    engine = engine_of_layers(model, (2, 6), "1", schedule=LIST, num_microbatches=2, early_weights=False)
     for _ in range(20):
         engine.step(torch.randn(4, 6), target=torch.randn(4, 6))
         assert order_of(engine) == engine.schedule.actions(rank)
@@ -88,18 +72,9 @@ def test_never_where_it_is_switched_off() -> None:
 
 
 def one_wants_it(rank: int, world_size: int) -> None:
-    with pytest.raises(
-        ValueError, match=r"ranks disagree on early_weights: rank \d has (True|False), rank \d has (True|False)"
-    ):
-        xm.PipelineEngine(
-            nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)),
-            (torch.empty(2, 6),),
-            meshes=[xm.Mesh([0]), xm.Mesh([1])],
-            split=xm.split_at("1"),
-            num_microbatches=2,
-            loss_fn=F.mse_loss,
-            early_weights=rank == 0,
-        )
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with pytest.raises(ValueError, match=r"ranks disagree on early_weights: rank \d has \w+, rank \d has \w+"):
+        engine_of_layers(model, (2, 6), "1", num_microbatches=2, early_weights=rank == 0)
 
 
 def test_the_same_on_all_ranks() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pipeline_cases import about, compare
+from pipeline_cases import about, compare, engine_of_layers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -208,14 +208,7 @@ def early_optimizer(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = xm.PipelineEngine(
-        model,
-        (torch.empty(2, 4),),
-        meshes=[xm.Mesh([0]), xm.Mesh([1])],
-        split=xm.split_at("1"),
-        num_microbatches=2,
-        loss_fn=F.mse_loss,
-    )
+    engine = engine_of_layers(model, (2, 4), "1", num_microbatches=2)
     engine.step(torch.ones(4, 4), target=torch.ones(4, 4))
     with pytest.raises(ValueError, match=r"made before the engine, .*: make it with engine.parameters\(\)"):
         optimizer.step()

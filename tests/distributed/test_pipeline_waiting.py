@@ -8,6 +8,9 @@ import itertools
 import os
 import re
 import signal
+import sys
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,12 +159,32 @@ def test_a_rank_leaves_before_the_constructor(how: str, has_used: bool) -> None:
         world.signal(1, signal.SIGKILL)
 
 
+WAITS_IN = {"step": "exchange", "summary": "exchange", "constructor": "__init__", "reshard": "_reshard"}
+
+
+def interrupt_in(function: str) -> None:
+    """Sends this process SIGINT once its main thread is in a function of that name."""
+    main = threading.main_thread().ident
+    looked = threading.Event()
+    while True:
+        frame = sys._current_frames()[main or 0]
+        if any(one.f_code.co_name == function for one, _ in traceback.walk_stack(frame)):
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        looked.wait(0.01)
+
+
 def interrupted(rank: int, world_size: int, where: str) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     engine = make() if where in ("step", "summary") else None
     if rank > 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         mark("here")
-        signal.pause()
+        signal.sigwait({signal.SIGUSR1})
+        if engine is not None:
+            with pytest.raises(xm.StageError, match="rank 0, step 0: KeyboardInterrupt"):
+                CALLS[where](engine)
+        return "told"
     x = DTensor.from_local(torch.ones(2, 2), xm.device_mesh(xm.Mesh([0])), [Replicate()], run_check=False)
     calls: dict[str, Callable[[], Any]] = {
         "step": lambda: step(engine) if engine else None,
@@ -169,32 +192,30 @@ def interrupted(rank: int, world_size: int, where: str) -> str:
         "constructor": make,
         "reshard": lambda: xm.reshard(x, xm.Mesh([1]), [Replicate()]),
     }
-
-    def go() -> None:
-        mark("waits")
-        calls[where]()
-
+    threading.Thread(target=interrupt_in, args=(WAITS_IN[where],)).start()
     with pytest.raises(KeyboardInterrupt):
-        go()
+        calls[where]()
     if engine is not None:
         with pytest.raises(RuntimeError, match="this engine ended"):
             step(engine)
     return "interrupted"
 
 
-@pytest.mark.parametrize("where", ["step", "summary", "constructor", "reshard"])
+@pytest.mark.parametrize("where", list(WAITS_IN))
 def test_an_interrupt_while_waiting(where: str) -> None:
-    """The other ranks are there and do not call; the group's timeout is half an hour."""
+    """The other ranks are there and do not call until rank 0 has been interrupted; the group's timeout is half an
+    hour."""
     with World(interrupted, 3, where) as world:
         for rank in (1, 2):
             world.wait_mark(rank, "here")
-        world.wait_mark(0, "waits")
-        world.signal(0, signal.SIGINT)
-        outcome = world.wait(0, 30)
+        outcome = world.wait(0, 60)
         assert outcome.error is None, outcome.error
         assert outcome.value == "interrupted"
         for rank in (1, 2):
-            world.signal(rank, signal.SIGKILL)
+            world.signal(rank, signal.SIGUSR1)
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value == "told"
 
 
 CALLS: dict[str, Callable[[xm.PipelineEngine], Any]] = {

@@ -52,9 +52,9 @@ class TcpSender final : private FdHandler {
  public:
   /// Up to here a copy is cheaper than a system call of its own.
   static constexpr int64_t kSmallMessageBytes = 8 << 10;
-  /// What of one call may leave before another has its turn. Calls that share a connection by halves would both end late: of a pipeline's values to
-  /// one stage the first is needed first. A call with more than that holds up no other for longer.
-  static constexpr int64_t kTurnBytes = 32 << 20;
+  /// The quantum: what of one call leaves before another call goes. Calls that share a connection by halves would both end late: of a pipeline's
+  /// values to one stage the first is needed first. A call with more than that holds up no other for longer.
+  static constexpr int64_t kQuantumBytes = 32 << 20;
 
   TcpSender(EventLoop& loop, ConnectionOwner& owner, int32_t peer, const Hello& hello, bool may_share_memory);
   ~TcpSender() override;
@@ -128,7 +128,7 @@ class TcpSender final : private FdHandler {
 
   void schedule(OperationId operation, Stream& stream);
   void makeRunnable(OperationId operation);
-  void takeTurn(int64_t num_bytes);
+  void takeQuantum(int64_t num_bytes);
   bool mayGo(const Stream& stream) const { return !stream.messages.empty() && stream.num_sent < stream.num_granted; }
   void encodeNotices();
   void copySmallMessages();
@@ -168,8 +168,8 @@ class TcpSender final : private FdHandler {
   std::optional<int64_t> ring_taken_;  ///< to be told
   std::unordered_map<OperationId, Stream> streams_;
   std::deque<OperationId> runnable_;  ///< of one call's tracks the lowest cookie first
-  uint64_t turn_call_ = 0;            ///< the call whose turn it is
-  int64_t turn_bytes_ = 0;            ///< that it may still send in this turn
+  uint64_t quantum_call_ = 0;         ///< the call that goes
+  int64_t quantum_bytes_ = 0;         ///< what it has left of its quantum
   std::optional<Frame> frame_;
 };
 

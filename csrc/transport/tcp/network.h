@@ -33,9 +33,9 @@ struct TcpNetworkOptions {
 
 /// PeerNetwork over TCP. One thread per network, which sleeps in epoll. Each rank opens a connection of its own to a peer at the first message to
 /// it and writes all its messages there, so a pair has up to two connections, each used in one direction. A message leaves in frames of at most
-/// kMaxFramePayloadBytes; reshards of which receives are posted take turns of TcpSender::kTurnBytes, the tracks of one go by ascending cookie;
-/// control frames go between. Payload is not copied, but for ranks at one address, between which it goes through a ring in shared memory, and its
-/// connection only says what is there and what has been taken.
+/// kMaxFramePayloadBytes; reshards of which receives are posted go one after another, each a TcpSender::kQuantumBytes at a time, the tracks of one go
+/// by ascending cookie; control frames go between. Payload is not copied, but for ranks at one address, between which it goes through a ring in
+/// shared memory, and its connection only says what is there and what has been taken.
 ///
 /// Failures: a peer whose connection ends without goodbye, or that cannot be reached within connect_timeout, is lost, as is a peer whose message has
 /// another size than its receive (both ends are told). A lack of resources of this process is named as such in the reason. A peer that is merely

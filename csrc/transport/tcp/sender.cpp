@@ -162,62 +162,6 @@ void TcpSender::grant(OperationId operation, int64_t count) {
   schedule(operation, stream);
 }
 
-void TcpSender::schedule(OperationId operation, Stream& stream) {
-  if (!stream.is_scheduled && mayGo(stream)) {
-    stream.is_scheduled = true;
-    makeRunnable(operation);
-  }
-}
-
-/// A single small message, such as what ranks agree on before a step, in front: it holds up nobody. While it is its call's turn, in front, before
-/// messages of that call with a higher cookie. Else at the end, where messages of the same call swap with it until their cookies ascend.
-void TcpSender::makeRunnable(OperationId operation) {
-  const auto cookie = [this](OperationId runnable) { return streams_.at(runnable).messages.front().cookie; };
-  const auto isAlone = [this](OperationId runnable) {
-    const std::deque<Message>& messages = streams_.at(runnable).messages;
-    return messages.size() == 1 && messages.front().num_bytes <= kSmallMessageBytes;
-  };
-  const bool is_first_of_call = operation.call != turn_call_ && std::none_of(runnable_.begin(), runnable_.end(),
-                                                                             [&](OperationId runnable) { return runnable.call == operation.call; });
-  if (is_first_of_call && isAlone(operation)) {
-    runnable_.insert(std::find_if_not(runnable_.begin(), runnable_.end(), isAlone), operation);
-    return;
-  }
-  if (operation.call == turn_call_ && turn_bytes_ > 0) {
-    const auto at = std::find_if(runnable_.begin(), runnable_.end(),
-                                 [&](OperationId runnable) { return runnable.call != operation.call || cookie(runnable) > cookie(operation); });
-    runnable_.insert(at, operation);
-    return;
-  }
-  runnable_.push_back(operation);
-  size_t at = runnable_.size() - 1;
-  for (size_t i = at; i-- > 0;) {
-    if (runnable_[i].call != operation.call) {
-      continue;
-    }
-    if (cookie(runnable_[i]) <= cookie(operation)) {
-      return;
-    }
-    std::swap(runnable_[i], runnable_[at]);
-    at = i;
-  }
-}
-
-/// The operation whose turn it is, of which `num_bytes` leave now. A call whose turn has ended goes behind the others with all its tracks.
-void TcpSender::takeTurn(int64_t num_bytes) {
-  const OperationId operation = runnable_.front();
-  runnable_.pop_front();
-  if (operation.call != turn_call_) {
-    turn_call_ = operation.call;
-    turn_bytes_ = kTurnBytes;
-  }
-  turn_bytes_ -= num_bytes;
-  if (turn_bytes_ <= 0) {
-    std::stable_partition(runnable_.begin(), runnable_.end(), [&](OperationId runnable) { return runnable.call != operation.call; });
-    turn_call_ = 0;
-  }
-}
-
 void TcpSender::forget(OperationId operation) {
   const auto found = streams_.find(operation);
   ready_.erase(operation);
@@ -306,7 +250,7 @@ void TcpSender::copySmallMessages() {
     const std::string_view payload(message.data, static_cast<size_t>(message.num_bytes));
     appendFrame({FrameKind::kData, operation, message.num_bytes, message.num_bytes}, payload, outbox_);
     outbox_.push_back(static_cast<char>(FrameStatus::kOk));
-    takeTurn(message.num_bytes);
+    takeQuantum(message.num_bytes);
     finishMessage(operation, stream);
   }
 }
@@ -321,7 +265,7 @@ void TcpSender::startFrame() {
     return;  // small ones go through the outbox, others through the ring: it is full now
   }
   offerRing(message.num_bytes);
-  takeTurn(std::min(message.num_bytes - message.offset, kMaxFramePayloadBytes));
+  takeQuantum(std::min(message.num_bytes - message.offset, kMaxFramePayloadBytes));
   frame_ = Frame{};
   Frame& frame = *frame_;
   frame.operation = operation;

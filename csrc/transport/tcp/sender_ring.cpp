@@ -56,7 +56,7 @@ int64_t TcpSender::copyToRing() {
   ring_->write(message.data + message.offset, num_bytes);
   appendFrame({FrameKind::kRingData, operation, num_bytes, message.num_bytes}, "", outbox_);
   message.offset += num_bytes;
-  takeTurn(num_bytes);
+  takeQuantum(num_bytes);
   if (message.offset == message.num_bytes) {
     finishMessage(operation, stream);
   } else {

@@ -88,18 +88,18 @@ std::vector<uint64_t> callsOfFrames(const Fd& from, size_t num_frames) {
   return calls;
 }
 
-TEST(TcpNetwork, CallsTakeTurns) {
+TEST(TcpNetwork, CallsGoInQuanta) {
   TcpNetworkOptions options;
   options.shared_memory = false;
   Alone alone(options);
-  const std::vector<char> large(static_cast<size_t>(TcpSender::kTurnBytes + 4 * kMaxFramePayloadBytes));
+  const std::vector<char> large(static_cast<size_t>(TcpSender::kQuantumBytes + 4 * kMaxFramePayloadBytes));
   const std::vector<char> small(static_cast<size_t>(3 * kMaxFramePayloadBytes));
   const Fd port = rawBind();
   ASSERT_EQ(::listen(port.get(), 1), 0);
   const Fd peer = rawConnect(alone.network().address());
   // The peer's receives are posted before anything is sent.
   std::string ready = helloBytes({1, 2, {}});
-  const std::vector<OperationId> operations{1, 2, OperationId(2, 1), 3, 4};
+  const std::vector<OperationId> operations{1, 2, OperationId(2, 1), 3, 4, 5};
   for (const OperationId operation : operations) {
     ready += headerBytes({FrameKind::kReady, operation, 2, 0});
   }
@@ -120,14 +120,21 @@ TEST(TcpNetwork, CallsTakeTurns) {
   });
   const Fd accepted(::accept(port.get(), nullptr, nullptr));
   rawRead(accepted, kHelloBytes);
-  // The one small message, call 1 with both its messages, call 2 with both its tracks as long as its turn lasts, call 3, the rest of call 2.
-  const size_t turn = TcpSender::kTurnBytes / kMaxFramePayloadBytes;
+  // The one small message, call 1 with both its messages, a quantum of call 2 with both its tracks, call 3, the rest of call 2.
+  const size_t quantum = TcpSender::kQuantumBytes / kMaxFramePayloadBytes;
+  // A small message that comes meanwhile goes between and changes nothing else.
   std::vector<uint64_t> expected(1, 4);
   expected.insert(expected.end(), 6, 1);
-  expected.insert(expected.end(), turn, 2);
+  expected.insert(expected.end(), quantum, 2);
   expected.insert(expected.end(), 3, 3);
-  expected.insert(expected.end(), turn + 8, 2);
-  EXPECT_EQ(callsOfFrames(accepted, expected.size()), expected);
+  expected.insert(expected.end(), quantum + 8, 2);
+  std::vector<uint64_t> calls = callsOfFrames(accepted, 10);
+  alone.network().post([&] { alone.network().send(5, 1, small.data(), 10, 0); });
+  for (const uint64_t call : callsOfFrames(accepted, expected.size() + 1 - calls.size())) {
+    calls.push_back(call);
+  }
+  EXPECT_EQ(std::erase(calls, 5U), 1U);
+  EXPECT_EQ(calls, expected);
   alone.destroyNetwork();
 }
 

@@ -32,10 +32,10 @@ class Fold:
     reduce_fn: Callable[[Any, Any], Any]
 
 
-Spec = Chunk | Whole | Stack | Fold
+ChunkSpec = Chunk | Whole | Stack | Fold
 
 
-def own_spec(given: Any) -> Spec | None:
+def own_spec(given: Any) -> ChunkSpec | None:
     """torch's spec, or its Replicate as a class, in our form; None for anything else."""
     if isinstance(given, Chunk | Whole | Stack | Fold):
         return given

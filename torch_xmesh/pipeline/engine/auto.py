@@ -39,7 +39,7 @@ def first_schedule(places: Sequence[int], num_microbatches: int, memory_limit_by
     return Schedule.from_csv("\n".join(rows), name="one_at_a_time")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def numbers_of(samples: int, shards: int, num_places: int) -> tuple[int, ...]:
     """Numbers of microbatches that are worth a try: 1, 2, 3, 4, 6, 8, 12, ..., or one a little larger or smaller of
     which all microbatches get equally many samples. Each of the data shards has two samples or more of a microbatch, if
@@ -144,8 +144,7 @@ class AutoSchedule:
             number = self._to_measure(lacking or cuts.numbers)
             plan = StepPlan(first_schedule(self._places, number, self._limit), self._early_weights, is_train)
         if is_train:
-            place.schedule, place.early_weights = plan.schedule, plan.early_weights
-            self.text = self.text if choice is None else choice.text
+            self._adopt(place, plan, self.text if choice is None else choice.text)
         return plan
 
     def note(self, place: "EnginePlace", meter: MemoryMeter, cuts: Cuts, sizes: Sequence[int]) -> None:
@@ -161,9 +160,13 @@ class AutoSchedule:
             self._costs.append((self._sizes[-1], costs_from(place, told, ahead_ns, sizes[0])))
         if not self._lacking(cuts):
             choice = self._choice(place, cuts)
-            self.text = choice.text
-            if choice.plan is not None:
-                place.schedule, place.early_weights = choice.plan.schedule, choice.plan.early_weights
+            self._adopt(place, choice.plan, choice.text)
+
+    def _adopt(self, place: "EnginePlace", plan: StepPlan | None, text: str) -> None:
+        """What the engine shows from now on."""
+        self.text = text
+        if plan is not None:
+            place.schedule, place.early_weights = plan.schedule, plan.early_weights
 
     def _lacking(self, cuts: Cuts) -> list[int]:
         """The numbers of which one should still be measured."""

@@ -25,10 +25,7 @@ from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
-from torch_xmesh.pipeline.state.checkpoint import (
-    load_optimizer_state,
-    optimizer_state,
-)
+from torch_xmesh.pipeline.state.checkpoint import optimizer_state
 from torch_xmesh.pipeline.state.init_sync import InitSync
 from torch_xmesh.pipeline.state.materialize import InitFn
 from torch_xmesh.pipeline.state.training import (
@@ -244,11 +241,11 @@ class PipelineEngine:
             traffic.fail_stage(text, stage, microbatch)
             return StageError(text, stage, microbatch) if isinstance(error, Exception) else error
         if not traffic.has_failed:
-            text = f"rank {rank}, step {self._steps.number}: {error}"
+            where = f"rank {rank}, step {self._steps.number}"
             if isinstance(error, ValueError):
-                traffic.refuse(text)
+                traffic.refuse(f"{where}: {error}")
             else:
-                traffic.fail_stage(f"{text} ({type(error).__name__})", -1, -1)
+                traffic.fail_stage(f"{where}: {type(error).__name__}{': ' if str(error) else ''}{error}", -1, -1)
         return error
 
     def last_loss(self) -> float | None:
@@ -368,29 +365,17 @@ class PipelineEngine:
             ValueError: on every rank, where on one a key is missing or has another shape; nothing has been copied then.
         """
         copies: list[Callable[[], None]] = []
-        failure: Exception | None = None
+        number, failure = self._steps.number, None
         try:
-            copies = self._copies_of(state, optimizer)
+            copies = self._place.own.load(state, optimizer)
+            number = number if optimizer is None else int(state["step"])
         except Exception as error:
             failure = error
         with self._guarded("load_state_dict()", failure):
             for copy in copies:
                 copy()
             self._place.own.all_set()
-            if optimizer is not None:
-                self._steps.number = int(state["step"])
-
-    def _copies_of(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> list[Callable[[], None]]:
-        """What brings a state into this rank's stages, checked."""
-        own = self._place.own
-        if optimizer is None:
-            return [own.load(state)]
-        if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
-            raise ValueError(
-                f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
-                "state_dict(optimizer) gave"
-            )
-        return [own.load(state["model"]), load_optimizer_state(optimizer, own.own_parameters(), state["optimizer"])]
+            self._steps.number = number
 
     def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
         """For :func:`simulate` with this engine's schedule: what the stages take, as given (one entry per stage), and

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.state.checkpoint import load_model_state, model_state
+from torch_xmesh.pipeline.state.checkpoint import load_model_state, load_optimizer_state, model_state
 from torch_xmesh.pipeline.state.gradient_sync import Tied
 from torch_xmesh.pipeline.state.training import OwnParameter, is_counted
 
@@ -83,9 +83,23 @@ class OwnStages:
         """Parameters and buffers as DTensors."""
         return model_state(self._prefixed(), self.unused)
 
-    def load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """What takes what `state` gives. Raises ValueError for a key that is missing or has another shape."""
-        return load_model_state(self._prefixed(), self.unused, state)
+    def load(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> list[Callable[[], None]]:
+        """What copies what `state` gives, or with an optimizer what PipelineEngine.state_dict does; all is checked.
+
+        Raises:
+            ValueError: a key is missing or has another shape.
+        """
+        if optimizer is None:
+            return [load_model_state(self._prefixed(), self.unused, state)]
+        if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
+            raise ValueError(
+                f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
+                "state_dict(optimizer) gave"
+            )
+        return [
+            load_model_state(self._prefixed(), self.unused, state["model"]),
+            load_optimizer_state(optimizer, self.own_parameters(), state["optimizer"]),
+        ]
 
     def all_set(self) -> None:
         """Every tensor has values now."""
