@@ -9,6 +9,9 @@ from torch._C._distributed_c10d import Backend, Store, Work
 
 # bind_process_group.cpp
 
+def end_live_groups(has_failed: bool) -> None: ...
+def address_towards(store: Store) -> str | None: ...
+
 class ProcessGroupXmesh(Backend):
     """The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors."""
 

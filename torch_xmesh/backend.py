@@ -6,13 +6,16 @@ it. gloo carries cpu tensors and is made with the group; NCCL carries cuda tenso
 
 from __future__ import annotations
 
+import atexit
 import copy
+import os
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_xmesh._C import ProcessGroupXmesh
+from torch_xmesh._C import ProcessGroupXmesh, address_towards, end_live_groups
 
 __all__ = ["Options", "ProcessGroupXmesh", "backend_of", "register"]
 
@@ -23,6 +26,12 @@ def register() -> None:
     """Registers ``xmesh`` with torch.distributed for cpu and cuda tensors. Safe to call again."""
     if "XMESH" not in dist.Backend._plugins:
         dist.Backend.register_backend("xmesh", _create, extended_api=True, devices=["cpu", "cuda"])
+        atexit.register(_end_groups)
+
+
+def _end_groups() -> None:
+    """Before the interpreter ends: threads of a group that need its lock later would abort the process."""
+    end_live_groups(has_failed=hasattr(sys, "last_value"))
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> ProcessGroupXmesh:
@@ -79,14 +88,19 @@ def _make_inner(kind: str, store: dist.Store, rank: int, size: int, options: Opt
 
 
 def _make_gloo(store: dist.Store, rank: int, size: int, options: Options) -> Any:
-    if options.gloo is None:
-        backend: Any = dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
-    else:
-        chosen: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        given: Any = options.gloo
+    given: Any = options.gloo
+    address = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(store)
+    chosen: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    chosen._timeout = options._timeout
+    if given is not None:
         chosen._threads, chosen._devices = given._threads, given._devices
-        chosen._timeout = options._timeout
-        backend = dist.ProcessGroupGloo(store, rank, size, chosen)
+    if not chosen._devices and address is not None:
+        # gloo by itself takes what the host's own name resolves to: on Debian, an address that only this host reaches.
+        chosen._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    if chosen._devices:
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, chosen)
+    else:
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
     backend.options.global_ranks_in_group = options.global_ranks_in_group
     backend.options.group_name = options.group_name
     return backend

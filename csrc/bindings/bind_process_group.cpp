@@ -4,11 +4,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/python_objects.h"
+#include "c10d/life_lines.h"
+#include "c10d/live_groups.h"
 #include "c10d/process_group_xmesh.h"
+#include "transport/local_address.h"
 
 namespace xmesh::bindings {
 namespace {
@@ -44,6 +49,16 @@ HostHooks hostHooks(py::object make_inner, bool has_cuda) {
 
 void bindProcessGroup(py::module_& module) {
   py::module_::import("torch.distributed");
+  module.def("end_live_groups", &c10d_backend::endLiveGroups, "Ends the groups on xmesh that are left; for the end of the interpreter.",
+             py::arg("has_failed"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "address_towards",
+      [](const c10::intrusive_ptr<::c10d::Store>& store) -> std::optional<std::string> {
+        const std::string host = c10d_backend::storeHost(store);
+        return host.empty() ? std::nullopt : std::optional(transport::localAddress(host));
+      },
+      "The address that other ranks of a store over TCP reach this host by, which reshards use; None for other stores.", py::arg("store"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroupXmesh, ::c10d::Backend, c10::intrusive_ptr<ProcessGroupXmesh>> group(
       module, "ProcessGroupXmesh", "The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors.");
 
@@ -66,7 +81,7 @@ void bindProcessGroup(py::module_& module) {
                        py::object make_inner, bool has_cuda) {
              HostHooks hooks = hostHooks(std::move(make_inner), has_cuda);
              const py::gil_scoped_release unlocked;
-             return c10::make_intrusive<ProcessGroupXmesh>(store, rank, size, options, std::move(hooks));
+             return c10d_backend::noteLive(c10::make_intrusive<ProcessGroupXmesh>(store, rank, size, options, std::move(hooks)));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("make_inner"), py::arg("has_cuda"))
       .def_property_readonly("store", &ProcessGroupXmesh::store, "The store of this group's own keys.")

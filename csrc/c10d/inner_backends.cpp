@@ -1,5 +1,7 @@
 #include "c10d/inner_backends.h"
 
+#include <future>
+#include <thread>
 #include <utility>
 
 namespace xmesh::c10d_backend {
@@ -73,6 +75,22 @@ void InnerBackends::end() noexcept {
       slot.owner.reset();
     }
   });
+}
+
+void InnerBackends::endGloo(std::chrono::steady_clock::time_point deadline) noexcept {
+  Slot& slot = slots_[*slotOf(c10::DeviceType::CPU)];
+  slot.fast.store(nullptr, std::memory_order_release);
+  try {
+    std::promise<void> ended;
+    const std::future<void> is_ended = ended.get_future();
+    std::thread([owner = std::move(slot.owner), ended = std::move(ended)]() mutable {
+      owner.reset();
+      ended.set_value();
+    }).detach();
+    is_ended.wait_until(deadline);
+  } catch (const std::exception&) {
+    return;  // no thread could be started: the end of the process ends gloo
+  }
 }
 
 void InnerBackends::leak() noexcept {

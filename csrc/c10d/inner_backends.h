@@ -64,6 +64,9 @@ class InnerBackends {
   bool canMake(c10::DeviceType kind) const;
   /// Ends the backends made so far, without the interpreter's lock: their threads may need it to end.
   void end() noexcept;
+  /// Ends gloo's backend, which first does the work it was given, and waits for that until the deadline. Its threads may need the interpreter's lock:
+  /// call it without.
+  void endGloo(std::chrono::steady_clock::time_point deadline) noexcept;
   /// Gives up ownership without destroying anything: for a forked child, which has none of the backends' threads.
   void leak() noexcept;
 

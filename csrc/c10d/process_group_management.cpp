@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "c10d/live_groups.h"
 #include "c10d/process_group_xmesh.h"
 
 namespace xmesh::c10d_backend {
@@ -71,8 +72,8 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupXmesh::split(const c10::intrusiv
     options->global_ranks_in_group.push_back(globalRanks().empty() ? static_cast<uint64_t>(rank) : globalRanks()[rank]);
   }
   auto child_store = c10::make_intrusive<::c10d::PrefixStore>("xmesh_split/" + name, store->clone());
-  auto child = c10::make_intrusive<ProcessGroupXmesh>(std::move(child_store), static_cast<int>(found - ranks.begin()), static_cast<int>(ranks.size()),
-                                                      std::move(options), inner_.hooks());
+  auto child = noteLive(c10::make_intrusive<ProcessGroupXmesh>(std::move(child_store), static_cast<int>(found - ranks.begin()),
+                                                               static_cast<int>(ranks.size()), std::move(options), inner_.hooks()));
   const std::lock_guard<std::mutex> lock(mutex_);
   last_split_name_ = std::move(name);
   last_split_ = c10::weak_intrusive_ptr<::c10d::Backend>(c10::intrusive_ptr<::c10d::Backend>(child));
@@ -85,7 +86,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupXmesh::merge(const c10::intrusiv
   auto options = childOptions(*options_, opts);
   options->global_ranks_in_group.clear();
   auto child_store = c10::make_intrusive<::c10d::PrefixStore>("xmesh_merge/" + options->group_name, store->clone());
-  return c10::make_intrusive<ProcessGroupXmesh>(std::move(child_store), rank, size, std::move(options), inner_.hooks());
+  return noteLive(c10::make_intrusive<ProcessGroupXmesh>(std::move(child_store), rank, size, std::move(options), inner_.hooks()));
 }
 
 void ProcessGroupXmesh::setSequenceNumberForGroup() {
@@ -154,6 +155,16 @@ void ProcessGroupXmesh::abort() {
 void ProcessGroupXmesh::shutdown() {
   close(/*abort=*/false);
   inner_.forEach([](::c10d::Backend& made) { made.shutdown(); });
+}
+
+void ProcessGroupXmesh::endBeforeExit(bool has_failed, std::chrono::steady_clock::time_point deadline) noexcept {
+  if (!fork_.isHere()) {
+    return;
+  }
+  if (!has_failed) {
+    close(/*abort=*/false);
+  }
+  inner_.endGloo(deadline);
 }
 
 void ProcessGroupXmesh::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {

@@ -73,7 +73,9 @@ ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, in
   inner(kCpu);
 }
 
-ProcessGroupXmesh::~ProcessGroupXmesh() {
+ProcessGroupXmesh::~ProcessGroupXmesh() { end(); }
+
+void ProcessGroupXmesh::end() noexcept {
   if (!fork_.isHere()) {
     inner_.leak();
     attachment_.leak();

@@ -95,6 +95,11 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   void abort() override;
   void shutdown() override;
+  /// The last owner has gone; the object stays while weak pointers do.
+  void release_resources() override { end(); }
+  /// Ends what needs the interpreter, which is about to end: the attachment (not after a failure, in which peers may never answer) and gloo's
+  /// threads, which are awaited until the deadline. Call it without the interpreter's lock. Nothing in a forked child.
+  void endBeforeExit(bool has_failed, std::chrono::steady_clock::time_point deadline) noexcept;
 
   // These override where c10d has them (they came after torch 2.11).
   Work gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts);
@@ -122,6 +127,7 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   void forwardPrimary(const std::function<void(::c10d::Backend&)>& call) const;
   Work collect(c10::DeviceType kind, Work work);
   void close(bool abort) noexcept;
+  void end() noexcept;
 
   c10::intrusive_ptr<XmeshOptions> options_;
   std::unique_ptr<transport::LifeLine> life_line_;  ///< by which others know that this rank is still in the group

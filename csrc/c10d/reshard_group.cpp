@@ -150,7 +150,7 @@ bool ReshardGroup::isFound(int64_t rank) const {
   return members_.contains(rank);
 }
 
-void ReshardGroup::awaitMembers(std::vector<int64_t> missing, const std::function<void()>& check) {
+void ReshardGroup::awaitMembers(std::vector<int64_t> missing, AwaitedFor why, const std::function<void()>& check) {
   LifeWatches lives(group_store_);
   const std::chrono::milliseconds limit = timeout();
   const auto deadline = std::chrono::steady_clock::now() + limit;
@@ -164,8 +164,9 @@ void ReshardGroup::awaitMembers(std::vector<int64_t> missing, const std::functio
       throw runtime::PeerError("the store, by which the ranks of a group find each other, is gone: " + std::string(error.what()), {});
     }
     const std::string here = "on rank " + std::to_string(globalRank()) + ": rank ";
+    const std::string step = why == AwaitedFor::kPipeline ? "made the pipeline that this rank makes" : "called any reshard";
     if (!gone.empty()) {
-      throw runtime::PeerError(here + runtime::rankList(gone) + " has left the group, or ended, without having called any reshard on it", gone);
+      throw runtime::PeerError(here + runtime::rankList(gone) + " has left the group, or ended, without having " + step + " on it", gone);
     }
     if (missing.empty()) {
       return;
@@ -176,13 +177,13 @@ void ReshardGroup::awaitMembers(std::vector<int64_t> missing, const std::functio
     }
     if (limit.count() > 0 && std::chrono::steady_clock::now() >= deadline) {
       throw runtime::PeerError(
-          here + runtime::rankList(missing) + " has not called any reshard on this group within " + std::to_string(limit.count()) + " ms", missing);
+          here + runtime::rankList(missing) + " has not " + step + " on this group within " + std::to_string(limit.count()) + " ms", missing);
     }
     std::this_thread::sleep_for(pause);
   }
 }
 
-void ReshardGroup::findMembers(const std::vector<int64_t>& ranks, const std::function<void()>& check) {
+void ReshardGroup::findMembers(const std::vector<int64_t>& ranks, AwaitedFor why, const std::function<void()>& check) {
   std::vector<int64_t> missing;
   for (const int64_t rank : ranks) {
     groupRankOf(rank);
@@ -190,7 +191,7 @@ void ReshardGroup::findMembers(const std::vector<int64_t>& ranks, const std::fun
       missing.push_back(rank);
     }
   }
-  awaitMembers(missing, check);
+  awaitMembers(missing, why, check);
   for (size_t i = 0; i < missing.size(); ++i) {
     const std::vector<uint8_t> record = store_->get(memberKey(groupRankOf(missing[i])));
     const std::string text(record.begin(), record.end());
@@ -331,7 +332,7 @@ uint64_t ReshardGroup::arrive(const std::vector<int64_t>& ranks) {
   const uint64_t count = service_->arrivals().arrive(ranks, peersOf(ranks));
   std::optional<runtime::Failure> known;
   try {
-    findMembers(ranks, [&] {
+    findMembers(ranks, AwaitedFor::kPipeline, [&] {
       known = service_->arrivals().failureBefore(ranks, count);
       if (known.has_value()) {
         runtime::throwFailure(*known);

@@ -88,10 +88,11 @@ class ReshardGroup final : public GroupAttachment {
   struct Member {
     std::string host;
   };
+  enum class AwaitedFor : uint8_t { kReshard, kPipeline };  ///< what those that are missing are said not to have done
   /// Waits until all `ranks` have made their ReshardGroup. PeerError when one has left instead, or at the timeout; what `check`, which is called
   /// again and again meanwhile, throws.
-  void findMembers(const std::vector<int64_t>& ranks, const std::function<void()>& check = {});
-  void awaitMembers(std::vector<int64_t> missing, const std::function<void()>& check);
+  void findMembers(const std::vector<int64_t>& ranks, AwaitedFor why = AwaitedFor::kReshard, const std::function<void()>& check = {});
+  void awaitMembers(std::vector<int64_t> missing, AwaitedFor why, const std::function<void()>& check);
   /// As findMembers() for those that are there already; waits for nobody.
   void findPresentMembers(const std::vector<int64_t>& ranks);
   bool isFound(int64_t rank) const;

@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -30,12 +31,16 @@ std::string textOf(const sockaddr_in& address) {
   return text.data();
 }
 
-std::string addressOfInterface(const std::string& name) {
+std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> interfaces() {
   ifaddrs* found = nullptr;
   if (getifaddrs(&found) != 0) {
     throw std::runtime_error(std::string("the network interfaces cannot be listed: ") + std::strerror(errno));
   }
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> all(found, &freeifaddrs);
+  return {found, &freeifaddrs};
+}
+
+std::string addressOfInterface(const std::string& name) {
+  const auto all = interfaces();
   for (const ifaddrs* entry = all.get(); entry != nullptr; entry = entry->ifa_next) {
     if (entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET && name == entry->ifa_name) {
       return textOf(*reinterpret_cast<const sockaddr_in*>(entry->ifa_addr));
@@ -66,15 +71,39 @@ std::string addressTowards(const std::string& peer_host) {
   return is_known ? textOf(local) : std::string();
 }
 
+bool isLoopback(const std::string& address) { return address.starts_with("127."); }
+
+/// Whether a user who wrote this host means that all ranks are on this machine.
+bool namesLoopback(const std::string& host) { return isLoopback(host) || host.starts_with("localhost"); }
+
+/// The address from which the kernel speaks to other machines: that of its default route, else of the first interface that is up and has one.
+std::string addressOnNetwork() {
+  constexpr const char* kElsewhere = "192.0.2.1";  // set aside for documentation: it is no machine's, so only a default route leads there
+  if (std::string found = addressTowards(kElsewhere); !found.empty()) {
+    return found;
+  }
+  const auto all = interfaces();
+  for (const ifaddrs* entry = all.get(); entry != nullptr; entry = entry->ifa_next) {
+    const bool is_up = (entry->ifa_flags & IFF_UP) != 0 && (entry->ifa_flags & IFF_LOOPBACK) == 0;
+    if (is_up && entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET) {
+      return textOf(*reinterpret_cast<const sockaddr_in*>(entry->ifa_addr));
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string localAddress(const std::string& peer_host) {
   for (const char* name : {"XMESH_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}) {
-    if (const std::string interface = environment(name); !interface.empty()) {
-      return addressOfInterface(interface);
+    if (const std::string named = environment(name); !named.empty()) {
+      return addressOfInterface(named.substr(0, named.find(',')));
     }
   }
-  const std::string found = peer_host.empty() ? std::string() : addressTowards(peer_host);
+  std::string found = peer_host.empty() ? std::string() : addressTowards(peer_host);
+  if (isLoopback(found) && !namesLoopback(peer_host)) {
+    found = addressOnNetwork();
+  }
   return found.empty() ? kLoopback : found;
 }
 

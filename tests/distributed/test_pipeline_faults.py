@@ -332,3 +332,25 @@ def mistake(rank: int, world_size: int, which: str) -> str:
 def test_mistakes(which: str, text: str) -> None:
     for value in spawn(mistake, 2, which, timeout=60):
         assert re.search(text, value), value
+
+
+def stays_away(rank: int, world_size: int, has_used: bool) -> str:
+    if has_used:
+        make(THREE)
+    if rank == 1:
+        signal.pause()
+    with pytest.raises(xm.PeerError) as caught:
+        make(THREE)
+    assert caught.value.ranks == (1,), caught.value
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("has_used", [False, True])
+def test_a_rank_stays_away_from_the_constructor(has_used: bool) -> None:
+    with World(stays_away, 3, has_used, init_kwargs={"timeout": datetime.timedelta(seconds=2)}) as world:
+        for rank in (0, 2):
+            outcome = world.wait(rank, 40)
+            assert outcome.error is None, outcome.error
+            assert re.search(
+                r"rank \[1\] has not made the pipeline|pipeline .* not called by rank \[1\]", outcome.value
+            )
