@@ -30,8 +30,8 @@ const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transf
 }
 
 std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
-  const EdgeValues& edge = runner_.edges()[static_cast<size_t>(transfer.edge)];
-  const std::vector<size_t>& differentiable = runner_.differentiable(transfer.edge);
+  const EdgeValues& edge = flights_.edges()[static_cast<size_t>(transfer.edge)];
+  const std::vector<size_t>& differentiable = flights_.differentiable(transfer.edge);
   const runtime::Program& program = *planOf(transfer)->program;
   std::vector<at::Tensor> out;
   out.reserve(static_cast<size_t>(program.numTensors()));
@@ -46,7 +46,7 @@ PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, cons
                                                   bool is_send) {
   const auto index = static_cast<size_t>(transfer.edge);
   const std::shared_ptr<const EdgePlans>& plans = plans_.edges[index];
-  const EdgeValues& edge = runner_.edges()[index];
+  const EdgeValues& edge = flights_.edges()[index];
   const uint64_t count = plans_.first_microbatch + static_cast<uint64_t>(transfer.microbatch);
   const int64_t begin_ns = runtime::steadyNanoseconds();
   PipelineTraffic::Call call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer), src,
@@ -84,15 +84,15 @@ void PipelineBoundary::waitReceive(const Transfer& transfer) {
   Pending pending = std::move(found->second);
   receives_.erase(found);
   if (transfer.is_gradient) {
-    runner_.putGradients(transfer.edge, transfer.microbatch, std::move(pending.buffers));
+    flights_.putGradients(transfer.edge, transfer.microbatch, std::move(pending.buffers));
   } else {
-    runner_.putValues(transfer.edge, transfer.microbatch, std::move(pending.buffers));
+    flights_.putValues(transfer.edge, transfer.microbatch, std::move(pending.buffers));
   }
 }
 
 void PipelineBoundary::send(const Transfer& transfer) {
   const std::vector<at::Tensor> values =
-      transfer.is_gradient ? runner_.takeGradients(transfer.edge, transfer.microbatch) : runner_.takeValues(transfer.edge, transfer.microbatch);
+      transfer.is_gradient ? flights_.takeGradients(transfer.edge, transfer.microbatch) : flights_.takeValues(transfer.edge, transfer.microbatch);
   if (plans_.edges.at(static_cast<size_t>(transfer.edge))->is_joint) {
     receives_.insert_or_assign(transfer, begin(transfer, values, buffersFor(transfer), true));
     return;

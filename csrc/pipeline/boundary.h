@@ -7,9 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "pipeline/stage_runner.h"
+#include "pipeline/flights.h"
 #include "pipeline/tensor_pool.h"
 #include "pipeline/traffic.h"
+#include "runtime/pipeline/engine.h"
 
 namespace xmesh::pipeline {
 
@@ -22,7 +23,7 @@ struct EdgePlans {
   std::vector<PipelineTraffic::Prepared> backward;  ///< by microbatch; empty without gradients
 };
 
-/// What one step is given besides the runner's inputs.
+/// What one step's transfers are given.
 struct PlaceStepPlans {
   uint64_t step = 0;
   uint64_t first_microbatch = 0;                        ///< how many all earlier steps had together
@@ -41,7 +42,7 @@ struct TrafficSpan {
 /// Threading: as the engine's.
 class PipelineBoundary final : public runtime::BoundaryTraffic {
  public:
-  PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, StageRunner& runner) : traffic_(std::move(traffic)), runner_(runner) {}
+  PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, Flights& flights) : traffic_(std::move(traffic)), flights_(flights) {}
 
   void beginStep(PlaceStepPlans plans);
   void endStep();
@@ -75,7 +76,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   void wait(Pending& pending);
 
   std::shared_ptr<PipelineTraffic> traffic_;
-  StageRunner& runner_;
+  Flights& flights_;
   TensorPool pool_;
   std::vector<EdgeLanes> lanes_;  ///< by edge
   PlaceStepPlans plans_;

@@ -9,8 +9,9 @@ namespace xmesh::pipeline {
 PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
                              StageRunner::Forward forward, runtime::EngineOptions options)
     : traffic_(std::move(traffic)),
-      runner_(std::move(stages), std::move(edges), std::move(forward)),
-      boundary_(traffic_, runner_),
+      flights_(std::move(stages), std::move(edges)),
+      runner_(flights_, std::move(forward)),
+      boundary_(traffic_, flights_),
       engine_(std::make_shared<runtime::Engine>(options)) {
   traffic_->describeBy([engine = engine_] { return engine->describe(); });
 }
@@ -19,7 +20,7 @@ PipelinePlace::~PipelinePlace() { traffic_->describeBy({}); }
 
 std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
   std::vector<runtime::PlaceEdge> out;
-  for (const EdgeValues& edge : runner_.edges()) {
+  for (const EdgeValues& edge : flights_.edges()) {
     const bool has_gradient = !edge.differentiable().empty();
     out.push_back({edge.from, edge.to, has_gradient, edge.has_producer && !edge.is_local, edge.has_consumer && !edge.is_local});
   }
@@ -28,7 +29,7 @@ std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
 
 void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans) {
   std::vector<core::Action> own;
-  std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return runner_.has(action.stage); });
+  std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return flights_.has(action.stage); });
   const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());
   runner_.beginStep(std::move(inputs));
   boundary_.beginStep(std::move(plans));

@@ -6,7 +6,7 @@
 #include "pipeline/boundary.h"
 #include "pipeline/stage_runner.h"
 #include "pipeline/traffic.h"
-#include "runtime/engine.h"
+#include "runtime/pipeline/engine.h"
 
 namespace xmesh::pipeline {
 
@@ -30,6 +30,7 @@ class PipelinePlace {
   std::vector<runtime::PlaceEdge> placeEdges() const;
 
   std::shared_ptr<PipelineTraffic> traffic_;
+  Flights flights_;
   StageRunner runner_;
   PipelineBoundary boundary_;
   std::shared_ptr<runtime::Engine> engine_;

@@ -1,6 +1,5 @@
 #include "pipeline/stage_runner.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/engine.h>
@@ -14,46 +13,8 @@
 
 namespace xmesh::pipeline {
 
-using torch::autograd::Edge;
-
-std::vector<size_t> EdgeValues::differentiable() const {
-  std::vector<size_t> out;
-  for (size_t i = 0; i < is_differentiable.size(); ++i) {
-    if (is_differentiable[i] != 0) {
-      out.push_back(i);
-    }
-  }
-  return out;
-}
-
-StageRunner::StageRunner(std::vector<StageValues> stages, std::vector<EdgeValues> edges, Forward forward)
-    : edges_(std::move(edges)), forward_(std::move(forward)) {
-  for (StageValues& stage_values : stages) {
-    StageCrossings& crossings = crossings_[stage_values.stage];
-    crossings.inputs.resize(stage_values.inputs.size());
-    crossings.outputs.resize(stage_values.outputs.size());
-    for (const EdgeValues& edge : edges_) {
-      for (size_t i = 0; i < edge.is_differentiable.size(); ++i) {
-        const bool is_differentiable = edge.is_differentiable[i] != 0;
-        if (edge.from == stage_values.stage) {
-          Crossing& output = crossings.outputs.at(static_cast<size_t>(edge.from_positions.at(i)));
-          output = {true, output.is_differentiable || is_differentiable};
-        }
-        if (edge.to == stage_values.stage) {
-          crossings.inputs.at(static_cast<size_t>(edge.to_positions.at(i))) = {true, is_differentiable};
-        }
-      }
-    }
-    const int32_t stage = stage_values.stage;
-    stages_.emplace(stage, std::move(stage_values));
-  }
-  for (const EdgeValues& edge : edges_) {
-    differentiable_.push_back(edge.differentiable());
-  }
-}
-
 void StageRunner::beginStep(StepInputs inputs) {
-  flights_.clear();
+  flights_.begin(inputs.has_backward);
   step_ = std::move(inputs);
   weight_storages_.clear();
 }
@@ -67,7 +28,7 @@ void StageRunner::endStep(bool is_done) {
   }
   splits_all_ = is_done && has_input_ ? !has_whole_ : splits_all_;
   has_whole_ = has_input_ = false;
-  flights_.clear();
+  flights_.begin(/*has_backward=*/true);
   step_ = {};
 }
 
@@ -85,8 +46,8 @@ void StageRunner::run(const core::Action& action) {
 }
 
 void StageRunner::forward(int32_t stage, int32_t microbatch) {
-  const StageValues& stage_values = valuesOf(stage);
-  Flight& flight = this->flight(stage, microbatch);
+  const StageValues& stage_values = flights_.stage(stage);
+  Flight& flight = flights_.at(stage, microbatch);
   flight.inputs.resize(stage_values.inputs.size());
   if (!stage_values.model_positions.empty()) {
     const std::vector<at::Tensor>& given = step_.model_inputs.at(stage).at(static_cast<size_t>(microbatch));
@@ -94,19 +55,21 @@ void StageRunner::forward(int32_t stage, int32_t microbatch) {
       flight.inputs[static_cast<size_t>(stage_values.model_positions[i])] = given.at(i);
     }
   }
-  keepRoots(stage_values, flight, forward_(stage, microbatch, flight.inputs), microbatch);
+  keepRoots(stage, microbatch, forward_(stage, microbatch, flight.inputs));
   if (!step_.has_backward) {
     flight.inputs.clear();
   }
-  handOver(stage, microbatch, false);
+  flights_.handOver(stage, microbatch, false);
 }
 
-void StageRunner::keepRoots(const StageValues& stage_values, Flight& flight, const ForwardResult& result, int32_t microbatch) {
+void StageRunner::keepRoots(int32_t stage, int32_t microbatch, const ForwardResult& result) {
+  const StageValues& stage_values = flights_.stage(stage);
   if (result.outputs.size() != stage_values.outputs.size()) {
-    throw core::InvalidArgument("stage " + std::to_string(stage_values.stage) + " returned " + std::to_string(result.outputs.size()) +
-                                " tensors, expected " + std::to_string(stage_values.outputs.size()));
+    throw core::InvalidArgument("stage " + std::to_string(stage) + " returned " + std::to_string(result.outputs.size()) + " tensors, expected " +
+                                std::to_string(stage_values.outputs.size()));
   }
-  const std::vector<Crossing>& crossings = crossings_.at(stage_values.stage).outputs;
+  const std::vector<Crossing>& crossings = flights_.outputCrossings(stage);
+  Flight& flight = flights_.at(stage, microbatch);
   flight.outputs.resize(result.outputs.size());
   flight.roots.resize(result.outputs.size());
   for (size_t i = 0; i < result.outputs.size(); ++i) {
@@ -119,7 +82,7 @@ void StageRunner::keepRoots(const StageValues& stage_values, Flight& flight, con
       continue;
     }
     if (!crossings[i].is_differentiable) {
-      throw core::InvalidArgument("value " + stage_values.outputs[i] + " of stage " + std::to_string(stage_values.stage) +
+      throw core::InvalidArgument("value " + stage_values.outputs[i] + " of stage " + std::to_string(stage) +
                                   " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen "
                                   "or unfrozen");
     }
@@ -141,32 +104,15 @@ at::Tensor StageRunner::lossGradient(const at::Tensor& loss, int32_t microbatch)
   return loss_gradient_;
 }
 
-/// The sum over the consumers, in the order of their stages.
-std::vector<at::Tensor> StageRunner::sumGradients(int32_t stage, const Flight& flight) const {
-  std::vector<at::Tensor> sums(flight.roots.size());
-  for (const auto& [index, gradients] : flight.gradients) {
-    const EdgeValues& edge = edges_[static_cast<size_t>(index)];
-    core::require(edge.from == stage, "a gradient came to a stage that did not make its value");
-    const std::vector<size_t>& chosen = differentiable(index);
-    for (size_t i = 0; i < chosen.size(); ++i) {
-      if (edge.drops_gradient[chosen[i]] != 0) {
-        continue;
-      }
-      at::Tensor& sum = sums[static_cast<size_t>(edge.from_positions[chosen[i]])];
-      sum = sum.defined() ? at::add(sum, gradients.at(i)) : gradients.at(i);
-    }
-  }
-  return sums;
-}
-
-StageRunner::Roots StageRunner::takeRoots(int32_t stage, Flight& flight) const {
+StageRunner::Roots StageRunner::takeRoots(int32_t stage, int32_t microbatch) {
+  Flight& flight = flights_.at(stage, microbatch);
   Roots roots;
   if (flight.loss.has_value()) {
     roots.edges.push_back(std::move(*flight.loss));
     roots.gradients.push_back(std::move(flight.loss_gradient));
     flight.loss.reset();
   }
-  std::vector<at::Tensor> sums = sumGradients(stage, flight);
+  std::vector<at::Tensor> sums = flights_.sumOfGradients(stage, microbatch);
   for (size_t i = 0; i < sums.size(); ++i) {
     if (sums[i].defined() && flight.roots[i].is_valid()) {
       roots.edges.push_back(std::move(flight.roots[i]));
@@ -179,13 +125,13 @@ StageRunner::Roots StageRunner::takeRoots(int32_t stage, Flight& flight) const {
 }
 
 void StageRunner::backward(int32_t stage, int32_t microbatch) {
-  Flight& flight = this->flight(stage, microbatch);
-  const Roots roots = takeRoots(stage, flight);
+  Flight& flight = flights_.at(stage, microbatch);
+  const Roots roots = takeRoots(stage, microbatch);
   if (!roots.edges.empty()) {
     torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
                                                           /*accumulate_grad=*/true, {});
   }
-  const std::vector<Crossing>& crossings = crossings_.at(stage).inputs;
+  const std::vector<Crossing>& crossings = flights_.inputCrossings(stage);
   flight.input_gradients.resize(flight.inputs.size());
   for (size_t i = 0; i < flight.inputs.size(); ++i) {
     if (crossings[i].is_differentiable) {
@@ -193,12 +139,12 @@ void StageRunner::backward(int32_t stage, int32_t microbatch) {
       flight.input_gradients[i] = gradient.defined() ? gradient.detach() : at::zeros_like(flight.inputs[i]);
     }
   }
-  handOver(stage, microbatch, true);
+  flights_.handOver(stage, microbatch, true);
 }
 
 void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
-  Flight& flight = this->flight(stage, microbatch);
-  const std::vector<Crossing>& crossings = crossings_.at(stage).inputs;
+  Flight& flight = flights_.at(stage, microbatch);
+  const std::vector<Crossing>& crossings = flights_.inputCrossings(stage);
   std::vector<size_t> wanted;
   std::vector<at::Tensor> inputs;
   for (size_t i = 0; i < flight.inputs.size(); ++i) {
@@ -207,7 +153,7 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
       inputs.push_back(flight.inputs[i]);
     }
   }
-  Roots roots = takeRoots(stage, flight);
+  Roots roots = takeRoots(stage, microbatch);
   InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs);
   flight.weights = std::move(done.weights);
   if (step_.is_measured) {
@@ -226,12 +172,12 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
     flight.input_gradients[wanted[i]] = gradient.defined() ? gradient.detach() : at::zeros_like(inputs[i]);
   }
   flight.inputs.clear();
-  handOver(stage, microbatch, true);
+  flights_.handOver(stage, microbatch, true);
 }
 
 void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
-  WeightBackward weights = std::exchange(flight(stage, microbatch).weights, {});
-  if (valuesOf(stage).is_alone) {
+  WeightBackward weights = std::exchange(flights_.at(stage, microbatch).weights, {});
+  if (flights_.stage(stage).is_alone) {
     return weights.run();
   }
   SharedWeights& shared = shared_weights_[stage];
@@ -242,10 +188,10 @@ void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
 }
 
 bool StageRunner::mayRunEarly(int32_t stage) const {
-  if (!step_.runs_weights_early || has_whole_ || (stages_.size() > 1 && !splits_all_)) {
+  if (!step_.runs_weights_early || has_whole_ || (flights_.numStages() > 1 && !splits_all_)) {
     return false;
   }
-  if (valuesOf(stage).is_alone) {
+  if (flights_.stage(stage).is_alone) {
     return true;
   }
   const auto found = shared_weights_.find(stage);
@@ -257,79 +203,7 @@ bool StageRunner::mayRunEarlyNext(int32_t stage) const {
     return false;
   }
   const auto found = shared_weights_.find(stage);
-  return valuesOf(stage).is_alone || (found != shared_weights_.end() && found->second.known_key.has_value() && !found->second.has_collective);
-}
-
-/// Gives values, or gradients, to stages of this rank that need no transfer.
-void StageRunner::handOver(int32_t stage, int32_t microbatch, bool is_gradient) {
-  for (size_t i = 0; i < edges_.size(); ++i) {
-    const auto index = static_cast<int32_t>(i);
-    if (!edges_[i].is_local) {
-      continue;
-    }
-    if (!is_gradient && edges_[i].from == stage) {
-      std::vector<at::Tensor> values = takeValues(index, microbatch);
-      for (at::Tensor& value : values) {
-        value = value.detach();
-      }
-      putValues(index, microbatch, std::move(values));
-    } else if (is_gradient && edges_[i].to == stage) {
-      putGradients(index, microbatch, takeGradients(index, microbatch));
-    }
-  }
-}
-
-void StageRunner::release(const core::Action& action) {
-  switch (core::flightChangeOf(action.kind)) {
-    case core::FlightChange::kBegins:
-      if (step_.has_backward) {
-        flight(action.stage, action.microbatch).outputs.clear();
-        return;
-      }
-      break;
-    case core::FlightChange::kGoesOn:
-      flight(action.stage, action.microbatch).input_gradients.clear();
-      return;
-    case core::FlightChange::kEnds:
-      break;
-  }
-  flights_.erase({action.stage, action.microbatch});
-}
-
-void StageRunner::putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor> values) {
-  const EdgeValues& edge_values = edges_.at(static_cast<size_t>(edge));
-  Flight& flight = this->flight(edge_values.to, microbatch);
-  flight.inputs.resize(valuesOf(edge_values.to).inputs.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (step_.has_backward && edge_values.is_differentiable[i] != 0) {
-      values[i].requires_grad_();
-    }
-    flight.inputs[static_cast<size_t>(edge_values.to_positions[i])] = std::move(values[i]);
-  }
-}
-
-std::vector<at::Tensor> StageRunner::takeValues(int32_t edge, int32_t microbatch) {
-  const EdgeValues& edge_values = edges_.at(static_cast<size_t>(edge));
-  Flight& flight = this->flight(edge_values.from, microbatch);
-  std::vector<at::Tensor> out;
-  for (const int64_t position : edge_values.from_positions) {
-    out.push_back(flight.outputs.at(static_cast<size_t>(position)));
-  }
-  return out;
-}
-
-void StageRunner::putGradients(int32_t edge, int32_t microbatch, std::vector<at::Tensor> gradients) {
-  flight(edges_.at(static_cast<size_t>(edge)).from, microbatch).gradients[edge] = std::move(gradients);
-}
-
-std::vector<at::Tensor> StageRunner::takeGradients(int32_t edge, int32_t microbatch) {
-  const EdgeValues& edge_values = edges_.at(static_cast<size_t>(edge));
-  Flight& flight = this->flight(edge_values.to, microbatch);
-  std::vector<at::Tensor> out;
-  for (const size_t i : differentiable(edge)) {
-    out.push_back(flight.input_gradients.at(static_cast<size_t>(edge_values.to_positions[i])));
-  }
-  return out;
+  return flights_.stage(stage).is_alone || (found != shared_weights_.end() && found->second.known_key.has_value() && !found->second.has_collective);
 }
 
 }  // namespace xmesh::pipeline

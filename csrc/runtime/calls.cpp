@@ -67,7 +67,7 @@ void Calls::begin(Call& call) {
   }
   call.is_moved = call.kind == CallKind::kMeeting;
   if (call.movement.has_value()) {
-    startExecutor(call);
+    makeExecutor(call);
   }
   if (!call.rounds.isDone()) {
     sendNotice(call);
@@ -81,7 +81,7 @@ void Calls::begin(Call& call) {
   finishIfDone(key);
 }
 
-void Calls::startExecutor(Call& call) {
+void Calls::makeExecutor(Call& call) {
   Execution execution;
   execution.call = operationOf(call.key, call.terms->fingerprint);
   execution.movement = *std::exchange(call.movement, std::nullopt);

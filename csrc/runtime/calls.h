@@ -82,7 +82,7 @@ class Calls {
 
  private:
   void begin(Call& call);
-  void startExecutor(Call& call);
+  void makeExecutor(Call& call);
   void sendNotice(const Call& call);
   void advanceAgreement(const CallKey& key);
   void finishIfDone(const CallKey& key);

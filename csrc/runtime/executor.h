@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "runtime/peer_progress.h"
-#include "runtime/prepared_plan.h"
+#include "runtime/program/prepared_plan.h"
 
 namespace xmesh::runtime {
 

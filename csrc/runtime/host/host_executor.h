@@ -12,7 +12,7 @@
 #include "runtime/box_copy.h"
 #include "runtime/host/staging_pool.h"
 #include "runtime/peer_progress.h"
-#include "runtime/program.h"
+#include "runtime/program/program.h"
 #include "transport/host_transport.h"
 
 namespace xmesh::runtime {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "runtime/box_copy.h"
-#include "runtime/program.h"
+#include "runtime/program/program.h"
 #include "runtime/stream/stream_kernels.h"
 #include "transport/stream_transport.h"
 

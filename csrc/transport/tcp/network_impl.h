@@ -13,10 +13,11 @@
 #include <vector>
 
 #include "transport/operation_table.h"
-#include "transport/tcp/connection.h"
 #include "transport/tcp/event_loop.h"
 #include "transport/tcp/listener.h"
 #include "transport/tcp/network.h"
+#include "transport/tcp/receiver.h"
+#include "transport/tcp/sender.h"
 
 namespace xmesh::transport {
 

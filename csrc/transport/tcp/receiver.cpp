@@ -1,3 +1,5 @@
+#include "transport/tcp/receiver.h"
+
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -7,8 +9,6 @@
 #include <cstring>
 #include <exception>
 #include <utility>
-
-#include "transport/tcp/connection.h"
 
 namespace xmesh::transport {
 namespace {

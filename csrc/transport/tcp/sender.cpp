@@ -1,3 +1,5 @@
+#include "transport/tcp/sender.h"
+
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -6,8 +8,6 @@
 #include <cerrno>
 #include <exception>
 #include <utility>
-
-#include "transport/tcp/connection.h"
 
 namespace xmesh::transport {
 namespace {

@@ -5,7 +5,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "transport/tcp/connection.h"
+#include "transport/tcp/sender.h"
 
 namespace xmesh::transport {
 namespace {

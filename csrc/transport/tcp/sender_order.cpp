@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "transport/tcp/connection.h"
+#include "transport/tcp/sender.h"
 
 namespace xmesh::transport {
 

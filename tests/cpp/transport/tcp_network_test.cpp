@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "transport/alone.h"
-#include "transport/tcp/connection.h"
+#include "transport/tcp/sender.h"
 #include "transport/tcp/network.h"
 
 namespace xmesh::transport::test {

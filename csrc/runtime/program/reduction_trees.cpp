@@ -1,4 +1,4 @@
-#include "runtime/reduction_trees.h"
+#include "runtime/program/reduction_trees.h"
 
 #include <algorithm>
 #include <map>
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "runtime/program_order.h"
+#include "runtime/program/plan_checks.h"
 
 namespace xmesh::runtime {
 namespace {

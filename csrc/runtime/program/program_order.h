@@ -15,13 +15,4 @@ namespace xmesh::runtime {
 /// are incomplete or come twice.
 std::vector<core::Message> orderedMessages(const core::ReshardingPlan& plan, int64_t global_rank, int64_t max_message_bytes);
 
-/// Throws InvalidArgument unless the message names a task, a part of its elements and two ranks.
-void checkMessage(const core::ReshardingPlan& plan, const core::Message& message);
-
-/// The contribution of a slice that `global_rank` holds, or -1.
-int64_t contributionOf(const core::Holders& holders, int64_t global_rank);
-
-/// "task 3 (tensor 0, [0:4, 2:8])"
-std::string taskStr(const core::ReshardingPlan& plan, int64_t task);
-
 }  // namespace xmesh::runtime

@@ -8,7 +8,7 @@
 
 #include "core/error.h"
 #include "runtime/plans.h"
-#include "runtime/program.h"
+#include "runtime/program/program.h"
 #include "runtime/random_plan.h"
 #include "runtime/reshard_case.h"
 

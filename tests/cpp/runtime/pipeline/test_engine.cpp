@@ -8,7 +8,7 @@
 
 #include "core/error.h"
 #include "core/pipeline/generators.h"
-#include "runtime/engine.h"
+#include "runtime/pipeline/engine.h"
 
 namespace xmesh::runtime {
 namespace {

@@ -1,4 +1,4 @@
-#include "runtime/engine.h"
+#include "runtime/pipeline/engine.h"
 
 #include <algorithm>
 #include <chrono>

@@ -9,8 +9,8 @@
 #include "core/resharding/plan_resharding.h"
 #include "random_layouts.h"
 #include "runtime/plans.h"
-#include "runtime/program.h"
-#include "runtime/tracks.h"
+#include "runtime/program/program.h"
+#include "runtime/program/tracks.h"
 
 namespace xmesh::runtime {
 namespace {

@@ -1,4 +1,4 @@
-#include "runtime/tracks.h"
+#include "runtime/program/tracks.h"
 
 namespace xmesh::runtime {
 

@@ -8,8 +8,8 @@
 
 #include "core/resharding/plan.h"
 #include "runtime/box_copy.h"
+#include "runtime/program/tracks.h"
 #include "runtime/reduce.h"
-#include "runtime/tracks.h"
 
 namespace xmesh::runtime {
 

@@ -1,4 +1,4 @@
-#include "runtime/program.h"
+#include "runtime/program/program.h"
 
 #include <algorithm>
 #include <map>
@@ -9,7 +9,8 @@
 
 #include "core/error.h"
 #include "core/tiling.h"
-#include "runtime/program_order.h"
+#include "runtime/program/plan_checks.h"
+#include "runtime/program/program_order.h"
 
 namespace xmesh::runtime {
 namespace {

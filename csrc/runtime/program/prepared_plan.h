@@ -7,7 +7,7 @@
 
 #include "core/resharding/plan.h"
 #include "runtime/agreement/participants.h"
-#include "runtime/program.h"
+#include "runtime/program/program.h"
 
 namespace xmesh::runtime {
 
