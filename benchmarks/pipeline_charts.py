@@ -47,9 +47,16 @@ def _draw(path: Path, bars: Sequence[Bar], *, title: str, unit: str, mark: str) 
     figure = new_figure(max(7.0, 1.5 + 0.3 * len(groups) * (len(methods) + 1.5)), 4.2)
     axes = figure.add_subplot()
     draw_bars(axes, bars, groups=groups, colors=colors)
+    axes.set_xticks(range(len(groups)), [_in_two_lines(group) for group in groups], fontsize=9)
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=9)
     handles: list[Any] = [Rectangle((0, 0), 1, 1, color=colors[method]) for method in methods]
     line = Line2D([0], [0], color="black", lw=1.4)
     axes.legend([*handles, line], [*methods, mark], fontsize=7, ncols=min(4, len(methods) + 1))
     save_figure(figure, path)
+
+
+def _in_two_lines(point: str) -> str:
+    """ "2x1->1x2 n2 m16 r0.5" with what is measured above its sizes: neighbors do not touch."""
+    what, _, sizes = point.partition(" ")
+    return f"{what}\n{sizes}"

@@ -2,6 +2,8 @@
 
 import csv
 import io
+import itertools
+import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from torch_xmesh.palette import ACTIONS
 from torch_xmesh.pipeline import Costs, EdgeCosts, Schedule, StageCosts, simulate
 from torch_xmesh.pipeline.engine.auto import first_schedule
 from torch_xmesh.pipeline.engine.setup import schedule_of
@@ -213,3 +216,8 @@ def test_plot(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     simulate(schedule, Costs.uniform(4, stage=stage, edge=0.5)).plot(path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_actions_have_colors_that_differ() -> None:
+    colors = [[int(color[at : at + 2], 16) for at in (1, 3, 5)] for _, color in ACTIONS.values()]
+    assert min(math.dist(*pair) for pair in itertools.combinations(colors, 2)) > 40

@@ -9,20 +9,22 @@ if TYPE_CHECKING:
 ACTIONS = {
     "F": ("forward", "#4477aa"),
     "B": ("backward", "#228833"),
-    "I": ("input gradient", "#66bb77"),
-    "W": ("weight gradient", "#aacc55"),
-    "wait": ("waiting for a value", "#dddddd"),
-    "before": ("before the first action", "#f2f2f2"),
-    "gradients": ("sums of gradients", "#aa3377"),
-    "losses": ("losses", "#cc8899"),
-    "buffers": ("buffers", "#ddb8c4"),
-    "between": ("between actions", "#eeeeee"),
-    "drain": ("until it has left", "#e4e4e4"),
-    "schedule": ("choice of a schedule", "#bbbbbb"),
-    "send": ("sent", "#ccbb44"),
+    "I": ("input gradient", "#5fc77e"),
+    "W": ("weight gradient", "#b5d33d"),
+    "wait": ("waiting for a value", "#d3d3d3"),
+    "before": ("before the first action", "#f0d9a8"),
+    "between": ("between actions", "#7a7a7a"),
+    "drain": ("until it has left", "#b79fd6"),
+    "gradients": ("gradients, summed over data shards", "#aa3377"),
+    "tied": ("gradients of tied parameters", "#4b1d63"),
+    "losses": ("losses", "#ee8833"),
+    "buffers": ("buffers", "#44bbdd"),
+    "schedule": ("choice of a schedule", "#8a5a2b"),
+    "send": ("sent", "#c9a514"),
     "receive": ("received", "#ee6677"),
+    "idle": ("idle", "#ffffff"),
 }
-"""By kind of action: what it is called, and its color."""
+"""By kind of action: what it is called, and its color. White, the ground, is what nothing was done in."""
 
 METHODS = {
     "auto": "#004d40",
@@ -60,6 +62,12 @@ def colors_of(methods: list[str]) -> list[str]:
         others = (one for one in _OTHERS if one not in colors)
         colors.append(METHODS[method] if method in METHODS else next(others, "#cccccc"))
     return colors
+
+
+def ink_on(color: str) -> str:
+    """The color, black or white, in which text can be read on this one ("#rrggbb")."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "black" if 299 * red + 587 * green + 114 * blue > 150_000 else "white"
 
 
 def new_figure(width: float, height: float) -> "Figure":

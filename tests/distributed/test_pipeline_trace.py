@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -66,6 +67,25 @@ def test_trace_timeline_summary(tmp_path: Path) -> None:
     assert sum(event["ph"] == "b" for event in events) == 24
     assert (tmp_path / "timeline.png").stat().st_size > 1000
     _check_causes([event for event in events if event["ph"] != "M"])
+
+
+def afterwards(rank: int, world_size: int) -> list[str]:
+    """What follows the actions on this rank, of a model whose stages share a weight and a norm."""
+    engine = make_engine(Run("tied", ("third",), ([0, 1], [2]), "1f1b"), case_of("tied").build())
+    args, kwargs, target = case_of("tied").batch(8)
+    for number in range(2):
+        with engine.no_sync() if number == 0 else contextlib.nullcontext():
+            engine.step(*args, target=target, **kwargs)
+        if number == 0:
+            assert [name for name, _, _ in engine._steps.after] == ["losses", "buffers"]
+    names = [name for name, _, _ in engine._steps.after]
+    engine.close()
+    return names
+
+
+def test_sums_over_data_shards_and_over_tied_stages_are_told_apart() -> None:
+    after = spawn(afterwards, 3, timeout=60)
+    assert after == [["gradients", "tied", "losses", "buffers"]] * 2 + [["tied", "losses", "buffers"]]
 
 
 def _check_causes(events: list[dict[str, Any]]) -> None:

@@ -171,10 +171,8 @@ class EngineSteps:
             )
         self.entered_ns = entered_ns
         self.after.clear()
-        if is_train and (place.sync.is_needed or place.sharded.is_needed):
-            with self._timed("gradients"):
-                place.sharded.end_step(self.is_sync)
-                place.sync.end_step(self.is_sync)
+        if is_train:
+            self._end_gradients()
         place.sharded.release()
         with self._timed("losses"):
             self._share_losses(state, is_last, call.losses, has_losses=is_train or given.target is not None)
@@ -205,6 +203,18 @@ class EngineSteps:
             return 0
         trained = tuple(parameter.requires_grad for named in self._place.named.values() for parameter in named.values())
         return hash((order.sizes, next(reversed(self._sized)), trained)) & (2**63 - 1)
+
+    def _end_gradients(self) -> None:
+        sharded, sync = self._place.sharded, self._place.sync
+        if sharded.is_needed or (self.is_sync and sync.has_shards):
+            with self._timed("gradients"):
+                sharded.end_step(self.is_sync)
+                if self.is_sync:
+                    sync.sum_shards()
+        if self.is_sync and sync.has_tied:
+            with self._timed("tied"):
+                sync.sum_tied()
+        sync.end_step(self.is_sync)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_xmesh.palette import ACTIONS, new_figure
+from torch_xmesh.palette import ACTIONS, ink_on, new_figure
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 
 Action = tuple[int, str, float, float]
@@ -41,7 +41,8 @@ def plot_simulation(
         )
         if len(actions) <= _MAX_LABELS:
             text = microbatch if schedule.num_stages == schedule.num_places else f"{stage}.{microbatch}"
-            axes.text((start + end) / 2, place, text, ha="center", va="center", fontsize=6, color="white")
+            ink = ink_on(ACTIONS[kind][1])
+            axes.text((start + end) / 2, place, text, ha="center", va="center", fontsize=6, color=ink)
     for is_sender, offset, color in ((True, 0.32, ACTIONS["send"][1]), (False, 0.42, ACTIONS["receive"][1])):
         lanes: dict[int, list[tuple[float, float]]] = {}
         for from_stage, to_stage, _, _, start, end in transfers:

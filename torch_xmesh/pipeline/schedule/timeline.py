@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_xmesh.palette import ACTIONS, new_figure
+from torch_xmesh.palette import ACTIONS, ink_on, new_figure
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import ActionSpan, Costs, EdgeCosts, StageCosts, simulate
 
@@ -20,6 +20,7 @@ _COLUMNS = {
     "W": "weight grads s",
     "wait": "waiting s",
     "gradients": "after s",
+    "tied": "after s",
     "losses": "after s",
     "buffers": "after s",
     "schedule": "after s",
@@ -40,7 +41,8 @@ class Event:
     Attributes:
         lane: "compute", or "transfer" for what moved meanwhile.
         name: the action ("2F0"), "wait 2F0", "before" its first action, what moved, or what follows the actions:
-            "gradients" (their sums over data shards and tied stages), "losses", "buffers", "schedule" (its choice);
+            "gradients" (their sums over data shards), "tied" (those of tied parameters over their stages), "losses",
+            "buffers", "schedule" (its choice), each with waiting for the ranks that take part;
             "between" for the engine's own time between actions, "drain" until what was sent has left.
     """
 
@@ -222,7 +224,7 @@ def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[A
         fits = width / scale / length * 0.86 * _INCHES > len(event.name) * _CHARACTER_INCHES
         if event.kind in "FBIW" and fits:
             at = (event.begin + event.end) / 2 * scale
-            axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color="white")
+            axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color=ink_on(color))
     for rank, spans in (simulated or {}).items():
         for span in spans:
             width, kind = span.end_seconds - span.start_seconds, span.action.strip("0123456789")
@@ -234,12 +236,15 @@ def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[A
     axes.invert_yaxis()
     note = "; thin row above: simulated with this step's costs" if simulated else ""
     axes.set_xlabel(f"{unit} since the first rank entered the step; 1F0: stage 1, forward, microbatch 0{note}")
-    kinds = {event.kind for event in events}
-    handles = [Patch(color=color, label=text) for kind, (text, color) in ACTIONS.items() if kind in kinds]
-    if handles:
-        figure.legend(
-            handles=handles, loc="upper center", ncols=min(len(handles), 7), fontsize=7, frameon=False, handlelength=1.2
-        )
+    kinds = {event.kind for event in events} | {"idle"}
+    handles = [
+        Patch(facecolor=color, edgecolor="#7a7a7a", linewidth=0.4, label=text)
+        for kind, (text, color) in ACTIONS.items()
+        if kind in kinds
+    ]
+    figure.legend(
+        handles=handles, loc="upper center", ncols=min(len(handles), 6), fontsize=7, frameon=False, handlelength=1.2
+    )
     figure.tight_layout(rect=(0, 0, 1, 0.9))
     figure.savefig(path)
 

@@ -220,9 +220,14 @@ class GradientSync:
         return Move.of(one.parameter.shape, one.parameter.dtype, (src.whole, there), (dst.whole, here))
 
     @property
-    def is_needed(self) -> bool:
-        """Whether any parameter has copies with gradients of their own, or one that may lie otherwise than it."""
-        return bool(self._parameters) or bool(self._dtensors) or bool(self._refused)
+    def has_shards(self) -> bool:
+        """Whether any parameter has copies on other data shards, or a gradient that may lie otherwise than it."""
+        return bool(self._lines) or bool(self._dtensors)
+
+    @property
+    def has_tied(self) -> bool:
+        """Whether any parameter is another place's too."""
+        return bool(self._ties_together)
 
     def check_step(self) -> None:
         """Whether a step may begin; nothing is changed.
@@ -268,25 +273,31 @@ class GradientSync:
     def _is_as_left(grad: torch.Tensor, left: _Unsummed) -> bool:
         return left.own is None or (grad is left.shown and local_of(grad)._version == left.version)
 
-    def end_step(self, is_sync: bool) -> None:
-        """Sums the step's gradients, or leaves that to a later step.
+    def sum_shards(self) -> None:
+        """Sums the step's gradients over the data axis.
 
         Raises:
             ValueError: ranks train other parameters.
         """
-        self._is_synced = is_sync
-        if not is_sync:
-            self._show()
-            return
         for dtensor in self._dtensors:
             settle_gradient(dtensor)
         for line in self._lines:
             for number, bucket in enumerate(line.find_buckets()):
                 self._sum_bucket(f"gradients/{line.stage}/{number}", line.mesh, bucket)
+
+    def sum_tied(self) -> None:
+        """Sums those of tied parameters over their places, after :meth:`sum_shards`; raises as that."""
         trained = {p for together in self._ties_together if together.end()[0] for p in together.parameters}
         for one in self.tied:
             if one.parameter in trained:
                 self._sum_tied(one)
+
+    def end_step(self, is_sync: bool) -> None:
+        """Adds what was there before the step; `is_sync`: the step's own gradients are summed."""
+        self._is_synced = is_sync
+        if not is_sync:
+            self._show()
+            return
         for parameter, held in self._set_aside.items():
             parameter.grad = held if parameter.grad is None else held.add_(parameter.grad)
         self._set_aside.clear()
