@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from itertools import product
@@ -53,6 +54,19 @@ def test_the_suites_have_the_published_sizes() -> None:
         assert case.num_bytes == pytest.approx(64 * MIB, rel=0.25)
     for case in suite("table2", 64 * MIB).values():
         assert case.num_bytes == pytest.approx(64 * MIB, rel=0.05)
+
+
+def test_the_page_says_what_the_published_cases_are() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    for name, case in suite("table2", 64 * MIB).items():
+        (layout,) = case.tensors
+        ways = []
+        for mesh, placements in ((case.src_mesh, layout.src), (case.dst_mesh, layout.dst)):
+            short = [re.sub(r"(Shard|Replicate)\((\d?)\)", lambda one: one[1][0] + one[2], text) for text in placements]
+            ways.append(f"{'x'.join(map(str, mesh.shape))}, {' '.join(short)}")
+        mib = bound_seconds(case, host_of, [float(MIB)] * 5)
+        row = f"| {name} | {layout.shape} | {' | '.join(ways)} | {len(overlaps(case))} | {mib:g} MiB |"
+        assert row in page
 
 
 def test_unit_tasks_match_the_published_numbers() -> None:
