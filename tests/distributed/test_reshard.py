@@ -275,5 +275,5 @@ def test_forms_of_calls() -> None:
     spawn(everything, 4)
 
 
-def test_as_cpu_and_cuda_backend() -> None:
+def test_cpu_tensors_on_a_group_for_cpu_and_cuda() -> None:
     spawn(every_dtype, 4, backend="cpu:xmesh,cuda:xmesh")
