@@ -3,6 +3,7 @@ links lead somewhere."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -21,7 +22,10 @@ README_LINES = 180
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+    text = PAGES[page].read_text()
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(found) == text.count(f"```{language}"), f"{page} has a block of {language} that is not understood here"
+    return found
 
 
 def script_of(page: str) -> str:
@@ -63,10 +67,19 @@ def test_commands_print_what_stands_there(page: str, capsys: pytest.CaptureFixtu
         assert actual == printed.rstrip().splitlines()
 
 
-@pytest.mark.parametrize("page", [*PAGES, "csrc/README.md", "tests/README.md", "benchmarks/README.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def links(page: str) -> list[tuple[str, str]]:
+    """(target, anchor) of each link of a page."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text)
+    assert len(found) == text.count("]("), f"{page} has a link that is not understood here"
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in (*PAGES, "csrc/README.md", "tests/README.md", "benchmarks/README.md") if links(page)]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in links(page):
         if target.startswith("http"):
             continue
         found = ((ROOT / page).parent / target).resolve() if target else ROOT / page
@@ -77,12 +90,14 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_rooms_and_their_tests_exist() -> None:
-    for row in re.findall(r"^\| `.*$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE):
-        rooms, guards = row.strip("| ").split(" | ", 1)
-        for pattern in re.findall(r"`([\w./*]+)`", rooms):
-            assert list(ROOT.glob(pattern.rstrip("/"))), pattern
-        for pattern in re.findall(r"`([\w./*]+)`", guards):
-            assert list((ROOT / "tests").glob(pattern.rstrip("/"))), pattern
+    _, _, table = (ROOT / "tests" / "README.md").read_text().partition("\n|---|---|\n")
+    rows = [row.strip("| ").split(" | ", 1) for row in table.splitlines() if row.startswith("| ")]
+    rooms_of, guards_of = ([re.findall(r"`([\w./*]+)`", row[column]) for row in rows] for column in (0, 1))
+    assert any(rooms_of)
+    assert all(guards_of), "a row names no test"
+    for folder, named in ((ROOT, rooms_of), (ROOT / "tests", guards_of)):
+        for pattern in itertools.chain(*named):
+            assert list(folder.glob(pattern.rstrip("/"))), pattern
 
 
 def test_the_readme_is_short() -> None:
