@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+# Benchmarks are scripts, run by path: what they share with the examples is not beside them.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from train_gpt import ALPHABET, CONTEXT, GPT

@@ -175,7 +175,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Ranks import this file by its name, from the server that has it already.
-    sys.path.insert(0, HERE)
     os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     import peer_suite
 

@@ -11,13 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from progress import Listener, Progress
+
+from torch_xmesh.testing.cluster import network
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from progress import Listener, Progress  # noqa: E402
-
-from torch_xmesh.testing.cluster import network  # noqa: E402
 
 
 class Terminal(io.StringIO):

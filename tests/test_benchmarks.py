@@ -9,27 +9,24 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import case_file
+import cases as bench_cases
+import disturbance
 import numpy as np
 import pytest
 import torch
+from harness import wrong_note
+from methods import RankData, pattern
+from overlaps import Box, bound_seconds, overlaps, tile
+from random_layouts import random_layout
+from reshard_records import Record, cells, live_table
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from torch_xmesh import _C
+from torch_xmesh.testing.cluster import unavailable_reason
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import case_file  # noqa: E402
-import cases as bench_cases  # noqa: E402
-import disturbance  # noqa: E402
-from harness import wrong_note  # noqa: E402
-from methods import RankData, pattern  # noqa: E402
-from overlaps import Box, bound_seconds, overlaps, tile  # noqa: E402
-from random_layouts import random_layout  # noqa: E402
-from reshard_records import Record, cells, live_table  # noqa: E402
-
-from torch_xmesh import _C  # noqa: E402
-from torch_xmesh.testing.cluster import unavailable_reason  # noqa: E402
-
 MIB = 1 << 20
 
 

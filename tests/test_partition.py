@@ -1,14 +1,9 @@
 """Stages run one after another equal the whole model: outputs bitwise, gradients over one autograd graph, buffers."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import Case, cases, small
 from partition_cases import SPLITS, assert_same, cut, gradients, twin
 

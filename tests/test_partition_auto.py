@@ -1,17 +1,12 @@
 """Splits chosen by measured time and memory."""
 
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import cases
 from partition_cases import assert_same, cut
+from torch import nn
 
 from torch_xmesh.pipeline.cut.partition import SplitAt
 from torch_xmesh.pipeline.cut.profile import balance, choose_split

@@ -1,17 +1,12 @@
 """What split="auto" says that stages hold, against what autograd keeps of the stages themselves."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import cases
 from partition_cases import cut
+from torch import nn
 
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
 from torch_xmesh.pipeline.cut.partition import SplitAt, split_at

@@ -1,16 +1,10 @@
 """Models and arguments that cannot be cut or bound: each refusal says what and where."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import cases, small
 from partition_cases import cut
+from torch import nn
 
 from torch_xmesh.pipeline.cut.partition import partition, split_at
 

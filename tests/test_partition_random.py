@@ -1,15 +1,10 @@
 """Random models with random skips, cut at random: stages give the model's output and gradients."""
 
 import copy
-import sys
-from pathlib import Path
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models.random_graph import KINDS, Graph
 
 from torch_xmesh.pipeline.cut.partition import partition, split_at

@@ -1,16 +1,11 @@
 """Ready stage modules: a chain, in one process or several."""
 
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import small
+from torch import nn
 
 from torch_xmesh.pipeline.cut.partition import partition
 from torch_xmesh.pipeline.cut.ready import StageSignature

@@ -5,18 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import cases
 from models.language import GPT, Encoder
+from torch import nn
 
 from torch_xmesh.pipeline.cut.partition import partition, split_at
 

@@ -1,16 +1,10 @@
 """What crosses stages, and what training changes: ties, skips, masks, modes, random numbers, changes in place."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import cases
 from partition_cases import assert_same, cut
+from torch import nn
 
 from torch_xmesh.pipeline.cut.partition import partition, split_at
 

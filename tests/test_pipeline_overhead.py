@@ -1,15 +1,10 @@
 """The overhead benchmark counts actions as torch does, and takes the bare stage away."""
 
 import math
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import pipeline_overhead
+import pytest
+import torch
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, (32, 32)), (1, (32, 64)), (3, (32, 32))])

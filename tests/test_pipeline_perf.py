@@ -10,20 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pipeline_docs
+import pipeline_models
 import pytest
 import torch
+from pipeline_charts import plot_overhead
+from pipeline_methods import ranks_of_groups
+from pipeline_records import OverheadRecord, Record, overhead_rows, rival_of, rows
+from pipeline_suites import Buffers
+from pipeline_worker import count_wrong, serial_gradients
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import pipeline_docs  # noqa: E402
-import pipeline_models  # noqa: E402
-from pipeline_charts import plot_overhead  # noqa: E402
-from pipeline_methods import ranks_of_groups  # noqa: E402
-from pipeline_records import OverheadRecord, Record, overhead_rows, rival_of, rows  # noqa: E402
-from pipeline_suites import Buffers  # noqa: E402
-from pipeline_worker import count_wrong, serial_gradients  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     "paced": {

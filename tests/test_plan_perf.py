@@ -2,17 +2,12 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
+import plan_perf
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import plan_perf  # noqa: E402
-from hard import BROADCASTS  # noqa: E402
-from plan_bars import PlanRecord, percentile, quality_lines, time_line  # noqa: E402
+from hard import BROADCASTS
+from plan_bars import PlanRecord, percentile, quality_lines, time_line
 
 STRIPED_64, STRIPED_256 = "striped:num_chunks=64", "striped:num_chunks=256"
 

@@ -2,24 +2,19 @@
 hard layouts are what their bound and plans say."""
 
 import json
-import sys
 from pathlib import Path
 
+import hard
 import numpy as np
 import pytest
+import reshard_charts
+import reshard_perf
+from cases import Case, random_case
+from overlaps import bound_seconds
+from reshard_records import Record
+from run_budget import Cost, further_runs, shares
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import hard  # noqa: E402
-import reshard_charts  # noqa: E402
-import reshard_perf  # noqa: E402
-from cases import Case, random_case  # noqa: E402
-from overlaps import bound_seconds  # noqa: E402
-from reshard_records import Record  # noqa: E402
-from run_budget import Cost, further_runs, shares  # noqa: E402
-
-from torch_xmesh.palette import colors_of  # noqa: E402
+from torch_xmesh.palette import colors_of
 
 COSTS = {
     "auto": Cost(1.0, 1.5),

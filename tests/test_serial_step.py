@@ -1,18 +1,13 @@
 """The oracle of pipelines against one backward over the whole batch."""
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import cases, small, vision
 from partition_cases import assert_same, cut, gradients
+from torch.nn import functional as F
 
 from torch_xmesh.pipeline.cut.partition import partition, split_at
 from torch_xmesh.testing.serial import serial_step

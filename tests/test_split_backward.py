@@ -5,25 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import Case
 from models.backward import CASES, BackwardCase
 from models.random_backward import WIDTH, RandomModule, random_plan
 from partition_cases import SPLITS, cut, twin
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from torch_xmesh.split_backward import split_backward
 

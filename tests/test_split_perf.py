@@ -1,19 +1,14 @@
 """The benchmark of split backwards: small models through its functions, and its bars on made-up records."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import split_perf
 import torch
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import split_perf  # noqa: E402
-from split_measure import follow_memory, time_backwards  # noqa: E402
-from split_models import (  # noqa: E402
+from split_measure import follow_memory, time_backwards
+from split_models import (
     FULL,
     GRAD,
     MODELS,
@@ -31,7 +26,7 @@ from split_models import (  # noqa: E402
     transformer,
     transformer_eager,
 )
-from split_records import MemoryRecord, TimeRecord, bar_lines, error_lines, model_row  # noqa: E402
+from split_records import MemoryRecord, TimeRecord, bar_lines, error_lines, model_row
 
 SMALL: list[Callable[[], Model]] = [
     lambda: linear(2, 8, 4),

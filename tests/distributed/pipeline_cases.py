@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import Case, cases
+from models.random_graph import Graph, random_plan
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from models import Case, cases
-from models.random_graph import Graph, random_plan
 
 import torch_xmesh as xm
 from torch_xmesh.pipeline.cut.partition import partition

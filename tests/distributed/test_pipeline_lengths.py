@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models.language import GPT, Block
 from pipeline_cases import compare
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from models.language import GPT, Block
 
 import torch_xmesh as xm
 from torch_xmesh.testing import serial_step, spawn

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from pipeline_cases import Run, train_and_compare
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from test_schedule import TORCHS, torch_csv
 
 import torch_xmesh as xm
