@@ -35,7 +35,7 @@ pipeline::StageRunner::Forward forwardOf(py::object function) {
 
 std::vector<PipelineTraffic::Prepared> constPlans(const Plans& plans) { return {plans.begin(), plans.end()}; }
 
-void run(PipelinePlace& place, const std::vector<core::Action>& actions, pipeline::StepInputs inputs, pipeline::PlaceStepPlans plans) {
+void run(PipelinePlace& place, const std::vector<core::Action>& actions, pipeline::StepInputs inputs, pipeline::StepTransfers plans) {
   withoutGil([&] { place.run(actions, std::move(inputs), std::move(plans)); });
 }
 
@@ -70,8 +70,8 @@ void bindTraffic(py::module_& module) {
           "begin",
           [](PipelineTraffic& self, const std::string& lane, uint64_t count, const std::shared_ptr<PreparedPlan>& prepared,
              const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
-            PipelineTraffic::Call call = self.begin(self.lane(lane), count, prepared, src, dst,
-                                                    [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
+            PipelineTraffic::CallHandle call = self.begin(self.lane(lane), count, prepared, src, dst,
+                                                          [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
             self.flush();
             return call;
           },

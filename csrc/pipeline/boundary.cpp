@@ -9,7 +9,7 @@ namespace xmesh::pipeline {
 
 using runtime::Transfer;
 
-void PipelineBoundary::beginStep(PlaceStepPlans plans) {
+void PipelineBoundary::beginStep(StepTransfers plans) {
   plans_ = std::move(plans);
   for (size_t i = lanes_.size(); i < plans_.edges.size(); ++i) {
     lanes_.push_back({traffic_->lane(plans_.edges[i]->lane), traffic_->lane(plans_.edges[i]->lane + "/gradient")});
@@ -49,13 +49,13 @@ PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, cons
   const EdgeValues& edge = flights_.edges()[index];
   const uint64_t count = plans_.first_microbatch + static_cast<uint64_t>(transfer.microbatch);
   const int64_t begin_ns = runtime::steadyNanoseconds();
-  PipelineTraffic::Call call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer), src,
-                                               dst, [transfer, from = edge.from, to = edge.to, step = plans_.step, plans] {
-                                                 return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") + plans->values +
-                                                        "] from stage " + std::to_string(transfer.is_gradient ? to : from) + " to stage " +
-                                                        std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
-                                                        std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
-                                               });
+  PipelineTraffic::CallHandle call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer),
+                                                     src, dst, [transfer, from = edge.from, to = edge.to, step = plans_.step, plans] {
+                                                       return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") +
+                                                              plans->values + "] from stage " + std::to_string(transfer.is_gradient ? to : from) +
+                                                              " to stage " + std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
+                                                              std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
+                                                     });
   return {std::move(call), {transfer, is_send, begin_ns, 0}, std::move(dst)};
 }
 

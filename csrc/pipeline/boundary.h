@@ -24,7 +24,7 @@ struct EdgePlans {
 };
 
 /// What one step's transfers are given.
-struct PlaceStepPlans {
+struct StepTransfers {
   uint64_t step = 0;
   uint64_t first_microbatch = 0;                        ///< how many all earlier steps had together
   std::vector<std::shared_ptr<const EdgePlans>> edges;  ///< one per edge of the place; unused where the edge is local
@@ -44,7 +44,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
  public:
   PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, Flights& flights) : traffic_(std::move(traffic)), flights_(flights) {}
 
-  void beginStep(PlaceStepPlans plans);
+  void beginStep(StepTransfers plans);
   void endStep();
 
   void postReceive(const runtime::Transfer& transfer) override;
@@ -62,7 +62,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
  private:
   /// A transfer that has been begun.
   struct Pending {
-    PipelineTraffic::Call call;
+    PipelineTraffic::CallHandle call;
     TrafficSpan span;
     std::vector<at::Tensor> buffers;  ///< that receive
   };
@@ -79,7 +79,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   Flights& flights_;
   TensorPool pool_;
   std::vector<EdgeLanes> lanes_;  ///< by edge
-  PlaceStepPlans plans_;
+  StepTransfers plans_;
   std::map<runtime::Transfer, Pending> receives_;
   std::deque<Pending> sends_;
   std::vector<TrafficSpan> spans_;

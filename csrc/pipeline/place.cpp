@@ -27,7 +27,7 @@ std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
   return out;
 }
 
-void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans) {
+void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, StepTransfers plans) {
   std::vector<core::Action> own;
   std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return flights_.has(action.stage); });
   const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());

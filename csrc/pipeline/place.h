@@ -21,7 +21,7 @@ class PipelinePlace {
   PipelinePlace& operator=(const PipelinePlace&) = delete;
 
   /// Runs those of `actions` once that are of this rank's stages; its place may have more. Whatever it throws, nothing of the step is left behind.
-  void run(const std::vector<core::Action>& actions, StepInputs inputs, PlaceStepPlans plans);
+  void run(const std::vector<core::Action>& actions, StepInputs inputs, StepTransfers plans);
   const runtime::Engine& engine() const { return *engine_; }
   const PipelineBoundary& boundary() const { return boundary_; }
   const StageRunner& runner() const { return runner_; }

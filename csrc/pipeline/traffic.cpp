@@ -56,8 +56,8 @@ PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
   return known->second;
 }
 
-PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
-                                             const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
+PipelineTraffic::CallHandle PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
+                                                   const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
   runtime::TransferRequest request;
   request.movement = c10d_backend::ReshardGroup::movementOf(prepared, src, dst);
   request.key = runtime::CallKey{participants_, lane.key, count};
@@ -67,7 +67,7 @@ PipelineTraffic::Call PipelineTraffic::begin(Lane lane, uint64_t count, const Pr
   return group_->service().transfer(std::move(request));
 }
 
-void PipelineTraffic::wait(const Call& call) {
+void PipelineTraffic::wait(const CallHandle& call) {
   if (const std::chrono::milliseconds timeout = group_->timeout(); timeout.count() > 0) {
     if (call->wait(timeout)) {
       return;

@@ -16,7 +16,7 @@ namespace xmesh::pipeline {
 /// tied to one watch: a rank that fails, is lost or refuses ends them on all ranks. Threading: one thread; fail() on any. No method needs the GIL.
 class PipelineTraffic {
  public:
-  using Call = std::shared_ptr<runtime::ReshardCall>;
+  using CallHandle = std::shared_ptr<runtime::ReshardCall>;
   using Prepared = std::shared_ptr<const runtime::PreparedPlan>;
   /// Transfers that are numbered together.
   struct Lane {
@@ -38,12 +38,12 @@ class PipelineTraffic {
   /// The transfers from now on are of the next phase, the same on all ranks: a phase is one thing that all of them do together.
   void beginPhase() { ++phase_; }
   /// Transfer number `count` of a lane, which starts with the next flush(); `what` tells for error texts what it carries.
-  Call begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
-             std::function<std::string()> what);
+  CallHandle begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
+                   std::function<std::string()> what);
   /// Starts the transfers begun since the last time; together they wake the network's thread once.
   void flush() { group_->service().flush(); }
   /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with.
-  void wait(const Call& call);
+  void wait(const CallHandle& call);
   /// Throws what the pipeline has failed with, if it has.
   void check() const;
   bool hasFailed() const { return watch_->failure().has_value(); }
@@ -65,7 +65,7 @@ class PipelineTraffic {
   const uint64_t participants_;
   std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
-  Call watch_;
+  CallHandle watch_;
   uint64_t phase_ = 0;
   uint64_t num_meetings_ = 0;
   const runtime::ForkMark fork_;

@@ -14,8 +14,9 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
       transport_(transport),
       call_(call),
       group_rank_of_peer_(std::move(group_rank_of_peer)),
-      pool_(pool),
-      on_done_(std::move(on_done)) {
+      staging_(pool, *this),
+      on_done_(std::move(on_done)),
+      reductions_(*program_, boxes_, staging_) {
   const Program& todo = *program_;
   todo.checkLocalTensors(src, dst);
   if (group_rank_of_peer_.size() != todo.peer_ranks.size()) {
@@ -39,8 +40,6 @@ HostExecutor::HostExecutor(std::shared_ptr<const Program> program, transport::Ho
   num_sent_.assign(todo.peer_ranks.size(), 0);
   num_received_.assign(todo.peer_ranks.size(), 0);
   send_buffers_.resize(staged_sends_.empty() ? 0 : todo.sends.size());
-  reduce_states_.resize(todo.reductions.size());
-  has_arrived_.resize(todo.reductions.empty() ? 0 : todo.receives.size());
   num_open_ = todo.numSends() + todo.numReceives() + static_cast<int64_t>(todo.copies.size());
 }
 
@@ -62,7 +61,7 @@ void HostExecutor::cancel() {
   }
   closeTracks();
   transportGone();
-  pool_.serve();
+  staging_.pool().serve();
 }
 
 void HostExecutor::closeTracks() {
@@ -78,7 +77,7 @@ void HostExecutor::transportGone() {
   phase_ = Phase::kCanceled;
   dropTasks();
   releaseAll();
-  pool_.forget(*this);
+  staging_.forget();
 }
 
 void HostExecutor::onSent(int64_t cookie) { handle({EventKind::kSent, static_cast<int32_t>(cookie)}); }
@@ -135,7 +134,7 @@ void HostExecutor::process(Event event) {
       return postWaitingSends();
     case EventKind::kPack:
       will_pack_ = false;
-      has_released_ = true;  // others may have waited behind what was put off
+      staging_.wakeOthers();  // they may have waited behind what was put off
       return postWaitingSends();
     case EventKind::kUnpack:
       return unpackSlice();
@@ -149,11 +148,11 @@ void HostExecutor::takeSent(int32_t index) {
   --num_open_;
   ++num_sent_[static_cast<size_t>(step.peer)];
   if (step.reduction >= 0) {
-    release(reduce_states_[static_cast<size_t>(step.reduction)].staged);
+    reductions_.release(step.reduction);
     postReceives();
   } else if (!send_buffers_.empty() && send_buffers_[static_cast<size_t>(index)]) {
     unpackBeforeRelease(index);
-    release(send_buffers_[static_cast<size_t>(index)]);
+    staging_.release(send_buffers_[static_cast<size_t>(index)]);
     postWaitingSends();
   }
 }
@@ -164,18 +163,15 @@ void HostExecutor::settle() {
     phase_ = Phase::kDone;
     dropTasks();
     closeTracks();
-    pool_.forget(*this);
-    pool_.serve();
+    staging_.forget();
+    staging_.pool().serve();
     const std::function<void()> on_done = std::move(on_done_);
     if (on_done) {
       on_done();
     }
     return;
   }
-  if (has_released_) {
-    has_released_ = false;
-    pool_.serve();
-  }
+  staging_.serve();
 }
 
 void HostExecutor::begin() {
@@ -216,29 +212,15 @@ void HostExecutor::copySlice() {
   }
 }
 
-void HostExecutor::release(StagingBuffer& buffer) {
-  pool_.release(buffer, *this);
-  buffer = {};
-  has_released_ = true;
-}
-
 void HostExecutor::releaseAll() {
   packed_arrivals_.clear();
   for (StagingBuffer& buffer : send_buffers_) {
-    if (buffer) {
-      release(buffer);
-    }
+    staging_.release(buffer);
   }
   for (StagingBuffer& buffer : receive_buffers_) {
-    if (buffer) {
-      release(buffer);
-    }
+    staging_.release(buffer);
   }
-  for (ReduceState& state : reduce_states_) {
-    if (state.staged) {
-      release(state.staged);
-    }
-  }
+  reductions_.releaseAll();
 }
 
 std::vector<PeerProgress> HostExecutor::progress() const {

@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "runtime/box_copy.h"
-#include "runtime/host/staging_pool.h"
+#include "runtime/host/host_reductions.h"
+#include "runtime/host/staging_use.h"
 #include "runtime/peer_progress.h"
 #include "runtime/program/program.h"
 #include "transport/host_transport.h"
@@ -59,13 +60,6 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
     EventKind kind = EventKind::kStart;
     int32_t index = 0;
   };
-  struct ReduceState {
-    std::byte* accumulator = nullptr;  ///< in the destination, or staged
-    StagingBuffer staged;              ///< of a partial sum until it is sent
-    int32_t num_received = 0;          ///< received contributions taken in so far
-    bool is_own_done = false;
-  };
-
   /// What came in packed and is not yet where it belongs.
   struct PackedArrival {
     int32_t receive = 0;
@@ -85,7 +79,6 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void begin();
   void postReceives();
   bool postReceive(int32_t index);
-  bool prepareReduction(int32_t index);
   std::byte* receiveTarget(int32_t index);
   transport::OperationId operationOf(int32_t track) const { return {call_, static_cast<uint32_t>(track)}; }
   void closeTracks();
@@ -114,26 +107,21 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void unpackSoon();
   void unpackSlice();
   void unpackBeforeRelease(int32_t send);
-  void advanceReduction(int32_t index);
-  void accumulateOwn(const ReduceStep& step, const ReduceState& state) const;
-  void finishReduction(const ReduceStep& step, ReduceState& state);
   void onArrival(int32_t arrival);
   void copySlice();
   void releaseAll();
-  void release(StagingBuffer& buffer);
   const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
 
   std::shared_ptr<const Program> program_;
   transport::HostTransport& transport_;
   const uint64_t call_;
   std::vector<int32_t> group_rank_of_peer_;
-  StagingPool& pool_;
+  StagingUse staging_;
   std::function<void()> on_done_;
   std::vector<StridedBox> boxes_;  ///< by slice box
 
   Phase phase_ = Phase::kNew;
   bool is_handling_ = false;
-  bool has_released_ = false;
   std::vector<Event> pending_;  ///< events that came while one was being handled
   int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete
 
@@ -150,9 +138,8 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   std::vector<StagingBuffer> send_buffers_;     ///< by send; empty when nothing is packed
   std::vector<StagingBuffer> receive_buffers_;  ///< by receive; empty when nothing is staged
   PackedArrivals packed_arrivals_;
-  bool will_unpack_ = false;          ///< a kUnpack event is posted
-  std::vector<uint8_t> has_arrived_;  ///< by receive; empty when nothing is reduced
-  std::vector<ReduceState> reduce_states_;
+  bool will_unpack_ = false;  ///< a kUnpack event is posted
+  HostReductions reductions_;
   size_t copy_index_ = 0;                ///< the copy under way
   int64_t copy_element_ = 0;             ///< its first element not copied
   std::shared_ptr<HostExecutor*> self_;  ///< what posted tasks hold: nulled when this ends

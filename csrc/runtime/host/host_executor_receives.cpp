@@ -14,7 +14,7 @@ void HostExecutor::postReceives() {
 
 bool HostExecutor::postReceive(int32_t index) {
   const ReceiveStep& step = program_->receives[static_cast<size_t>(index)];
-  if (step.reduction >= 0 && !prepareReduction(step.reduction)) {
+  if (step.reduction >= 0 && !reductions_.prepare(step.reduction)) {
     return false;
   }
   const int64_t num_bytes = program_->numBytes(step);
@@ -24,7 +24,7 @@ bool HostExecutor::postReceive(int32_t index) {
       receive_buffers_.resize(program_->receives.size());
     }
     StagingBuffer& buffer = receive_buffers_[static_cast<size_t>(index)];
-    buffer = pool_.acquire(StagingKind::kReceive, num_bytes, *this);
+    buffer = staging_.acquire(StagingKind::kReceive, num_bytes);
     if (!buffer) {
       return false;
     }
@@ -42,8 +42,7 @@ std::byte* HostExecutor::receiveTarget(int32_t index) {
   }
   const ReduceStep& reduce = program_->reductions[static_cast<size_t>(step.reduction)];
   const bool is_first = index == reduce.first_receive && reduce.own_after != 0;
-  return is_first && (step.is_sum || reduce.reduction.accumulatesInPlace()) ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
-                                                                            : nullptr;
+  return is_first && (step.is_sum || reduce.reduction.accumulatesInPlace()) ? reductions_.accumulator(step.reduction) : nullptr;
 }
 
 void HostExecutor::takeReceived(int32_t index) {
@@ -51,8 +50,9 @@ void HostExecutor::takeReceived(int32_t index) {
   ++num_received_[static_cast<size_t>(step.peer)];
   if (step.reduction >= 0) {
     --num_open_;
-    has_arrived_[static_cast<size_t>(index)] = 1;
-    advanceReduction(step.reduction);
+    if (reductions_.take(index, receive_buffers_)) {
+      onArrival(program_->reductions[static_cast<size_t>(step.reduction)].arrival);
+    }
   } else if (!receive_buffers_.empty() && receive_buffers_[static_cast<size_t>(index)]) {
     passOn(index);
   } else {
@@ -84,7 +84,7 @@ int64_t HostExecutor::unpack(PackedArrivals::iterator arrival) {
   unpackRange(packed.data, boxOf(step.box), step.begin, step.end, program_->boxes[static_cast<size_t>(step.box)].item_bytes);
   --num_open_;
   if (packed.send < 0) {
-    release(receive_buffers_[static_cast<size_t>(packed.receive)]);
+    staging_.release(receive_buffers_[static_cast<size_t>(packed.receive)]);
   }
   return program_->numBytes(step);
 }

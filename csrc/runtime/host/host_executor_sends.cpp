@@ -62,7 +62,7 @@ void HostExecutor::postHeldUpSends() {
       held = held_up_sends_.upper_bound(index);
     }
   }
-  pool_.withdraw(StagingKind::kSendAhead, *this);
+  staging_.withdraw(StagingKind::kSendAhead);
 }
 
 void HostExecutor::postWaitingSends() {
@@ -74,15 +74,15 @@ void HostExecutor::postWaitingSends() {
 /// says why); whatever is ready takes what there is for overtaking.
 StagingBuffer HostExecutor::acquireSend(int32_t index, int64_t num_bytes) {
   const bool is_first = firstStagedSend() == index;
-  StagingBuffer buffer = is_first ? pool_.acquire(StagingKind::kSend, num_bytes, *this) : StagingBuffer{};
+  StagingBuffer buffer = is_first ? staging_.acquire(StagingKind::kSend, num_bytes) : StagingBuffer{};
   if (buffer) {
     return buffer;
   }
-  buffer = pool_.acquire(StagingKind::kSendAhead, num_bytes, *this);
+  buffer = staging_.acquire(StagingKind::kSendAhead, num_bytes);
   if (!buffer) {
     held_up_sends_.insert(index);
   } else if (is_first) {
-    pool_.withdraw(StagingKind::kSend, *this);
+    staging_.withdraw(StagingKind::kSend);
   }
   return buffer;
 }
@@ -132,7 +132,7 @@ void HostExecutor::pack(int32_t index, StagingBuffer& buffer) {
     StagingBuffer& received = receive_buffers_[static_cast<size_t>(arrival.receive)];
     if (arrival.send < 0 && receive.begin == step.begin && receive.end == step.end && received.capacity == buffer.capacity) {
       std::swap(received.data, buffer.data);
-      release(received);
+      staging_.release(received);
       arrival.send = index;
       return;
     }
@@ -174,7 +174,7 @@ void HostExecutor::unpackRangeOf(const SendStep& step) {
 
 /// Where a message's bytes lie in one run, or null.
 const std::byte* HostExecutor::sendSource(const SendStep& step) const {
-  return step.reduction >= 0 ? reduce_states_[static_cast<size_t>(step.reduction)].accumulator
+  return step.reduction >= 0 ? reductions_.accumulator(step.reduction)
                              : contiguousRun(boxOf(step.box), step.begin, step.end, program_->boxes[static_cast<size_t>(step.box)].item_bytes);
 }
 

@@ -14,12 +14,12 @@ from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.group import reshards_of
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt
 from torch_xmesh.pipeline.engine.boundary import Placed
+from torch_xmesh.pipeline.engine.building import Given, build_place
 from torch_xmesh.pipeline.engine.costs import costs_of
-from torch_xmesh.pipeline.engine.facts import StepRefusedError
-from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.report import StepReport
 from torch_xmesh.pipeline.engine.setup import PlaceOptions
-from torch_xmesh.pipeline.engine.steps import EngineSteps, StepCall
+from torch_xmesh.pipeline.engine.step_agreement import StepRefusedError
+from torch_xmesh.pipeline.engine.steps import EngineSteps, StepArguments
 from torch_xmesh.pipeline.ranks.arrival import abandoning, stage_meshes_of, telling
 from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -157,15 +157,15 @@ class PipelineEngine:
             topology=topology,
         )
         with abandoning(self._transfers):
-            self._place = EnginePlace(
+            given = Given(
                 model=model,
                 example_args=example_args,
                 example_kwargs=example_kwargs,
-                transfers=self._transfers,
                 meshes=stages,
                 places=places,
                 options=options,
             )
+            self._place = build_place(given, self._transfers)
             self._steps = EngineSteps(self._place, output_merge_spec, compare_batches)
             self._report = StepReport(self._place, self._steps)
 
@@ -207,7 +207,7 @@ class PipelineEngine:
         """
         if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
-        return self._run(StepCall(args, kwargs, target, losses, return_outputs, is_train=True, is_sharded=sharded))
+        return self._run(StepArguments(args, kwargs, target, losses, return_outputs, is_train=True, is_sharded=sharded))
 
     def evaluate(
         self,
@@ -218,10 +218,10 @@ class PipelineEngine:
         **kwargs: Any,
     ) -> Any:
         """The forwards of a step, without gradients. Everything else as in :meth:`step`; `target` may be missing."""
-        call = StepCall(args, kwargs, target, losses, return_outputs=True, is_train=False, is_sharded=sharded)
+        call = StepArguments(args, kwargs, target, losses, return_outputs=True, is_train=False, is_sharded=sharded)
         return self._run(call)
 
-    def _run(self, call: StepCall) -> Any:
+    def _run(self, call: StepArguments) -> Any:
         with self._guarded(), torch.inference_mode(False):
             try:
                 return self._steps.run(call)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch_xmesh.pipeline.engine.facts import StepRefusedError
 from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.step_agreement import StepRefusedError
 from torch_xmesh.pipeline.engine.steps import EngineSteps
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
 from torch_xmesh.pipeline.schedule.timeline import (

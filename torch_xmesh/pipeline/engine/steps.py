@@ -20,13 +20,6 @@ from torch_xmesh.pipeline.engine.batch import (
     num_samples,
 )
 from torch_xmesh.pipeline.engine.comparing import StepComparison
-from torch_xmesh.pipeline.engine.facts import (
-    DifferentCallsError,
-    StepAgreement,
-    StepFacts,
-    StepRefusedError,
-    scale_bits,
-)
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.engine.outputs import whole_outputs
 from torch_xmesh.pipeline.engine.place import EnginePlace
@@ -34,14 +27,21 @@ from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.setup import describe_values, digest
 from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
 from torch_xmesh.pipeline.engine.stage import StepState
+from torch_xmesh.pipeline.engine.step_agreement import (
+    DifferentCallsError,
+    StepAgreement,
+    StepFacts,
+    StepRefusedError,
+    scale_bits,
+)
 from torch_xmesh.pipeline.ranks.clocks import now_ns
-from torch_xmesh.pipeline.ranks.told import Told, told_by_shards
+from torch_xmesh.pipeline.ranks.exchange import TensorExchange, exchange_of_shards
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.state.training import PipelineScaler
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCall:
+class StepArguments:
     """What PipelineEngine.step (`is_train`) or evaluate was called with."""
 
     args: tuple[Any, ...]
@@ -110,7 +110,7 @@ class EngineSteps:
         self._sized: dict[Any, SizedPlace] = {}  # by shapes of the inputs, the last ones used
         self._comparison = StepComparison(place, compare_batches)
         self._agreement = StepAgreement(place.transfers, {**self._inputs.texts, **self._comparison.texts})
-        self._shared_losses: dict[int, Told] = {}  # by number of microbatches
+        self._shared_losses: dict[int, TensorExchange] = {}  # by number of microbatches
         self._last_cut: dict[tuple[int, int], int] = {}  # into so many microbatches, by samples and shards
 
     def meet(self, call: str, failure: Exception | None = None) -> None:
@@ -127,7 +127,7 @@ class EngineSteps:
         except StepRefusedError as refused:
             raise refused if failure is None else StepRefusedError(failure) from failure
 
-    def run(self, call: StepCall) -> Any:
+    def run(self, call: StepArguments) -> Any:
         """One step; everything as in PipelineEngine.step and evaluate.
 
         Raises:
@@ -222,7 +222,7 @@ class EngineSteps:
         yield
         self.after.append((name, begin, now_ns()))
 
-    def _agree(self, call: StepCall) -> tuple[_Given, SizedPlace, SampleOrder, Cuts, StepPlan]:
+    def _agree(self, call: StepArguments) -> tuple[_Given, SizedPlace, SampleOrder, Cuts, StepPlan]:
         """Checks the arguments on every rank before any of them computes; ranks in the middle see no batch."""
         given, failure = None, None
         try:
@@ -245,7 +245,7 @@ class EngineSteps:
             raise StepRefusedError(ValueError(text))
         return given, *self._ready(self._inputs.shapes(told), (samples, facts.shards or 1), call.is_train)
 
-    def _take(self, call: StepCall) -> _Given:
+    def _take(self, call: StepArguments) -> _Given:
         place = self._place
         rank, last = place.transfers.rank, place.meshes[-1]
         takers = [stage for stage in place.stages if place.partition.stages[stage].model_inputs]
@@ -384,7 +384,7 @@ class EngineSteps:
         mine, number = None, len(state.sizes)
         if number not in self._shared_losses:
             place = self._place
-            made = told_by_shards(place.transfers, f"losses of {number}", place.meshes[-1], number + 1)
+            made = exchange_of_shards(place.transfers, f"losses of {number}", place.meshes[-1], number + 1)
             self._shared_losses[number] = made
         if is_last:
             found = [state.losses.get(microbatch) for microbatch in range(number)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
-from torch_xmesh.pipeline.ranks.told import Told
+from torch_xmesh.pipeline.ranks.exchange import TensorExchange
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.plan_cache import Move
 
@@ -87,7 +87,7 @@ class StepAgreement:
         move = Move.of(
             (2 * len(self._texts) + 1,), torch.int64, (everyone, [Partial("max")]), (everyone, [Replicate()])
         )
-        self._told = Told(transfers, "step", move)
+        self._told = TensorExchange(transfers, "step", move)
 
     def agree(
         self,

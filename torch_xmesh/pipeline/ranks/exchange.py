@@ -8,7 +8,7 @@ from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.plan_cache import Move
 
 
-class Told:
+class TensorExchange:
     """A tensor that some ranks have and all ranks get, again and again."""
 
     def __init__(self, transfers: Transfers, lane: str, move: Move) -> None:
@@ -29,10 +29,10 @@ class Told:
         return received
 
 
-def told_by_shards(transfers: Transfers, lane: str, mesh: StageMesh, length: int) -> Told:
+def exchange_of_shards(transfers: Transfers, lane: str, mesh: StageMesh, length: int) -> TensorExchange:
     """Doubles of a stage, summed over its data shards."""
     placements = tuple(
         Partial("sum") if axis == mesh.data_axis else Replicate() for axis in range(len(mesh.grid.shape))
     )
     move = Move.of((length,), torch.float64, (mesh.grid, placements), (transfers.everyone, [Replicate()]))
-    return Told(transfers, lane, move)
+    return TensorExchange(transfers, lane, move)

@@ -1,0 +1,311 @@
+"""How the ranks of a pipeline build their places in it, together and step by step: see :func:`build_place`."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_xmesh import _C
+from torch_xmesh.pipeline.cut.partition import Partition, partition
+from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
+from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
+from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge, Placed, edges_of
+from torch_xmesh.pipeline.engine.building_agreement import (
+    compare_losses,
+    exchange_of,
+    model_fields,
+    options_fields,
+    with_agreed_ties,
+)
+from torch_xmesh.pipeline.engine.outputs import BufferSync
+from torch_xmesh.pipeline.engine.own_stages import OwnStages
+from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.setup import LOOKAHEAD, PlaceOptions, check_options, schedule_of
+from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.state.fully_sharded import FullySharded
+from torch_xmesh.pipeline.state.gradient_sync import GradientSync, Tied, check_ties, plain_name, ties_of
+from torch_xmesh.pipeline.state.init_sync import (
+    check_option,
+    copies_of_parts,
+    copies_on_mesh,
+    make_equal,
+    make_ties_equal,
+)
+from torch_xmesh.pipeline.state.materialize import is_unset, materialize
+from torch_xmesh.plan_cache import PlanOptions
+from torch_xmesh.spec import device_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a user gave: the model with an example of its inputs, and on which meshes its stages are."""
+
+    model: Any
+    """An nn.Module, or a list with one module per stage: None for those of other ranks."""
+    example_args: Sequence[Any]
+    example_kwargs: Mapping[str, Any] | None
+    meshes: Sequence[StageMesh]
+    places: list[int]
+    """By stage, its place in the schedule."""
+    options: PlaceOptions
+
+    @property
+    def names_stages(self) -> bool:
+        """Parameters are named by stage: there is no one model that names them."""
+        return not isinstance(self.model, nn.Module)
+
+
+def build_place(given: Given, transfers: Transfers) -> EnginePlace:
+    """Called by every rank of the meshes; those that disagree get a ValueError, all of them.
+
+    Three times all of them meet: over what they were given, over the model as it was cut, and at the end.
+    """
+    options, meshes = given.options, given.meshes
+    plan_options = PlanOptions.of(options.strategy, options.topology)
+    schedule, auto = _agree_on_options(given, transfers, plan_options)
+    partition = _cut(given, transfers, schedule, is_auto=auto is not None)
+    boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
+    made = _make_stages(given, transfers, partition, boundaries)
+    edges = [edge for edge in boundaries.edges if edge.from_stage in made.stages or edge.to_stage in made.stages]
+    forward = StageForward(made.works)
+    tied = _tied_parameters(given, transfers.rank, partition, made.named)
+    own = OwnStages(
+        transfers.rank,
+        meshes,
+        made.modules,
+        named=made.named,
+        tied=tied,
+        names_stages=given.names_stages,
+        unused=made.unused,
+        unset=made.unset,
+    )
+    sharded = FullySharded(transfers, made.modules, meshes)
+    sync = GradientSync(transfers, made.named, meshes=meshes, tied=tied, summed=sharded.parameters)
+    make_ties_equal(transfers, sync, options.init_sync)
+    place = EnginePlace(
+        transfers=transfers,
+        meshes=list(meshes),
+        loss_fn=options.loss_fn,
+        scale_grads=options.scale_grads,
+        chunk_specs=options.chunk_specs,
+        overlap=options.overlap,
+        schedule=schedule,
+        early_weights=options.early_weights,
+        auto=auto,
+        partition=partition,
+        boundaries=boundaries,
+        index=given.places[made.stages[0]],
+        stages=made.stages,
+        works=made.works,
+        named=made.named,
+        unset=made.unset,
+        edges=edges,
+        forward=forward,
+        core=_make_core(made.stages, edges, transfers, boundaries, partition, forward, options.overlap),
+        own=own,
+        sharded=sharded,
+        sync=sync,
+        buffers=BufferSync(transfers, made.modules, meshes),
+    )
+    transfers.traffic.meet([])  # every rank has made its place
+    return place
+
+
+def _agree_on_options(
+    given: Given, transfers: Transfers, plan_options: PlanOptions
+) -> tuple[Schedule, AutoSchedule | None]:
+    """The schedule to begin with, and who chooses another: all ranks were given the same."""
+    options, places = given.options, given.places
+    check_options(given.model, given.example_args, given.example_kwargs, options)
+    number = None if isinstance(options.num_microbatches, str) else options.num_microbatches
+    first_number = number or 2 * (max(places) + 1)
+    auto = None
+    if options.schedule == "auto":
+        auto = AutoSchedule(places, number, options.memory_limit_bytes, options.early_weights)
+        schedule = first_schedule(places, first_number, options.memory_limit_bytes)
+    else:
+        schedule = schedule_of(options.schedule, places, first_number)
+    transfers.traffic.meet(
+        options_fields(given.meshes, schedule, model=given.model, options=options, plan_options=plan_options)
+    )
+    compare_losses(transfers, given.meshes[-1], options.loss_fn)
+    transfers.plans.topology(transfers.ranks, plan_options.topology)  # it knows all ranks
+    return schedule, auto
+
+
+def _cut(given: Given, transfers: Transfers, schedule: Schedule, *, is_auto: bool) -> Partition:
+    """The model as stages. A split="auto" is found by the first rank, for all."""
+    model, options, split = given.model, given.options, given.options.split
+    check_limit(split, None if is_auto else options.memory_limit_bytes)
+    num_stages = len(given.meshes)
+    specs = {"args_chunk_spec": options.chunk_specs["args"], "kwargs_chunk_spec": options.chunk_specs["kwargs"]}
+    if isinstance(model, nn.Module) and split == "auto":
+        leader = transfers.ranks[0]
+        chosen: Any = None
+        if transfers.rank == leader:
+            chosen = choose_split(
+                model,
+                given.example_args,
+                given.example_kwargs,
+                num_stages,
+                memory_limit_bytes=options.memory_limit_bytes,
+                microbatches_in_flight=schedule.peak_in_flight,
+                **specs,
+            )
+        split = transfers.broadcast("split", leader, chosen)
+    cut = partition(
+        model,
+        given.example_args,
+        given.example_kwargs,
+        split,
+        num_stages=num_stages,
+        exchange=exchange_of(transfers, given.meshes) if given.names_stages else None,
+        **specs,
+    )
+    return with_agreed_ties(cut, transfers, given.meshes)
+
+
+def _agree_on_model(
+    given: Given, transfers: Transfers, cut: Partition, schedule: Schedule, plan_options: PlanOptions
+) -> Boundaries:
+    """Where values cross between stages: all ranks have the same model, cut alike, and the schedule fits it."""
+    placed = _checked(given.options.boundary_placements, cut)
+    boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options)
+    schedule.validate([(edge.from_stage, edge.to_stage) for edge in boundaries.edges])
+    transfers.traffic.meet(model_fields(cut, boundaries, given.model))
+    return boundaries
+
+
+def _checked(placed: Mapping[str, Placed] | None, cut: Partition) -> Mapping[str, Placed]:
+    crossing = [name for name, info in cut.values.items() if info.producer is not None and info.consumers]
+    for name in placed or {}:
+        if name not in crossing:
+            raise ValueError(f"boundary_placements names value {name!r}; the values that cross stages are {crossing}")
+    return placed or {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Made:
+    """The stages of this rank, with values where they have any."""
+
+    stages: list[int]
+    modules: dict[int, nn.Module]
+    works: dict[int, StageWork]
+    named: dict[int, dict[str, nn.Parameter]]
+    unused: dict[str, tuple[nn.Parameter, StageMesh]]
+    unset: dict[str, torch.Tensor]
+
+
+def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries: Boundaries) -> _Made:
+    """Makes this rank's modules real, parallel, and equal to those of other ranks where they are copies."""
+    options, meshes, rank = given.options, given.meshes, transfers.rank
+    stages = [stage for stage, mesh in enumerate(meshes) if rank in mesh.ranks]
+    unset: dict[str, torch.Tensor] = {}
+    unused = _unused_parameters(given, rank, cut, stages, unset)
+    check_option(options.init_sync)
+    modules = {stage: cut.stages[stage].module for stage in stages}
+    if not given.names_stages:
+        before = [copy for stage, module in modules.items() for copy in copies_on_mesh(stage, module, meshes[stage])]
+        make_equal(transfers, before, options.init_sync)
+    ties = ties_of(modules)
+    for stage, module in modules.items():
+        if options.parallelize is not None:
+            made = options.parallelize(stage, module, device_mesh(meshes[stage].mesh))
+            if not isinstance(made, nn.Module):
+                raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
+            modules[stage] = cut.stages[stage].module = made
+    unset.update(materialize(modules, options.init_fn, device=torch.device("cpu"), seed=options.seed, rank=rank))
+    works = {
+        stage: StageWork(
+            cut,
+            stage,
+            mesh=meshes[stage],
+            boundaries=boundaries,
+            loss_fn=options.loss_fn,
+            seed=options.seed,
+            scale_grads=options.scale_grads,
+        )
+        for stage in stages
+    }
+    named = {
+        stage: {plain_name(name): one for name, one in module.named_parameters()} for stage, module in modules.items()
+    }
+    check_ties(ties, modules)
+    # Without parallelize a stage is equal on its whole mesh: again, for what was on meta till now.
+    is_whole = options.parallelize is None and not given.names_stages
+    find = copies_on_mesh if is_whole else copies_of_parts
+    parts = [copy for stage, module in modules.items() for copy in find(stage, module, meshes[stage])]
+    make_equal(transfers, parts, options.init_sync)
+    return _Made(stages=stages, modules=modules, works=works, named=named, unused=unused, unset=unset)
+
+
+def _unused_parameters(
+    given: Given, rank: int, cut: Partition, stages: Sequence[int], unset: dict[str, torch.Tensor]
+) -> dict[str, tuple[nn.Parameter, StageMesh]]:
+    """Parameters of the model that no stage has: stage 0 keeps them, for checkpoints. Adds to `unset` those without
+    values."""
+    names = cut.unused_parameters if 0 in stages else ()
+    was_meta = {name: given.model.get_parameter(name).is_meta for name in names}
+    owners = {name: given.model.get_submodule(name.rpartition(".")[0]) for name in names}
+    init_fn, seed = given.options.init_fn, given.options.seed
+    for module in owners.values():
+        materialize({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=rank)
+    found = {name: (given.model.get_parameter(name), given.meshes[0]) for name in names}
+    unset.update((name, one) for name, (one, _) in found.items() if was_meta[name] and is_unset(one))
+    return found
+
+
+def _make_core(
+    stages: Sequence[int],
+    edges: Sequence[Edge],
+    transfers: Transfers,
+    boundaries: Boundaries,
+    cut: Partition,
+    forward: StageForward,
+    overlap: bool,
+) -> "_C.PipelinePlace":
+    values = []
+    for stage in stages:
+        program = cut.stages[stage]
+        positions = [program.input_values.index(name) for name in program.model_inputs]
+        is_alone = len(boundaries.meshes[stage].ranks) == 1
+        values.append(
+            _C.StageValues(stage, list(program.input_values), list(program.output_values), positions, is_alone)
+        )
+    edge_values = [
+        boundaries.edge_values(edge, cut.stages[edge.from_stage].output_values, cut.stages[edge.to_stage].input_values)
+        for edge in edges
+    ]
+    return _C.PipelinePlace(transfers.traffic, values, edge_values, forward, overlap, LOOKAHEAD)
+
+
+def _tied_parameters(
+    given: Given, rank: int, cut: Partition, named: Mapping[int, Mapping[str, nn.Parameter]]
+) -> list[Tied]:
+    """Parameters that stages on other ranks share. Raises ValueError for stages that share some of their ranks."""
+    meshes = given.meshes
+    tied = []
+    for group in cut.tied_parameters:
+        by_ranks: dict[frozenset[int], tuple[int, str]] = {}
+        for stage, name in group:
+            by_ranks.setdefault(frozenset(meshes[stage].ranks), (stage, name))
+        stage, name = group[0]
+        full = f"{stage}.{name}" if given.names_stages else name
+        held = sorted(by_ranks.values())
+        for (one, _), (other, _) in itertools.combinations(held, 2):
+            if shared := set(meshes[one].ranks) & set(meshes[other].ranks):
+                raise ValueError(
+                    f"stages {one} and {other} share parameter {full}, and rank {min(shared)}, but not all ranks: "
+                    "a tied parameter needs stages on the same ranks or on disjoint ones"
+                )
+        mine = next((one for ranks, one in by_ranks.items() if rank in ranks), None)
+        parameter = None if mine is None else named[mine[0]].get(mine[1])
+        if len(held) > 1:
+            tied.append(Tied(full, tuple((k, meshes[k]) for k, _ in held), parameter))
+    return tied
