@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 
+import torch_xmesh as xm
 from torch_xmesh.cli import main
 from torch_xmesh.testing import spawn
 
@@ -98,6 +100,18 @@ def test_rooms_and_their_tests_exist() -> None:
     for folder, named in ((ROOT, rooms_of), (ROOT / "tests", guards_of)):
         for pattern in itertools.chain(*named):
             assert list(folder.glob(pattern.rstrip("/"))), pattern
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "api_docs.py"))
+    text = PAGES["docs/api.md"].read_text()
+    assert text == script["page"](), "run python scripts/api_docs.py"
+    headings = set(re.findall(r"^####? `(.*)`$", text, re.MULTILINE))
+    expected = {f"xm.{name}" for name in xm.__all__ if name not in ("testing", "__version__")}
+    expected |= {f"xm.testing.{name}" for name in xm.testing.__all__}
+    expected |= {f"PipelineEngine.{name}" for name in vars(xm.PipelineEngine) if not name.startswith("_")}
+    assert expected <= headings
+    assert all(f"\n- `{name}` (" in text for name in vars(xm.Options) if not name.startswith("_"))
 
 
 def test_the_readme_is_short() -> None:

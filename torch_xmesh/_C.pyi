@@ -19,7 +19,9 @@ class ProcessGroupXmesh(Backend):
         """Options of a group on xmesh; ``gloo`` and ``nccl`` are handed to the inner backends."""
 
         gloo: Backend.Options | None
+        """``ProcessGroupGloo.Options`` for what carries cpu tensors, or None."""
         nccl: Backend.Options | None
+        """``ProcessGroupNCCL.Options`` for what carries cuda tensors, or None."""
         staging_bytes: int
         """Most memory per rank that reshards may stage messages in, in bytes."""
         pacing: bool

@@ -51,6 +51,7 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
         return self._shape
 
     @property
@@ -337,7 +338,11 @@ def core_spec(
 @functools.lru_cache(maxsize=1024)
 def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
     """A ``DeviceMesh`` for a :class:`Mesh`, without process groups of its own and without names, so that tensors on
-    equal meshes meet; a ``DeviceMesh`` is returned as it is.
+    equal meshes meet; a ``DeviceMesh`` is returned as it is. No other rank is needed.
+
+    Args:
+        mesh: which global ranks lie where.
+        device_type: of the tensors on it.
 
     Raises:
         ValueError: ``mesh`` is neither.

@@ -19,12 +19,13 @@ class Topology:
     Args:
         host_of: host index of every global rank in use.
         devices_per_host: consecutive global ranks per host, instead of ``host_of``.
-        nic_bytes_per_s: rate of a host's network interface each way, bytes per second (full duplex).
-        nic_of_host: other rates for single hosts, by host index.
-        local_bytes_per_s: rate between two devices of one host.
-        latency_us: first byte between hosts, microseconds one way.
-        message_us: cost of one more message on a network interface, microseconds.
-        local_latency_us: first byte inside a host, microseconds.
+        nic_bytes_per_s: rate of a host's network interface each way, bytes per second (full duplex); 12.5e9 if not
+            given (100 Gbit/s).
+        nic_of_host: other rates for single hosts, by host index, bytes per second.
+        local_bytes_per_s: rate between two devices of one host, bytes per second; 200e9 if not given.
+        latency_us: first byte between hosts, microseconds one way; 20 if not given.
+        message_us: cost of one more message on a network interface, microseconds; 10 if not given.
+        local_latency_us: first byte inside a host, microseconds; 5 if not given.
         is_measured: the rates were measured (``python -m torch_xmesh calibrate``); only then are sends paced.
 
     Raises:

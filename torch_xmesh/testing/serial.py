@@ -24,7 +24,13 @@ __all__ = ["SerialResult", "serial_step"]
 
 @dataclasses.dataclass(frozen=True)
 class SerialResult:
-    """A detached loss per microbatch, the step's loss, and the merged output (None if not asked for)."""
+    """What :func:`serial_step` gives.
+
+    Attributes:
+        losses: a detached scalar per microbatch.
+        loss: the step's, a scalar.
+        output: of the whole batch, merged; None if not asked for.
+    """
 
     losses: list[torch.Tensor]
     loss: torch.Tensor
@@ -71,20 +77,24 @@ def serial_step(
     summed in order. Buffers end as data shard 0 leaves them.
 
     Args:
+        model: the whole model; ``.grad`` of its parameters gets the gradients.
         args, kwargs, target: the whole batch; cut by ``torch.tensor_split`` into microbatches, each by DTensor's rule
             into data shards.
         loss_fn: a mean over its samples (or a sum, with ``scale_grads=False``).
+        num_microbatches: into how many parts the batch is cut.
         num_data_shards: of every stage's mesh; or one number per stage of `partition`, of which the last is how the
             loss is shared out. Dropout's masks are made for each data shard, so stages with dropout need one number.
         partition: a partition of `model`, with the same parameters: its stages run in turn and dropout is seeded for
             each. Without it the model is one stage.
-        seed, step: what dropout's seeds are made of, see `dropout_seed`.
+        seed, step: what dropout's seeds are made of: the engine's `seed`, and how many training steps came before.
         shard_first: cut into data shards first and each shard into microbatches: what a sharded batch does. The merged
             output is in the batch's order all the same.
+        return_outputs: False leaves the output None.
         backward: False for losses and outputs only.
+        args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in PipelineEngine.
 
     Returns:
-        losses[i]: microbatch i's loss, the weighted mean (or the sum) over its data shards.
+        losses, loss and output; ``losses[i]`` is microbatch i's, the weighted mean (or the sum) over its data shards.
 
     Raises:
         ValueError: the batch cannot be cut so, the partition is another model's, or dropout would need stages with

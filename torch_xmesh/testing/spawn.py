@@ -51,9 +51,13 @@ _GRACE_SECONDS = 10.0  # what surviving ranks get to end by themselves once one 
 class RankOutcome:
     """How one rank ended.
 
-    ``value``: what the function returned; ``error``: the formatted traceback of what it raised, ``error_type`` the
-    class's qualified name; ``exitcode``: 0, 1 after an exception, ``-signal`` when killed, None while it runs;
-    ``output``: its stdout and stderr.
+    Attributes:
+        rank: which one.
+        value: what the function returned.
+        error: the formatted traceback of what it raised, or None.
+        error_type: the class's qualified name, or None.
+        exitcode: 0, 1 after an exception, ``-signal`` when killed, None while it runs.
+        output: its stdout and stderr.
     """
 
     rank: int

@@ -58,8 +58,8 @@ class PipelineEngine:
             training steps are measured, with microbatches of different sizes, and the number is chosen with the
             schedule, for each size that a batch has. A data shard has two samples or more of each microbatch, if the
             batch has as many.
-        loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``). Needed to
-            train.
+        loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``), of shape
+            []. Needed to train.
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
             to make a stage of a model on the meta device real. ``fully_shard`` (FSDP2) may be called there, over the
             whole data axis or over others: gradients are reduced once, at the end of a step, to the sums that plain
@@ -72,6 +72,8 @@ class PipelineEngine:
             the buffers (batch norm's statistics) of the first one.
         boundary_placements: value name -> (placements, as_dtensor) where a value lies otherwise than by default
             (samples sharded over the data axis, else replicated), or a stage shall see it as a DTensor.
+        scale_grads: True weights each microbatch's loss by its part of the batch's samples, so that a step's loss and
+            gradients are those of a mean over the whole batch; False adds the losses up as they are.
         memory_limit_bytes: for ``schedule="auto"``: what the stages of no place may hold together; if no schedule keeps
             it, the step after the measured ones is a ValueError that names the smallest limit that one would. And for
             ``split="auto"``: what no stage may exceed; ValueError if no split keeps it. It counts parameters with
@@ -81,8 +83,8 @@ class PipelineEngine:
         args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec: as in torch.distributed.pipelining.
             Without output_merge_spec a tensor without dims in the output, such as a loss, comes as one entry per
             microbatch.
-        seed: of dropout.
-        group: a process group on xmesh with all ranks of the meshes.
+        seed: an int, of dropout: masks follow from it, the step, the stage, the microbatch and the data shard.
+        group: a process group on xmesh with all ranks of the meshes; None is the default group.
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
         early_weights: False keeps every W to its place in the order; see `schedule`, which may choose it too.
         compare_batches: False does not compare the plain tensors that several ranks pass.
@@ -202,8 +204,9 @@ class PipelineEngine:
 
         Raises:
             ValueError: arguments that do not fit, on every rank; nothing was computed, the next step may do.
-            StageError: a stage raised. PeerError: a rank is lost, or has closed its engine. These end the engine: each
-            later call raises the same ("this engine ended: ..."), or RuntimeError after anything else; make a new one.
+            StageError: a stage raised. That ends the engine: each later call raises the same ("this engine ended:
+                ..."), or RuntimeError after anything else; make a new one.
+            PeerError: a rank is lost, or has closed its engine. That ends this one too.
         """
         if self._place.loss_fn is None:
             raise ValueError("loss_fn is missing: an engine made without it can only evaluate()")
@@ -249,13 +252,14 @@ class PipelineEngine:
         return error
 
     def last_loss(self) -> float | None:
-        """The last step's loss over the whole batch, on every rank; None before it, and where there was no target."""
+        """The loss of the last step, or evaluation, over the whole batch, on every rank; None before it, and where
+        there was no target."""
         return self._steps.loss
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside leave the sum over the data axis (and tied parameters) to the next step outside; until then
-        ``.grad`` has only this rank's part of what they add."""
+        """A context manager. Steps inside leave the sum over the data axis (and tied parameters) to the next step
+        outside; until then ``.grad`` has only this rank's part of what they add."""
         before, self._steps.is_sync = self._steps.is_sync, False
         try:
             yield
@@ -285,7 +289,11 @@ class PipelineEngine:
         return list(self._place.stages)
 
     def stage_module(self, stage: int) -> nn.Module:
-        """The module of a stage of this rank. Raises ValueError for another's."""
+        """The module of a stage of this rank, as `parallelize` has returned it.
+
+        Raises:
+            ValueError: the stage is not on this rank.
+        """
         return self._place.own.module(stage)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -317,14 +325,25 @@ class PipelineEngine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of the whole model; shards, replicas and tied copies count once. Called by all ranks.
 
+        Args:
+            max_norm: the norm that they have afterwards, where theirs was larger.
+            norm_type: p of the p-norm, or ``float("inf")``.
+
         Returns:
-            the norm before clipping, equal on every rank.
+            the norm before clipping, of shape [], equal on every rank.
         """
         with self._guarded("clip_grad_norm_()"):
             return clip_gradients(self._transfers, self._place.own.own_parameters(), float(max_norm), float(norm_type))
 
     def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
-        """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike."""
+        """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike.
+
+        Args:
+            scaler: a ``torch.amp.GradScaler`` for the parameters' device, made alike on every rank.
+
+        Raises:
+            ValueError: it is none.
+        """
         guard = functools.partial(self._guarded, "the scaler's unscale_() or step()")
         self._steps.scaler = PipelineScaler(self._transfers, scaler, guard)
         return self._steps.scaler
@@ -382,6 +401,7 @@ class PipelineEngine:
         what a microbatch like the example takes from mesh to mesh, as its plans predict. No other rank is needed.
 
         Args:
+            stages: what F, B, I and W of one microbatch take, in seconds, and hold, in bytes; one entry per stage.
             topology: link speeds, for example a calibrated file's; without it those that the engine was given.
         """
         place = self._place
@@ -389,13 +409,24 @@ class PipelineEngine:
 
     def trace(self, path: str | Path) -> None:
         """Writes the last step of all ranks, on one clock, as a Chrome trace. Called by all ranks; the first one
-        writes. ValueError before any step, OSError where it cannot be written, on all ranks."""
+        writes.
+
+        Raises:
+            ValueError: on all ranks, before any step.
+            OSError: on all ranks, where it cannot be written.
+        """
         with self._guarded("trace()", self._report.refusal(path)):
             self._report.write_trace(Path(path))
 
     def timeline(self, path: str | Path) -> None:
         """Draws the last step of all ranks on one clock, and with each what a simulation with the step's own costs
-        says (format by suffix). Called by all ranks; the first one writes. Raises as :meth:`trace`."""
+        says (format by suffix). Called by all ranks; the first one writes.
+
+        Raises:
+            ValueError: on all ranks, before any step, or for a format that matplotlib does not know.
+            OSError: on all ranks, where it cannot be written.
+            ImportError: on all ranks, where the first one has no matplotlib.
+        """
         with self._guarded("timeline()", self._report.refusal(path)):
             self._report.write_timeline(Path(path))
 
@@ -431,7 +462,8 @@ class PipelineEngine:
                 raise self._ended from error
 
     def close(self) -> None:
-        """Ends the engine on this rank. Idempotent; the process group stays."""
+        """Ends the engine on this rank; others that still wait for it get a PeerError. Safe to call again; the process
+        group stays."""
         if not self._is_closed:
             self._is_closed = True
             self._transfers.traffic.close()

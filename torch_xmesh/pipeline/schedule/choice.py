@@ -16,7 +16,8 @@ class Candidate(NamedTuple):
     """A schedule that was considered.
 
     Attributes:
-        step_seconds: simulated.
+        schedule: its actions.
+        step_seconds: of a step, simulated.
         noisy_seconds: the mean of that and of runs whose every action and transfer takes up to 4 % longer or shorter;
             what candidates are compared by.
         early_weights: the times are with W that run before their turn where a stage would wait, which the costs allow
@@ -40,9 +41,9 @@ class ScheduleChoice:
         schedule: the fastest that keeps the limit; of those within 0.3 % of it the one that holds least.
         early_weights: its W had better run before their turn where a stage would wait.
         predicted_seconds: its simulated step.
-        predicted_peak_bytes: by place.
-        candidates: all, the fastest first. "planned_c": an order made for these costs, with split backwards and at most
-            c microbatches in flight on a stage.
+        predicted_peak_bytes: by place, the most bytes held at once.
+        candidates: a :class:`Candidate` for each schedule that was considered, the fastest first. "planned_c": an
+            order made for these costs, with split backwards and at most c microbatches in flight on a stage.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ScheduleChoice:
 
     @property
     def chosen(self) -> Candidate:
-        """Of the candidates."""
+        """The candidate whose schedule this is."""
         return self.candidates[self._best]
 
     def __str__(self) -> str:
@@ -114,8 +115,11 @@ def choose_schedule(
     Args:
         costs: of `num_stages` stages and their edges; bytes where a limit is given.
         num_stages, num_microbatches: positive.
-        memory_limit_bytes: what the stages of no place may hold together.
+        memory_limit_bytes: the most bytes that the stages of a place may hold together, by `costs`; None: no limit.
         place_of_stage: as in :meth:`Schedule.make`.
+
+    Returns:
+        the choice; ``choice.schedule`` may be given to PipelineEngine, ``print(choice)`` shows what was considered.
 
     Raises:
         ValueError: costs that do not fit; or no schedule keeps the limit: the smallest that one would keep is named.

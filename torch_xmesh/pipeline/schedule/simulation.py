@@ -15,10 +15,10 @@ class StageCosts:
     """What one microbatch takes and holds on one stage.
 
     Args:
-        forward_seconds: F.
-        backward_input_seconds: I.
-        backward_weight_seconds: W.
-        backward_seconds: B; I plus W without it.
+        forward_seconds: of a forward (F).
+        backward_input_seconds: of the input gradients (I), where the backward is split.
+        backward_weight_seconds: of the weight gradients (W), where it is split.
+        backward_seconds: of a whole backward (B); I plus W without it.
         activation_bytes: held from F until the end of B or I: received values and what autograd keeps.
         weight_bytes: held from I until the end of W; as `activation_bytes` without it.
         fixed_bytes: held anyway: parameters, optimizer states, buffers for values to come.
@@ -71,8 +71,8 @@ class Costs:
     Args:
         stages: one per stage.
         edges: (earlier stage, later stage) to costs, for every edge, skip connections too; a number is seconds each
-            way. The chain of stages at no cost without it.
-        nic_bytes_per_s: of each place, one way; needed where an edge has bytes.
+            way. By default the chain of stages, at no cost.
+        nic_bytes_per_s: bytes per second of each place, one way; needed where an edge has bytes.
         latency_seconds: from the last byte sent until the value can be used.
         overlap: False: after an action its place computes on only when what it made has left.
         blocks_receiver: without overlap, a value also holds its receiver's computation, as in torch's 1F1B; with False
@@ -118,12 +118,19 @@ class Costs:
     def uniform(
         cls, num_stages: int, *, stage: StageCosts, edge: EdgeCosts | float = 0.0, overlap: bool = True
     ) -> "Costs":
-        """A chain of equal stages."""
+        """A chain of equal stages: stage k to stage k + 1, nothing else.
+
+        Args:
+            num_stages: positive.
+            stage: of each.
+            edge: of each; a number is seconds each way.
+            overlap: as in the constructor.
+        """
         return cls(stages=[stage] * num_stages, edges=dict.fromkeys(chain_edges(num_stages), edge), overlap=overlap)
 
 
 class ActionSpan(NamedTuple):
-    """An action in time, seconds from the step's start."""
+    """An action in time, seconds from the step's start; `action` as ``Schedule.actions`` spells it ("2F0")."""
 
     place: int
     action: str
@@ -132,7 +139,8 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """A value's way between stages of different places; a gradient goes from a later to an earlier stage."""
+    """A value's way between stages of different places, seconds from the step's start: when it was made, when it left,
+    when it was there. A gradient goes from a later to an earlier stage."""
 
     from_stage: int
     to_stage: int
@@ -152,8 +160,8 @@ class Simulation:
         busy_seconds: by place, seconds of computation.
         peak_in_flight: by stage, the most microbatches whose activations are held at once.
         peak_bytes: by place, the most bytes held at once, as the costs say.
-        actions: by start.
-        transfers: by start.
+        actions: an :class:`ActionSpan` for each action, by start.
+        transfers: a :class:`TransferSpan` for each value and gradient, by start.
     """
 
     def __init__(self, schedule: Schedule, result: dict[str, Any]) -> None:
@@ -192,6 +200,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     Args:
         schedule: valid for the edges of ``costs``; one without any backward is played as an evaluation.
         costs: of stages and edges, seconds and bytes.
+
+    Returns:
+        when each action and transfer begins and ends, and what places hold at most.
 
     Raises:
         ValueError: costs that do not fit the schedule or are negative, or a schedule that cannot run, with the bad cell

@@ -102,11 +102,16 @@ class PipelineScaler:
         scaler.scale(torch.zeros(()))  # makes its tensors
 
     def get_scale(self) -> float:
-        """The factor of the losses."""
+        """The factor by which the next step's losses are scaled."""
         return float(self._scaler.get_scale())
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale, and shares whether any rank found one that is not finite."""
+        """Divides the gradients by the scale, and shares whether any rank found one that is not finite. Called by all
+        ranks, before ``clip_grad_norm_``; :meth:`step` does it where it has not been done.
+
+        Raises:
+            RuntimeError: a second time since :meth:`update`, as ``GradScaler`` does.
+        """
         if not self._scaler.is_enabled():
             return
         self._unscale_locals(optimizer)
@@ -138,20 +143,25 @@ class PipelineScaler:
         states[id(optimizer)] = states.pop(id(stand_in))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """The optimizer's step, unless some rank found an overflow."""
+        """The optimizer's step, unless some rank found an overflow. Called by all ranks.
+
+        Returns:
+            what ``optimizer.step(*args, **kwargs)`` does; None if it was skipped.
+        """
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
         self._unscaled.discard(id(optimizer))
         return self._scaler.step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapts the scale: alike on every rank."""
+        """Adapts the scale, alike on every rank: less after an overflow, more after many steps without one; or takes
+        `new_scale`."""
         self._scaler.update(new_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's."""
+        """The wrapped scaler's scale and counters, equal on all ranks."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scaler's."""
+        """Takes what :meth:`state_dict` gives."""
         self._scaler.load_state_dict(state)
