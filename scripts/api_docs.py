@@ -140,7 +140,8 @@ def _signature(name: str, thing: Any) -> list[str]:
 
 
 def _function(thing: Any) -> Any:
-    return inspect.unwrap(thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing))
+    found: Any = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
+    return inspect.unwrap(found)
 
 
 def _parameters(args: ast.arguments) -> list[str]:
