@@ -1,8 +1,10 @@
-"""What the pages say is so: their Python runs as typed on 4 ranks, their commands print what stands below them, their
-links lead somewhere."""
+"""What the pages say is so: their Python runs as typed on 4 ranks, and prints on the first one what stands in blocks of
+text; their commands print what stands below them; their links lead somewhere."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import re
@@ -45,9 +47,12 @@ def having(language: str) -> list[str]:
     return [page for page in PAGES if blocks(page, language)]
 
 
-def run_as_typed(rank: int, world_size: int, page: str, script: str, folder: str) -> None:
+def run_as_typed(rank: int, world_size: int, page: str, script: str, folder: str) -> str:
+    """What it printed."""
     os.chdir(folder)
-    exec(compile(script, page, "exec"), {"__name__": "__main__"})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(script, page, "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("page", having("python"))
@@ -55,7 +60,11 @@ def test_python_runs_as_typed(page: str, tmp_path: Path) -> None:
     script = script_of(page)
     assert "init_process_group" in script
     assert "destroy_process_group" in script
-    spawn(run_as_typed, 4, page, script, str(tmp_path), backend=None)
+    printed = spawn(run_as_typed, 4, page, script, str(tmp_path), backend=None)
+    for block in blocks(page, "text"):
+        assert block in "".join(
+            f"{line.rstrip()}\n" for line in printed[0].splitlines()
+        ), f"{page} does not print\n{block}"
     assert ("checkpoint_id" in script) == (tmp_path / "checkpoint" / ".metadata").exists()
 
 
