@@ -61,10 +61,9 @@ def test_python_runs_as_typed(page: str, tmp_path: Path) -> None:
     assert "init_process_group" in script
     assert "destroy_process_group" in script
     printed = spawn(run_as_typed, 4, page, script, str(tmp_path), backend=None)
+    lines = "".join(f"{line.rstrip()}\n" for line in printed[0].splitlines())
     for block in blocks(page, "text"):
-        assert block in "".join(
-            f"{line.rstrip()}\n" for line in printed[0].splitlines()
-        ), f"{page} does not print\n{block}"
+        assert block in lines, f"{page} does not print\n{block}"
     assert ("checkpoint_id" in script) == (tmp_path / "checkpoint" / ".metadata").exists()
 
 
