@@ -37,6 +37,7 @@ def assert_same(one: Any, other: Any) -> None:
     flat_other, structure_other = pytree.tree_flatten(other)
     assert structure == structure_other
     for mine, theirs in zip(flat, flat_other, strict=True):
+        assert isinstance(mine, torch.Tensor) == isinstance(theirs, torch.Tensor)
         if isinstance(mine, torch.Tensor):
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine, theirs)

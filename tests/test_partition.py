@@ -89,6 +89,7 @@ def test_detached_stages_give_the_models_gradients(case: Case, names: tuple[str,
         for name, tensor in zip(stage.input_values, received, strict=True):
             if tensor.grad is not None and parts.values[name].producer is not None:
                 incoming[name] = incoming[name] + tensor.grad if name in incoming else tensor.grad
+    assert gradients(whole).keys() == gradients(split).keys()
     for name, expected in gradients(whole).items():
         found = gradients(split)[name]
         assert (found is None) == (expected is None), name

@@ -34,6 +34,7 @@ def test_random_models_cut_at_random(case: tuple[list[tuple[str, list[int]]], li
     outputs = [whole(x, y), parts.run(x, y)]
     for output in outputs:
         (output["last"].square().sum() + output["middle"].sum() + output["sum"].prod()).backward()
+    assert outputs[0].keys() == outputs[1].keys()
     for name, expected in outputs[0].items():
         assert torch.equal(expected, outputs[1][name])
     for (name, expected), found in zip(whole.named_parameters(), split.parameters(), strict=True):

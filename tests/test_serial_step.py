@@ -44,9 +44,11 @@ def test_the_serial_step_is_the_mean_over_the_batch(name: str, shards: int, firs
         **specs,
     )
     torch.testing.assert_close(result.loss, loss.detach())
+    assert gradients(model).keys() == gradients(expected).keys()
     for name_, gradient in gradients(expected).items():
         torch.testing.assert_close(gradients(model)[name_], gradient)
     assert len(result.losses) == 3
+    assert (result.output is None) == (first and shards > 1)
     if result.output is not None:
         torch.testing.assert_close(result.output, expected(*args, **kwargs))
 

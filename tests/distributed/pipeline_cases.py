@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Case, cases
 from models.random_graph import Graph, random_plan
 from torch import nn
@@ -24,10 +25,12 @@ __all__ = [
     "Graph",
     "Run",
     "about",
+    "assert_all_found",
     "case_of",
     "cases",
     "compare",
     "engine_of_layers",
+    "has_output",
     "make_engine",
     "random_plan",
     "train_and_compare",
@@ -61,6 +64,21 @@ class Run:
 def about(where: str) -> Callable[[str], str]:
     """For assert_close: its text after where it was."""
     return lambda text: f"{where}: {text}"
+
+
+def has_output(engine: xm.PipelineEngine) -> bool:
+    """Whether a step's output is this rank's too: it is of the last stage's ranks."""
+    return engine.partition.num_stages - 1 in engine.stages
+
+
+def assert_all_found(engine: xm.PipelineEngine, reference: nn.Module, ranks: Iterable[int], where: str) -> None:
+    """After a step: every parameter that has a gradient in one process is some rank's. All of `ranks` call it, once for
+    each `where`."""
+    store = dist.PrefixStore(where, dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), "\n".join(name for name, _ in engine.named_parameters()))
+    found = {name for rank in ranks for name in store.get(str(rank)).decode().splitlines()}
+    trained = {name for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    assert trained <= found, f"{where}: {trained - found} are on no rank"
 
 
 def case_of(name: str) -> Case:
@@ -140,6 +158,7 @@ def train_and_compare(run: Run) -> tuple[int, int]:
         theirs.step()
         if step == 1:
             counts = engine.buffer_counts
+    assert_all_found(engine, reference, run.ranks, f"{run}")
     # A W that runs early gives its stage's received values back early: how many buffers are out depends on lateness.
     if run.steps >= 3 and not (engine.early_weights and "W" in engine.schedule.to_csv()):
         assert engine.buffer_counts == counts, (run, engine.buffer_counts, counts)
@@ -161,6 +180,7 @@ def compare(engine: Any, reference: Any, expected: Any, output: Any, losses: lis
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         torch.testing.assert_close(gradient, want, **bounds, msg=about(f"{where}: {name}"))
     assert engine.last_loss() == pytest.approx(float(expected.loss), rel=1e-5), where
+    assert (output is not None) == has_output(engine), where
     if output is not None:
         torch.testing.assert_close(torch.stack(losses), torch.stack(expected.losses), **bounds, msg=about(where))
         torch.testing.assert_close(output, expected.output, **bounds, msg=about(where))

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import torch
-from pipeline_cases import Graph, compare, random_plan
+from pipeline_cases import Graph, assert_all_found, compare, random_plan
 from torch.nn import functional as F
 
 import torch_xmesh as xm
@@ -156,4 +156,5 @@ def train_random(seed: int, rank: int, world_size: int, is_delayed: bool = False
         compare(engine, reference, expected, output, losses, f"{where}, step {step}")
         mine.step()
         theirs.step()
+    assert_all_found(engine, reference, case.ranks, where)
     engine.close()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
-from pipeline_cases import ONE, Run, cases, train_and_compare
+import pytest
+import torch
+from pipeline_cases import ONE, Run, cases, compare, engine_of_layers, has_output, train_and_compare
+from torch import nn
+from torch.nn import functional as F
 
-from torch_xmesh.testing import spawn
+from torch_xmesh.testing import serial_step, spawn
 
 
 def train_all(rank: int, world_size: int, runs: list[Run]) -> int:
@@ -111,3 +116,20 @@ def test_without_overlap() -> None:
 
 def test_mixed_meshes() -> None:
     spawn(train_all, 4, MIXED + WIDE, timeout=240)
+
+
+def lost_on_the_way(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    with engine_of_layers(copy.deepcopy(model), (2, 4), "1", num_microbatches=2) as engine:
+        losses: list[torch.Tensor] = []
+        output = engine.step(x, target=y, losses=losses)
+        expected = serial_step(model, (x,), target=y, loss_fn=F.mse_loss, num_microbatches=2)
+        compare(engine, model, expected, output, losses, "as it is")
+        for wrong, found in ((None, []), (x, losses)) if has_output(engine) else ((x, losses), (None, [x])):
+            with pytest.raises(AssertionError):
+                compare(engine, model, expected, wrong, found, "wrong")
+
+
+def test_a_comparison_notices_what_is_missing_or_too_much() -> None:
+    spawn(lost_on_the_way, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pipeline_cases import Run, about, case_of, compare, make_engine
+from pipeline_cases import Run, about, case_of, compare, has_output, make_engine
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, sum_reducer
 from torch.nn import functional as F
@@ -213,6 +213,7 @@ def buffers(rank: int, world_size: int, folder: str) -> None:
         options: dict[str, Any] = {"target": target, "loss_fn": case.loss, "num_microbatches": 2, "num_data_shards": 2}
         output = engine.step(*args, target=target) if step != 1 else engine.evaluate(*args, target=target)
         expected = serial_step(reference, args, backward=step != 1, **options)
+        assert (output is not None) == has_output(engine)
         if output is not None:
             torch.testing.assert_close(output, expected.output, rtol=2e-5, atol=2e-6)
         stated = dict(reference.named_buffers())
@@ -237,6 +238,7 @@ def buffers(rank: int, world_size: int, folder: str) -> None:
         reference.eval()
         args, _, target = case.batch(8)
         output = other.evaluate(*args, target=target)
+        assert (output is not None) == has_output(other)
         if output is not None:
             torch.testing.assert_close(output, reference(*args), rtol=2e-5, atol=2e-6)
         other.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pipeline_cases import about
+from pipeline_cases import about, has_output
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -117,6 +117,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def check(engine: xm.PipelineEngine, reference: nn.Module, of: str, where: str) -> None:
     expected = dict(reference.named_parameters(remove_duplicate=False))
+    assert list(engine.parameters()), where
     for name, parameter in engine.named_parameters():
         mine, theirs = (one.grad if of == "gradient" else one for one in (parameter, expected[name]))
         assert mine is not None
@@ -173,6 +174,7 @@ def train(rank: int, world_size: int, layout: Layout) -> dict[str, int]:
             mine.step()
             theirs.step()
             output = engine.evaluate(x)  # the parameters as the optimizer left them
+            assert (output is not None) == has_output(engine)
             if output is not None:
                 torch.testing.assert_close(output, reference(x), rtol=2e-5, atol=2e-6)
     check(engine, reference, "parameter", "end")

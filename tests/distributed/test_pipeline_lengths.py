@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models.language import GPT, Block
-from pipeline_cases import compare
+from pipeline_cases import compare, has_output
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -80,6 +80,7 @@ def train(engine: xm.PipelineEngine, reference: nn.Module, shards: int, where: s
         mine.step()
         theirs.step()
         evaluated = engine.evaluate(x[:, :1])
+        assert (evaluated is not None) == has_output(engine)
         if evaluated is not None:
             torch.testing.assert_close(evaluated, reference(x[:, :1]), rtol=2e-5, atol=2e-6)
 

@@ -177,6 +177,7 @@ def by_reset(rank: int, world_size: int) -> None:
         torch.distributed.all_gather_object(everyone, mine)
         reference = plain()
         reference.load_state_dict({name: value for found in everyone for name, value in found.items()})
+        assert everyone[rank ^ 1].keys() == mine.keys()
         for name, value in everyone[rank ^ 1].items():
             assert torch.equal(value, mine[name])
         train(engine, reference, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_cases import about, compare
+from pipeline_cases import about, compare, has_output
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
@@ -66,6 +66,9 @@ def train(engine: xm.PipelineEngine, reference: nn.Module, sizes: tuple[int, ...
             expected = serial_step(reference, (x,), target=y, **settings)
         if is_bitwise:
             _equal(engine, reference, step)
+            assert (output is not None) == has_output(engine)
+            if output is not None:
+                torch.testing.assert_close(output, expected.output, rtol=0, atol=0)
         else:
             compare(engine, reference, expected, output, losses, f"step {step}")
         mine.step()
@@ -76,6 +79,7 @@ def train(engine: xm.PipelineEngine, reference: nn.Module, sizes: tuple[int, ...
 
 def _equal(engine: xm.PipelineEngine, reference: nn.Module, step: int) -> None:
     expected = dict(reference.named_parameters())
+    assert list(engine.parameters())
     for name, parameter in engine.named_parameters():
         found, wanted = parameter.grad, expected[name].grad
         assert (found is None) == (wanted is None), name
@@ -293,6 +297,7 @@ def inference(rank: int, world_size: int) -> None:
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             output = engine.evaluate(x, target=y)
+        assert (output is not None) == has_output(engine)
         if output is not None:
             torch.testing.assert_close(output, reference(x).detach())
     train(engine, reference, bitwise=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pipeline_cases import about
+from pipeline_cases import about, has_output
 from torch import nn
 from torch.nn import functional as F
 
@@ -212,6 +212,12 @@ def whole(engine: xm.PipelineEngine) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in engine.named_parameters()}
 
 
+def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str) -> None:
+    assert found.keys() == expected.keys() != set(), where
+    for key, value in found.items():
+        assert torch.equal(value, expected[key]), (where, key)
+
+
 def noisy_run(rank: int, world_size: int, folder: str) -> None:
     """Ten steps; saved before the first (with gradients there, which are no state) and after the third."""
     ranks = {r for mesh in PLACES[0][1] for r in mesh}
@@ -245,8 +251,7 @@ def noisy_run(rank: int, world_size: int, folder: str) -> None:
                 parameter.requires_grad_(True)
             steps = range(3, 6)
         train(again, other, steps)
-        for key, value in whole(again).items():
-            assert torch.equal(value, end[key]), (name, key)
+        assert_same_state(whole(again), end, name)
         again.close()
     assert rank in ranks
 
@@ -268,6 +273,7 @@ def noisy_elsewhere(rank: int, world_size: int, folder: str) -> None:
     expected = serial_step(reference, (x,), target=y, partition=cut, seed=3, step=4, **options)
     output = engine.step(x, target=y)
     assert state["step"] == 4
+    assert (output is not None) == has_output(engine)
     if output is not None:
         torch.testing.assert_close(output, expected.output)
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
@@ -287,8 +293,7 @@ def noisy_back(rank: int, world_size: int, folder: str) -> None:
         train(engine, optimizer, range(3, 5))
         found.append(whole(engine))
         engine.close()
-    for key, value in found[0].items():
-        assert torch.equal(value, found[1][key]), key
+    assert_same_state(found[0], found[1], "moved")
 
 
 def test_resume_is_bitwise_with_dropout(tmp_path: Path) -> None:

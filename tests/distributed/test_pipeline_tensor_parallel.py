@@ -54,6 +54,7 @@ def train_and_compare(
         mine.step()
         theirs.step()
     found = {name: _full(parameter) for name, parameter in engine.named_parameters()}
+    assert found
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name].detach(), rtol=2e-5, atol=2e-6, msg=about(name))
 
@@ -63,6 +64,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(engine: xm.PipelineEngine, expected: dict[str, Any], what: str, step: int) -> None:
+    assert list(engine.parameters())
     for name, parameter in engine.named_parameters():
         assert parameter.grad is not None, name
         where = about(f"{what} of {name} in step {step}")

@@ -54,6 +54,7 @@ def take_step(run: Run, engine: xm.PipelineEngine, step: int = 0) -> Any:
 
 def same_gradients(engine: xm.PipelineEngine, reference: nn.Module, rtol: float = 2e-5, atol: float = 2e-6) -> None:
     expected = dict(reference.named_parameters(remove_duplicate=False))
+    assert list(engine.parameters())
     for name, parameter in engine.named_parameters():
         assert parameter.grad is not None, name
         found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
