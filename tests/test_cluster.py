@@ -128,10 +128,10 @@ def test_the_first_failure_is_the_jobs_exit_code(shaped: Cluster) -> None:
 
 
 def test_a_failing_rank_stops_the_others_unless_told_otherwise(shaped: Cluster) -> None:
-    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)"
+    script = "import os, signal, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
     job = shaped.run("-c", script)
     assert job.exit_codes == [128 + signal.SIGTERM, 3, 128 + signal.SIGTERM, 128 + signal.SIGTERM]
-    survivors = shaped.start("-c", "import time; print('up', flush=True); time.sleep(600)", stop_on_failure=False)
+    survivors = shaped.start("-c", "import signal; print('up', flush=True); signal.pause()", stop_on_failure=False)
     for rank in range(4):
         survivors.wait_for_output("up", rank=rank)
     survivors.ranks[0].send_signal(signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_wrong_hosts_and_factors_are_refused(shaped: Cluster) -> None:
 def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: Cluster) -> None:
     build = (
         "import os, sys\nfrom torch_xmesh.testing.cluster import Cluster\n"
-        "cluster = Cluster(hosts=2, devices=1)\ncluster.start('-c', 'import time; time.sleep(600)')\n"
+        "cluster = Cluster(hosts=2, devices=1)\ncluster.start('-c', 'import signal; signal.pause()')\n"
         "print(os.getpid(), flush=True)\nsys.stdin.read()"
     )
     crashed = subprocess.Popen(
@@ -224,7 +224,7 @@ def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: Cluster
 def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, code: int) -> None:
     command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --no-goodput -- -c".split()
     driver = subprocess.Popen(
-        [sys.executable, *command, "import time; print('up', flush=True); time.sleep(600)"],
+        [sys.executable, *command, "import signal; print('up', flush=True); signal.pause()"],
         stdout=subprocess.PIPE,
         text=True,
         env=python_module_env(),
@@ -270,7 +270,7 @@ def test_an_output_that_fails_is_told() -> None:
             raise OSError("disk full")
 
     with Cluster(hosts=1, devices=2, rate=None, output=Full()) as cluster:
-        job = cluster.start("-c", "import time; print('up', flush=True); time.sleep(600)")
+        job = cluster.start("-c", "import signal; print('up', flush=True); signal.pause()")
         with pytest.raises(OSError, match="disk full"):
             job.wait(60)
         assert None not in job.exit_codes
@@ -282,8 +282,8 @@ def test_the_command_line_passes_on_what_the_ranks_say_and_how_the_first_one_fai
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     script = (
-        "import os, sys, time\nprint('up', flush=True)\n"
-        "if os.environ['RANK'] == '0': open(sys.argv[1], 'w').close(); time.sleep(600)\n"
+        "import os, signal, sys\nprint('up', flush=True)\n"
+        "if os.environ['RANK'] == '0': open(sys.argv[1], 'w').close(); signal.pause()\n"
         "open(sys.argv[1]).read(); print('no', 'more', end=''); sys.exit(7)"
     )
     command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --rate 100mbit -- -c".split()

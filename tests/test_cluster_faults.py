@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wait_until import wait_until
 
 from torch_xmesh.testing.cluster import Cluster, Job, network
 
@@ -30,7 +30,7 @@ by_strategy = pytest.mark.parametrize(
 # one that rank 0 begins once there is a file "last". After a PeerError a rank stays, so that nobody is blamed for
 # leaving, until the test has opened its pipe. A line is one string, hence one write: no half of it is ever read.
 WORKER = """
-import datetime, os, sys, time
+import datetime, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.distributed.tensor import Replicate
@@ -43,24 +43,20 @@ whole = torch.arange(1 << 19, dtype=torch.int32)
 x = spec = xm.Spec(shape, torch.int32, source, (Replicate(),))
 if rank == 0:
     x = wrap_local(whole, shape, xm.device_mesh(source), (Replicate(),))
-call, is_last, ended = 0, False, time.monotonic()
+call, is_last = 0, False
 while not is_last:
-    start = time.monotonic()
     if rank == 0:
         whole[0] = (folder / "last").exists()
     try:
         y = xm.reshard(x, target, (Replicate(),), strategy=strategy).to_local()
     except xm.PeerError as error:
-        took = time.monotonic() - start
-        verdict = "in time" if took < timeout + 5 else "late"
-        print(f"PEER_ERROR {error.ranks} {verdict}: {took:.1f} s", flush=True)
+        print(f"PEER_ERROR {error.ranks}", flush=True)
         (folder / f"leave{rank}").read_text()
         break
     got = whole if rank == 0 else y
     is_last = bool(got[0])
     assert torch.equal(got[1:], whole[1:])
-    start, ended = ended, time.monotonic()
-    print(f"call {call} took {ended - start} s", flush=True)
+    print(f"call {call} done", flush=True)
     call += 1
 else:
     plan = xm.plan_resharding(spec, target, (Replicate(),), strategy=strategy)
@@ -84,18 +80,18 @@ def start(cluster: Cluster, folder: Path, strategy: str, timeout: float) -> Job:
         os.mkfifo(folder / f"leave{rank}")
     job = cluster.start(str(script), strategy, str(timeout), str(folder), stop_on_failure=False)
     for rank in range(HOSTS):
-        job.wait_for_output("call 2 took", rank=rank, timeout=90)
+        job.wait_for_output("call 2 done", rank=rank, timeout=90)
     return job
 
 
-def call_seconds(job: Job, rank: int) -> list[float]:
-    return [float(found) for found in re.findall(r"call \d+ took (\S+) s", job.ranks[rank].output)]
+def calls_done(job: Job, rank: int) -> int:
+    return len(re.findall(r"call \d+ done", job.ranks[rank].output))
 
 
 def wait_for_calls(job: Job, count: int) -> None:
     """Until every rank has ended `count` more calls."""
     for rank in range(HOSTS):
-        job.wait_for_output(f"call {len(call_seconds(job, rank)) + count - 1} took", rank=rank, timeout=60)
+        job.wait_for_output(f"call {calls_done(job, rank) + count - 1} done", rank=rank, timeout=60)
 
 
 def on_host(cluster: Cluster, host: int, *command: str) -> str:
@@ -104,31 +100,32 @@ def on_host(cluster: Cluster, host: int, *command: str) -> str:
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout
 
 
+def link_of(cluster: Cluster, host: int) -> str:
+    """How the kernel shapes what the host sends."""
+    return on_host(cluster, host, "tc", "qdisc", "show", "dev", network.HOST_INTERFACE)
+
+
 def received_bytes(cluster: Cluster, host: int) -> int:
     return int(on_host(cluster, host, "cat", f"/sys/class/net/{network.HOST_INTERFACE}/statistics/rx_bytes"))
 
 
-def wait_until_stalled(cluster: Cluster, host: int) -> None:
-    """Until a kernel says that what was sent over this host's link has not been acknowledged for a second."""
-    deadline = time.monotonic() + 50
+def is_stalled(cluster: Cluster, host: int) -> bool:
+    """Whether a kernel has sent something over this host's link three times, and waits for an acknowledgement still."""
     ends = [pair for other in range(HOSTS) if other != host for pair in ((host, other), (other, host))]
-    is_stalled = False
-    while not is_stalled:
-        sockets = "".join(on_host(cluster, end, "ss", "-tinHO", "dst", cluster.address(other)) for end, other in ends)
-        waiting = [line for line in sockets.splitlines() if "unacked:" in line]
-        is_stalled = any(int(found) > 1000 for found in re.findall(r"lastack:(\d+)", "".join(waiting)))
-        assert time.monotonic() < deadline, sockets
+    sockets = "".join(on_host(cluster, end, "ss", "-tinHO", "dst", cluster.address(other)) for end, other in ends)
+    waiting = [line for line in sockets.splitlines() if "unacked:" in line]
+    return any(int(found) >= 2 for found in re.findall(r"backoff:(\d+)", "".join(waiting)))
 
 
 @by_strategy
-def test_a_cut_link_is_told_in_time(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+def test_a_cut_link_is_told(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
     job = start(cluster, tmp_path, strategy, TIMEOUT)
     behind = FAILING_HOST[strategy]
     cluster.cut(behind)
     for rank in range(HOSTS):
         job.wait_for_output("PEER_ERROR", rank=rank, timeout=60)
     for rank, handle in enumerate(job.ranks):
-        told = re.search(r"PEER_ERROR \(([\d, ]*)\) in time", handle.output)
+        told = re.search(r"PEER_ERROR \(([\d, ]*)\)", handle.output)
         assert told, handle.output
         blamed = {int(found) for found in re.findall(r"\d+", told[1])}
         if rank == behind:
@@ -144,18 +141,17 @@ def test_a_cut_link_is_told_in_time(cluster: Cluster, tmp_path: Path, strategy: 
 @by_strategy
 def test_a_slow_and_a_briefly_cut_link_only_cost_time(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
     job = start(cluster, tmp_path, strategy, 60.0)
-    usual = min(call_seconds(job, 1)[1:])
+    assert "rate 100Mbit" in link_of(cluster, 0)
     cluster.slow(0, 10)
-    slowed = len(call_seconds(job, 1)) + 1  # the one before is under way
-    job.wait_for_output(f"call {slowed} took", rank=1, timeout=60)
-    assert call_seconds(job, 1)[slowed] > 3 * usual, job.ranks[1].output
+    assert "rate 10Mbit" in link_of(cluster, 0)
+    wait_for_calls(job, 2)  # the first one may have been under way
 
     failing = FAILING_HOST[strategy]
     cluster.cut(failing)
-    arrived, calls = received_bytes(cluster, failing), len(call_seconds(job, failing))
-    wait_until_stalled(cluster, failing)
+    arrived, calls = received_bytes(cluster, failing), calls_done(job, failing)
+    wait_until(lambda: is_stalled(cluster, failing))
     assert received_bytes(cluster, failing) == arrived
-    assert len(call_seconds(job, failing)) <= calls + 1
+    assert calls_done(job, failing) <= calls + 1
     cluster.restore(failing)
     cluster.restore(0)
     wait_for_calls(job, 2)

@@ -100,8 +100,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_rooms_and_their_tests_exist() -> None:
-    _, _, table = (ROOT / "tests" / "README.md").read_text().partition("\n|---|---|\n")
-    rows = [row.strip("| ").split(" | ", 1) for row in table.splitlines() if row.startswith("| ")]
+    rooms, _, _ = (ROOT / "tests" / "README.md").read_text().partition("\n## Time\n")
+    rows = [row.strip("| ").split(" | ", 1) for row in rooms.splitlines() if row.startswith("| ")][1:]
     rooms_of, guards_of = ([re.findall(r"`([\w./*]+)`", row[column]) for row in rows] for column in (0, 1))
     assert any(rooms_of)
     assert all(guards_of), "a row names no test"
@@ -120,6 +120,16 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
     expected |= {f"PipelineEngine.{name}" for name in vars(xm.PipelineEngine) if not name.startswith("_")}
     assert expected <= headings
     assert all(f"\n- `{name}` (" in text for name in vars(xm.Options) if not name.startswith("_"))
+
+
+def test_tests_that_look_at_a_clock_are_named() -> None:
+    _, _, times = (ROOT / "tests" / "README.md").read_text().partition("\n## Time\n")
+    named = set(re.findall(r"`([\w/]+\.py)`", times))
+    assert all((ROOT / "tests" / name).exists() for name in named), named
+    paths = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").rglob("*.py")}
+    calls = re.compile(r"\b(time\.(sleep|time|monotonic|perf_counter)|Timer)\(")
+    timed = {name for name, path in paths.items() if calls.search(path.read_text())}
+    assert "wait_until.py" in timed <= named, timed - named
 
 
 def test_the_readme_is_short() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def _peer_dies(rank: int, size: int) -> Any:
     _sum()
     mark("ready")
     if rank == 1:
-        time.sleep(600)
+        signal.pause()
     try:
         _sum()
     except RuntimeError as error:

