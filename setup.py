@@ -1,4 +1,7 @@
-"""Builds torch_xmesh: ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here."""
+"""Builds torch_xmesh: ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here.
+
+XMESH_DEBUG=1 builds it for a debugger: not optimized, with symbols and assertions.
+"""
 
 import os
 import sys
@@ -13,6 +16,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 ROOT = Path(__file__).resolve().parent
 TORCH_VERSION = torch.__version__.split("+")[0]
 TORCH_MINOR = ".".join(TORCH_VERSION.split(".")[:2])
+IS_DEBUG = os.environ.get("XMESH_DEBUG", "0") not in ("", "0")
 os.chdir(ROOT)
 
 
@@ -32,7 +36,7 @@ class BuildWithTorchRecord(BuildExtension):
         )
         if chosen is None:
             python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-            self.build_temp = str(Path("build") / f"torch-{TORCH_VERSION}-{python}")
+            self.build_temp = str(Path("build") / f"torch-{TORCH_VERSION}-{python}{'-debug' if IS_DEBUG else ''}")
 
     def run(self) -> None:
         super().run()
@@ -58,13 +62,14 @@ class BuildWithTorchRecord(BuildExtension):
 
 
 def extension() -> Any:
+    optimize = ["-O0", "-g", "-UNDEBUG"] if IS_DEBUG else ["-O3", "-g0"]
     return CppExtension(
         "torch_xmesh._C",
         sources(),
         include_dirs=[str(ROOT / "csrc")],
         # No contraction of multiply and add: plans are equal on every CPU.
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-Wall", "-ffp-contract=off", "-fvisibility=hidden"],
-        extra_link_args=["-Wl,--as-needed", "-Wl,-s"],
+        extra_compile_args=["-std=c++20", *optimize, "-Wall", "-ffp-contract=off", "-fvisibility=hidden"],
+        extra_link_args=["-Wl,--as-needed", *([] if IS_DEBUG else ["-Wl,-s"])],
     )
 
 

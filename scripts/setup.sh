@@ -27,12 +27,25 @@ need() {
   fi
 }
 
+# Compilers behind ccache, where it is there or can be had: what any clone has compiled is not compiled again.
+use_ccache() {
+  command -v ccache >/dev/null || ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ] ||
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq ccache >/dev/null 2>&1 || true
+  local folder
+  for folder in /usr/lib/ccache /usr/lib64/ccache; do
+    if command -v ccache >/dev/null && [ -x "$folder/c++" ] && [[ :$PATH: != *:$folder:* ]]; then
+      export PATH=$folder:$PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+    fi
+  done
+}
+
 has_cxx20() { echo '#include <compare>' | g++ -std=c++20 -fsyntax-only -x c++ -; }
 has_gtest() { echo '#include <gtest/gtest.h>' | g++ -std=c++20 -fsyntax-only -x c++ -; }
 has_python_headers() { "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; }
 
 setup_cpp() {
   need g++ has_cxx20
+  use_ccache
   need cmake command -v cmake
   need ninja-build command -v ninja
   need libgtest-dev has_gtest
@@ -80,6 +93,7 @@ setup_python() {
   local extras
   extras=$(IFS=,; echo "$*")
   need g++ has_cxx20
+  use_ccache
   if [ -n "${XMESH_PYTHON:-}" ]; then
     PYTHON=$XMESH_PYTHON
     "$PYTHON" -c '

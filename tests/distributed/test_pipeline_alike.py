@@ -39,6 +39,29 @@ def check(engine: xm.PipelineEngine, model: nn.Module, x: torch.Tensor, y: torch
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
 
 
+def peers_of_a_shard(rank: int, world_size: int) -> None:
+    """Stage 0 on two data shards of two ranks each, stage 1 on the same mesh."""
+    meshes = [xm.Mesh([[0, 1], [2, 3]])] * 2
+    engine = make(model_of(), meshes=meshes, data_axis=0, parallelize=lambda stage, module, mesh: module)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    mine = slice(4 * (rank // 2), 4 * (rank // 2) + 4)
+    other = x[mine] + 1 if rank == 3 else x[mine]
+    with pytest.raises(
+        ValueError, match=r"ranks 2 and 3 disagree: argument args.0. has other values, but both .* data shard 1"
+    ):
+        engine.step(other, target=y[mine], sharded=True)
+    with pytest.raises(ValueError, match="ranks 0 and 1 disagree: the target has other values, but both .* shard 0"):
+        engine.step(x[mine], target=y[mine] + int(rank == 1), sharded=True)
+    for _ in range(3):
+        engine.zero_grad()
+        engine.step(x[mine], target=y[mine], sharded=True)
+        check(engine, model_of(), x, y)
+
+
+def test_ranks_of_one_data_shard_pass_the_same() -> None:
+    spawn(peers_of_a_shard, 4, timeout=60)
+
+
 def own_samples(rank: int, world_size: int) -> None:
     model = model_of()
     engine = make(copy.deepcopy(model))

@@ -1,16 +1,16 @@
-"""What must be the same on several ranks in a step besides its facts: the values of plain batches, and whether modules
-are in training mode."""
+"""What must be the same on several ranks in a step besides its facts: the values of plain batches and of one data
+shard, and whether modules are in training mode."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueName, describe_path
 from torch_xmesh.pipeline.ranks.digests import checksum, number_of
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.engine.place import EnginePlace
@@ -36,16 +36,18 @@ class StepComparison:
         self._num_compared = 0
         self._known: dict[Any, None] = {}  # sizes of which batches were found alike, the last ones
         self._compared: Any = None  # sizes of the batch that is being compared
-        self._modules: dict[int, list[nn.Module]] = {}
         inputs = {name: info for name, info in place.partition.inputs.items() if info.stages}
+        batch = {f"values {name}": f"argument {describe_path(info.path)}" for name, info in inputs.items()}
+        batch["values of the target"] = "the target"
         self.texts = {
             "is_training": "engine.train() (1) or engine.eval() (0): {}",
             **{f"modes {k}": f"the modules of stage {k} are in other modes (train(), eval())" for k in self._stages},
+            **{name: f"{what} has other values: {_ADVICE}" for name, what in batch.items()},
             **{
-                f"values {name}": f"argument {describe_path(info.path)} has other values: {_ADVICE}"
-                for name, info in inputs.items()
+                f"{name} in shard {shard}": f"{what} has other values, but both ranks are on data shard {shard}"
+                for name, what in batch.items()
+                for shard in range(place.most_shards if place.most_shards > 1 else 0)
             },
-            "values of the target": f"the target has other values: {_ADVICE}",
         }
 
     @property
@@ -56,15 +58,13 @@ class StepComparison:
         """Of this rank's stages."""
         found = {"is_training": int(self._place.own.is_training)}
         for stage, work in self._place.works.items():
-            if stage not in self._modules:
-                self._modules[stage] = list(work.program.module.modules())
-            flags = bytes(module.training for module in self._modules[stage])
+            flags = bytes(module.training for module in work.program.module.modules())
             found[f"modes {stage}"] = number_of(flags)
         return found
 
     def values(self, tree: Any, target: Any, takers: Sequence[int], shapes: Shapes, samples: int) -> dict[str, int]:
-        """Of the plain tensors of a batch that stages `takers` read, and of a plain target; in the first steps, and in
-        the first ones with other sizes."""
+        """Of the tensors of a batch that stages `takers` read, and of the target: whole ones that are plain, and this
+        rank's part of sharded ones; in the first steps, and in the first ones with other sizes."""
         key = tuple(shapes.items()), samples
         self._compared = None
         if key in self._known:
@@ -73,16 +73,31 @@ class StepComparison:
             return {}
         partition = self._place.partition
         wanted = {name for stage in takers for name in partition.stages[stage].model_inputs}
-        found = {}
+        found: dict[str, int] = {}
         for leaf, expected in zip(pytree.tree_leaves(tree) if takers else [], partition.argument_leaves, strict=False):
-            if isinstance(expected, ValueName) and expected.name in wanted and _is_plain(leaf):
-                found[f"values {expected.name}"] = _number_of_tensor(leaf)
-        leaves = pytree.tree_leaves(target)
-        if target is not None and all(_is_plain(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves):
-            numbers = [str(_number_of_tensor(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            found["values of the target"] = number_of(*numbers)
+            if isinstance(expected, ValueName) and expected.name in wanted:
+                found |= self._number(f"values {expected.name}", [leaf], takers)
+        if target is not None:
+            found |= self._number("values of the target", pytree.tree_leaves(target), [len(self._place.meshes) - 1])
         self._compared = key if found else None
         return found
+
+    def _number(self, name: str, leaves: Sequence[Any], stages: Sequence[int]) -> dict[str, int]:
+        """Of tensors that these stages of this rank take, under the name by which others have them too; none where
+        other ranks need not have the same, or for a layout whose values are not looked at."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        local = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tensors]
+        if any(one.layout != torch.strided for one in local):
+            return {}
+        number = number_of(*(str(_number_of_tensor(one)) for one in local))
+        sharded = [leaf for leaf in tensors if isinstance(leaf, DTensor)]
+        if not sharded:
+            return {name: number}
+        meshes = [self._place.meshes[stage] for stage in stages]
+        shards = {mesh.shard for mesh in meshes if mesh.num_shards > 1}
+        if len(shards) != 1 or not all(_is_by_shards(leaf, mesh) for leaf in sharded for mesh in meshes):
+            return {}
+        return {f"{name} in shard {shards.pop()}": number}
 
     def agreed(self) -> None:
         """All ranks have the same."""
@@ -93,8 +108,11 @@ class StepComparison:
                 del self._known[next(iter(self._known))]
 
 
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.layout == torch.strided
+def _is_by_shards(tensor: DTensor, mesh: StageMesh) -> bool:
+    """Whether ranks of the mesh on one data shard have the same part."""
+    return tensor.device_mesh.ndim == len(mesh.whole.shape) and all(
+        axis in mesh.data_axes for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    )
 
 
 def _number_of_tensor(tensor: torch.Tensor) -> int:
