@@ -124,8 +124,10 @@ def _shards_of_whole(
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(order.sizes)}")
     tensor, num_shards = tensor.detach(), mesh.num_shards
     if order.num_shards == 1:
+        if num_shards == 1:
+            return torch.split(tensor, list(order.sizes), dim)
         parts = [part for size in order.sizes for part in shard_sizes(size, num_shards)]
-        return torch.split(tensor, parts, dim)[0 if num_shards == 1 else mesh.shard :: num_shards]
+        return torch.split(tensor, parts, dim)[mesh.shard :: num_shards]
     found = []
     for microbatch, size in enumerate(order.sizes):
         shards = shard_sizes(size, num_shards)

@@ -30,6 +30,7 @@ class SampleOrder:
     num_shards: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)
     def of(num_samples: int, num_microbatches: int, num_shards: int = 1) -> "SampleOrder":
         """Raises ValueError where microbatches or their shards would be uneven in a way that moves samples."""
         order = SampleOrder(tuple(microbatch_sizes(num_samples, num_microbatches)), num_shards)

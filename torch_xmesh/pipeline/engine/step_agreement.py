@@ -102,7 +102,7 @@ class StepAgreement:
         Raises:
             StepRefusedError: on every rank, where one refuses, is in another call, or two disagree.
         """
-        known = {} if mine is None else {k: v for k, v in dataclasses.asdict(mine).items() if v is not None}
+        known = {} if mine is None else {k: v for k, v in vars(mine).items() if v is not None}
         known.update(others or {})
         known["call"] = CALLS.index(call)
         numbers = [sign * known[name] if name in known else _UNKNOWN for name in self._texts for sign in (1, -1)]
