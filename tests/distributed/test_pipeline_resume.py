@@ -325,8 +325,11 @@ def names(rank: int, world_size: int) -> None:
     calls = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        calls.append(1)
-        return graph.forward
+        def run(*values: Any) -> Any:
+            calls.append(1)
+            return graph(*values)
+
+        return run
 
     def adapt(stage: int, module: nn.Module, mesh: Any) -> nn.Module:
         name, layer = next(module.named_children())
@@ -345,9 +348,11 @@ def names(rank: int, world_size: int) -> None:
     setattr(compiled, "0", torch.compile(compiled[0], backend=count))
     compiled[1].compile(backend=count)
     engine = make(compiled)
-    engine.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert not calls
+    for step in range(1, 3):
+        engine.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        assert len(calls) == 2 * step  # both microbatches run compiled
     state = engine.state_dict()
-    assert calls
     assert set(state) == {f"{rank}.weight", f"{rank}.bias"} == {name for name, _ in engine.named_parameters()}
     changed = {name: value + 1 for name, value in compiled.state_dict().items()}
     engine.load_state_dict(changed)  # under the names of torch.compile's wrapper too

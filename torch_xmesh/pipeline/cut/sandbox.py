@@ -66,6 +66,8 @@ class Sandbox:
             stack.enter_context(hooks_off(self._model))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(quiet())
+            # What torch.compile has seen with fakes it runs uncompiled ever after.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for module in self._model.modules():
                 for holder in _holders(module):
