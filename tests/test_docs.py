@@ -10,6 +10,8 @@ import os
 import re
 import runpy
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -50,8 +52,9 @@ def having(language: str) -> list[str]:
 def run_as_typed(rank: int, world_size: int, page: str, script: str, folder: str) -> str:
     """What it printed."""
     os.chdir(folder)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(script, page, "exec"), {"__name__": "__main__"})
+        exec(compile(script, page, "exec"), vars(module))
     return printed.getvalue()
 
 
