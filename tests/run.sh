@@ -29,12 +29,16 @@ wants() { [[ ,$stages, == *,$1,* ]]; }
 extras=(plot)
 ! wants lint || extras+=(lint)
 ! wants python || extras+=(test)
-if wants lint || wants python; then setup_python "${extras[@]}"; fi
+TORCH_PYTHON=  # with it the C++ tests of rooms that include torch are built too
+if wants lint || wants python; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
 if wants lint || wants cpp; then setup_cpp; fi
 [ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || lint_args+=(--no-mypy)
 
 configure() { # BUILD_FOLDER [SANITIZERS]
-  cmake -S csrc -B "$1" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DXMESH_SANITIZE="${2:-}" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
+  local torch=$TORCH_PYTHON
+  [ -z "${2:-}" ] || torch=  # torch's libraries know no sanitizer
+  cmake -S csrc -B "$1" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DXMESH_SANITIZE="${2:-}" -DXMESH_TORCH="$torch" \
+    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
 }
 run_lint() {
   configure build/cpp-plain && timeout -k 10 2400 bash scripts/lint.sh ${lint_args[@]+"${lint_args[@]}"}
