@@ -39,7 +39,7 @@ _FACTORIES = (
 )
 _LIBRARY = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,  # the pipeline's own code
 )
 _CONTAINERS = (tuple, list, dict, slice)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
