@@ -56,7 +56,7 @@ class ReshardingPlan:
 
     @property
     def predicted_seconds(self) -> float:
-        """What the event simulator says of this plan."""
+        """Seconds from the first message's begin to the last one's end, by an event simulation of this plan."""
         return self.core.predicted_seconds
 
     @property
@@ -87,15 +87,20 @@ class ReshardingPlan:
         return [(_spec_of(src), _spec_of(dst)) for src, dst in self.core.tensors]
 
     def bytes_sent(self, host: int) -> int:
-        """Bytes that leave ``host`` (an index of the topology) over its NIC."""
+        """Bytes that leave ``host`` (an index of the topology) over its NIC; 0 for a host that it does not use."""
         return self.core.bytes_sent().get(host, 0)
 
     def bytes_received(self, host: int) -> int:
-        """Bytes that enter ``host`` (an index of the topology) over its NIC."""
+        """Bytes that enter ``host`` (an index of the topology) over its NIC; 0 for a host that it does not use."""
         return self.core.bytes_received().get(host, 0)
 
     def plot(self, path: str | Path) -> None:
-        """Draws each host's send and receive lanes over predicted time into an image file (format by suffix)."""
+        """Draws each host's send and receive lanes over predicted time into an image file (format by suffix).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: matplotlib does not know the format.
+        """
         plot_lanes(self.core, self.bound_ratio, Path(path))
 
     def __str__(self) -> str:

@@ -100,6 +100,7 @@ def reshard_many(
         dst_mesh: a mesh for all, or a container of meshes.
         dst_placements: placements for all, or a container of placements. A container is shaped like ``xs``, with the
             same keys; a value where ``xs`` has a list or dict is for all tensors in it.
+        strategy, group, async_op, topology: as in :func:`reshard`, for all tensors together.
         out: a container of DTensors shaped like ``xs``.
 
     Returns:

@@ -12,6 +12,8 @@ class Broadcast:
         order: of the unit tasks: "best" of "dfs" (pruned) and "greedy" (randomized), one of them, or "naive".
         seed: of the randomized search.
         node_budget: search nodes, a measure that is the same on every CPU; None takes the default.
+
+    Values that there are not are a ValueError where the strategy is used.
     """
 
     senders: str = "size"

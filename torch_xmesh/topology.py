@@ -138,7 +138,12 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> "Topology":
-        """Reads a file that :meth:`save` or ``python -m torch_xmesh calibrate`` wrote."""
+        """Reads a file that :meth:`save` or ``python -m torch_xmesh calibrate`` wrote.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: what is wrong in it.
+        """
         return cls.from_json(Path(path).read_text())
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:

@@ -285,7 +285,7 @@ class PipelineEngine:
 
     @property
     def stages(self) -> list[int]:
-        """The stages on this rank."""
+        """The stages on this rank, ascending."""
         return list(self._place.stages)
 
     def stage_module(self, stage: int) -> nn.Module:
