@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "transport/alone.h"
-#include "transport/tcp/sender.h"
 #include "transport/tcp/network.h"
+#include "transport/tcp/sender.h"
 
 namespace xmesh::transport::test {
 namespace {
