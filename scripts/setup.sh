@@ -30,7 +30,7 @@ need() {
 # Compilers behind ccache, where it is there or can be had: what any clone has compiled is not compiled again.
 use_ccache() {
   command -v ccache >/dev/null || ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ] ||
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq ccache >/dev/null 2>&1 || true
+    DEBIAN_FRONTEND=noninteractive timeout 120 apt-get install -y -qq ccache >/dev/null 2>&1 || true
   local folder
   for folder in /usr/lib/ccache /usr/lib64/ccache; do
     if command -v ccache >/dev/null && [ -x "$folder/c++" ] && [[ :$PATH: != *:$folder:* ]]; then

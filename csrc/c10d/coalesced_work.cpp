@@ -40,9 +40,12 @@ void CoalescedWork::synchronize() {
 }
 
 bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
+  using std::chrono::milliseconds;
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   bool is_done = true;
   for (const auto& part : parts_) {
-    is_done = part->wait(timeout) && is_done;
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - std::chrono::steady_clock::now());
+    is_done = part->wait(timeout == kNoTimeout ? timeout : std::max(left, milliseconds(1))) && is_done;
   }
   return is_done;
 }

@@ -5,7 +5,7 @@
 
 namespace xmesh::c10d_backend {
 
-/// Several works as one: complete when all are, failed when one is. Threading: as its parts.
+/// Several works as one: complete when all are, failed when one is. A timeout of wait() is that of all together. Threading: as its parts.
 class CoalescedWork final : public ::c10d::Work {
  public:
   explicit CoalescedWork(std::vector<c10::intrusive_ptr<::c10d::Work>> parts);

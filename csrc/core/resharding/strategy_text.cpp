@@ -1,9 +1,8 @@
-#include "core/resharding/strategy.h"
-
 #include <algorithm>
 #include <charconv>
 
 #include "core/error.h"
+#include "core/resharding/strategy.h"
 #include "core/resharding/strategy_registry.h"
 #include "core/text.h"
 

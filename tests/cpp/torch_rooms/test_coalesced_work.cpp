@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "c10d/coalesced_work.h"
@@ -19,6 +20,7 @@ class Part final : public ::c10d::Work {
   std::exception_ptr error;
   std::vector<at::Tensor> tensors;
   std::vector<milliseconds> waits;
+  milliseconds takes{0};  ///< how long a wait lasts
   int num_synchronized = 0;
   int num_aborted = 0;
 
@@ -30,6 +32,7 @@ class Part final : public ::c10d::Work {
   void abort() override { ++num_aborted; }
   bool wait(milliseconds timeout) override {
     waits.push_back(timeout);
+    std::this_thread::sleep_for(takes);
     if (error) {
       std::rethrow_exception(error);
     }
@@ -65,12 +68,20 @@ TEST_F(CoalescedWorkTest, FailsWithTheFirstError) {
 }
 
 TEST_F(CoalescedWorkTest, WaitsForEveryPart) {
-  EXPECT_TRUE(whole_->wait(milliseconds(5)));
+  EXPECT_TRUE(whole_->wait(kNoTimeout));
   parts_[0]->waits_well = false;
-  EXPECT_FALSE(whole_->wait(milliseconds(7)));
+  EXPECT_FALSE(whole_->wait(kNoTimeout));
   for (const auto& part : parts_) {
-    EXPECT_EQ(part->waits, std::vector<milliseconds>({milliseconds(5), milliseconds(7)}));
+    EXPECT_EQ(part->waits, std::vector<milliseconds>({kNoTimeout, kNoTimeout}));
   }
+}
+
+TEST_F(CoalescedWorkTest, TheTimeoutIsThatOfAllParts) {
+  parts_[1]->takes = milliseconds(20);
+  EXPECT_TRUE(whole_->wait(milliseconds(10'000)));
+  EXPECT_LE(parts_[2]->waits.at(0), parts_[1]->waits.at(0) - parts_[1]->takes);
+  EXPECT_TRUE(whole_->wait(milliseconds(10)));  // the last part is looked at, though nothing is left
+  EXPECT_EQ(parts_[2]->waits.at(1), milliseconds(1));
 }
 
 TEST_F(CoalescedWorkTest, ResultsKeepTheirOrder) {
