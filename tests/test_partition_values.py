@@ -1,5 +1,7 @@
 """What crosses stages, and what training changes: ties, skips, masks, modes, random numbers, changes in place."""
 
+import copy
+
 import pytest
 import torch
 from models import cases
@@ -153,3 +155,51 @@ def test_the_graph_of_an_exported_model_may_hold_for_one_batch_size() -> None:
         parts.run(torch.randn(4, 4))
     with pytest.raises(ValueError, match="exactly 3 samples, got 4"):
         parts.values["x"].shape_for(4)
+
+
+class Helper:
+    """No module, and yet it has a cache."""
+
+    table: torch.Tensor | None = None
+
+    def of(self, size: int) -> torch.Tensor:
+        if self.table is None or len(self.table) < size:
+            self.table = torch.arange(float(size))
+        return self.table[:size]
+
+
+class Caching(nn.Module):
+    """As rotary embeddings do: what depends on the length alone is made at first use, and kept in many ways."""
+
+    def __init__(self, is_sized: bool) -> None:
+        super().__init__()
+        self.is_sized = is_sized
+        self.inner = nn.Linear(4, 4)
+        self.by_size: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+        self.helper = Helper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_sized and x.size(1) not in self.by_size:
+            self.by_size[x.size(1)] = torch.ones(x.size(1))
+        if self.last is None:
+            self.last = torch.ones(4)
+            self.seen.append(self.last)
+        y: torch.Tensor = self.inner(x) + self.seen[0] * self.last
+        return y * self.by_size[x.size(1)] + self.helper.of(4) if self.is_sized else y
+
+
+@pytest.mark.parametrize("point", ["1", "1.inner"])
+def test_caches_are_left_as_they_were(point: str) -> None:
+    """Modules that run on fakes, and one that is traced, in which a size is no key of a dict."""
+    model = nn.Sequential(*(Caching(is_sized=point == "1") for _ in range(3)))
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(x)
+    partition(model, (x,), None, split_at(point), num_stages=2)
+    for module in model:
+        assert isinstance(module, Caching)
+        assert (module.by_size, module.seen, module.last, module.helper.table) == ({}, [], None, None)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)

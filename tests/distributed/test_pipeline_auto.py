@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from pipeline_cases import Run, case_of, engine_of_layers, make_engine, train_and_compare
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
@@ -95,6 +97,54 @@ def limited(rank: int, world_size: int) -> str:
 def test_a_limit() -> None:
     texts = spawn(limited, 2, timeout=60)
     assert texts[0] == texts[1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "cache" not in self.seen:
+            self.seen["cache"] = torch.zeros(1 << 16)  # once, not per microbatch
+        y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+def smallest_limit(model: list[nn.Module], x: torch.Tensor, y: torch.Tensor) -> int:
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(32, 64),),
+        meshes=[xm.Mesh([0]), xm.Mesh([1])],
+        schedule="auto",
+        num_microbatches=8,
+        loss_fn=nn.MSELoss(),
+        memory_limit_bytes=100,
+    )
+    engine.step(x, target=y)
+    with pytest.raises(ValueError, match="the smallest limit") as caught:
+        engine.step(x, target=y)
+    engine.close()
+    found = re.search(r"the smallest limit that one keeps is (\d+)", str(caught.value))
+    assert found
+    return int(found[1])
+
+
+def checkpointed(rank: int, world_size: int) -> tuple[int, int]:
+    x, y = torch.randn(256, 64), torch.randn(256, 64)
+    layers = [[nn.Linear(64, 64) for _ in range(3)] for _ in range(2)]
+    plain = smallest_limit([nn.Sequential(*one) for one in layers], x, y)
+    again = smallest_limit([nn.Sequential(*map(Checkpointed, one)) for one in layers], x, y)
+    return plain, again
+
+
+def test_what_checkpoints_keep_is_counted() -> None:
+    """The inputs of checkpointed layers, in closures; with each a state of the random numbers, of 5 KB."""
+    (plain, again), other = spawn(checkpointed, 2, timeout=60)
+    assert (plain, again) == other
+    caches, states = 3 * 4 << 16, 3 * 5056
+    assert plain + caches <= again <= plain + caches + states
 
 
 def waits(rank: int, world_size: int) -> dict[int, int]:

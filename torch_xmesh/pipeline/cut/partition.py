@@ -21,7 +21,7 @@ from torch_xmesh.pipeline.cut.capture_export import capture_with_export
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.cut.propagate import propagate, training_effects
 from torch_xmesh.pipeline.cut.ready import Exchange, StageSignature, chain_ready_stages
-from torch_xmesh.pipeline.cut.sandbox import shadow
+from torch_xmesh.pipeline.cut.sandbox import shadow, unchanged
 from torch_xmesh.pipeline.cut.stage_module import GraphCut
 from torch_xmesh.pipeline.cut.values import (
     InputInfo,
@@ -167,10 +167,12 @@ def capture_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened
     """
     names = [name for name, _ in input_names(model, arguments)]
     try:
-        return capture_fx(model, arguments, names, opened)
+        with unchanged(model):
+            return capture_fx(model, arguments, names, opened)
     except CaptureError as fx_error:
         try:
-            captured = capture_with_export(model, arguments, names, specs)
+            with unchanged(model):
+                captured = capture_with_export(model, arguments, names, specs)
             captured.why_fixed = f"torch.export made its graph of the example's sizes, since {fx_error}"
             return captured
         except Exception as error:

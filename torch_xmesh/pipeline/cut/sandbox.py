@@ -43,8 +43,57 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(drop)
 
 
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever is done inside to attributes of the model's modules, and to what is in them, is undone."""
+    kept = [(one, one.copy()) for one in _containers(model)]
+    try:
+        yield
+    finally:
+        for one, content in kept:
+            if not _is_same(one, content):
+                one.clear()
+                one.extend(content) if isinstance(one, list) else one.update(content)
+
+
+def _containers(model: nn.Module) -> list[Any]:
+    """The dicts, lists and sets in which a model's modules, and objects that are their attributes, keep what they
+    have."""
+    found: dict[int, Any] = {}
+    left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
+    while left:
+        one, is_of_module = left.pop()
+        if isinstance(one, dict | list | set):
+            if id(one) in found:
+                continue
+            found[id(one)] = one
+            inside = one.values() if isinstance(one, dict) else () if isinstance(one, set) else one
+            left += [(part, is_of_module) for part in inside]
+        elif isinstance(one, tuple):
+            left += [(part, is_of_module) for part in one]
+        elif is_of_module and _has_own_state(one):
+            left.append((vars(one), False))
+    return list(found.values())
+
+
+def _has_own_state(one: Any) -> bool:
+    """Whether it is an object with attributes, but no module, of a class that is not torch's and not the language's."""
+    if isinstance(one, nn.Module) or not isinstance(getattr(one, "__dict__", None), dict):
+        return False
+    return type(one).__module__.partition(".")[0] not in ("torch", "builtins", "types", "functools", "enum")
+
+
+def _is_same(one: Any, content: Any) -> bool:
+    if len(one) != len(content):
+        return False
+    if isinstance(one, dict):
+        return all(key in one and one[key] is value for key, value in content.items())
+    return one == content if isinstance(one, set) else all(a is b for a, b in zip(one, content, strict=True))
+
+
 class Sandbox:
-    """A context in which `model` holds fakes of its parameters and buffers; on leaving it holds its own again.
+    """A context in which `model` holds fakes of its parameters and buffers; on leaving it is what it was before, also
+    where a forward has given it something (a cache of fakes would be in its way ever after).
 
     Fakes have the device of the tensor they stand for; of a tensor on meta, `device` (default: the first real device
     among the model's tensors, else the CPU), so that autocast and device checks see what they will see in training.
@@ -63,6 +112,7 @@ class Sandbox:
 
     def __enter__(self) -> "Sandbox":
         with self._stack as stack:
+            stack.enter_context(unchanged(self._model))
             stack.enter_context(hooks_off(self._model))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(quiet())

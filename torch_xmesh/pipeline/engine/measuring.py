@@ -2,12 +2,15 @@
 holds."""
 
 import dataclasses
+import gc
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.profile_memory import PARAMETER_COPIES, storage_of
 from torch_xmesh.pipeline.engine.costs import costs_of
@@ -43,20 +46,40 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _tensors_of_python() -> list[torch.Tensor]:
+    """All tensors of this process that Python has an object of."""
+    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter, DTensor)]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes by storage, of tensors with memory."""
+    local = [local_of(one) for one in tensors]
+    return dict(storage_of(one) for one in local if type(one) in (torch.Tensor, nn.Parameter) and not one.is_meta)
+
+
+def _tensors_of_modules(module: nn.Module) -> list[torch.Tensor]:
+    """What the modules have as parameters, buffers and attributes, also in containers."""
+    values = [(one._parameters, one._buffers, dict(vars(one), _modules=None)) for one in module.modules()]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 class MemoryMeter:
-    """Counts what each stage of a rank holds for one microbatch: what it received, and what autograd keeps of it. The
-    parameters and the user's batch are there anyway.
+    """Counts what each stage of a rank holds for one microbatch: what it received, what autograd keeps of it, and what
+    else its forward leaves behind (activation checkpointing keeps the inputs of what it will compute again in
+    closures). The parameters and the user's batch are there anyway.
 
     Attributes:
         held: by stage, bytes.
         fixed: by stage, what is held whatever is in flight: parameters with gradients and two optimizer states, and
-            buffers of values and gradients whose receives are posted ahead.
+            buffers of values and gradients whose receives are posted ahead, and what a forward gives its modules
+            (caches, parameters that stay gathered).
     """
 
     def __init__(self, place: "EnginePlace", batch: Iterable[torch.Tensor]) -> None:
         parameters = [parameter for named in place.named.values() for parameter in named.values()]
         self._free = {storage_of(local_of(tensor))[0] for tensor in (*parameters, *batch)}
         self._last = len(place.meshes) - 1
+        self._modules = {stage: work.program.module for stage, work in place.works.items()}
         seen: set[int] = set()  # tied parameters count once
         self.fixed: dict[int, int] = {}
         for stage, named in place.named.items():
@@ -79,8 +102,14 @@ class MemoryMeter:
 
         for one in inputs:
             add(one)
+        before = _tensors_of_python()  # alive till the end, so that no new storage is taken for one of theirs
         with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
             result = forward()
+        known = {*_storages(before), *storages, *_storages([*result[0], *([] if result[1] is None else [result[1]])])}
+        left = {one: num_bytes for one, num_bytes in _storages(_tensors_of_python()).items() if one not in known}
+        of_modules = {one: left.pop(one, 0) for one in _storages(_tensors_of_modules(self._modules[stage]))}
+        self.fixed[stage] += sum(of_modules.values())
+        storages.update(left)
         outputs = () if stage == self._last else result[0]
         staged = self.count(dict(storage_of(local_of(one)) for one in (*inputs, *outputs)))
         self.fixed[stage] += (LOOKAHEAD + 1) * staged  # receives that are posted ahead
