@@ -43,6 +43,7 @@ class BuildWithTorchRecord(BuildExtension):
         self._write_record(Path(self.build_lib) / "torch_xmesh")
         if self.inplace:
             self._write_record(ROOT / "torch_xmesh")
+            (ROOT / "build" / "in_place.stamp").unlink(missing_ok=True)  # the scripts' own, of what they have built
 
     def _write_record(self, package: Path) -> None:
         package.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ class BuildWithTorchRecord(BuildExtension):
 
 
 def extension() -> Any:
-    optimize = ["-O0", "-g", "-UNDEBUG"] if IS_DEBUG else ["-O3", "-g0"]
+    optimize = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"] if IS_DEBUG else ["-O3", "-g0"]
     return CppExtension(
         "torch_xmesh._C",
         sources(),

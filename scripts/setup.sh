@@ -33,8 +33,9 @@ use_ccache() {
     DEBIAN_FRONTEND=noninteractive timeout 120 apt-get install -y -qq ccache >/dev/null 2>&1 || true
   local folder
   for folder in /usr/lib/ccache /usr/lib64/ccache; do
-    if command -v ccache >/dev/null && [ -x "$folder/c++" ] && [[ :$PATH: != *:$folder:* ]]; then
-      export PATH=$folder:$PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+    if command -v ccache >/dev/null && [ -x "$folder/c++" ]; then
+      [[ :$PATH: == *:$folder:* ]] || PATH=$folder:$PATH
+      export PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
     fi
   done
 }
@@ -76,7 +77,8 @@ make_venv() {
 
 build_in_place() {
   local stamp
-  stamp=$("$PYTHON" -c 'import sys; from importlib.metadata import version; print(sys.executable, version("torch"))' | fingerprint csrc setup.py)
+  stamp=$("$PYTHON" -c 'import os, sys; from importlib.metadata import version; print(sys.executable, version("torch"), os.environ.get("XMESH_DEBUG"))' |
+    fingerprint csrc setup.py)
   if [ "$(cat build/in_place.stamp 2>/dev/null)" = "$stamp" ] && compgen -G 'torch_xmesh/_C*.so' >/dev/null; then
     return
   fi

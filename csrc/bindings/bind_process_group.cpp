@@ -52,12 +52,8 @@ void bindProcessGroup(py::module_& module) {
   module.def("end_live_groups", &c10d_backend::endLiveGroups, "Ends the groups on xmesh that are left; for the end of the interpreter.",
              py::arg("has_failed"), py::call_guard<py::gil_scoped_release>());
   module.def(
-      "address_towards",
-      [](const c10::intrusive_ptr<::c10d::Store>& store) -> std::optional<std::string> {
-        const std::string host = c10d_backend::storeHost(store);
-        return host.empty() ? std::nullopt : std::optional(transport::localAddress(host));
-      },
-      "The address that other ranks of a store over TCP reach this host by, which reshards use; None for other stores.", py::arg("store"),
+      "address_towards", [](const c10::intrusive_ptr<::c10d::Store>& store) { return transport::knownAddress(c10d_backend::storeHost(store)); },
+      "The IPv4 address that the other ranks of a store reach this host by, which reshards use; None where it is not known.", py::arg("store"),
       py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroupXmesh, ::c10d::Backend, c10::intrusive_ptr<ProcessGroupXmesh>> group(
       module, "ProcessGroupXmesh", "The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors.");

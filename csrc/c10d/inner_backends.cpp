@@ -28,7 +28,7 @@ bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::De
 
 ::c10d::Backend* InnerBackends::made(c10::DeviceType kind) const {
   const auto slot = slotOf(kind);
-  return slot ? slots_[*slot].fast.load(std::memory_order_acquire) : nullptr;
+  return slot ? slots_[*slot].fast.load() : nullptr;
 }
 
 ::c10d::Backend& InnerBackends::get(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare) {
@@ -43,6 +43,7 @@ bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::De
   TORCH_CHECK_NOT_IMPLEMENTED(slot && canMake(kind), "Backend xmesh carries cpu tensors",
                               hooks_.has_cuda ? " and cuda tensors" : " (and cuda tensors where NCCL and a GPU are there)", ", got a ",
                               c10::DeviceTypeName(kind, /*lower_case=*/true), " tensor on group rank ", rank_);
+  TORCH_CHECK(!is_ended_.load(), "xmesh: the process is about to end, and with it this group: no collective can be called on it any more");
   ::c10d::Backend* result = nullptr;
   // The factory needs the GIL, and another thread may hold it while it waits for the mutex.
   hooks_.run_unlocked([&] {
@@ -53,7 +54,7 @@ bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::De
       TORCH_CHECK(backend, "xmesh: the factory of the ", c10::DeviceTypeName(kind, true), " backend returned None");
       prepare(*backend);
       slot_here.owner = std::move(backend);
-      slot_here.fast.store(slot_here.owner.get(), std::memory_order_release);
+      slot_here.fast.store(slot_here.owner.get());
     }
     result = slot_here.owner.get();
   });
@@ -77,19 +78,25 @@ void InnerBackends::end() noexcept {
   });
 }
 
-void InnerBackends::endGloo(std::chrono::steady_clock::time_point deadline) noexcept {
+std::future<void> InnerBackends::endGloo() noexcept {
+  is_ended_.store(true);
   Slot& slot = slots_[*slotOf(c10::DeviceType::CPU)];
-  slot.fast.store(nullptr, std::memory_order_release);
+  slot.fast.store(nullptr);
+  if (num_inside_.load() > 0) {
+    return {};
+  }
   try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ::c10d::Backend* gloo = slot.owner.release();  // where no thread can be started, the end of the process ends it
     std::promise<void> ended;
-    const std::future<void> is_ended = ended.get_future();
-    std::thread([owner = std::move(slot.owner), ended = std::move(ended)]() mutable {
-      owner.reset();
+    std::future<void> is_ended = ended.get_future();
+    std::thread([gloo, ended = std::move(ended)]() mutable {
+      c10::intrusive_ptr<::c10d::Backend>::reclaim(gloo).reset();
       ended.set_value();
     }).detach();
-    is_ended.wait_until(deadline);
+    return is_ended;
   } catch (const std::exception&) {
-    return;  // no thread could be started: the end of the process ends gloo
+    return {};
   }
 }
 

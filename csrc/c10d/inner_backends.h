@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -53,6 +54,19 @@ class InnerBackends {
  public:
   InnerBackends(HostHooks hooks, c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options);
 
+  /// Held around a call into a backend: endGloo() leaves it alone meanwhile.
+  class Inside {
+   public:
+    explicit Inside(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+    ~Inside() { count_.fetch_sub(1); }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    std::atomic<int>& count_;
+  };
+  Inside inside() { return Inside(num_inside_); }
+
   /// The kind's backend; `prepare` is applied to it when it is made by this call. NotImplementedError for a kind that no inner backend carries,
   /// and after release().
   ::c10d::Backend& get(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare);
@@ -64,9 +78,11 @@ class InnerBackends {
   bool canMake(c10::DeviceType kind) const;
   /// Ends the backends made so far, without the interpreter's lock: their threads may need it to end.
   void end() noexcept;
-  /// Ends gloo's backend, which first does the work it was given, and waits for that until the deadline. Its threads may need the interpreter's lock:
-  /// call it without.
-  void endGloo(std::chrono::steady_clock::time_point deadline) noexcept;
+  /// Ends gloo's backend on a thread of its own: it first does the work it was given. None is made from now on. Where a call is inside it, it stays
+  /// (no future).
+  std::future<void> endGloo() noexcept;
+  /// Of a group that has ended: lets the store go.
+  void dropStore() noexcept { store_.reset(); }
   /// Gives up ownership without destroying anything: for a forked child, which has none of the backends' threads.
   void leak() noexcept;
 
@@ -88,6 +104,8 @@ class InnerBackends {
   c10::intrusive_ptr<XmeshOptions> options_;
   std::mutex mutex_;
   std::array<Slot, 2> slots_;
+  std::atomic<bool> is_ended_{false};
+  std::atomic<int> num_inside_{0};
 };
 
 }  // namespace xmesh::c10d_backend

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -41,10 +42,17 @@ void endLiveGroups(bool has_failed) noexcept {
     const std::lock_guard lock(all.mutex);
     groups = std::exchange(all.groups, {});
   }
-  const auto deadline = std::chrono::steady_clock::now() + (has_failed ? kPatienceAfterFailure : kPatience);
+  std::vector<std::future<void>> ends;
   for (WeakGroup& one : groups) {
     if (const c10::intrusive_ptr<ProcessGroupXmesh> group = one.lock()) {
-      group->endBeforeExit(has_failed, deadline);
+      group->closeBeforeExit(has_failed);
+      ends.push_back(group->endGloo());
+    }
+  }
+  const auto deadline = std::chrono::steady_clock::now() + (has_failed ? kPatienceAfterFailure : kPatience);
+  for (const std::future<void>& end : ends) {
+    if (end.valid()) {
+      end.wait_until(deadline);
     }
   }
 }

@@ -157,15 +157,13 @@ void ProcessGroupXmesh::shutdown() {
   inner_.forEach([](::c10d::Backend& made) { made.shutdown(); });
 }
 
-void ProcessGroupXmesh::endBeforeExit(bool has_failed, std::chrono::steady_clock::time_point deadline) noexcept {
-  if (!fork_.isHere()) {
-    return;
+void ProcessGroupXmesh::closeBeforeExit(bool has_failed) noexcept {
+  if (fork_.isHere()) {
+    close(/*abort=*/has_failed);
   }
-  if (!has_failed) {
-    close(/*abort=*/false);
-  }
-  inner_.endGloo(deadline);
 }
+
+std::future<void> ProcessGroupXmesh::endGloo() noexcept { return fork_.isHere() ? inner_.endGloo() : std::future<void>(); }
 
 void ProcessGroupXmesh::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   inner_.forEach([&](::c10d::Backend& made) { addTimeout(made, timeout); });

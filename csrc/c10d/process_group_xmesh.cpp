@@ -85,6 +85,11 @@ void ProcessGroupXmesh::end() noexcept {
   inner_.end();
 }
 
+void ProcessGroupXmesh::release_resources() {
+  end();
+  inner_.dropStore();
+}
+
 void ProcessGroupXmesh::close(bool abort) noexcept {
   std::shared_ptr<GroupAttachment> attachment = attachment_.close();
   if (attachment) {
@@ -120,6 +125,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupXmesh::innerBackend(c10::DeviceT
 
 template <class Call>
 auto ProcessGroupXmesh::forward(c10::DeviceType kind, Call&& call) const {
+  const InnerBackends::Inside inside = inner_.inside();
   ::c10d::Backend& backend = inner(kind);
   try {
     return call(backend);

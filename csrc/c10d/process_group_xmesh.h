@@ -1,5 +1,6 @@
 #pragma once
 
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -95,11 +96,12 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   void abort() override;
   void shutdown() override;
-  /// The last owner has gone; the object stays while weak pointers do.
-  void release_resources() override { end(); }
-  /// Ends what needs the interpreter, which is about to end: the attachment (not after a failure, in which peers may never answer) and gloo's
-  /// threads, which are awaited until the deadline. Call it without the interpreter's lock. Nothing in a forked child.
-  void endBeforeExit(bool has_failed, std::chrono::steady_clock::time_point deadline) noexcept;
+  /// The last owner has gone; the object stays while weak pointers do, and must not keep the store alive, whose server holds a port.
+  void release_resources() override;
+  /// For the end of the process, which may come while other threads use the group: closes the attachment (after a failure without waiting for peers),
+  /// and ends gloo. What is returned is ready when gloo's threads are gone. Call it without the interpreter's lock. Nothing in a forked child.
+  void closeBeforeExit(bool has_failed) noexcept;
+  std::future<void> endGloo() noexcept;
 
   // These override where c10d has them (they came after torch 2.11).
   Work gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts);

@@ -76,7 +76,7 @@ bool isLoopback(const std::string& address) { return address.starts_with("127.")
 /// Whether a user who wrote this host means that all ranks are on this machine.
 bool namesLoopback(const std::string& host) { return isLoopback(host) || host.starts_with("localhost"); }
 
-/// The address from which the kernel speaks to other machines: that of its default route, else of the first interface that is up and has one.
+/// The address from which the kernel speaks to other machines: that of its default route, else of the first interface that runs and has one.
 std::string addressOnNetwork() {
   constexpr const char* kElsewhere = "192.0.2.1";  // set aside for documentation: it is no machine's, so only a default route leads there
   if (std::string found = addressTowards(kElsewhere); !found.empty()) {
@@ -84,7 +84,7 @@ std::string addressOnNetwork() {
   }
   const auto all = interfaces();
   for (const ifaddrs* entry = all.get(); entry != nullptr; entry = entry->ifa_next) {
-    const bool is_up = (entry->ifa_flags & IFF_UP) != 0 && (entry->ifa_flags & IFF_LOOPBACK) == 0;
+    const bool is_up = (entry->ifa_flags & IFF_RUNNING) != 0 && (entry->ifa_flags & IFF_LOOPBACK) == 0;  // a bridge without members is not running
     if (is_up && entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET) {
       return textOf(*reinterpret_cast<const sockaddr_in*>(entry->ifa_addr));
     }
@@ -94,17 +94,20 @@ std::string addressOnNetwork() {
 
 }  // namespace
 
-std::string localAddress(const std::string& peer_host) {
+std::string localAddress(const std::string& peer_host) { return knownAddress(peer_host).value_or(kLoopback); }
+
+std::optional<std::string> knownAddress(const std::string& peer_host) {
   for (const char* name : {"XMESH_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}) {
     if (const std::string named = environment(name); !named.empty()) {
       return addressOfInterface(named.substr(0, named.find(',')));
     }
   }
-  std::string found = peer_host.empty() ? std::string() : addressTowards(peer_host);
+  const std::string found = peer_host.empty() ? std::string() : addressTowards(peer_host);
   if (isLoopback(found) && !namesLoopback(peer_host)) {
-    found = addressOnNetwork();
+    const std::string other = addressOnNetwork();
+    return other.empty() ? found : other;
   }
-  return found.empty() ? kLoopback : found;
+  return found.empty() ? std::nullopt : std::optional(found);
 }
 
 std::string hostIdentity() {

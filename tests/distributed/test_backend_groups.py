@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -190,6 +191,59 @@ def _close(rank: int, size: int, how: str) -> Any:
     del ours
     dist.destroy_process_group()
     return [closed, len(os.listdir("/proc/self/task"))]
+
+
+def again_at_one_address(rank: int, world_size: int, port: int, together: Any) -> None:
+    for run in range(3):
+        dist.init_process_group(
+            "xmesh",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=20),
+        )
+        total = torch.full((2,), float(rank + run))
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0 + 2 * run] * 2
+        dist.destroy_process_group()
+        if rank == 0:  # the server of the store went with the group
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0
+        together.wait()
+
+
+def test_groups_one_after_another_at_one_address() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(  # type: ignore[no-untyped-call]
+        again_at_one_address,
+        (2, port, mp.get_context("spawn").Barrier(2)),
+        nprocs=2,
+    )
+
+
+LATE = """
+import atexit
+import torch, torch.distributed as dist
+
+@atexit.register
+def late():  # registered first, so called last
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        print("late:", error)
+
+import torch_xmesh
+dist.init_process_group("xmesh", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_call_after_the_end_of_the_process_has_begun() -> None:
+    ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "late: xmesh: the process is about to end" in ran.stdout
 
 
 @pytest.mark.parametrize("how", ["abort", "shutdown"])

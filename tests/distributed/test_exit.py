@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 # A process that has imported everything forks both ranks of each run, so that a run takes a second; a rank falls off
 # the script's end, as a user's does. Its threads are at work until then: gloo's drop the last references to tensors.
 SCRIPT = """
-import os, sys
+import os, socket, sys
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -18,8 +17,9 @@ import torch_xmesh as xm
 runs, destroys = int(sys.argv[1]), sys.argv[2] == "destroy"
 torch.set_num_threads(1)
 
-def work(rank, path):
-    dist.init_process_group("xmesh", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+def work(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("xmesh", store=store, rank=rank, world_size=2)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     engine = xm.PipelineEngine(model, (torch.empty(2, 8),), meshes=[xm.Mesh([0]), xm.Mesh([1])],
                                split=xm.split_at("2"), num_microbatches=2, loss_fn=F.mse_loss)
@@ -30,12 +30,14 @@ def work(rank, path):
         dist.destroy_process_group()
 
 for run in range(runs):
-    path = f"{sys.argv[3]}/store{run}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     ranks = []
     for rank in range(2):
         ranks.append(os.fork())
         if ranks[-1] == 0:
-            work(rank, path)
+            work(rank, port)
             sys.exit(0)
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     if codes != [0, 0]:
@@ -45,9 +47,9 @@ for run in range(runs):
 
 @pytest.mark.parametrize("runs", [5, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(6000)])])
 @pytest.mark.parametrize("how", ["destroy", "leave"])
-def test_ranks_end_with_zero(how: str, runs: int, tmp_path: Path) -> None:
+def test_ranks_end_with_zero(how: str, runs: int) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(runs), how, str(tmp_path)],
+        [sys.executable, "-c", SCRIPT, str(runs), how],
         capture_output=True,
         text=True,
         timeout=60 + 10 * runs,

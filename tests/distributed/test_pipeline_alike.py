@@ -47,10 +47,12 @@ def peers_of_a_shard(rank: int, world_size: int) -> None:
     mine = slice(4 * (rank // 2), 4 * (rank // 2) + 4)
     other = x[mine] + 1 if rank == 3 else x[mine]
     with pytest.raises(
-        ValueError, match=r"ranks 2 and 3 disagree: argument args.0. has other values, but both .* data shard 1"
+        ValueError, match=r"ranks 2 and 3 disagree: argument args.0. has other values, but both are on data shard 1"
     ):
         engine.step(other, target=y[mine], sharded=True)
-    with pytest.raises(ValueError, match="ranks 0 and 1 disagree: the target has other values, but both .* shard 0"):
+    with pytest.raises(
+        ValueError, match="ranks 0 and 1 disagree: the target has other values, but both are on data shard 0"
+    ):
         engine.step(x[mine], target=y[mine] + int(rank == 1), sharded=True)
     for _ in range(3):
         engine.zero_grad()

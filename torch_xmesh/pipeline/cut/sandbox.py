@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import logging
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +43,31 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(drop)
+
+
+_uncompiled_lock = threading.Lock()
+_uncompiled_users: list[contextlib.ExitStack] = []
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """torch.compile is off: what it has seen with fakes it runs uncompiled ever after. Its switch is the process's, so
+    threads that are in here together share one."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        yield
+        return
+    with _uncompiled_lock:
+        stance = _uncompiled_users[-1] if _uncompiled_users else contextlib.ExitStack()
+        if not _uncompiled_users:
+            stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _uncompiled_users.append(stance)
+    try:
+        yield
+    finally:
+        with _uncompiled_lock:
+            _uncompiled_users.remove(stance)
+            if not _uncompiled_users:
+                stance.close()
 
 
 @contextlib.contextmanager
@@ -116,8 +143,7 @@ class Sandbox:
             stack.enter_context(hooks_off(self._model))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(quiet())
-            # What torch.compile has seen with fakes it runs uncompiled ever after.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_uncompiled())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for module in self._model.modules():
                 for holder in _holders(module):

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueName, describe_path
 from torch_xmesh.pipeline.ranks.digests import checksum, number_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.spec import mesh_grid
 
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.engine.place import EnginePlace
@@ -20,6 +21,11 @@ _FIRST_STEPS = 2
 _ADVICE = (
     "a plain tensor is the whole batch, the same on every rank that passes it; where each data shard has samples of "
     "its own, call step(..., sharded=True), or pass DTensor.from_local(x, mesh, [Shard(0)])"
+)
+
+_SHARED = (
+    "along the mesh's other axes the batch is the same; where that is not meant, make the engine with "
+    "compare_batches=False"
 )
 
 
@@ -39,20 +45,28 @@ class StepComparison:
         inputs = {name: info for name, info in place.partition.inputs.items() if info.stages}
         batch = {f"values {name}": f"argument {describe_path(info.path)}" for name, info in inputs.items()}
         batch["values of the target"] = "the target"
+        takers: dict[str, Sequence[int]] = {f"values {name}": info.stages for name, info in inputs.items()}
+        takers["values of the target"] = [len(place.meshes) - 1]
         self.texts = {
             "is_training": "engine.train() (1) or engine.eval() (0): {}",
             **{f"modes {k}": f"the modules of stage {k} are in other modes (train(), eval())" for k in self._stages},
             **{name: f"{what} has other values: {_ADVICE}" for name, what in batch.items()},
             **{
-                f"{name} in shard {shard}": f"{what} has other values, but both ranks are on data shard {shard}"
+                f"{name} in shard {shard}": f"{what} has other values, but both are on data shard {shard}: {_SHARED}"
                 for name, what in batch.items()
-                for shard in range(place.most_shards if place.most_shards > 1 else 0)
+                for shard in range(self._num_shared(takers[name]))
             },
         }
 
     @property
     def _stages(self) -> range:
         return range(len(self._place.meshes))
+
+    def _num_shared(self, stages: Sequence[int]) -> int:
+        """Data shards of which several ranks of these stages have a copy: none, or all."""
+        meshes = {self._place.meshes[stage].whole: self._place.meshes[stage] for stage in stages}
+        most = max((mesh.num_shards for mesh in meshes.values()), default=0)
+        return most if most > 1 and sum(len(mesh.ranks) for mesh in meshes.values()) > most else 0
 
     def modes(self) -> dict[str, int]:
         """Of this rank's stages."""
@@ -65,7 +79,8 @@ class StepComparison:
     def values(self, tree: Any, target: Any, takers: Sequence[int], shapes: Shapes, samples: int) -> dict[str, int]:
         """Of the tensors of a batch that stages `takers` read, and of the target: whole ones that are plain, and this
         rank's part of sharded ones; in the first steps, and in the first ones with other sizes."""
-        key = tuple(shapes.items()), samples
+        leaves = pytree.tree_leaves((tree if takers else (), target))
+        key = tuple(shapes.items()), samples, tuple(isinstance(leaf, DTensor) for leaf in leaves)
         self._compared = None
         if key in self._known:
             self._known[key] = self._known.pop(key)  # used last
@@ -110,7 +125,7 @@ class StepComparison:
 
 def _is_by_shards(tensor: DTensor, mesh: StageMesh) -> bool:
     """Whether ranks of the mesh on one data shard have the same part."""
-    return tensor.device_mesh.ndim == len(mesh.whole.shape) and all(
+    return mesh_grid(tensor.device_mesh) == mesh.whole and all(
         axis in mesh.data_axes for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
     )
 

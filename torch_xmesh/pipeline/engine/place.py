@@ -21,7 +21,7 @@ from torch_xmesh.pipeline.state.fully_sharded import FullySharded
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class EnginePlace:
     """The stages of one rank, what crosses their boundaries, and the C++ engine that runs them. See build_place.
 

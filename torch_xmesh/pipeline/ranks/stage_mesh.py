@@ -151,7 +151,8 @@ def stage_mesh(mesh: AnyMesh, *, data_axis: DataAxis, has_parallelize: bool, sta
         chosen = () if axes == 0 or (has_parallelize and axes == 1) else (0,)
     elif data_axis is not None:
         several = data_axis if isinstance(data_axis, tuple) else (data_axis,)
-        chosen = tuple(_axis_index(mesh, axis, axes, stage) for axis in several)
+        # In the order in which a DTensor shards over them.
+        chosen = tuple(sorted(_axis_index(mesh, axis, axes, stage) for axis in several))
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"data_axis {data_axis} names an axis of stage {stage}'s mesh twice")
     return StageMesh(mesh, chosen, rank)
