@@ -1,0 +1,90 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "core/error.h"
+#include "pipeline/stage_runner.h"
+
+namespace xmesh::pipeline {
+namespace {
+
+using core::ActionKind;
+
+/// Two stages of one rank, y = x * w each, the second with the loss sum(y); gradients are those of one backward through both.
+class StageRunnerTest : public ::testing::Test {
+ protected:
+  StageRunnerTest() {
+    for (at::Tensor& weight : weights_) {
+      weight.requires_grad_();
+    }
+  }
+  ForwardResult forward(int32_t stage, const std::vector<at::Tensor>& inputs) {
+    const at::Tensor y = inputs.at(0) * weights_[static_cast<size_t>(stage)];
+    return stage == 0 ? ForwardResult{{y}, {}} : ForwardResult{{}, y.sum()};
+  }
+  void begin(int64_t microbatches) {
+    StepInputs inputs;
+    for (int64_t i = 0; i < microbatches; ++i) {
+      inputs.model_inputs[0].push_back({at::full({2}, static_cast<float>(i + 1))});
+      inputs.loss_weights.push_back(0.5);
+    }
+    runner_.beginStep(std::move(inputs));
+  }
+  void run(ActionKind kind, int32_t stage, int32_t microbatch) {
+    runner_.run({kind, stage, microbatch});
+    runner_.release({kind, stage, microbatch});
+  }
+
+  std::vector<at::Tensor> weights_ = {at::full({2}, 3.0F), at::full({2}, 5.0F)};
+  Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {at::kFloat}, {1}, {0}, true, true, true}}};
+  StageRunner runner_{flights_, [this](int32_t stage, int32_t, std::vector<at::Tensor> inputs) { return forward(stage, inputs); }};
+};
+
+TEST_F(StageRunnerTest, WholeBackwards) {
+  begin(2);
+  for (const int32_t microbatch : {0, 1}) {
+    run(ActionKind::kForward, 0, microbatch);
+    run(ActionKind::kForward, 1, microbatch);
+  }
+  for (const int32_t microbatch : {1, 0}) {
+    run(ActionKind::kBackward, 1, microbatch);
+    run(ActionKind::kBackward, 0, microbatch);
+  }
+  runner_.endStep(/*is_done=*/true);
+  EXPECT_EQ(weights_[0].grad()[0].item<float>(), 0.5F * 5 * (1 + 2));
+  EXPECT_EQ(weights_[1].grad()[1].item<float>(), 0.5F * 3 * (1 + 2));
+}
+
+TEST_F(StageRunnerTest, WeightsWaitForTheirTurn) {
+  begin(1);
+  run(ActionKind::kForward, 0, 0);
+  run(ActionKind::kForward, 1, 0);
+  run(ActionKind::kBackwardInput, 1, 0);
+  run(ActionKind::kBackwardInput, 0, 0);
+  EXPECT_FALSE(weights_[1].grad().defined());
+  EXPECT_TRUE(runner_.wholeBecause().empty());
+  run(ActionKind::kBackwardWeight, 0, 0);
+  run(ActionKind::kBackwardWeight, 1, 0);
+  runner_.endStep(/*is_done=*/true);
+  EXPECT_EQ(weights_[0].grad()[0].item<float>(), 0.5F * 5);
+  EXPECT_EQ(weights_[1].grad()[0].item<float>(), 0.5F * 3);
+  EXPECT_TRUE(runner_.mayRunEarlyNext(0)) << "all were split";
+}
+
+TEST_F(StageRunnerTest, AFailedStepLeavesNothing) {
+  begin(1);
+  run(ActionKind::kForward, 0, 0);
+  runner_.endStep(/*is_done=*/false);
+  EXPECT_TRUE(flights_.at(1, 0).inputs.empty());
+}
+
+TEST_F(StageRunnerTest, AnotherNumberOfOutputsIsRefused) {
+  StageRunner runner(flights_, [](int32_t, int32_t, const std::vector<at::Tensor>&) { return ForwardResult{}; });
+  StepInputs inputs;
+  inputs.model_inputs[0].push_back({at::ones({2})});
+  inputs.loss_weights.push_back(1);
+  runner.beginStep(std::move(inputs));
+  EXPECT_THROW(runner.run({ActionKind::kForward, 0, 0}), core::InvalidArgument);
+}
+
+}  // namespace
+}  // namespace xmesh::pipeline
