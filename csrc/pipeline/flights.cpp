@@ -1,10 +1,21 @@
 #include "pipeline/flights.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 
 #include "core/error.h"
 
 namespace xmesh::pipeline {
+namespace {
+
+/// A leaf that stands for a value in the middle of the model. Autocast keeps the casts of leaves, which it takes for weights, unless they are views:
+/// of a kept cast that several layers read, the gradients would be added in the cast's type, not in the value's.
+at::Tensor asLeaf(const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  return value.view_as(value).requires_grad_();
+}
+
+}  // namespace
 
 std::vector<size_t> EdgeValues::differentiable() const {
   std::vector<size_t> out;
@@ -51,10 +62,8 @@ void Flights::putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor
   Flight& flight = at(edge_values.to, microbatch);
   flight.inputs.resize(stage(edge_values.to).inputs.size());
   for (size_t i = 0; i < values.size(); ++i) {
-    if (has_backward_ && edge_values.is_differentiable[i] != 0) {
-      values[i].requires_grad_();
-    }
-    flight.inputs[static_cast<size_t>(edge_values.to_positions[i])] = std::move(values[i]);
+    const bool is_leaf = has_backward_ && edge_values.is_differentiable[i] != 0;
+    flight.inputs[static_cast<size_t>(edge_values.to_positions[i])] = is_leaf ? asLeaf(values[i]) : std::move(values[i]);
   }
 }
 
