@@ -30,5 +30,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
     if config.getoption("--soak"):
         return
     for item in items:
-        if "soak" in item.keywords:
+        if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.skip(reason="a long test: runs on any machine with --soak"))
