@@ -104,15 +104,13 @@ class StepComparison:
         local = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tensors]
         if any(one.layout != torch.strided for one in local):
             return {}
-        number = number_of(*(str(_number_of_tensor(one)) for one in local))
-        sharded = [leaf for leaf in tensors if isinstance(leaf, DTensor)]
-        if not sharded:
-            return {name: number}
-        meshes = [self._place.meshes[stage] for stage in stages]
-        shards = {mesh.shard for mesh in meshes if mesh.num_shards > 1}
-        if len(shards) != 1 or not all(_is_by_shards(leaf, mesh) for leaf in sharded for mesh in meshes):
-            return {}
-        return {f"{name} in shard {shards.pop()}": number}
+        if sharded := [leaf for leaf in tensors if isinstance(leaf, DTensor)]:
+            meshes = [self._place.meshes[stage] for stage in stages]
+            shards = {mesh.shard for mesh in meshes if mesh.num_shards > 1}
+            if len(shards) != 1 or not all(_is_by_shards(leaf, mesh) for leaf in sharded for mesh in meshes):
+                return {}
+            name = f"{name} in shard {shards.pop()}"
+        return {name: number_of(*(str(_number_of_tensor(one)) for one in local))} if name in self.texts else {}
 
     def agreed(self) -> None:
         """All ranks have the same."""
