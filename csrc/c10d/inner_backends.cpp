@@ -87,6 +87,9 @@ std::future<void> InnerBackends::endGloo() noexcept {
   }
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!slot.owner) {
+      return {};
+    }
     ::c10d::Backend* gloo = slot.owner.release();  // where no thread can be started, the end of the process ends it
     std::promise<void> ended;
     std::future<void> is_ended = ended.get_future();

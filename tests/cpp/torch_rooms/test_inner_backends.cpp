@@ -58,6 +58,11 @@ TEST_F(InnerBackendsTest, EndBeforeTheProcessDoesAndAreNotMadeAgain) {
   EXPECT_EQ(num_made_, 1);
 }
 
+TEST_F(InnerBackendsTest, ThatWereNotMadeHaveNoEnd) {
+  EXPECT_FALSE(inner_.endGloo().valid());
+  EXPECT_THROW(inner_.get(c10::kCPU, prepare), c10::Error);
+}
+
 TEST_F(InnerBackendsTest, StayWhereACallIsInside) {
   inner_.get(c10::kCPU, prepare);
   {
