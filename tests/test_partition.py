@@ -103,10 +103,6 @@ def test_a_model_on_meta_is_cut_alike(case: Case) -> None:
     real = cut(case, case.build(), names)
     with torch.device("meta"):
         model = case.build()
-    if case.name == "moe":
-        with pytest.raises(ValueError, match=r"node experts_0 \(call_module experts.0\).*cannot be found"):
-            cut(case, model, names)
-        return
     meta = cut(case, model, names)
     assert str(meta) == str(real)
     assert [stage.parameter_names() for stage in meta.stages] == [stage.parameter_names() for stage in real.stages]

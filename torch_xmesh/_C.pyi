@@ -356,7 +356,6 @@ class EdgeValues:
     to_stage: int
     from_positions: Sequence[int]
     to_positions: Sequence[int]
-    dtypes: Sequence[torch.dtype]
     is_differentiable: Sequence[int]
     drops_gradient: Sequence[int]
     is_local: bool
@@ -368,7 +367,13 @@ class EdgePlans:
     """The plans of one edge's transfers in a step, by microbatch."""
 
     def __init__(
-        self, lane: str, values: str, is_joint: bool, forward: Sequence[PreparedPlan], backward: Sequence[PreparedPlan]
+        self,
+        lane: str,
+        values: str,
+        is_joint: bool,
+        dtypes: Sequence[torch.dtype],
+        forward: Sequence[PreparedPlan],
+        backward: Sequence[PreparedPlan],
     ) -> None: ...
 
 class PipelinePlace:

@@ -104,17 +104,17 @@ void bindPipeline(py::module_& module) {
       .def_readwrite("to_stage", &EdgeValues::to)
       .def_readwrite("from_positions", &EdgeValues::from_positions)
       .def_readwrite("to_positions", &EdgeValues::to_positions)
-      .def_readwrite("dtypes", &EdgeValues::dtypes)
       .def_readwrite("is_differentiable", &EdgeValues::is_differentiable)
       .def_readwrite("drops_gradient", &EdgeValues::drops_gradient)
       .def_readwrite("is_local", &EdgeValues::is_local)
       .def_readwrite("has_producer", &EdgeValues::has_producer)
       .def_readwrite("has_consumer", &EdgeValues::has_consumer);
   py::class_<EdgePlans, std::shared_ptr<EdgePlans>>(module, "EdgePlans")
-      .def(py::init([](std::string lane, std::string values, bool is_joint, const Plans& forward, const Plans& backward) {
-             return EdgePlans{std::move(lane), std::move(values), is_joint, constPlans(forward), constPlans(backward)};
+      .def(py::init([](std::string lane, std::string values, bool is_joint, std::vector<at::ScalarType> dtypes, const Plans& forward,
+                       const Plans& backward) {
+             return EdgePlans{std::move(lane), std::move(values), is_joint, std::move(dtypes), constPlans(forward), constPlans(backward)};
            }),
-           py::arg("lane"), py::arg("values"), py::arg("is_joint"), py::arg("forward"), py::arg("backward"));
+           py::arg("lane"), py::arg("values"), py::arg("is_joint"), py::arg("dtypes"), py::arg("forward"), py::arg("backward"));
   py::class_<PipelinePlace>(module, "PipelinePlace")
       .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges, py::object forward,
                        bool overlap, int32_t lookahead) {

@@ -30,14 +30,14 @@ const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transf
 }
 
 std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
-  const EdgeValues& edge = flights_.edges()[static_cast<size_t>(transfer.edge)];
+  const std::vector<at::ScalarType>& dtypes = plans_.edges.at(static_cast<size_t>(transfer.edge))->dtypes;
   const std::vector<size_t>& differentiable = flights_.differentiable(transfer.edge);
   const runtime::Program& program = *planOf(transfer)->program;
   std::vector<at::Tensor> out;
   out.reserve(static_cast<size_t>(program.numTensors()));
   for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
     const auto i = static_cast<size_t>(tensor);
-    out.push_back(pool_.take(program.dstShape(tensor).value(), edge.dtypes.at(transfer.is_gradient ? differentiable.at(i) : i)));
+    out.push_back(pool_.take(program.dstShape(tensor).value(), dtypes.at(transfer.is_gradient ? differentiable.at(i) : i)));
   }
   return out;
 }

@@ -19,6 +19,7 @@ struct EdgePlans {
   std::string lane;                                 ///< of the values; that of the gradients is derived
   std::string values;                               ///< their names, for error texts
   bool is_joint = false;                            ///< this rank gives and takes: one call does both
+  std::vector<at::ScalarType> dtypes;               ///< of the values
   std::vector<PipelineTraffic::Prepared> forward;   ///< by microbatch
   std::vector<PipelineTraffic::Prepared> backward;  ///< by microbatch; empty without gradients
 };

@@ -14,7 +14,6 @@ struct EdgeValues {
   int32_t to = 0;
   std::vector<int64_t> from_positions;
   std::vector<int64_t> to_positions;
-  std::vector<at::ScalarType> dtypes;
   std::vector<uint8_t> is_differentiable;
   /// The producer ignores the gradient on this rank: another rank of its mesh, whose copy of the value is as good, takes it for all.
   std::vector<uint8_t> drops_gradient;

@@ -311,7 +311,7 @@ def mistake(rank: int, world_size: int, which: str) -> str:
     ("which", "text"),
     [
         ("microbatches", "ranks disagree on number of microbatches: rank . has ., rank . has ."),
-        ("untraceable", r"Undecided.*test_pipeline_faults.py:\d+ in forward"),
+        ("untraceable", r"reads values.*test_pipeline_faults.py:\d+ in forward"),
         ("split", "split point '9' is no module"),
         ("meshes", "makes 3 stages, but there are 2 meshes"),
         ("schedule", ">.*<"),

@@ -101,7 +101,7 @@ def test_dtypes_are_bitwise_equal() -> None:
     spawn(dtypes, 3, timeout=60)
 
 
-def autocast(rank: int, world_size: int) -> str:
+def autocast(rank: int, world_size: int) -> None:
     def lower() -> Any:
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -111,18 +111,18 @@ def autocast(rank: int, world_size: int) -> str:
         engine = make(model)
     train(engine, reference, bitwise=True, mode=lower)
     engine.close()
-    engine = make(plain())
+    engine = make(model)
+    for mode in (lower, contextlib.nullcontext, lower):  # it was made without
+        train(engine, reference, bitwise=True, mode=mode)
     x, y = batch(0)
-    dist.barrier()  # a failure ends what others are still at
-    with lower(), pytest.raises(xm.StageError) as caught:
+    with lower() if rank == 0 else contextlib.nullcontext(), pytest.raises(ValueError, match="rank.* torch.autocast"):
         engine.step(x, target=y)
+    train(engine, reference, bitwise=True, mode=lower)
     engine.close()
-    return str(caught.value)
 
 
 def test_autocast_around_a_step() -> None:
-    for text in spawn(autocast, 3, timeout=60):
-        assert "has dtype torch.bfloat16, expected torch.float32 as when the engine was made" in text
+    spawn(autocast, 3, timeout=60)
 
 
 def frozen(rank: int, world_size: int) -> str:

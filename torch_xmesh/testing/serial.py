@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_xmesh.pipeline.cut.losses import loss_of
 from torch_xmesh.pipeline.cut.microbatch import (
     Microbatch,
     leaf_specs,
@@ -53,8 +54,8 @@ def serial_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    target: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    target: Any = None,
+    loss_fn: Callable[..., torch.Tensor],
     num_microbatches: int,
     num_data_shards: int | Sequence[int] = 1,
     scale_grads: bool = True,
@@ -212,9 +213,9 @@ def _run_shard(plan: _Plan, row: list[Microbatch], shard: int, total: int) -> li
             continue
         with torch.set_grad_enabled(plan.backward):
             output = _forward(plan, part, shard)
-            loss = plan.loss_fn(output, part.target)
+            loss = loss_of(plan.loss_fn, output, part.target)
             if plan.backward:
-                (loss * (part.num_samples / total) if plan.scale_grads else loss).backward()  # type: ignore[no-untyped-call]
+                (loss * (part.num_samples / total) if plan.scale_grads else loss).backward()
         detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         results.append((loss.detach(), detached))
     return results

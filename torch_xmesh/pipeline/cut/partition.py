@@ -15,14 +15,16 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.assemble import assemble, finish_partition, input_names
-from torch_xmesh.pipeline.cut.capture import Captured, CaptureError, capture_fx, refuse_compiled, source_line
-from torch_xmesh.pipeline.cut.capture_export import capture_with_export
+from torch_xmesh.pipeline.cut.assembled import Assembled, cut_recording, infos_like, infos_of
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
+from torch_xmesh.pipeline.cut.infos import NotLinearError, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
-from torch_xmesh.pipeline.cut.propagate import propagate, training_effects
-from torch_xmesh.pipeline.cut.ready import Exchange, StageSignature, chain_ready_stages
-from torch_xmesh.pipeline.cut.sandbox import shadow, unchanged
-from torch_xmesh.pipeline.cut.stage_module import GraphCut
+from torch_xmesh.pipeline.cut.opened import check_opened, opened_modules
+from torch_xmesh.pipeline.cut.partition_parts import check_buffers, finish_partition, input_names, unused_parameters
+from torch_xmesh.pipeline.cut.ready import Exchange, MetaCopies, StageSignature, chain_ready_stages
+from torch_xmesh.pipeline.cut.recorded import RecordedModel, check_repeats, grown, stand_ins
+from torch_xmesh.pipeline.cut.recording import CaptureError, Recording
+from torch_xmesh.pipeline.cut.stage_module import stage_module
 from torch_xmesh.pipeline.cut.values import (
     InputInfo,
     OutputStructure,
@@ -33,6 +35,7 @@ from torch_xmesh.pipeline.cut.values import (
     ValueInfo,
     sorted_arguments,
 )
+from torch_xmesh.pipeline.cut.variants import StageCodes, Variants
 
 __all__ = [
     "InputInfo",
@@ -112,7 +115,7 @@ def partition(
     assert isinstance(split, SplitAt | None)
     if split is None or not split.names:
         return _partition_ready([model], arguments, specs, samples=samples, exchange=exchange, device=device)
-    return _partition_traced(model, arguments, specs, samples=samples, split=split, device=device)
+    return _partition_recorded(model, arguments, specs, samples=samples, split=split, device=device)
 
 
 def check_example(model: Any, example_args: Any, example_kwargs: Any, split: Any) -> None:
@@ -159,70 +162,104 @@ def _check_split(model: Any, split: Any, num_stages: int | None) -> None:
         )
 
 
-def capture_model(model: nn.Module, arguments: Any, specs: Sequence[Any], opened: frozenset[str]) -> Captured:
-    """The model's graph by torch.fx, else by torch.export.
-
-    Raises:
-        ValueError: both fail; the message has both reasons.
-    """
-    names = [name for name, _ in input_names(model, arguments)]
-    try:
-        with unchanged(model):
-            return capture_fx(model, arguments, names, opened)
-    except CaptureError as fx_error:
-        try:
-            with unchanged(model):
-                captured = capture_with_export(model, arguments, names, specs)
-            captured.why_fixed = f"torch.export made its graph of the example's sizes, since {fx_error}"
-            return captured
-        except Exception as error:
-            where = source_line(error)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"{fx_error}; torch.export cannot either{' at ' + where if where else ''}: "
-                f"{type(error).__name__}: {reason}. Start stages at modules whose "
-                "parents are traceable, or pass a list of ready stage modules"
-            ) from error
-
-
-def opened_modules(names: Iterable[str]) -> frozenset[str]:
-    """The modules that tracing must look into so that stages can start before the named ones: all that contain one."""
-    parts = [name.split(".") for name in names]
-    return frozenset(".".join(part[:depth]) for part in parts for depth in range(len(part)))
-
-
-def _partition_traced(
+def _partition_recorded(
     model: nn.Module, arguments: Any, specs: list[Any], *, samples: int | None, split: SplitAt, device: torch.device
 ) -> Partition:
-    refuse_compiled(model, [""])
+    check_opened(model, [""])
     names = [_canonical_name(model, name) for name in split.names]
-    captured = capture_model(model, arguments, specs, opened_modules(names))
-    starts = _stage_starts(captured, names)
-    position = {node: index for index, node in enumerate(captured.graph.nodes)}
-
-    def stage_of(node: fx.Node) -> int:
-        return sum(position[node] >= start for start in starts)
-
+    opened = opened_modules(names)
+    check_opened(model, opened)
+    named = input_names(model, arguments)
+    recorded = RecordedModel(model, arguments, names=[name for name, _ in named], opened=opened, device=device)
     leaves = pytree.tree_leaves(arguments)
-    examples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    examples = stand_ins([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], device)
     tensor_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-    propagation = propagate(model, captured, examples, specs=tensor_specs, stage_of=stage_of, device=device)
-    random, changed_in_training = training_effects(
-        model, captured, examples, specs=tensor_specs, stage_of=stage_of, device=device
+    batch = {name for (name, _), spec in zip(named, tensor_specs, strict=True) if isinstance(spec, Chunk)}
+
+    def cut(recording: Recording) -> Assembled:
+        return cut_recording(recording, starts_of=lambda found: _stage_starts(found, names), batch=batch)
+
+    base = cut(recorded.record(examples, model.training))
+    check_repeats(recorded, base.recording, examples, tensor_specs)
+    infos, is_fixed = _infos(recorded, base, examples, specs=tensor_specs, samples=samples)
+    values = base.values(infos, samples or 0, is_fixed)
+    variants = Variants(recorded, base, examples=examples, cut=cut)
+    trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True)
+    inputs = {name: values[name] for name, _ in named}
+    stages = []
+    for stage, ports in enumerate(base.ports):
+        module = stage_module(model, base.code(stage, ports))
+        stages.append(
+            StageProgram(
+                index=stage,
+                module=module,
+                input_values=ports.inputs,
+                output_values=ports.outputs,
+                model_inputs=ports.model_inputs,
+                uses_rng=trained.code(stage, ports).uses_rng,
+                codes=StageCodes(variants, stage, ports, inputs),
+                infos=[values[name] for name in ports.inputs],
+                cell=module.chosen,
+            )
+        )
+    check_buffers(stages, {**base.cut.changed_buffers(), **trained.cut.changed_buffers()})
+    result = finish_partition(
+        stages, values, arguments=arguments, named=named, samples=samples, fixed_batch=is_fixed and samples is not None
     )
-    propagation.changed_buffers.update(changed_in_training)
-    cut = GraphCut(captured, propagation, stage_of, len(starts) + 1)
-    result, at = assemble(model, arguments, cut, samples=samples, propagation=propagation, random=random)
-    copied = Shadow([model])
 
     def resize(shapes: Shapes) -> SizedStages:
-        if captured.why_fixed is not None:
-            raise ValueError(captured.why_fixed)
-        others = resized_examples(examples, shapes.values())
-        return at(propagate(copied.module(), captured, others, specs=tensor_specs, stage_of=stage_of, device=device))
+        training = stages[0].module.training
+        found = variants.at(shapes, training)
+        others = found.values(infos_like(values, found, samples or 0), samples or 0, result.fixed_batch)
+        given = {name: others[name] for name, _ in named}
+        programs = [
+            dataclasses.replace(
+                one,
+                codes=StageCodes(variants, one.index, base.ports[one.index], given),
+                infos=[others[name] for name in one.input_values],
+            )
+            for one in stages
+        ]
+        return SizedStages(others, found.outputs, result.fixed_batch, programs)
 
-    result.resize = resize
-    return result
+    return dataclasses.replace(
+        result, outputs=base.outputs, unused_parameters=unused_parameters(model, stages), resize=resize
+    )
+
+
+def _infos(
+    recorded: RecordedModel,
+    base: Assembled,
+    examples: Sequence[torch.Tensor],
+    *,
+    specs: Sequence[Any],
+    samples: int | None,
+) -> tuple[dict[str, TensorInfo], bool]:
+    """What the values are at any number of samples; and whether that is known at the example's only."""
+    runs = [base.recording]
+    if samples is not None:
+        try:
+            for extra in (1, 2):
+                more = [grown(one, spec, extra) for one, spec in zip(examples, specs, strict=True)]
+                runs.append(recorded.record(more, base.recording.training))
+                infos = infos_of(runs, base, samples)
+                _check_output(runs)
+                sizes = [size for info in infos.values() for size in info.sizes]
+                if extra == 2 or all(size.per_sample == 0 or size.fixed == 0 for size in sizes):
+                    return infos, False
+        except (CaptureError, NotLinearError):
+            pass
+    return infos_of(runs[:1], base, samples or 0), True
+
+
+def _check_output(runs: Sequence[Recording]) -> None:
+    """Raises ValueError where the model's output has something that depends on the number of samples, and no tensor."""
+    for leaf, other in zip(*(pytree.tree_leaves(run.output) for run in runs[:2]), strict=True):
+        if not isinstance(leaf, fx.Node) and type(leaf) is type(other) and leaf != other:
+            raise ValueError(
+                f"the model's output contains {leaf!r}, which is no tensor and depends on the batch size: return a "
+                "tensor"
+            )
 
 
 def _canonical_name(model: nn.Module, name: str) -> str:
@@ -235,7 +272,7 @@ def _canonical_name(model: nn.Module, name: str) -> str:
     return next(str(known) for known, module in model.named_modules() if module is modules[name])
 
 
-def _stage_starts(captured: Captured, names: Sequence[str]) -> list[int]:
+def _stage_starts(captured: Recording, names: Sequence[str]) -> list[int]:
     """For each split point the position of the first node in that module."""
     starts = []
     nodes = list(captured.graph.nodes)
@@ -280,7 +317,7 @@ def _partition_ready(
     result = finish_partition(
         made.programs, made.values, arguments=arguments, named=named, samples=samples, fixed_batch=made.fixed_batch
     )
-    copied = Shadow(modules)
+    copied = MetaCopies(modules)
 
     def resize(shapes: Shapes) -> SizedStages:
         leaves, structure = pytree.tree_flatten(arguments)
@@ -301,30 +338,6 @@ def resized_examples(examples: Sequence[torch.Tensor], shapes: Iterable[tuple[in
         torch.empty(shape, dtype=example.dtype, device="meta").requires_grad_(example.requires_grad)
         for example, shape in zip(examples, shapes, strict=True)
     ]
-
-
-class Shadow:
-    """Copies on meta of modules, taken when this is made."""
-
-    def __init__(self, modules: Sequence[nn.Module | None]) -> None:
-        self._modules: list[nn.Module | None] = []
-        self._error: ValueError | None = None
-        try:
-            self._modules = [None if module is None else shadow(module) for module in modules]
-        except ValueError as error:
-            self._error = error
-
-    def modules(self) -> list[nn.Module | None]:
-        """Raises ValueError where they could not be copied."""
-        if self._error is not None:
-            raise self._error
-        return self._modules
-
-    def module(self) -> nn.Module:
-        """The only one."""
-        (module,) = self.modules()
-        assert module is not None
-        return module
 
 
 class _Anything(nn.Module):

@@ -9,10 +9,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.capture import Captured, enter_modes
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
-from torch_xmesh.pipeline.cut.partition import SplitAt, capture_model, opened_modules
+from torch_xmesh.pipeline.cut.opened import check_opened, opened_modules
+from torch_xmesh.pipeline.cut.partition import SplitAt
+from torch_xmesh.pipeline.cut.partition_parts import input_names
 from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes, tensors_in
+from torch_xmesh.pipeline.cut.recorded import RecordedModel, stand_ins
+from torch_xmesh.pipeline.cut.recording import Recording
+from torch_xmesh.pipeline.cut.regions import enter_modes
 from torch_xmesh.pipeline.cut.sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.cut.values import sorted_arguments
 
@@ -130,10 +134,18 @@ class Profile:
 
     def __init__(self, model: nn.Module, arguments: _Arguments, specs: Sequence[Any], repeats: int) -> None:
         self._model, self._arguments, self._specs = model, arguments, specs
+        device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+        names = [name for name, _ in input_names(model, arguments)]
+        self._recorded = RecordedModel(model, arguments, names=names, opened=frozenset(), device=device)
         self._on_meta = any(parameter.is_meta for parameter in model.parameters())
         self._repeats = 1 if self._on_meta else repeats
         self._opened, self._closed = frozenset({""}), set[str]()
-        self._measure(capture_model(model, arguments, specs, self._opened))
+        self._measure(self._record(self._opened))
+
+    def _record(self, opened: frozenset[str]) -> Recording:
+        self._recorded.opened = opened
+        examples = [leaf for leaf in pytree.tree_leaves(self._arguments) if isinstance(leaf, torch.Tensor)]
+        return self._recorded.record(stand_ins(examples, self._recorded.device), self._model.training)
 
     def refine(self, num_stages: int) -> None:
         """Opens modules until none takes half a stage's share of the time."""
@@ -151,9 +163,8 @@ class Profile:
         for name in large:
             trial = self._opened | {name} | opened_modules([name])
             try:
-                captured = capture_model(self._model, self._arguments, self._specs, trial)
-                if captured.training is not None:
-                    raise ValueError(f"{name} differs between train() and eval()")
+                check_opened(self._model, trial)
+                self._record(trial)
             except ValueError:
                 self._closed.add(name)
                 continue
@@ -161,7 +172,7 @@ class Profile:
         self._closed.update(large)
         if self._opened == before:
             return False
-        self._measure(capture_model(self._model, self._arguments, self._specs, self._opened))
+        self._measure(self._record(self._opened))
         return True
 
     def units_with_memory(self) -> list[UnitCost]:
@@ -191,17 +202,16 @@ class Profile:
             if node in memory and self._unit_of[node] != unit:
                 reads[node.name] = Read(self._unit_of[node], memory[node].storages, memory[node].num_bytes)
 
-    def _measure(self, captured: Captured) -> None:
+    def _measure(self, captured: Recording) -> None:
         self._traced = captured
         meter = _count_operations if self._on_meta else _measure
         runs = [self._walk(lambda inputs: meter) for _ in range(self._repeats)]
         self._unit_of: dict[fx.Node, int] = {}
         names: dict[str, float] = {}
         begun, known = set[str](), {name for name, _ in self._model.named_modules(remove_duplicate=False)} - {""}
-        is_flat = all(node.op != "call_module" for node in captured.graph.nodes)
         for node in captured.graph.nodes:
             owner = next((path for path in reversed(node.meta["modules"]) if path in known), None)
-            if owner is not None and owner not in begun and (node.op == "call_module" or is_flat):
+            if owner is not None and owner not in begun and node.op == "call_module":
                 names[owner] = 0.0
             begun |= opened_modules(f"{path}.*" for path in node.meta["modules"])
             self._unit_of[node] = max(0, len(names) - 1)
@@ -235,7 +245,7 @@ def _can_open(module: nn.Module) -> bool:
     return not library and any(True for _ in module.children())
 
 
-def _attribute(model: nn.Module, captured: Captured, node: fx.Node) -> Any:
+def _attribute(model: nn.Module, captured: Recording, node: fx.Node) -> Any:
     """What a get_attr node reads."""
     value = captured.constants.get(str(node.target))
     if value is None:
@@ -244,7 +254,7 @@ def _attribute(model: nn.Module, captured: Captured, node: fx.Node) -> Any:
     return value
 
 
-def _parameters_of(model: nn.Module, captured: Captured, node: fx.Node) -> Iterator[nn.Parameter]:
+def _parameters_of(model: nn.Module, captured: Recording, node: fx.Node) -> Iterator[nn.Parameter]:
     """The parameters that a node reads."""
     read = [_attribute(model, captured, source) for source in node.all_input_nodes if source.op == "get_attr"]
     if node.op == "call_module":
@@ -270,7 +280,7 @@ _Meter = Callable[[_Call], tuple[Any, _Figure]]
 
 
 def _walk(
-    model: nn.Module, captured: Captured, inputs: list[torch.Tensor], meter: _Meter[_Figure]
+    model: nn.Module, captured: Recording, inputs: list[torch.Tensor], meter: _Meter[_Figure]
 ) -> dict[fx.Node, _Figure]:
     environment: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
@@ -334,7 +344,7 @@ def _count_operations(call: _Call) -> tuple[Any, float]:
     return value, float(3 * counter.get_total_flops() + 10 * entries)
 
 
-def _kept_meter(model: nn.Module, captured: Captured, inputs: list[torch.Tensor]) -> _Meter[NodeMemory]:
+def _kept_meter(model: nn.Module, captured: Recording, inputs: list[torch.Tensor]) -> _Meter[NodeMemory]:
     there = [*model.parameters(), *model.buffers(), *captured.constants.values(), *inputs]
     there += [value for module in model.modules() for value in vars(module).values()]
     meter = KeptMeter(tensor for tensor in there if isinstance(tensor, torch.Tensor))

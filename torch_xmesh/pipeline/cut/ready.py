@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
-from torch_xmesh.pipeline.cut.propagate import (
+from torch_xmesh.pipeline.cut.infos import (
     Affine,
     Constant,
     Leaf,
@@ -20,7 +20,7 @@ from torch_xmesh.pipeline.cut.propagate import (
     join,
 )
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
-from torch_xmesh.pipeline.cut.sandbox import Sandbox
+from torch_xmesh.pipeline.cut.sandbox import Sandbox, meta_copy
 from torch_xmesh.pipeline.cut.values import OutputStructure, SizedStages, StageProgram, ValueInfo, ValueName
 
 
@@ -98,7 +98,6 @@ def chain_ready_stages(
             tuple(made),
             (),
             signature.uses_rng,
-            None,
             adapter,
         )
         program.model_inputs = tuple(given) if stage == 0 else ()
@@ -125,6 +124,24 @@ def chain_ready_stages(
     if fixed:
         values = {name: dataclasses.replace(info, fixed_batch=True) for name, info in values.items()}
     return SizedStages(values, OutputStructure(output, structure), fixed, programs)
+
+
+class MetaCopies:
+    """Copies on meta of modules, taken when this is made."""
+
+    def __init__(self, modules: Sequence[nn.Module | None]) -> None:
+        self._modules: list[nn.Module | None] = []
+        self._error: ValueError | None = None
+        try:
+            self._modules = [None if module is None else meta_copy(module) for module in modules]
+        except ValueError as error:
+            self._error = error
+
+    def modules(self) -> list[nn.Module | None]:
+        """Raises ValueError where they could not be copied."""
+        if self._error is not None:
+            raise self._error
+        return self._modules
 
 
 def stage_signature(

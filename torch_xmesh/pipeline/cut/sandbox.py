@@ -50,7 +50,7 @@ _uncompiled_users: list[contextlib.ExitStack] = []
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """torch.compile is off: what it has seen with fakes it runs uncompiled ever after. Its switch is the process's, so
     threads that are in here together share one."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
@@ -143,7 +143,7 @@ class Sandbox:
             stack.enter_context(hooks_off(self._model))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(quiet())
-            stack.enter_context(_uncompiled())
+            stack.enter_context(uncompiled())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for module in self._model.modules():
                 for holder in _holders(module):
@@ -162,7 +162,7 @@ class Sandbox:
         if tensor not in self._fakes:
             device = self._device if tensor.is_meta else tensor.device
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            self._fakes[tensor] = _of_kind(made, tensor)
+            self._fakes[tensor] = of_kind(made, tensor)
         return self._fakes[tensor]
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class Sandbox:
             for holder, key, meta, fake in swaps:
                 if meta not in made:
                     zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=fake.device)
-                    made[meta] = _of_kind(zeros, meta)
+                    made[meta] = of_kind(zeros, meta)
                 holder[key] = made[meta]
             yield
         finally:
@@ -234,7 +234,7 @@ class Sandbox:
 _SHADOW = "_xmesh_shadow"
 
 
-def shadow(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with all its tensors on meta: where its shapes can be found whatever becomes of the model.
 
     Raises:
@@ -246,7 +246,7 @@ def shadow(model: nn.Module) -> nn.Module:
             for tensor in holder.values() if isinstance(holder, dict) else holder:
                 if isinstance(tensor, torch.Tensor):
                     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                    memo.setdefault(id(tensor), _of_kind(made, tensor))
+                    memo.setdefault(id(tensor), of_kind(made, tensor))
     try:
         with hooks_off(model):
             copied = copy.deepcopy(model, memo)
@@ -257,10 +257,16 @@ def shadow(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _of_kind(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def of_kind(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """`made` as a parameter, and with a gradient, where `tensor` is one."""
     grad = tensor.requires_grad
     return nn.Parameter(made, grad) if isinstance(tensor, nn.Parameter) else made.requires_grad_(grad)
+
+
+def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that is an attribute of a module, with the attribute's name."""
+    for holder in (module._parameters, module._buffers, module.__dict__):
+        yield from [(key, value) for key, value in holder.items() if isinstance(value, torch.Tensor)]
 
 
 def _holders(module: nn.Module) -> Iterator[Any]:

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
-from torch_xmesh.pipeline.cut.propagate import TensorInfo
+from torch_xmesh.pipeline.cut.infos import TensorInfo
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
+from torch_xmesh.pipeline.cut.regions import Autocasts, autocasts
 
 MOST_SIZES = 64
 """Of the inputs, for which stages are kept."""
@@ -117,9 +118,10 @@ class StageProgram:
         output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
             through.
         uses_rng: False if the stage certainly draws no random numbers in training mode.
-        only_mode: the value of ``module.training`` for which the stage was captured, or None for both.
-        adapter: how a ready module is called, None for a captured one.
-        use: called before the stage runs: sets what its graph knows of the sizes of the model's inputs.
+        adapter: how a ready module is called, None for a recorded one.
+        codes: what a recorded one may run.
+        infos: of its input values.
+        cell: holds the code that the module runs.
     """
 
     index: int
@@ -128,33 +130,45 @@ class StageProgram:
     output_values: tuple[str, ...]
     model_inputs: tuple[str, ...]
     uses_rng: bool = True
-    only_mode: bool | None = None
     adapter: ReadyAdapter | None = None
-    use: Callable[[], None] | None = dataclasses.field(default=None, repr=False)
+    codes: Any = dataclasses.field(default=None, repr=False)
+    infos: Sequence[ValueInfo] = dataclasses.field(default=(), repr=False)
+    cell: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the stage.
 
         Raises:
-            ValueError: another number of inputs than `input_values`.
-            RuntimeError: the stage is in a mode (train, eval) that it was not captured for.
+            ValueError: another number of inputs than `input_values`, or the model cannot be recorded for them.
         """
         if len(inputs) != len(self.input_values):
             raise ValueError(
                 f"stage {self.index} takes {len(self.input_values)} inputs {list(self.input_values)}, got {len(inputs)}"
             )
-        if self.only_mode is not None and self.module.training != self.only_mode:
-            have, want = ("train()", "eval()") if self.module.training else ("eval()", "train()")
-            raise RuntimeError(
-                f"stage {self.index} was captured in {want} and is now in {have}: the model's forward differs "
-                "between the two in more than constants; "
-                f"partition it in {have}, or start stages at modules whose parents do not look at self.training"
-            )
-        if self.use is not None:
-            self.use()
         if self.adapter is not None:
             return self.adapter.run(self.index, self.module, inputs)
+        given = {name: one for name, one in zip(self.input_values, inputs, strict=True) if name in self.model_inputs}
+        return self.run(self.code(self._samples(inputs), given), inputs)
+
+    def code(self, samples: int, given: Mapping[str, torch.Tensor]) -> Any:
+        """What a recorded stage runs for so many samples; `given`: the model's inputs that it takes, by name.
+
+        Raises:
+            ValueError: the model cannot be recorded for them.
+        """
+        return self.codes.of(samples, given, self.module.training)
+
+    def run(self, code: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Runs a recorded stage by a code of its own."""
+        self.cell[0] = code
         return tuple(self.module(*inputs))
+
+    def _samples(self, inputs: Sequence[torch.Tensor]) -> int:
+        """How many samples the inputs hold."""
+        for info, tensor in zip(self.infos, inputs, strict=True):
+            if info.batch_dim is not None:
+                return tensor.size(info.batch_dim) // info.tensor.sizes[info.batch_dim].per_sample
+        return self.infos[0].samples if self.infos else 0
 
     def parameter_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.module.named_parameters())
@@ -188,7 +202,9 @@ class Partition:
         unused_parameters: the model's parameters that no stage holds.
         batch_size: samples of the example arguments, None if no argument has a batch dim.
         fixed_batch: the stages work for `batch_size` samples only.
-        resize: finds the stages for inputs of other sizes; ValueError where they do not hold for them.
+        resize: finds the stages for inputs of other sizes, and under the autocast that is on; ValueError where they do
+            not hold for them.
+        autocasts: under which all this was found.
     """
 
     stages: list[StageProgram]
@@ -202,7 +218,8 @@ class Partition:
     argument_leaves: tuple[Any, ...]
     argument_structure: pytree.TreeSpec
     resize: Callable[[Shapes], SizedStages] | None = dataclasses.field(default=None, repr=False)
-    _sized: dict[tuple[tuple[int, ...], ...], "Partition"] = dataclasses.field(default_factory=dict, repr=False)
+    autocasts: Autocasts = dataclasses.field(default_factory=autocasts)
+    _sized: dict[Any, "Partition"] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def num_stages(self) -> int:
@@ -238,7 +255,7 @@ class Partition:
         Raises:
             ValueError: the stages do not work for them, or only for the example's.
         """
-        key = tuple(shapes[name] for name in self.inputs)
+        key = tuple(shapes[name] for name in self.inputs), autocasts()
         found = self._sized.pop(key, None) or self.resized(shapes)
         if found is not self:
             self._sized[key] = found
@@ -249,20 +266,22 @@ class Partition:
     def resized(self, shapes: Shapes) -> "Partition":
         """As :meth:`at`, found anew. With ready stages that are elsewhere, all processes call it alike."""
         changed = next((info for info in self.inputs.values() if shapes[info.name] != info.shape), None)
-        if changed is None or self.resize is None:
+        is_cast = autocasts() != self.autocasts
+        if (changed is None and not is_cast) or self.resize is None:
             return self
         try:
             found = self.resize(shapes)
-            _check_alike(self.values, found.values)
+            _check_alike(self.values, found.values, is_cast)
             if found.fixed_batch != self.fixed_batch:
                 raise ValueError(f"they would work for {self.batch_size} samples only")
         except ValueError as error:
-            what = f"argument {describe_path(changed.path)} has shape {shapes[changed.name]}"
-            raise ValueError(
-                f"{what}, the example had {changed.shape}, and the stages do not work for it: {error}"
-            ) from error
+            what = "torch.autocast is not as it was when the stages were made"
+            if changed is not None:
+                shape = shapes[changed.name]
+                what = f"argument {describe_path(changed.path)} has shape {shape}, the example had {changed.shape}"
+            raise ValueError(f"{what}, and the stages do not work for it: {error}") from error
         stages = [
-            dataclasses.replace(one, use=other.use, adapter=other.adapter)
+            dataclasses.replace(one, codes=other.codes, infos=other.infos, adapter=other.adapter)
             for one, other in zip(self.stages, found.programs, strict=True)
         ]
         inputs = {name: dataclasses.replace(one, shape=found.values[name].shape) for name, one in self.inputs.items()}
@@ -273,6 +292,8 @@ class Partition:
             inputs=inputs,
             outputs=found.outputs,
             fixed_batch=found.fixed_batch,
+            autocasts=autocasts(),
+            _sized={},
         )
 
     def bind(
@@ -368,11 +389,14 @@ def _is_several(shape: tuple[int, ...], one: tuple[int, ...]) -> bool:
     return len(longer) == 1 and one[longer[0]] > 0 and shape[longer[0]] % one[longer[0]] == 0
 
 
-def _check_alike(values: Mapping[str, ValueInfo], others: Mapping[str, ValueInfo]) -> None:
-    """Raises ValueError where values differ in more than their sizes."""
+def _check_alike(values: Mapping[str, ValueInfo], others: Mapping[str, ValueInfo], is_cast: bool) -> None:
+    """Raises ValueError where values differ in more than their sizes and, if `is_cast`, dtypes."""
     for name, one in values.items():
         other = others.get(name)
-        kinds = [v and (v.producer, v.consumers, v.dtype, v.requires_grad, v.batch_dim, v.varies) for v in (one, other)]
+        kinds = [
+            v and (v.producer, v.consumers, is_cast or v.dtype, v.requires_grad, v.batch_dim, v.varies)
+            for v in (one, other)
+        ]
         if len(values) != len(others) or kinds[0] != kinds[1]:
             raise ValueError(
                 f"value {name} would have another dtype or batch dim, or cross other stages: (producer, consumers, "

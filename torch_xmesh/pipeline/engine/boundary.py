@@ -170,7 +170,6 @@ class Boundaries:
         edge_values.from_stage, edge_values.to_stage = edge.from_stage, edge.to_stage
         edge_values.from_positions = [outputs.index(info.name) for info in edge.values]
         edge_values.to_positions = [inputs.index(info.name) for info in edge.values]
-        edge_values.dtypes = [info.dtype for info in edge.values]
         edge_values.is_differentiable = [int(info.is_differentiable) for info in edge.values]
         edge_values.has_producer = src.rank in src.ranks
         edge_values.has_consumer = dst.rank in dst.ranks

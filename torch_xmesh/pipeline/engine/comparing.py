@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.cut.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueName, describe_path
 from torch_xmesh.pipeline.ranks.digests import checksum, number_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
@@ -49,6 +50,7 @@ class StepComparison:
         takers["values of the target"] = [len(place.meshes) - 1]
         self.texts = {
             "is_training": "engine.train() (1) or engine.eval() (0): {}",
+            "autocast": "torch.autocast around the step is on, off, or of another dtype",
             **{f"modes {k}": f"the modules of stage {k} are in other modes (train(), eval())" for k in self._stages},
             **{name: f"{what} has other values: {_ADVICE}" for name, what in batch.items()},
             **{
@@ -70,7 +72,7 @@ class StepComparison:
 
     def modes(self) -> dict[str, int]:
         """Of this rank's stages."""
-        found = {"is_training": int(self._place.own.is_training)}
+        found = {"is_training": int(self._place.own.is_training), "autocast": number_of(str(autocasts()))}
         for stage, work in self._place.works.items():
             flags = bytes(module.training for module in work.program.module.modules())
             found[f"modes {stage}"] = number_of(flags)

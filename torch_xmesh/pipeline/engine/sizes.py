@@ -81,8 +81,9 @@ class SizedPlace:
                 continue
             start, end = place.meshes[edge.from_stage], place.meshes[edge.to_stage]
             lane = f"{edge.from_stage}-{edge.to_stage}"
+            dtypes = [info.dtype for info in edge.values]
             if self.boundaries.is_local(edge):
-                plans.append(_C.EdgePlans(lane, edge.text, False, [], []))
+                plans.append(_C.EdgePlans(lane, edge.text, False, dtypes, [], []))
                 continue
             ways: list[list[_C.PreparedPlan]] = []
             for is_gradient in (False, True):
@@ -92,7 +93,7 @@ class SizedPlace:
                     made[n] = place.transfers.prepare(moves, self.boundaries.plan_options)
                 ways.append([made[n] for n in sizes if n in made])
             is_joint = place.transfers.rank in start.ranks and place.transfers.rank in end.ranks
-            plans.append(_C.EdgePlans(lane, edge.text, is_joint, ways[0], ways[1]))
+            plans.append(_C.EdgePlans(lane, edge.text, is_joint, dtypes, ways[0], ways[1]))
         return plans
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torch_xmesh.pipeline.cut.losses import loss_of, needs_target
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.engine.boundary import Boundaries
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
@@ -22,6 +23,7 @@ class StepState:
 
     Attributes:
         sizes: samples per microbatch.
+        codes: by stage, what it runs for each microbatch, if it was recorded; None without samples.
         targets: this rank's part of each microbatch's target, on the last stage.
         losses: this rank's share of each microbatch's loss.
         outputs: this rank's part of each microbatch's model output values, by name.
@@ -33,6 +35,7 @@ class StepState:
         self.is_train = is_train
         self.keeps_outputs = True
         self.meter: MemoryMeter | None = None  # of the first microbatch
+        self.codes: Mapping[int, list[Any]] = {}
         self.targets: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, dict[str, torch.Tensor]] = {}
@@ -98,7 +101,9 @@ class StageWork:
             return [torch.empty(info.shape_for(0), dtype=info.dtype) for info in self._outputs], None
         if torch.is_grad_enabled() is not step.is_train:  # the step has set it; a stage may have left it otherwise
             torch.set_grad_enabled(step.is_train)
-        if not (self.program.uses_rng and self.program.module.training):
+        code = step.codes[self.stage][microbatch] if self.is_recorded else None
+        uses_rng = self.program.uses_rng if code is None else code.uses_rng
+        if not (uses_rng and self.program.module.training):
             return self._run(step, microbatch, samples, inputs)
         with dropout_rng(
             dropout_seed(
@@ -106,6 +111,28 @@ class StageWork:
             )
         ):
             return self._run(step, microbatch, samples, inputs)
+
+    @property
+    def is_recorded(self) -> bool:
+        """The stage is one of a model that was cut; it was not given ready."""
+        return self.program.codes is not None
+
+    def codes(self, sizes: Sequence[int], inputs: Sequence[Sequence[torch.Tensor]] | None) -> list[Any]:
+        """What a recorded stage runs for each microbatch, of these sizes; `inputs`: those of the model's inputs that it
+        takes, by microbatch.
+
+        Raises:
+            ValueError: the model cannot be recorded for them.
+        """
+        if not self.program.codes.reads_values:
+            made = {size: self._code(size, ()) for size in dict.fromkeys(sizes)}
+            return [made[size] for size in sizes]
+        return [self._code(size, () if inputs is None else inputs[index]) for index, size in enumerate(sizes)]
+
+    def _code(self, size: int, inputs: Sequence[torch.Tensor]) -> Any:
+        samples = self.samples(size)
+        given = dict(zip(self.program.model_inputs, inputs, strict=bool(inputs)))
+        return self.program.code(samples, given) if samples else None
 
     def samples(self, size: int) -> int:
         """How many samples this rank has of a microbatch of `size` samples."""
@@ -116,7 +143,9 @@ class StageWork:
     def _run(
         self, step: StepState, microbatch: int, samples: int, inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        outputs = self.program(*self._wrapped(inputs, step.sizes[microbatch]))
+        given = self._wrapped(inputs, step.sizes[microbatch])
+        code = step.codes[self.stage][microbatch] if self.is_recorded else None
+        outputs = self.program(*given) if code is None else self.program.run(code, given)
         if self.is_last:
             loss = self._finish(step, microbatch, samples, outputs)
             if loss is not None and step.is_train and not loss.requires_grad:
@@ -190,11 +219,11 @@ class StageWork:
         if step.keeps_outputs:
             local = (self._local(index, output).detach() for index, output in enumerate(outputs))
             step.outputs[microbatch] = dict(zip(names, local, strict=True))
-        if self._loss_fn is None or not step.targets:
+        if self._loss_fn is None or not (step.targets or step.is_train or not needs_target(self._loss_fn)):
             return None
         whole = self._partition.outputs
         output = outputs[0] if whole.is_single else whole.unflatten(dict(zip(names, outputs, strict=True)))
-        loss = self._loss_fn(output, step.targets[microbatch])
+        loss = loss_of(self._loss_fn, output, step.targets[microbatch] if step.targets else None)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from torch_xmesh.pipeline.cut.losses import needs_target
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs, loss_weights
 from torch_xmesh.pipeline.cut.profile_memory import tensors_in
+from torch_xmesh.pipeline.cut.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 from torch_xmesh.pipeline.engine.auto import Cuts, StepPlan
 from torch_xmesh.pipeline.engine.batch import (
@@ -61,6 +63,7 @@ class _Given:
         shapes: of the model's inputs that this rank reads.
         compared: numbers that others compare with theirs.
         inputs, targets: cut by `order`; None before.
+        codes: what recorded stages of `sized` run for each microbatch.
     """
 
     tree: Any
@@ -71,6 +74,8 @@ class _Given:
     shapes: Shapes
     compared: dict[str, int]
     order: SampleOrder | None = None
+    sized: SizedPlace | None = None
+    codes: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     inputs: dict[int, list[list[torch.Tensor]]] = dataclasses.field(default_factory=dict)
     targets: list[Any] = dataclasses.field(default_factory=list)
 
@@ -143,7 +148,8 @@ class EngineSteps:
         state = place.forward.step = StepState(self.number, sizes, is_train)
         state.keeps_outputs = call.return_outputs and is_last
         self._cut(given, order)
-        state.targets = given.targets
+        self._find_codes(given, sized)
+        state.targets, state.codes = given.targets, given.codes
         self.ran = plan.schedule if is_train else Schedule(plan.schedule.core.forwards())
         self.ran_early = place.overlap and plan.early_weights
         auto = place.auto if plan.is_measured else None
@@ -175,7 +181,7 @@ class EngineSteps:
             self._end_gradients()
         place.sharded.release()
         with self._timed("losses"):
-            self._share_losses(state, is_last, call.losses, has_losses=is_train or given.target is not None)
+            self._share_losses(state, is_last, call.losses, has_losses=is_train or self._has_loss(given.target))
         with self._timed("buffers"):
             place.buffers.run()
         output = None
@@ -243,7 +249,7 @@ class EngineSteps:
         if samples is None:
             text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
             raise StepRefusedError(ValueError(text))
-        return given, *self._ready(self._inputs.shapes(told), (samples, facts.shards or 1), call.is_train)
+        return given, *self._ready(given, self._inputs.shapes(told), (samples, facts.shards or 1), call.is_train)
 
     def _take(self, call: StepArguments) -> _Given:
         place = self._place
@@ -258,7 +264,7 @@ class EngineSteps:
                 f"{next(iter(place.unset))} has no values on rank {rank}: the model was on the meta device; give an "
                 "init_fn that sets it, or load a checkpoint (load_state_dict)"
             )
-        if place.has_last and is_train and target is None:
+        if place.has_last and is_train and target is None and needs_target(place.loss_fn):
             raise ValueError(f"target is missing on rank {rank}, which has the last stage ({len(place.meshes) - 1})")
         specs = []
         if takers:
@@ -307,13 +313,19 @@ class EngineSteps:
             numbers = place.numbers(batch)
             number = self._last_cut.get(batch, numbers[0])
             self._cut(given, SampleOrder.of(both, number, known or 1))
+            if (foreseen := self._foreseen(given.shapes)) is not None:
+                self._find_codes(given, foreseen)
         return given
+
+    def _has_loss(self, target: Any) -> bool:
+        loss_fn = self._place.loss_fn
+        return loss_fn is not None and (target is not None or not needs_target(loss_fn))
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def _ready(
-        self, shapes: Shapes, batch: tuple[int, int], is_train: bool
+        self, given: _Given, shapes: Shapes, batch: tuple[int, int], is_train: bool
     ) -> tuple[SizedPlace, SampleOrder, Cuts, StepPlan]:
         """What the pipeline is for a batch of so many samples and shards, and what it runs. Called by all ranks alike,
         which know of each other's refusal.
@@ -321,7 +333,7 @@ class EngineSteps:
         Raises:
             StepRefusedError: the stages do not work for it, or cannot share it out, or no schedule keeps the limit.
         """
-        key = tuple(shapes.items())
+        key = tuple(shapes.items()), autocasts()
         sized = self._sized.pop(key, None)
         if sized is None or batch not in sized.orders:
             failure, text, found = None, None, ""
@@ -329,6 +341,8 @@ class EngineSteps:
             try:
                 sized = sized or SizedPlace.at(self._place, shapes)
                 orders = sized.orders_of(*batch)
+                if given.order is not None and given.order in orders.values():
+                    self._find_codes(given, sized)
                 found = digest(describe_values(sized.partition))
             except ValueError as error:
                 failure, text = error, str(error)
@@ -359,6 +373,24 @@ class EngineSteps:
             del self._last_cut[next(iter(self._last_cut))]
         return sized, order, cuts, plan
 
+    def _foreseen(self, shapes: Shapes) -> SizedPlace | None:
+        """What the pipeline is if the inputs that this rank does not read have the sizes that they had last."""
+        for (known, modes), sized in reversed(self._sized.items()):
+            if modes == autocasts() and all(shapes.get(name, shape) == shape for name, shape in known):
+                return sized
+        return None
+
+    def _find_codes(self, given: _Given, sized: SizedPlace) -> None:
+        """What recorded stages run for each microbatch."""
+        if given.sized is sized or given.order is None:
+            return
+        given.codes = {
+            stage: work.codes(given.order.sizes, given.inputs.get(stage))
+            for stage, work in sized.works.items()
+            if work.is_recorded
+        }
+        given.sized = sized
+
     def _cut(self, given: _Given, order: SampleOrder) -> None:
         """The model's inputs that each stage takes, by microbatch, and the targets."""
         if given.order == order:
@@ -376,7 +408,7 @@ class EngineSteps:
             given.targets = local_microbatches(
                 given.target, given.target_specs, order=order, mesh=place.meshes[-1], what="target"
             )
-        given.order = order
+        given.order, given.sized = order, None
 
     def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
         """The global losses of all microbatches, summed over the data shards of the last stage, on every rank."""

@@ -1,0 +1,30 @@
+"""The modules that are looked into, so that stages can start inside of them."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def opened_modules(names: Iterable[str]) -> frozenset[str]:
+    """All modules that contain one of the named ones."""
+    parts = [name.split(".") for name in names]
+    return frozenset(".".join(part[:depth]) for part in parts for depth in range(len(part)))
+
+
+def check_opened(model: nn.Module, opened: Iterable[str]) -> None:
+    """Raises ValueError for what would be lost where a module is looked into: hooks, and that it is compiled."""
+    for name in sorted(opened):
+        module = model.get_submodule(name)
+        where = f"a stage starts inside {f'module {name!r}' if name else 'the model'} ({type(module).__name__}), which"
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{where} is compiled: it would run uncompiled; compile the modules inside that no stage cuts, or "
+                "whole stages: parallelize=lambda stage, module, mesh: torch.compile(module)"
+            )
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            raise ValueError(
+                f"{where} has hooks: they would run while the model is recorded, not in training; move the split point "
+                "out of it or register the hooks on the modules inside"
+            )

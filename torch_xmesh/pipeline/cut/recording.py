@@ -1,0 +1,150 @@
+"""What a forward did, as a graph: see recorder.py for how it is recorded."""
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+class CaptureError(ValueError):
+    """A model cannot be recorded: the message has module, line, reason and what helps."""
+
+
+class TensorFacts(NamedTuple):
+    """What a tensor was."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeFacts:
+    """What a node was in one recording.
+
+    Attributes:
+        leaves: of its value, tensors as TensorFacts.
+        structure: of its value.
+        memory: keys of the storages of its tensors.
+        is_real: it follows from the model's inputs and constants alone, and was computed.
+        is_random: it depends on random numbers.
+        draws: it draws some.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    memory: frozenset[int]
+    is_real: bool
+    is_random: bool
+    draws: bool
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.tensors)
+
+    @property
+    def tensors(self) -> list[TensorFacts]:
+        """Of its leaves, those that are tensors."""
+        return [leaf for leaf in self.leaves if type(leaf) is TensorFacts]
+
+    @staticmethod
+    def of(value: Any, *, is_real: bool, is_random: bool, draws: bool) -> "NodeFacts":
+        leaves, structure = pytree.tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        described = tuple(
+            TensorFacts(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        )
+        memory = frozenset(map(memory_of, tensors))
+        return NodeFacts(described, structure, memory, is_real, is_random, draws)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Something that was read from the values of tensors: ``function(*args, **kwargs)`` gave `value`."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    value: Any
+    source: str
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclasses.dataclass
+class Recording:
+    """A model's graph without its output node, as one forward ran it.
+
+    Attributes:
+        graph: placeholders (one per tensor of the arguments, in pytree order), then nodes in the order in which they
+            ran; ``meta["modules"]`` has the names of the modules that a node is in, ``meta["source"]`` its line and
+            ``meta["modes"]`` what of grad mode and autocast differs from outside the model, or None.
+        output: the model's output, any pytree with nodes as leaves.
+        constants: what the graph reads and the model does not hold, by name.
+        facts: of every node.
+        guards: in the order in which values were read.
+        mutations: (storage, number of nodes then, node that changed it).
+        changed_buffers: the first node that changes a buffer, by its name.
+        training: the model's mode.
+        opened: the modules that were looked into.
+    """
+
+    graph: fx.Graph
+    output: Any
+    constants: dict[str, Any]
+    facts: dict[fx.Node, NodeFacts]
+    guards: list[Guard]
+    mutations: list[tuple[int, int, fx.Node]]
+    changed_buffers: dict[str, fx.Node]
+    training: bool
+    opened: frozenset[str]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def structure_of(node: fx.Node) -> fx.Node | None:
+    """The node of whose result, a structure, this one is a part."""
+    return node.args[0] if "path" in node.meta else None  # type: ignore[return-value]
+
+
+def difference(one: Recording, other: Recording) -> str:
+    """The first node that differs between two recordings, in words; empty without any."""
+    for mine, theirs in itertools.zip_longest(one.graph.nodes, other.graph.nodes):
+        texts = [text_of(node, run) if node is not None else "" for node, run in ((mine, one), (theirs, other))]
+        if texts[0] != texts[1]:
+            where = (mine if mine is not None else theirs).meta["source"]
+            return f"{texts[0] or 'nothing'}, then {texts[1] or 'nothing'}{', at ' + where if where else ''}"
+    return ""
+
+
+def text_of(node: fx.Node, recording: Recording) -> str:
+    """A node as text that is the same in every process."""
+    if node.op == "get_attr" and str(node.target) in recording.constants:
+        return f"{node.name} = {_text_of_object(recording.constants[str(node.target)])}"
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", "")
+    return f"{node.name} = {node.op} {target} {_text(node.args)} {_text(node.kwargs)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{key}={_text(one)}' for key, one in value.items())})"
+    if isinstance(value, slice):
+        return f"{_text(value.start)}:{_text(value.stop)}:{_text(value.step)}"
+    return repr(value)
+
+
+def _text_of_object(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        content = value.tolist() if value.numel() < 100 else (tuple(value.shape), float(value.double().sum()))
+        return f"tensor {value.dtype} {content}"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -1,0 +1,160 @@
+"""A model's shadow: a copy whose tensors are fakes, of which forwards can be recorded whatever becomes of the model."""
+
+import contextlib
+import copy
+import functools
+import sysconfig
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from torch_xmesh.pipeline.cut.sandbox import hooks_off, module_tensors, of_kind
+
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+class ModuleCalls(Protocol):
+    """Who is told of every call of a shadow's module."""
+
+    def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns the call's result, which ``run(*args, **kwargs)`` computes."""
+
+
+class Shadow:
+    """A copy of a model with fakes for its tensors; torch.compile and users' hooks are left out, hooks that are defined
+    in installed libraries belong to the model and are kept.
+
+    A fake has the device of the tensor for which it stands, for one on meta `device`. Threading: one thread at a time.
+
+    Attributes:
+        model: the copy. Its tensors need no fake mode around them: what has a fake among its operands gives fakes,
+            everything else is computed.
+        names: of its modules, by id; the first one of each.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls: ModuleCalls | None = None
+        memo: dict[int, Any] = {}
+        for module in model.modules():
+            for _, tensor in module_tensors(module):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = self._fake(tensor, device)
+        kept = [_library_hooks(module) for module in model.modules()]
+        try:
+            with hooks_off(model):
+                self.model = copy.deepcopy(model, memo)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {reason}") from error
+        self.names: dict[int, str] = {}
+        for (name, module), hooks in zip(self.model.named_modules(), kept, strict=True):
+            self.names[id(module)] = name
+            for kind, found in hooks.items():
+                getattr(module, kind).update(found)
+            module._compiled_call_impl = None
+            module.__class__ = _told_class(type(module))  # type: ignore[arg-type]
+            module.__dict__["_xmesh_shadow"] = self
+
+    def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with self.mode:
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device if tensor.is_meta else tensor.device
+            )
+        return of_kind(made, tensor)
+
+    def tensors(self) -> dict[int, tuple[str, torch.Tensor]]:
+        """Path and tensor of what the modules hold, by id; the first path of each."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, module in self.model.named_modules():
+            for key, tensor in module_tensors(module):
+                found.setdefault(id(tensor), (f"{name}.{key}" if name else key, tensor))
+        return found
+
+    @contextlib.contextmanager
+    def told(self, calls: ModuleCalls) -> Iterator[None]:
+        """Inside, `calls` is told of the modules' calls."""
+        self._calls = calls
+        try:
+            yield
+        finally:
+            self._calls = None
+
+    def called(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module has been called."""
+        if self._calls is None:
+            return run(*args, **kwargs)
+        return self._calls.call(module, run, args, kwargs)
+
+    def run_on_memory(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result, as fakes, of a module that looks at its data: it runs on zeros."""
+        made: dict[int, torch.Tensor] = {}
+
+        def zeros(fake: torch.Tensor) -> torch.Tensor:
+            if not isinstance(fake, FakeTensor):
+                return fake
+            if id(fake) not in made:
+                zero = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+                kept = isinstance(fake, nn.Parameter) or not fake.requires_grad
+                made[id(fake)] = of_kind(zero, fake) if kept else zero.requires_grad_().clone()
+            return made[id(fake)]
+
+        swapped = [
+            (holder, key, tensor)
+            for child in module.modules()
+            for holder, key, tensor in _held(child)
+            if isinstance(tensor, FakeTensor)
+        ]
+        try:
+            for holder, key, tensor in swapped:
+                holder[key] = zeros(tensor)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, zeros, (args, kwargs))
+            result = run(*args, **kwargs)
+        finally:
+            for holder, key, tensor in swapped:
+                holder[key] = tensor
+        return pytree.tree_map_only(torch.Tensor, self.fake_like, result)
+
+    def fake_like(self, real: torch.Tensor) -> torch.Tensor:
+        """A fake for a tensor that was made of zeros; no leaf, as what a module returns is none."""
+        with self.mode:
+            made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+            return made.requires_grad_().clone() if real.requires_grad else made
+
+
+def _held(module: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    holders: list[Any] = [module._parameters, module._buffers, module.__dict__]
+    for holder in holders:
+        yield from [(holder, key, value) for key, value in holder.items() if isinstance(value, torch.Tensor)]
+    if isinstance(module, nn.RNNBase):
+        flat = module._flat_weights
+        yield from [(flat, index, value) for index, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+
+
+def _library_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """The forward hooks of a module that are functions of an installed library."""
+    found = {}
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = getattr(module, kind).items()
+        found[kind] = {key: hook for key, hook in hooks if _file_of(hook).startswith(_LIBRARIES)}
+    return found
+
+
+def _file_of(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return "" if code is None else str(code.co_filename)
+
+
+@functools.cache
+def _told_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of the same name whose calls go to the shadow that its module is of."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._xmesh_shadow.called(self, functools.partial(kind.__call__, self), args, kwargs)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names)
