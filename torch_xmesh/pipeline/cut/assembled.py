@@ -1,7 +1,7 @@
 """The values between the stages of a recording, what goes in and out of each stage, and its code."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -104,7 +104,7 @@ class Assembled:
                 tensor=info,
                 samples=samples,
                 fixed_batch=is_fixed,
-                varies=self.cut.depends_on_samples(node) and producer is not None and info.batch_dim is None,
+                varies=self.recording.facts[node].varies and producer is not None and info.batch_dim is None,
             )
         return found
 
@@ -233,9 +233,7 @@ def _target(node: fx.Node) -> Any:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", str(node.target))
 
 
-def cut_recording(
-    recording: Recording, *, starts_of: Callable[[Recording], Sequence[int]], batch: Collection[str]
-) -> Assembled:
+def cut_recording(recording: Recording, *, starts_of: Callable[[Recording], Sequence[int]]) -> Assembled:
     """The recording as stages that start at the nodes whose positions `starts_of` finds."""
     starts = starts_of(recording)
     position = {node: index for index, node in enumerate(recording.graph.nodes)}
@@ -243,4 +241,4 @@ def cut_recording(
     def stage_of(node: fx.Node) -> int:
         return sum(position[node] >= start for start in starts)
 
-    return Assembled(GraphCut(recording, stage_of, num_stages=len(starts) + 1, batch=batch))
+    return Assembled(GraphCut(recording, stage_of, num_stages=len(starts) + 1))

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.pipeline.cut.assembled import Assembled, cut_recording, infos_like, infos_of
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import NotLinearError, TensorInfo
+from torch_xmesh.pipeline.cut.library_models import without_caches
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.cut.opened import check_opened, opened_modules
 from torch_xmesh.pipeline.cut.partition_parts import check_buffers, finish_partition, input_names, unused_parameters
@@ -166,18 +167,21 @@ def _partition_recorded(
     model: nn.Module, arguments: Any, specs: list[Any], *, samples: int | None, split: SplitAt, device: torch.device
 ) -> Partition:
     check_opened(model, [""])
+    without_caches(model)
     names = [_canonical_name(model, name) for name in split.names]
     opened = opened_modules(names)
     check_opened(model, opened)
     named = input_names(model, arguments)
-    recorded = RecordedModel(model, arguments, names=[name for name, _ in named], opened=opened, device=device)
     leaves = pytree.tree_leaves(arguments)
     examples = stand_ins([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], device)
     tensor_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
     batch = {name for (name, _), spec in zip(named, tensor_specs, strict=True) if isinstance(spec, Chunk)}
+    recorded = RecordedModel(
+        model, arguments, names=[name for name, _ in named], opened=opened, batch=batch, device=device
+    )
 
     def cut(recording: Recording) -> Assembled:
-        return cut_recording(recording, starts_of=lambda found: _stage_starts(found, names), batch=batch)
+        return cut_recording(recording, starts_of=lambda found: _stage_starts(found, names))
 
     base = cut(recorded.record(examples, model.training))
     check_repeats(recorded, base.recording, examples, tensor_specs)
@@ -223,7 +227,13 @@ def _partition_recorded(
         return SizedStages(others, found.outputs, result.fixed_batch, programs)
 
     return dataclasses.replace(
-        result, outputs=base.outputs, unused_parameters=unused_parameters(model, stages), resize=resize
+        result,
+        outputs=base.outputs,
+        unused_parameters=unused_parameters(model, stages),
+        resize=resize,
+        graph_text=None
+        if base.recording.guards
+        else "\n".join(map(base.recording.text_of, base.recording.graph.nodes)),
     )
 
 

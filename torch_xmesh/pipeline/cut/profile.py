@@ -136,7 +136,7 @@ class Profile:
         self._model, self._arguments, self._specs = model, arguments, specs
         device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
         names = [name for name, _ in input_names(model, arguments)]
-        self._recorded = RecordedModel(model, arguments, names=names, opened=frozenset(), device=device)
+        self._recorded = RecordedModel(model, arguments, names=names, opened=frozenset(), batch=(), device=device)
         self._on_meta = any(parameter.is_meta for parameter in model.parameters())
         self._repeats = 1 if self._on_meta else repeats
         self._opened, self._closed = frozenset({""}), set[str]()

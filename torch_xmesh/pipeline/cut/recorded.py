@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,20 @@ class RecordedModel:
     Attributes:
         names: of the tensor arguments, in pytree order.
         opened: the modules that are looked into; more, once one turns out to need it.
+    `batch` names the arguments that are cut into microbatches.
     """
 
     def __init__(
-        self, model: nn.Module, arguments: Any, *, names: Sequence[str], opened: frozenset[str], device: torch.device
+        self,
+        model: nn.Module,
+        arguments: Any,
+        *,
+        names: Sequence[str],
+        opened: frozenset[str],
+        batch: Collection[str],
+        device: torch.device,
     ) -> None:
-        self.names, self.opened = list(names), opened
+        self.names, self.opened, self._batch = list(names), opened, batch
         self.type_name = type(model).__name__
         self._shadow = Shadow(model, device)
         self._flags = [module.training for module in self._shadow.model.modules()]
@@ -73,7 +81,7 @@ class RecordedModel:
                 raise self._refusal(error) from error
 
     def _recorder(self) -> Recorder:
-        return Recorder(self._shadow, self.opened, self._on_memory)
+        return Recorder(self._shadow, opened=self.opened, on_memory=self._on_memory, batch=self._batch)
 
     def _refusal(self, error: Exception, what: str = "the model", called: str = "") -> CaptureError:
         where = source_line(error) or called

@@ -6,8 +6,9 @@ is one node as well. What follows from the inputs alone is computed on the way; 
 """
 
 import contextlib
+import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xmesh.pipeline.cut.node_forms import (
     as_node,
@@ -32,6 +32,7 @@ from torch_xmesh.pipeline.cut.recording import CaptureError, Guard, NodeFacts, R
 from torch_xmesh.pipeline.cut.regions import current_modes
 from torch_xmesh.pipeline.cut.shadow import Shadow
 from torch_xmesh.pipeline.cut.source_lines import user_line
+from torch_xmesh.pipeline.cut.watch import OperatorWatch
 
 _READS = frozenset(
     "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ item tolist numpy equal allclose "
@@ -60,28 +61,15 @@ class LeakedError(Exception):
         self.maker, self.where = maker, where
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes of the operators that run: random numbers were drawn, or the size of a result followed from values."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets what ran."""
-        self.is_random = self.is_sized_by_values = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_random = self.is_random or torch.Tag.nondeterministic_seeded in func.tags
-        self.is_sized_by_values = self.is_sized_by_values or torch.Tag.dynamic_output_shape in func.tags
-        return func(*args, **(kwargs or {}))
-
-
 class Recorder(TorchFunctionMode):
     """Records one forward; see `record`. Threading: that of the forward."""
 
-    def __init__(self, shadow: Shadow, opened: frozenset[str], on_memory: frozenset[type]) -> None:
+    def __init__(
+        self, shadow: Shadow, *, opened: frozenset[str], on_memory: frozenset[type], batch: Collection[str]
+    ) -> None:
+        """`batch`: the names of the inputs that are cut into microbatches."""
         super().__init__()
+        self._batch = batch
         self._shadow, self._opened, self._on_memory = shadow, opened, on_memory
         self._graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
@@ -94,7 +82,7 @@ class Recorder(TorchFunctionMode):
         self._changed_buffers: dict[str, fx.Node] = {}
         self._stack: list[str] = []
         self._is_paused = False
-        self._watch = _Watch()
+        self._watch = OperatorWatch()
         self._base_modes = current_modes()
         self._makers: dict[int, str] = {}  # of the tensors that modules inside of leaves return
 
@@ -125,6 +113,8 @@ class Recorder(TorchFunctionMode):
         made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if made.requires_grad:
             made = made.view_as(made)  # a leaf could not be changed in place
+        if name in self._batch:
+            self._watch.mark([made])
         self._define(self._new("placeholder", name, (), {}), made)
         return made
 
@@ -159,7 +149,10 @@ class Recorder(TorchFunctionMode):
         kind = type(module)
         try:
             if kind in self._on_memory:
-                return self._shadow.run_on_memory(module, run, args, kwargs)
+                result = self._shadow.run_on_memory(module, run, args, kwargs)
+                if any(map(self._watch.follows_from_samples, tensors_of((args, kwargs)))):
+                    self._watch.mark(tensors_of(result))
+                return result
             return run(*args, **kwargs)
         except Exception as error:
             raise LeafFailedError(kind, self._shadow.names[id(module)], error, user_line()) from error
@@ -182,12 +175,10 @@ class Recorder(TorchFunctionMode):
                 "start no stage there"
             )
         with self._paused():
-            module = self._new("get_attr", name, (), {})
-            self._facts[module] = NodeFacts.of(None, is_real=True, is_random=False, draws=False)
             self._stack.append(name)
             try:
                 compute = functools.partial(run_checkpoint, run, function)
-                return self._call("call_function", checkpoint_of, (module, *args), kwargs, compute)
+                return self._call("call_function", checkpoint_of, (self._module(function), *args), kwargs, compute)
             finally:
                 self._stack.pop()
 
@@ -280,7 +271,8 @@ class Recorder(TorchFunctionMode):
         is_real = node.op != "call_module" and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         is_real = is_real and all(source.is_real for source in sources)
         is_random = draws or any(source.is_random for source in sources)
-        self._facts[node] = NodeFacts.of(value, is_real=is_real, is_random=is_random, draws=draws)
+        varies = any(map(self._watch.follows_from_samples, tensors))
+        self._facts[node] = NodeFacts.of(value, is_real=is_real, is_random=is_random, draws=draws, varies=varies)
         if isinstance(value, torch.Tensor):
             self._bind(node, value, keeps)
             return
@@ -289,7 +281,8 @@ class Recorder(TorchFunctionMode):
                 target, given, keys = part_of(node, path)
                 part = self._graph.call_function(target, given)
                 part.meta.update(node.meta, path=keys)
-                self._facts[part] = NodeFacts.of(leaf, is_real=is_real, is_random=is_random, draws=False)
+                varies = self._watch.follows_from_samples(leaf)
+                self._facts[part] = NodeFacts.of(leaf, is_real=is_real, is_random=is_random, varies=varies)
                 self._bind(part, leaf, keeps)
 
     def _bind(self, node: fx.Node, tensor: torch.Tensor, keeps: bool) -> None:
@@ -345,12 +338,26 @@ class Recorder(TorchFunctionMode):
         self._define(node, value)
         return node
 
+    def _module(self, module: nn.Module) -> fx.Node:
+        """A module as an argument."""
+        node = self._new("get_attr", self._shadow.names[id(module)], (), {})
+        self._facts[node] = NodeFacts.of(None, is_real=True)
+        return node
+
     def _object(self, value: Any) -> fx.Node:
         """An object as an argument: a function or the like."""
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if not callable(value) and not isinstance(value, enum.Enum):
+            raise CaptureError(
+                f"an object of class {type(value).__qualname__} is handed on at {user_line()}: what it holds would be "
+                "the same in each step; hand on tensors or plain values, or pass ready stage modules (a list of "
+                "modules as model)"
+            )
         path = next((path for path, known in self._constants.items() if known is value), None)
         if path is None:
             path = f"_constant{len(self._constants)}"
             self._constants[path] = value
         node = self._new("get_attr", path, (), {})
-        self._facts[node] = NodeFacts.of(None, is_real=True, is_random=False, draws=False)
+        self._facts[node] = NodeFacts.of(None, is_real=True)
         return node

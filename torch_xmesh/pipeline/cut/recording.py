@@ -32,6 +32,7 @@ class NodeFacts:
         is_real: it follows from the model's inputs and constants alone, and was computed.
         is_random: it depends on random numbers.
         draws: it draws some.
+        varies: it follows from samples of the batch.
     """
 
     leaves: tuple[Any, ...]
@@ -40,6 +41,7 @@ class NodeFacts:
     is_real: bool
     is_random: bool
     draws: bool
+    varies: bool
 
     @property
     def requires_grad(self) -> bool:
@@ -51,7 +53,9 @@ class NodeFacts:
         return [leaf for leaf in self.leaves if type(leaf) is TensorFacts]
 
     @staticmethod
-    def of(value: Any, *, is_real: bool, is_random: bool, draws: bool) -> "NodeFacts":
+    def of(
+        value: Any, *, is_real: bool, is_random: bool = False, draws: bool = False, varies: bool = False
+    ) -> "NodeFacts":
         leaves, structure = pytree.tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         described = tuple(
@@ -59,7 +63,7 @@ class NodeFacts:
             for leaf in leaves
         )
         memory = frozenset(map(memory_of, tensors))
-        return NodeFacts(described, structure, memory, is_real, is_random, draws)
+        return NodeFacts(described, structure, memory, is_real, is_random, draws, varies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,13 @@ class Recording:
     training: bool
     opened: frozenset[str]
 
+    def text_of(self, node: fx.Node) -> str:
+        """A node as text that is the same in every process."""
+        if node.op == "get_attr" and str(node.target) in self.constants:
+            return f"{node.name} = {_text_of_object(self.constants[str(node.target)])}"
+        target = node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", "")
+        return f"{node.name} = {node.op} {target} {_text(node.args)} {_text(node.kwargs)}"
+
 
 def memory_of(tensor: torch.Tensor) -> int:
     """What tells a tensor's storage from all others that are alive."""
@@ -116,19 +127,11 @@ def structure_of(node: fx.Node) -> fx.Node | None:
 def difference(one: Recording, other: Recording) -> str:
     """The first node that differs between two recordings, in words; empty without any."""
     for mine, theirs in itertools.zip_longest(one.graph.nodes, other.graph.nodes):
-        texts = [text_of(node, run) if node is not None else "" for node, run in ((mine, one), (theirs, other))]
+        texts = [run.text_of(node) if node is not None else "" for node, run in ((mine, one), (theirs, other))]
         if texts[0] != texts[1]:
             where = (mine if mine is not None else theirs).meta["source"]
             return f"{texts[0] or 'nothing'}, then {texts[1] or 'nothing'}{', at ' + where if where else ''}"
     return ""
-
-
-def text_of(node: fx.Node, recording: Recording) -> str:
-    """A node as text that is the same in every process."""
-    if node.op == "get_attr" and str(node.target) in recording.constants:
-        return f"{node.name} = {_text_of_object(recording.constants[str(node.target)])}"
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", "")
-    return f"{node.name} = {node.op} {target} {_text(node.args)} {_text(node.kwargs)}"
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,6 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.recording import Recording, structure_of
 from torch_xmesh.pipeline.cut.regions import enter_modes, exit_modes
-
-_SHAPE_ONLY = frozenset(
-    f"{prefix}{kind}{suffix}"
-    for kind in ("zeros", "ones", "full", "empty")
-    for prefix, suffix in (("new_", ""), ("", "_like"))
-)
 
 
 @dataclasses.dataclass
@@ -36,10 +30,8 @@ class GraphCut:
         stage_of: Callable[[fx.Node], int],
         *,
         num_stages: int,
-        batch: Collection[str],
     ) -> None:
-        """`batch`: names of the placeholders that are cut into microbatches."""
-        self.recording, self.num_stages, self._batch = recording, num_stages, batch
+        self.recording, self.num_stages = recording, num_stages
         self.order = {node: position for position, node in enumerate(recording.graph.nodes)}
         self.home: dict[fx.Node, int | None] = {}
         for node in recording.graph.nodes:
@@ -50,7 +42,6 @@ class GraphCut:
         changed = {key for node in self._changed_in for key in recording.facts[node].memory}
         self._changed_memory = changed
         self._again: dict[fx.Node, bool] = {}
-        self._depending = self._find_depending()
         self.output_nodes = [leaf for leaf in pytree.tree_leaves(recording.output) if isinstance(leaf, fx.Node)]
         self._live = self._find_live()
         self.needs = [self._find_needs(stage) for stage in range(num_stages)]
@@ -74,10 +65,6 @@ class GraphCut:
 
     def shares_memory(self, one: fx.Node, other: fx.Node) -> bool:
         return bool(self.recording.facts[one].memory & self.recording.facts[other].memory)
-
-    def depends_on_samples(self, node: fx.Node) -> bool:
-        """Whether the values of a node's tensors follow from those of an input that is cut into microbatches."""
-        return node in self._depending
 
     def guard_inputs(self) -> list[fx.Node]:
         """The placeholders from which follows what was read of tensors' values."""
@@ -114,19 +101,6 @@ class GraphCut:
                 live.add(node)
                 live.update(node.all_input_nodes)
         return live
-
-    def _find_depending(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for node in self.recording.graph.nodes:
-            if node.op == "placeholder":
-                depends = str(node.target) in self._batch
-            elif getattr(node.target, "__name__", str(node.target)) in _SHAPE_ONLY:
-                depends = node in self._changed_in
-            else:
-                depends = node in self._changed_in or any(source in found for source in node.all_input_nodes)
-            if depends:
-                found.add(node)
-        return found
 
     def _find_needs(self, stage: int) -> Needs:
         needs = Needs()

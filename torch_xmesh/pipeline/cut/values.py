@@ -205,6 +205,7 @@ class Partition:
         resize: finds the stages for inputs of other sizes, and under the autocast that is on; ValueError where they do
             not hold for them.
         autocasts: under which all this was found.
+        graph_text: of a recorded model whose way does not depend on values, the same on every rank.
     """
 
     stages: list[StageProgram]
@@ -219,6 +220,7 @@ class Partition:
     argument_structure: pytree.TreeSpec
     resize: Callable[[Shapes], SizedStages] | None = dataclasses.field(default=None, repr=False)
     autocasts: Autocasts = dataclasses.field(default_factory=autocasts)
+    graph_text: str | None = dataclasses.field(default=None, repr=False)
     _sized: dict[Any, "Partition"] = dataclasses.field(default_factory=dict, repr=False)
 
     @property

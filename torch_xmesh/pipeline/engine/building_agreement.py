@@ -62,6 +62,8 @@ def model_fields(cut: Partition, boundaries: Boundaries, model: Any) -> list[tup
     for stage in cut.stages:
         values = f"{list(stage.input_values)} -> {list(stage.output_values)}"
         fields.append((f"stage {stage.index} of the model, its values in and out", values))
+    if cut.graph_text is not None:
+        fields.append(("what the model's forward does", digest(cut.graph_text)))
     for info in cut.values.values():
         made = "the caller" if info.producer is None else f"stage {info.producer}"
         text = f"{info.dtype} {list(info.shape)}, made by {made}, read by stages {list(info.consumers)}"

@@ -1,0 +1,66 @@
+"""What the operators of a forward did: drew random numbers, sized results by values, carried samples from one tensor to
+another."""
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_xmesh.pipeline.cut.recording import memory_of
+
+_SHAPE_ONLY = frozenset(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided".split()
+)
+"""Operators that look at no entry of the tensors that they are given."""
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes of the operators that run inside, below autograd.
+
+    Attributes:
+        is_random: one has drawn random numbers since `begin`.
+        is_sized_by_values: the size of a result followed from values, since `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memories: set[int] = set()
+        self._alive: list[torch.Tensor] = []  # or the keys of their storages are used again
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what ran, but for who has samples."""
+        self.is_random = self.is_sized_by_values = False
+
+    def mark(self, tensors: list[torch.Tensor]) -> None:
+        """They follow from the samples of the batch."""
+        self._memories.update(map(memory_of, tensors))
+        self._alive += tensors
+
+    def follows_from_samples(self, tensor: torch.Tensor) -> bool:
+        """Whether operators have carried something of a marked tensor to this one."""
+        return memory_of(tensor) in self._memories
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.is_random = self.is_random or torch.Tag.nondeterministic_seeded in func.tags
+        self.is_sized_by_values = self.is_sized_by_values or torch.Tag.dynamic_output_shape in func.tags
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if func.overloadpacket.__name__ not in _SHAPE_ONLY and any(map(self.follows_from_samples, given)):
+            made = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+            self.mark(made + _changed(func, args, kwargs))
+        return result
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator changes."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return found
