@@ -29,6 +29,7 @@ wants() { [[ ,$stages, == *,$1,* ]]; }
 extras=(plot)
 ! wants lint || extras+=(lint)
 ! wants python || extras+=(test)
+! wants python || [ "$TORCH_VERSION" != "$DEFAULT_TORCH" ] || extras+=(models)  # libraries are pinned for one torch
 TORCH_PYTHON=  # with it the C++ tests of rooms that include torch are built too
 if wants lint || wants python; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
 if wants lint || wants cpp; then setup_cpp; fi

@@ -1,7 +1,8 @@
-"""What models of well-known libraries need before they are recorded."""
+"""What models of well-known libraries need to be trained in stages."""
 
 import sys
 import warnings
+from collections.abc import Callable
 
 from torch import nn
 
@@ -20,6 +21,16 @@ def without_caches(model: nn.Module) -> None:
         warnings.warn(
             f"{type(model).__name__}: config.use_cache is switched off, as it is for generation", stacklevel=2
         )
+
+
+def own_init_fn(model: object) -> Callable[[nn.Module], object] | None:
+    """How a transformers model initializes a module of its own, buffers that no checkpoint has among them; None for
+    other models."""
+    library = sys.modules.get("transformers")
+    modules = model.modules() if library is not None and isinstance(model, nn.Module) else ()
+    found = next((one for one in modules if isinstance(one, library.PreTrainedModel)), None)  # type: ignore[union-attr]
+    init_fn: Callable[[nn.Module], object] | None = getattr(found, "_init_weights", None)
+    return init_fn
 
 
 def _caches(config: object) -> bool:

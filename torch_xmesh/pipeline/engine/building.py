@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_xmesh import _C
+from torch_xmesh.pipeline.cut.library_models import own_init_fn
 from torch_xmesh.pipeline.cut.partition import Partition, partition
 from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
@@ -37,7 +38,7 @@ from torch_xmesh.pipeline.state.init_sync import (
     make_equal,
     make_ties_equal,
 )
-from torch_xmesh.pipeline.state.materialize import is_unset, materialize
+from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialize
 from torch_xmesh.plan_cache import PlanOptions
 from torch_xmesh.spec import device_mesh
 
@@ -54,6 +55,11 @@ class Given:
     places: list[int]
     """By stage, its place in the schedule."""
     options: PlaceOptions
+
+    @property
+    def init_fn(self) -> InitFn | None:
+        """What initializes a module that was on meta, None for its ``reset_parameters``."""
+        return self.options.init_fn or own_init_fn(self.model)
 
     @property
     def names_stages(self) -> bool:
@@ -220,7 +226,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
             if not isinstance(made, nn.Module):
                 raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
             modules[stage] = cut.stages[stage].module = made
-    unset.update(materialize(modules, options.init_fn, device=torch.device("cpu"), seed=options.seed, rank=rank))
+    unset.update(materialize(modules, given.init_fn, device=torch.device("cpu"), seed=options.seed, rank=rank))
     works = {
         stage: StageWork(
             cut,
@@ -253,7 +259,7 @@ def _unused_parameters(
     names = cut.unused_parameters if 0 in stages else ()
     was_meta = {name: given.model.get_parameter(name).is_meta for name in names}
     owners = {name: given.model.get_submodule(name.rpartition(".")[0]) for name in names}
-    init_fn, seed = given.options.init_fn, given.options.seed
+    init_fn, seed = given.init_fn, given.options.seed
     for module in owners.values():
         materialize({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=rank)
     found = {name: (given.model.get_parameter(name), given.meshes[0]) for name in names}

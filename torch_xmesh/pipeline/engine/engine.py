@@ -91,7 +91,8 @@ class PipelineEngine:
         init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
             that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
         init_fn: ``init_fn(module)`` for each module with parameters or buffers on the meta device, once `parallelize`
-            has been called and they have memory on this rank's device; default: ``module.reset_parameters()``. What
+            has been called and they have memory on this rank's device; default: ``module.reset_parameters()``, for a
+            model of transformers its own ``_init_weights(module)``. What
             neither sets, load_state_dict() must set before the first step.
         strategy, topology: how what crosses from mesh to mesh is resharded, as in :func:`reshard`; a calibrated
             topology's link speeds choose better and pace the sends.

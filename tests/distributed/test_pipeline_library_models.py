@@ -1,0 +1,319 @@
+"""Models of transformers, peft, diffusers, torchvision and timm with their defaults, trained through the engine: losses
+and gradients are those of one process."""
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_xmesh as xm
+from torch_xmesh.testing import serial_step, spawn
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the packages of the extra `models`"
+)
+
+TWO: tuple[list[int], ...] = ([0, 1], [2])
+THREE: tuple[list[int], ...] = ([0], [1, 2], [3])
+FAMILIES = (
+    *("gpt2", "llama", "qwen3", "gemma3", "mistral", "mixtral", "qwen2_moe"),
+    *("bert", "t5", "bart", "whisper", "vit"),
+)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def compare(engine: xm.PipelineEngine, reference: nn.Module, text: str) -> None:
+    """Gradients, to 1e-4 of each parameter's largest."""
+    for name, parameter in engine.named_parameters():
+        expected = reference.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None), f"{text}: {name}"
+        if expected is not None and parameter.grad is not None:
+            off, largest = (parameter.grad - expected).abs().max(), expected.abs().max()
+            assert off <= 1e-4 * largest + 1e-7, f"{text}: {name} is off by {off}, its largest is {largest}"
+
+
+def train(
+    engine: xm.PipelineEngine,
+    reference: nn.Module,
+    batches: Sequence[dict[str, Any]],
+    *,
+    text: str,
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    mode: Callable[[], Any] = contextlib.nullcontext,
+) -> None:
+    """AdamW steps in the engine and in one process. Its eps is large: a gradient that is rounding noise would move a
+    parameter as far as any other, one way or the other."""
+    optimizers = [
+        torch.optim.AdamW([p for p in parameters if p.requires_grad] or [nn.Parameter(torch.ones(1))], 1e-3, eps=1e-4)
+        for parameters in (list(engine.parameters()), list(reference.parameters()))
+    ]
+    for step, batch in enumerate(batches):
+        losses: list[torch.Tensor] = []
+        with mode():
+            engine.step(**batch, losses=losses)
+            expected = serial_step(reference, (), batch, loss_fn=loss, num_microbatches=2, step=step)
+        for mine, known in zip(losses, expected.losses, strict=bool(losses)):
+            torch.testing.assert_close(mine, known, rtol=1e-4, atol=1e-6)
+        compare(engine, reference, f"{text}, step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def batches_of(case: Any, lengths: Sequence[int] = (10, 10, 13, 8, 13)) -> list[dict[str, Any]]:
+    """Masks are all ones in one step and padded in the next; each length has both."""
+    torch.manual_seed(7)
+    return [case.batch(4, length, step % 2 == 1) for step, length in enumerate(lengths)]
+
+
+def make(model: nn.Module, example: dict[str, Any], meshes: Any, split: Sequence[str], **options: Any) -> Any:
+    options = {"loss_fn": loss_of, "schedule": "1f1b", "num_microbatches": 2, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return xm.PipelineEngine(
+            model, (), example, meshes=[xm.Mesh(ranks) for ranks in meshes], split=xm.split_at(*split), **options
+        )
+
+
+def no_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def families(rank: int, world_size: int, names: Sequence[str], meshes: Any, is_three: bool) -> None:
+    from models.library import CASES
+
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(0)
+        model = no_dropout(case.build())
+        reference = copy.deepcopy(model)
+        engine = make(model, case.batch(2, 10, False), meshes, case.splits[is_three])
+        train(engine, reference, batches_of(case), text=name)
+        engine.close()
+
+
+@pytest.mark.parametrize("names", [FAMILIES[index : index + 4] for index in (0, 4, 8)], ids=" ".join)
+def test_families_in_two_stages(names: Sequence[str]) -> None:
+    spawn(families, 3, names, TWO, False, timeout=170)
+
+
+@pytest.mark.parametrize("names", [FAMILIES[index : index + 4] for index in (0, 4, 8)], ids=" ".join)
+def test_families_in_three_stages(names: Sequence[str]) -> None:
+    spawn(families, 4, names, THREE, True, timeout=170)
+
+
+def habits(rank: int, world_size: int, names: Sequence[str]) -> None:
+    """What people do with a model before they train it; both kinds of meshes."""
+    for name in names:
+        HABITS[name](rank)
+
+
+def _of(name: str, meshes: Any = TWO) -> tuple[Any, nn.Module, Sequence[str]]:
+    from models.library import CASES
+
+    torch.manual_seed(0)
+    case = CASES[name]
+    return case, no_dropout(case.build()), case.splits[len(meshes) - 2]
+
+
+def checkpointing(rank: int) -> None:
+    for name, is_reentrant in (("gpt2", True), ("llama", False), ("llama", True), ("t5", False)):
+        case, model, split = _of(name)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})  # type: ignore[operator]
+        reference = copy.deepcopy(model)
+        engine = make(model.train(), case.batch(2, 10, False), TWO, split)
+        text = f"{name}, use_reentrant={is_reentrant}"
+        train(engine, reference.train(), batches_of(case), text=text)
+        engine.close()
+
+
+def checkpoint_wrapper(rank: int) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    case, model, _ = _of("llama")
+    reference = copy.deepcopy(model)
+    layer = type(model.get_submodule("model.layers.0"))
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
+    engine = make(model, case.batch(2, 10, False), TWO, ["model.layers.1"])
+    for name, parameter in engine.named_parameters():
+        assert torch.equal(parameter, reference.get_parameter(name))
+    train(engine, reference, batches_of(case), text="checkpoint_wrapper")
+    engine.close()
+
+
+def mixed_precision(rank: int) -> None:
+    lower = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    for name in ("bert", "gpt2", "vit", "whisper"):
+        case, model, split = _of(name)
+        untied(model)  # tied gradients are summed in another order, after which values round to other bf16 ones
+        reference = copy.deepcopy(model)
+        engine = make(model, case.batch(2, 10, False), ([0], [2]), split) if rank != 1 else None
+        if engine is not None:
+            train(engine, reference, batches_of(case), text=f"{name}, bf16", mode=lower)
+            engine.close()
+
+
+def untied(model: Any) -> None:
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+def built_on_meta(rank: int) -> None:
+    case, reference, split = _of("llama", THREE)
+    with torch.device("meta"):
+        model = case.build()
+    engine = make(model, case.batch(2, 10, False), THREE, split)
+    engine.load_state_dict(reference.state_dict())
+    train(engine, reference, batches_of(case), text="meta")
+    engine.close()
+
+
+def adapters(rank: int) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for is_checkpointed in (False, True):
+        case, model, _ = _of("llama")
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+            model.enable_input_require_grads()  # type: ignore[operator]
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        adapted = get_peft_model(model, config).train()
+        reference = copy.deepcopy(adapted)
+        engine = make(adapted, case.batch(2, 10, False), TWO, ["base_model.model.model.layers.1"])
+        train(engine, reference, batches_of(case), text=f"LoRA, checkpointing {is_checkpointed}")
+        trained = [name for name, parameter in engine.named_parameters() if parameter.requires_grad]
+        assert trained
+        assert all("lora_" in name for name in trained)
+        engine.close()
+
+
+def compiled(rank: int) -> None:
+    case, model, split = _of("llama")
+    reference = copy.deepcopy(model)
+    for layer in model.get_submodule("model.layers").children():
+        layer.compile(backend="eager")
+    engine = make(model, case.batch(2, 10, False), TWO, split)
+    train(engine, reference, batches_of(case, (10, 10, 10)), text="compiled layers")
+    engine.close()
+
+
+def diffusion(rank: int) -> None:
+    from diffusers import UNet2DModel
+
+    torch.manual_seed(0)
+    model = UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )
+    batches = [{"sample": torch.randn(4, 1, 8, 8), "timestep": torch.tensor([3, 1, 4, 1])} for _ in range(5)]
+    example = {name: value[:2] for name, value in batches[0].items()}
+
+    def loss(output: Any) -> torch.Tensor:
+        return output.sample.square().mean()  # type: ignore[no-any-return]
+
+    for meshes, split in ((([0, 1], [2]), ["mid_block"]), (([0], [1, 2], [3]), ["down_blocks.1", "up_blocks.1"])):
+        trained = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
+        if any(rank in ranks for ranks in meshes):
+            engine = make(trained, example, meshes, split, loss_fn=loss)
+            train(engine, reference, batches, text=f"UNet, {split}", loss=loss)
+            engine.close()
+
+
+def scaled(rank: int) -> None:
+    """float16 with a loss scale: the gradients are those of the scaled loss."""
+    if rank == 1:
+        return
+    case, model, split = _of("vit")
+    reference = copy.deepcopy(model)
+    engine = make(model, case.batch(2, 10, False), ([0], [2]), split)
+    engine.scaler(torch.amp.GradScaler("cpu", init_scale=256.0))
+    for step, batch in enumerate(batches_of(case)):
+        with torch.autocast("cpu", torch.float16):
+            engine.step(**batch)
+            serial_step(reference, (), batch, loss_fn=lambda output: output.loss * 256.0, num_microbatches=2)
+        compare(engine, reference, f"float16, step {step}")
+    engine.close()
+
+
+def vision(rank: int) -> None:
+    """Convolutions whose batch norms see one data shard, and a timm model without labels."""
+    import timm
+    import torchvision
+
+    def loss(output: Any, target: Any = None) -> torch.Tensor:
+        return output.square().mean()  # type: ignore[no-any-return]
+
+    for name, build, split in (
+        ("resnet18", functools.partial(torchvision.models.resnet18, num_classes=5), ["layer3"]),
+        ("timm vit", functools.partial(timm.create_model, "vit_tiny_patch16_224", img_size=32, depth=3), ["blocks.1"]),
+    ):
+        torch.manual_seed(0)
+        model = build()
+        reference = copy.deepcopy(model)
+        x = torch.randn(4, 3, 32, 32)
+        if rank < 2:
+            engine = xm.PipelineEngine(
+                model,
+                (x[:2],),
+                meshes=[xm.Mesh([0]), xm.Mesh([1])],
+                split=xm.split_at(*split),
+                num_microbatches=2,
+                loss_fn=loss,
+            )
+            for step in range(2):
+                engine.step(x)
+                serial_step(reference, (x,), loss_fn=loss, num_microbatches=2)
+                compare(engine, reference, f"{name}, step {step}")
+            engine.close()
+
+
+HABITS = {
+    "scaled": scaled,
+    "vision": vision,
+    "checkpointing": checkpointing,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "mixed_precision": mixed_precision,
+    "built_on_meta": built_on_meta,
+    "adapters": adapters,
+    "compiled": compiled,
+    "diffusion": diffusion,
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("checkpointing", "checkpoint_wrapper"), ("mixed_precision", "scaled"), ("adapters", "compiled"), ("vision",)],
+    ids=" ".join,
+)
+def test_habits(names: Sequence[str]) -> None:
+    spawn(habits, 3, names, timeout=170)
+
+
+def test_meta_and_diffusion() -> None:
+    spawn(habits, 4, ("built_on_meta", "diffusion"), timeout=170)
