@@ -212,8 +212,7 @@ def _partition_recorded(
     )
 
     def resize(shapes: Shapes) -> SizedStages:
-        training = stages[0].module.training
-        found = variants.at(shapes, training)
+        found = variants.at(shapes, result.training)
         others = found.values(infos_like(values, found, samples or 0), samples or 0, result.fixed_batch)
         given = {name: others[name] for name, _ in named}
         programs = [

@@ -13,6 +13,7 @@ from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
 from torch_xmesh.pipeline.cut.infos import TensorInfo
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
 from torch_xmesh.pipeline.cut.regions import Autocasts, autocasts
+from torch_xmesh.pipeline.cut.stage_module import ModuleElsewhere
 
 MOST_SIZES = 64
 """Of the inputs, for which stages are kept."""
@@ -226,6 +227,17 @@ class Partition:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the stages whose modules are here."""
+        return next(one.module.training for one in self.stages if not isinstance(one.module, ModuleElsewhere))
+
+    def keep(self, stages: Collection[int]) -> None:
+        """Lets go of the modules of all stages but these."""
+        for program in self.stages:
+            if program.index not in stages:
+                program.module = ModuleElsewhere(program.module)
 
     def shapes_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], stages: Collection[int] | None = None

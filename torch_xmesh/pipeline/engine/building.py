@@ -78,6 +78,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     partition = _cut(given, transfers, schedule, is_auto=auto is not None)
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
     made = _make_stages(given, transfers, partition, boundaries)
+    partition.keep(made.stages)
     edges = [edge for edge in boundaries.edges if edge.from_stage in made.stages or edge.to_stage in made.stages]
     forward = StageForward(made.works)
     tied = _tied_parameters(given, transfers.rank, partition, made.named)
