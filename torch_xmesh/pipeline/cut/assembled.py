@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.cut.errors import CaptureError
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
 from torch_xmesh.pipeline.cut.infos import Affine, NotLinearError, TensorInfo, join
-from torch_xmesh.pipeline.cut.recording import CaptureError, Recording, TensorFacts, structure_of
+from torch_xmesh.pipeline.cut.recording import Recording, TensorFacts, structure_of
 from torch_xmesh.pipeline.cut.stage_module import StageBuilder, StageCode
 from torch_xmesh.pipeline.cut.values import OutputStructure, ValueInfo, ValueName
 
@@ -85,7 +87,11 @@ class Assembled:
             graph = StageBuilder(self.cut, stage, self.names).build(
                 ports.inputs, [self._nodes[name] for name in ports.outputs]
             )
-            self._codes[stage] = StageCode(graph, self.cut.draws_random_numbers(stage))
+            self._codes[stage] = StageCode(
+                graph,
+                uses_rng=self.cut.draws_random_numbers(stage),
+                has_gradients=self.recording.has_gradients,
+            )
         return self._codes[stage]
 
     def values(self, infos: Mapping[str, TensorInfo], samples: int, is_fixed: bool) -> dict[str, ValueInfo]:
@@ -126,6 +132,10 @@ class Assembled:
                     f"stage {stage} would make {list(mine.outputs)}, for the example it makes {list(known.outputs)}: "
                     f"{self._difference(base)}"
                 )
+            if more := self.cut.targets_of(stage) - base.cut.targets_of(stage):
+                raise CaptureError(
+                    f"stage {stage} would use {min(more)}, which it did not for the example: {self._difference(base)}"
+                )
 
     def _called_otherwise(self, base: "Assembled") -> dict[str, str]:
         """The names in `base` of values of other names here: of each stage the outputs that only one of them has, in
@@ -142,7 +152,8 @@ class Assembled:
 
     def _kind(self, name: str) -> Any:
         node, tensor = self._nodes[name], self.tensor(name)
-        return self.producer(node), self.received[node], len(tensor.shape), tensor.dtype, tensor.requires_grad
+        requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+        return self.producer(node), self.received[node], len(tensor.shape), tensor.dtype, requires_grad
 
     def _rename(self, names: Mapping[str, str]) -> None:
         def new(name: str) -> str:
@@ -158,7 +169,7 @@ class Assembled:
 
     def _difference(self, base: "Assembled") -> str:
         pairs = zip(self.recording.guards, base.recording.guards, strict=False)
-        read = next((mine.source for mine, known in pairs if mine.value != known.value), "")
+        read = next((mine.source for mine, known in pairs if not known.gave(mine.value)), "")
         return f"the model takes another way at {read}" if read else "the model takes another way"
 
 

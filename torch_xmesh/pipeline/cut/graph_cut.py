@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.recording import Recording, structure_of
+from torch_xmesh.pipeline.cut.recording import Recording, nodes_behind, structure_of
 
 
 @dataclasses.dataclass
@@ -45,6 +45,12 @@ class GraphCut:
     def nodes_of(self, stage: int) -> list[fx.Node]:
         return [node for node in self.recording.graph.nodes if self.home[node] == stage and node in self._live]
 
+    def targets_of(self, stage: int) -> set[str]:
+        """What of the model a stage calls and reads, by name."""
+        nodes = (*self.nodes_of(stage), *self.needs[stage].again)
+        named = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+        return named - set(self.recording.constants)
+
     def is_local(self, node: fx.Node, stage: int) -> bool:
         return self.home[node] == stage or node in self.needs[stage].again
 
@@ -64,17 +70,8 @@ class GraphCut:
 
     def guard_inputs(self) -> list[fx.Node]:
         """The placeholders from which follows what was read of tensors' values."""
-        found: dict[fx.Node, None] = {}
-        left = [node for guard in self.recording.guards for node in guard.nodes]
-        seen = set(left)
-        while left:
-            node = left.pop()
-            if node.op == "placeholder":
-                found[node] = None
-            more = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(more)
-            left += more
-        return list(found)
+        behind = {one for guard in self.recording.guards for node in guard.nodes for one in nodes_behind(node)}
+        return [node for node in self.recording.graph.nodes if node.op == "placeholder" and node in behind]
 
     def _find_changes(self) -> dict[fx.Node, set[int]]:
         found: dict[fx.Node, set[int]] = {}

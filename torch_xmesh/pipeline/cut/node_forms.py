@@ -57,6 +57,35 @@ def _caller(func: Any) -> Callable[..., Any]:
     return call
 
 
+def is_in_place(name: Any) -> bool:
+    """Whether a method of this name changes its tensor."""
+    return isinstance(name, str) and name.endswith("_") and not name.endswith("__")
+
+
+def describe(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """A value's leaves, tensors as their shapes, and its structure."""
+    leaves, structure = pytree.tree_flatten(value)
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+
+
+def expecter(module: str, expected: tuple[list[Any], pytree.TreeSpec]) -> Callable[[Any], Any]:
+    """Hands a module's result on, and raises RuntimeError where it is built otherwise than it was recorded."""
+
+    def expect(value: Any) -> Any:
+        leaves, structure = describe(value)
+        same = structure == expected[1] and all(
+            type(one) is type(other) and bool(one == other) for one, other in zip(leaves, expected[0], strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                f"module {module!r} looks at values, and returned {leaves} where its recording has {expected[0]}: what "
+                "follows would be wrong; return tensors of sizes that do not depend on values, or pass ready stages"
+            )
+        return value
+
+    return expect
+
+
 def is_effect(result: Any) -> bool:
     """Whether a call that gives no tensor is made for what it does."""
     return result is None or isinstance(result, torch.utils.hooks.RemovableHandle)

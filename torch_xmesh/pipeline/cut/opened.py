@@ -13,18 +13,26 @@ def opened_modules(names: Iterable[str]) -> frozenset[str]:
     return frozenset(".".join(part[:depth]) for part in parts for depth in range(len(part)))
 
 
+def why_closed(module: nn.Module) -> str | None:
+    """What would be lost if a module were looked into, None where nothing would."""
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        return (
+            "is compiled: it would run uncompiled; compile the modules inside that no stage cuts, or whole stages: "
+            "parallelize=lambda stage, module, mesh: torch.compile(module)"
+        )
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return (
+            "has hooks: they would run while the model is recorded, not in training; move the split point out of it or "
+            "register the hooks on the modules inside"
+        )
+    return None
+
+
 def check_opened(model: nn.Module, opened: Iterable[str]) -> None:
-    """Raises ValueError for what would be lost where a module is looked into: hooks, and that it is compiled."""
+    """Raises ValueError for modules that cannot be looked into."""
     for name in sorted(opened):
         module = model.get_submodule(name)
-        where = f"a stage starts inside {f'module {name!r}' if name else 'the model'} ({type(module).__name__}), which"
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise ValueError(
-                f"{where} is compiled: it would run uncompiled; compile the modules inside that no stage cuts, or "
-                "whole stages: parallelize=lambda stage, module, mesh: torch.compile(module)"
-            )
-        if any(getattr(module, hooks) for hooks in _HOOKS):
-            raise ValueError(
-                f"{where} has hooks: they would run while the model is recorded, not in training; move the split point "
-                "out of it or register the hooks on the modules inside"
-            )
+        why = why_closed(module)
+        if why is not None:
+            where = f"module {name!r}" if name else "the model"
+            raise ValueError(f"a stage starts inside {where} ({type(module).__name__}), which {why}")

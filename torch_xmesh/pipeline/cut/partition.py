@@ -17,14 +17,15 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.assembled import Assembled, cut_recording, infos_like, infos_of
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
+from torch_xmesh.pipeline.cut.errors import CaptureError
 from torch_xmesh.pipeline.cut.infos import NotLinearError, TensorInfo
 from torch_xmesh.pipeline.cut.library_models import without_caches
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.cut.opened import check_opened, opened_modules
 from torch_xmesh.pipeline.cut.partition_parts import check_buffers, finish_partition, input_names, unused_parameters
 from torch_xmesh.pipeline.cut.ready import Exchange, MetaCopies, StageSignature, chain_ready_stages
-from torch_xmesh.pipeline.cut.recorded import RecordedModel, check_repeats, grown, stand_ins
-from torch_xmesh.pipeline.cut.recording import CaptureError, Recording
+from torch_xmesh.pipeline.cut.recorded import RecordedModel, grown, record_checked, stand_ins
+from torch_xmesh.pipeline.cut.recording import Recording
 from torch_xmesh.pipeline.cut.stage_module import stage_module
 from torch_xmesh.pipeline.cut.values import (
     InputInfo,
@@ -183,12 +184,12 @@ def _partition_recorded(
     def cut(recording: Recording) -> Assembled:
         return cut_recording(recording, starts_of=lambda found: _stage_starts(found, names))
 
-    base = cut(recorded.record(examples, model.training))
-    check_repeats(recorded, base.recording, examples, tensor_specs)
-    infos, is_fixed = _infos(recorded, base, examples, specs=tensor_specs, samples=samples)
-    values = base.values(infos, samples or 0, is_fixed)
-    variants = Variants(recorded, base, examples=examples, cut=cut)
-    trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True)
+    with torch.enable_grad():
+        base = cut(record_checked(recorded, examples, tensor_specs))
+        infos, is_fixed = _infos(recorded, base, examples, specs=tensor_specs, samples=samples)
+        values = base.values(infos, samples or 0, is_fixed)
+        variants = Variants(recorded, base, examples=examples, cut=cut)
+        trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True)
     inputs = {name: values[name] for name, _ in named}
     stages = []
     for stage, ports in enumerate(base.ports):

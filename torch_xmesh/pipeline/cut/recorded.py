@@ -5,13 +5,22 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
-from torch_xmesh.pipeline.cut.recorder import LeafFailedError, LeakedError, Recorder
-from torch_xmesh.pipeline.cut.recording import CaptureError, Recording, difference
+from torch_xmesh.pipeline.cut.errors import (
+    READY_STAGES,
+    CaptureError,
+    FakeNeededError,
+    LeafFailedError,
+    LookInsideError,
+)
+from torch_xmesh.pipeline.cut.opened import why_closed
+from torch_xmesh.pipeline.cut.recorder import Recorder
+from torch_xmesh.pipeline.cut.recording import Recording, difference
 from torch_xmesh.pipeline.cut.sandbox import quiet, unchanged, uncompiled
 from torch_xmesh.pipeline.cut.shadow import Shadow
 from torch_xmesh.pipeline.cut.source_lines import source_line
@@ -41,6 +50,8 @@ class RecordedModel:
         self._shadow = Shadow(model, device)
         self._flags = [module.training for module in self._shadow.model.modules()]
         self._on_memory: frozenset[type] = frozenset()
+        self._as_fakes: frozenset[str] = frozenset()
+        self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
         self._leaves, self._structure = pytree.tree_flatten(arguments)
         self.device = device
 
@@ -49,58 +60,77 @@ class RecordedModel:
         """The model's mode when this was made."""
         return self._flags[0]
 
-    def record(self, inputs: Sequence[torch.Tensor], training: bool, *, turn: int = 0) -> Recording:
-        """The forward with `inputs` as the tensor arguments, as the model does it after so many others (`turn`), each
-        with random numbers of its own.
+    def record(self, inputs: Sequence[torch.Tensor], training: bool) -> Recording:
+        """The forward with `inputs` as the tensor arguments.
 
         Raises:
             CaptureError: it cannot be recorded.
         """
-        given = iter(inputs)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        arguments = pytree.tree_unflatten(leaves, self._structure)
+        return self.record_turns([inputs], training)[0]
+
+    def record_turns(self, several: Sequence[Sequence[torch.Tensor]], training: bool) -> list[Recording]:
+        """Forwards one after another, each with random numbers of its own: a later one finds what an earlier one has
+        kept in the model's attributes.
+
+        Raises:
+            CaptureError: see `record`.
+        """
         for module, flag in zip(self._shadow.model.modules(), self._flags, strict=True):
             module.training = flag if training == self.training else training
         while True:
             try:
                 with self._undisturbed():
-                    for seed in range(turn + 1):
-                        _seed(seed)
-                        recording = self._recorder().record(self.names, arguments)
-                return recording
+                    return [self._record_once(inputs, seed) for seed, inputs in enumerate(several)]
             except LeafFailedError as failed:
                 if failed.kind in self._on_memory:
                     what = f"module {failed.name!r} ({failed.kind.__name__})"
                     raise self._refusal(failed.error, what, failed.where) from failed.error
                 self._on_memory |= {failed.kind}
-            except LeakedError as leaked:
-                self._look_into(leaked)
+            except LookInsideError as found:
+                self._look_into(found)
+            except FakeNeededError as needed:
+                self._as_fakes |= {needed.node}
             except CaptureError:
                 raise
             except Exception as error:
                 raise self._refusal(error) from error
 
-    def _recorder(self) -> Recorder:
-        return Recorder(self._shadow, opened=self.opened, on_memory=self._on_memory, batch=self._batch)
+    def _record_once(self, inputs: Sequence[torch.Tensor], seed: int) -> Recording:
+        given = iter(inputs)
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # models draw from the global one
+        recorder = Recorder(
+            self._shadow, opened=self.opened, on_memory=self._on_memory, as_fakes=self._as_fakes, batch=self._batch
+        )
+        return recorder.record(self.names, pytree.tree_unflatten(leaves, self._structure))
 
     def _refusal(self, error: Exception, what: str = "the model", called: str = "") -> CaptureError:
         where = source_line(error) or called
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return CaptureError(
             f"{self.type_name} cannot be recorded: {what} fails{' at ' + where if where else ''}: "
-            f"{type(error).__name__}: {reason}. Where the example is right, pass ready stage modules (a list of "
-            "modules as model), or start stages at other modules"
+            f"{type(error).__name__}: {reason}. Where the example is right, "
+            f"{READY_STAGES}, or start stages at other modules"
         )
 
-    def _look_into(self, leaked: LeakedError) -> None:
-        """From now on what is around the module that made a tensor, which came out by a side door, is recorded."""
-        parts = (leaked.maker or "").split(".")
-        around = {".".join(parts[:depth]) for depth in range(len(parts))}
-        if leaked.maker is None or around <= self.opened:
-            raise CaptureError(
-                f"a tensor at {leaked.where} came out of a module in another way than as its result; return it, or "
-                "pass ready stage modules (a list of modules as model)"
-            )
+    def _look_into(self, found: LookInsideError) -> None:
+        """From now on the insides of a module, and of all of its kind, are recorded."""
+        if found.maker is not None:
+            parts = found.maker.split(".")
+            around = {".".join(parts[:depth]) for depth in range(len(parts))}
+        else:
+            parts = (found.leaf or "").split(".")
+            around = {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
+        if (found.leaf is None and found.maker is None) or around <= self.opened:
+            raise CaptureError(f"{found.reason}, at {found.where}: return it, or {READY_STAGES}")
+        for name in around - self.opened:
+            if name in self._closed:
+                raise CaptureError(
+                    f"{found.reason}, at {found.where}; module {name!r} must be looked into for that, which "
+                    f"{self._closed[name]}: {READY_STAGES}"
+                )
         modules = dict(self._shadow.model.named_modules())
         for outer in around - self.opened:  # and of its kind, as all layers of a model do the same
             inner = {name[len(outer) :] for name in around if name.startswith(outer)}
@@ -111,41 +141,42 @@ class RecordedModel:
     def _undisturbed(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged(self._shadow.model))
-            stack.enter_context(torch.enable_grad())
+            has_gradients = torch.is_grad_enabled()
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(has_gradients))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.callback(random.setstate, random.getstate())
+            stack.callback(np.random.set_state, np.random.get_state())
             stack.enter_context(quiet())
             stack.enter_context(uncompiled())
             yield
 
 
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
+def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], specs: Sequence[Any]) -> Recording:
+    """A recording in the model's own mode.
 
-
-def check_repeats(
-    recorded: RecordedModel, recording: Recording, examples: Sequence[torch.Tensor], specs: Sequence[Any]
-) -> None:
-    """Raises CaptureError for a forward that does something else the next time, with the same samples in another order
-    and other random numbers."""
+    Raises:
+        CaptureError: the forward does something else the next time, with the same samples in another order and other
+            random numbers.
+    """
     turned = [
         one.detach().roll(1, spec.split_dim).requires_grad_(one.requires_grad) if isinstance(spec, Chunk) else one
-        for one, spec in zip(examples, specs, strict=True)
+        for one, spec in zip(inputs, specs, strict=True)
     ]
-    again = recorded.record(turned, recording.training, turn=1)
-    if [guard.value for guard in recording.guards] != [guard.value for guard in again.guards]:
-        return
-    found = difference(recording, again)
-    if not found:
-        return
-    settled = recorded.record(turned, recording.training, turn=2)
-    if difference(again, settled):  # else it keeps what it has made at first
-        raise CaptureError(
-            f"{recorded.type_name}'s forward does something else each time it is called: {found}. What is not in its "
-            "arguments, its parameters or its buffers must not change what it does; pass ready stage modules (a list "
-            "of modules as model) where that is meant"
-        )
+    first, again = recorded.record_turns([inputs, turned], recorded.training)
+    pairs = zip(first.guards, again.guards, strict=False)
+    if len(first.guards) != len(again.guards) or not all(one.gave(other.value) for one, other in pairs):
+        return first
+    found = difference(first, again)
+    if found:
+        _, again, settled = recorded.record_turns([inputs, turned, inputs], recorded.training)
+        if difference(again, settled):  # else it keeps what it has made at first
+            raise CaptureError(
+                f"{recorded.type_name}'s forward does something else each time it is called: {found}. What is not in "
+                "its arguments, its parameters or its buffers must not change what it does; where that "
+                f"is meant, {READY_STAGES}"
+            )
+    return first
 
 
 def stand_ins(examples: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

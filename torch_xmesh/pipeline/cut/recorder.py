@@ -6,7 +6,6 @@ is one node as well. What follows from the inputs alone is computed on the way; 
 """
 
 import contextlib
-import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -17,22 +16,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.cut.arguments import contents_of, have_changed
+from torch_xmesh.pipeline.cut.errors import (
+    READY_STAGES,
+    CaptureError,
+    FakeNeededError,
+    LeafFailedError,
+    LookInsideError,
+)
+from torch_xmesh.pipeline.cut.graph_writer import GraphWriter
 from torch_xmesh.pipeline.cut.node_forms import (
     as_node,
-    builder,
+    describe,
     is_effect,
+    is_in_place,
     name_of,
-    part_of,
     run_function,
     shapes_of,
     tensors_of,
 )
-from torch_xmesh.pipeline.cut.opaque_calls import checkpoint_of, run_checkpoint, told_opaque_calls
-from torch_xmesh.pipeline.cut.recording import CaptureError, Guard, NodeFacts, Recording, memory_of, structure_of
-from torch_xmesh.pipeline.cut.regions import current_modes
+from torch_xmesh.pipeline.cut.recording import Guard, Recording, memory_of, nodes_behind, structure_of
 from torch_xmesh.pipeline.cut.shadow import Shadow
 from torch_xmesh.pipeline.cut.source_lines import user_line
-from torch_xmesh.pipeline.cut.watch import OperatorWatch
+from torch_xmesh.pipeline.cut.told_calls import checkpoint_of, run_checkpoint, told_calls
+from torch_xmesh.pipeline.cut.watch import OperatorWatch, RandomStates
 
 _READS = frozenset(
     "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ item tolist numpy equal allclose "
@@ -40,51 +47,37 @@ _READS = frozenset(
 )
 """Functions that tell a tensor's values as something that is no tensor."""
 
-_PLAIN = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN_CONTAINERS = (tuple, list, dict, slice)
-
-
-class LeafFailedError(Exception):
-    """A module that is not looked into raised `error` on fakes; `where` is the line that called it."""
-
-    def __init__(self, kind: type, name: str, error: Exception, where: str) -> None:
-        super().__init__(str(error))
-        self.kind, self.name, self.error, self.where = kind, name, error, where
-
-
-class LeakedError(Exception):
-    """A tensor came out of a module in another way than as its result; `maker` is the module inside that returned it,
-    None if none did."""
-
-    def __init__(self, maker: str | None, where: str) -> None:
-        super().__init__(where)
-        self.maker, self.where = maker, where
+_WRITES = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __iand__ __ior__ __ixor__".split())
+"""Functions that change their first argument, besides those whose name ends in an underscore."""
 
 
 class Recorder(TorchFunctionMode):
     """Records one forward; see `record`. Threading: that of the forward."""
 
     def __init__(
-        self, shadow: Shadow, *, opened: frozenset[str], on_memory: frozenset[type], batch: Collection[str]
+        self,
+        shadow: Shadow,
+        *,
+        opened: frozenset[str],
+        on_memory: frozenset[type],
+        as_fakes: frozenset[str],
+        batch: Collection[str],
     ) -> None:
-        """`batch`: the names of the inputs that are cut into microbatches."""
+        """`as_fakes`: nodes whose results are fakes, whatever they are made of; `batch`: the names of the inputs that
+        are cut into microbatches."""
         super().__init__()
-        self._batch = batch
+        self._batch, self._as_fakes = batch, as_fakes
         self._shadow, self._opened, self._on_memory = shadow, opened, on_memory
-        self._graph = fx.Graph()
-        self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # or ids are used again
-        self._facts: dict[fx.Node, NodeFacts] = {}
-        self._attributes = shadow.tensors()
-        self._constants: dict[str, Any] = {}
         self._guards: list[Guard] = []
         self._mutations: list[tuple[int, int, fx.Node]] = []
         self._changed_buffers: dict[str, fx.Node] = {}
-        self._stack: list[str] = []
         self._is_paused = False
         self._watch = OperatorWatch()
-        self._base_modes = current_modes()
-        self._makers: dict[int, str] = {}  # of the tensors that modules inside of leaves return
+        self._writer = GraphWriter(shadow, self._watch)
+        self._random = RandomStates()
+        self._has_read = False  # the leaf that runs has read values
+        self._paths = {memory_of(tensor): path for path, tensor in reversed(self._writer.attributes.values())}
 
     # What is recorded.
 
@@ -94,68 +87,86 @@ class Recorder(TorchFunctionMode):
         given = iter(names)
         bound = [self._input(next(given), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(bound, structure)
-        with self._shadow.told(self), told_opaque_calls(self), self._watch, self:
+        with told_calls(self, self._shadow.model), self._watch, self:
             result = self._shadow.model(*args, **kwargs)
-        output = pytree.tree_map_only(torch.Tensor, self._node_of, result)
+        self._check_random()
+        output = pytree.tree_map_only(torch.Tensor, self._writer.node_of, result)
         return Recording(
-            graph=self._graph,
+            graph=self._writer.graph,
             output=output,
-            constants=self._constants,
-            facts=self._facts,
+            constants=self._writer.constants,
+            facts=self._writer.facts,
             guards=self._guards,
             mutations=self._mutations,
             changed_buffers=self._changed_buffers,
             training=self._shadow.model.training,
             opened=self._opened,
+            has_gradients=torch.is_grad_enabled(),
         )
 
     def _input(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if made.requires_grad:
             made = made.view_as(made)  # a leaf could not be changed in place
+        made = self._shadow.fake_like(made) if name in self._as_fakes else made
         if name in self._batch:
             self._watch.mark([made])
-        self._define(self._new("placeholder", name, (), {}), made)
+        self._writer.define(self._writer.new("placeholder", name, (), {}), made)
         return made
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module of the shadow is called."""
-        name = self._shadow.names[id(module)]
+        """A module is called."""
+        name = self._shadow.names.get(id(module))
+        if name is None:  # made in the forward
+            return run(*args, **kwargs)
         if self._is_paused:
             return self._note_maker(name, run(*args, **kwargs))
         if name in self._opened:
-            self._stack.append(name)
+            self._writer.stack.append(name)
             try:
                 return run(*args, **kwargs)
             finally:
-                self._stack.pop()
-        compute = functools.partial(self._run_leaf, module, run)
+                self._writer.stack.pop()
         with self._paused():
-            buffers = {f"{name}.{key}": (buffer, buffer._version) for key, buffer in module.named_buffers()}
-            result = self._call("call_module", name, args, kwargs, compute)
-            node = next(reversed(self._facts))
-            for path, (buffer, version) in buffers.items():
-                if buffer._version != version:
-                    self._changed_buffers.setdefault(path, node)
+            self._check_random()
+            contents = contents_of((args, kwargs))
+            self._writer.argument((args, kwargs))  # raises for what cannot be handed on
+            self._has_read, self._watch.leaf = False, name
+            compute = functools.partial(self._run_leaf, module, run)
+            result = self._call("call_module", name, args, kwargs, compute, buffers_of=module)
+            self._random.forget()
+        if have_changed(contents):
+            raise LookInsideError("a module changes a list or dict that it is given", user_line(), leaf=name)
         return result
 
     def _note_maker(self, name: str, result: Any) -> Any:
         for tensor in tensors_of(result):
-            self._makers.setdefault(id(tensor), name)
+            self._writer.makers.setdefault(id(tensor), name)
             self._alive.append(tensor)
         return result
 
     def _run_leaf(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kind = type(module)
         try:
-            if kind in self._on_memory:
-                result = self._shadow.run_on_memory(module, run, args, kwargs)
-                if any(map(self._watch.follows_from_samples, tensors_of((args, kwargs)))):
-                    self._watch.mark(tensors_of(result))
-                return result
-            return run(*args, **kwargs)
+            if kind not in self._on_memory:
+                return run(*args, **kwargs)
+            result = self._shadow.run_on_memory(module, run, args, kwargs)
         except Exception as error:
             raise LeafFailedError(kind, self._shadow.names[id(module)], error, user_line()) from error
+        self._has_read = True
+        if any(map(self._watch.follows_from_samples, tensors_of((args, kwargs)))):
+            self._watch.mark(tensors_of(result))
+        return result
+
+    def _check_random(self) -> None:
+        """Raises CaptureError where random numbers of Python's or numpy's were drawn outside of leaves."""
+        if self._random.have_changed():
+            path = self._writer.stack[-1] if self._writer.stack else ""
+            raise CaptureError(
+                f"{f'module {path!r}' if path else 'the model'} draws random numbers of Python's or numpy's before "
+                f"{user_line()}: they would be the same in each step; draw them of torch's, or "
+                f"{READY_STAGES}"
+            )
 
     def opaque(self, function: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
         """A call that becomes one node though it is no torch function; `compute` is what runs now."""
@@ -175,46 +186,86 @@ class Recorder(TorchFunctionMode):
                 "start no stage there"
             )
         with self._paused():
-            self._stack.append(name)
+            self._writer.stack.append(name)
             try:
                 compute = functools.partial(run_checkpoint, run, function)
-                return self._call("call_function", checkpoint_of, (self._module(function), *args), kwargs, compute)
+                given = (self._writer.module(function), *args)
+                return self._call("call_function", checkpoint_of, given, kwargs, compute, buffers_of=function)
             finally:
-                self._stack.pop()
+                self._writer.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
-            return func(*args, **kwargs)
         name = name_of(func)
+        if self._is_paused:
+            self._has_read = self._has_read or name in _READS
+            return func(*args, **kwargs)
         if name in _READS:
             return self._read(name, func, args, kwargs)
+        self._check_written(name, args, kwargs)
         return self._call(*as_node(func, name, args), kwargs, functools.partial(run_function, func, args))
 
     # How.
 
-    def _call(self, op: str, target: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
-        """Runs a call, and makes a node of it where it gives tensors or changes some."""
+    def _call(
+        self,
+        op: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        compute: Callable[..., Any],
+        *,
+        buffers_of: nn.Module | None = None,
+    ) -> Any:
+        """Runs a call, and makes a node of it where it gives tensors or changes some; those of a module among them."""
         with self._paused():
-            before = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
+            held = [] if buffers_of is None else list(buffers_of.buffers())
+            before = [(tensor, tensor._version) for tensor in (*tensors_of((args, kwargs)), *held)]
             self._watch.begin()
-            result = compute(*args, **kwargs)
+            try:
+                result = compute(*args, **kwargs)
+            finally:
+                self._watch.leaf = None
             changed = [tensor for tensor, version in before if tensor._version != version]
+            if op == "call_method" and is_in_place(target) and result is args[0]:
+                changed.append(result)  # also those that count no version: requires_grad_()
             has_tensors = bool(tensors_of(result))
             if op == "call_module" or has_tensors or changed or (before and is_effect(result)):
-                node = self._new(op, target, *self._argument((args, kwargs)))
-                self._define(node, result, draws=self._watch.is_random, keeps=op != "call_module" and not changed)
+                node = self._writer.new(op, target, *self._writer.argument((args, kwargs)))
+                if node.name in self._as_fakes:
+                    result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
+                keeps = op != "call_module" and not changed
+                self._writer.define(node, result, draws=self._watch.is_random, keeps=keeps)
                 self._note_changes(node, changed)
-                if self._watch.is_sized_by_values and has_tensors and op != "call_module":
+                if op == "call_module" and self._has_read:
+                    node.meta["expects"] = describe(result)
+                elif self._watch.is_sized_by_values and has_tensors:
                     self._guard_sizes(node, result)
         return result
 
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._shadow.fake_like(tensor)
+        if self._watch.follows_from_samples(tensor):
+            self._watch.mark([made])
+        return made
+
+    def _check_written(self, name: str, args: Any, kwargs: Any) -> None:
+        """A fake is not written into a real tensor: that would stay as it is."""
+        if not args or not (is_in_place(name) or name in _WRITES) or not isinstance(args[0], torch.Tensor):
+            return
+        with self._paused():
+            given = tensors_of((args[1:], kwargs))
+            if isinstance(args[0], FakeTensor) or not any(isinstance(one, FakeTensor) for one in given):
+                return
+            memory = memory_of(args[0])
+            raise FakeNeededError(next(node.name for node, fact in self._writer.facts.items() if memory in fact.memory))
+
     def _note_changes(self, node: fx.Node, changed: Sequence[torch.Tensor]) -> None:
         for tensor in changed:
-            self._mutations.append((memory_of(tensor), len(self._facts), node))
-            found = self._attributes.get(id(tensor))
-            if found is not None:
-                self._changed_buffers.setdefault(found[0], node)
+            memory = memory_of(tensor)
+            self._mutations.append((memory, len(self._writer.facts), node))
+            if memory in self._paths:
+                self._changed_buffers.setdefault(self._paths[memory], node)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -227,12 +278,12 @@ class Recorder(TorchFunctionMode):
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Values are read: what the recording takes for granted."""
         with self._paused():
-            nodes = [self._node_of(tensor) for tensor in tensors_of((args, kwargs))]
+            nodes = [self._writer.node_of(tensor) for tensor in tensors_of((args, kwargs))]
             for node in nodes:
                 self._check_readable(name, node)
             value = func(*args, **kwargs)
             if any(node.op != "get_attr" for node in nodes):
-                given, options = self._argument((args, kwargs))
+                given, options = self._writer.argument((args, kwargs))
                 self._guards.append(Guard(func, given, options, value, user_line(), tuple(nodes)))
         return value
 
@@ -242,122 +293,26 @@ class Recorder(TorchFunctionMode):
         self._guards.append(Guard(shapes_of, (node,), {}, shapes_of(value), user_line(), (node,)))
 
     def _check_readable(self, name: str, node: fx.Node) -> None:
-        fact = self._facts[node]
-        if not fact.is_real or fact.is_random:
-            raise CaptureError(self._why_unreadable(name, node))
+        """Values may be read of what follows from the inputs alone, as functions made it that can be called again."""
+        fact = self._writer.facts[node]
+        behind = nodes_behind(node)
+        modules = [str(one.target) for one in behind if one.op == "call_module"]
+        changed = {memory for memory, _, _ in self._mutations}
+        is_changed = any(changed & self._writer.facts[one].memory for one in behind)
+        if not fact.is_real or fact.is_random or is_changed:
+            raise CaptureError(self._why_unreadable(name, node, is_changed))
+        if modules:
+            raise LookInsideError("values of a module's result are read", user_line(), leaf=modules[0])
 
-    def _why_unreadable(self, name: str, node: fx.Node) -> str:
-        path, where = (self._stack[-1] if self._stack else ""), user_line()
+    def _why_unreadable(self, name: str, node: fx.Node, is_changed: bool) -> str:
+        path, where = (self._writer.stack[-1] if self._writer.stack else ""), user_line()
         source = structure_of(node) or node
         made = f"module {source.target!r} returned" if source.op == "call_module" else f"{source.name} is"
-        follows = "random numbers" if self._facts[node].is_random else "the model's parameters"
+        fact = self._writer.facts[node]
+        follows = "follows from random numbers" if fact.is_random else "follows from the model's parameters"
+        follows = "was changed in place" if is_changed and fact.is_real else follows
         return (
-            f"{f'module {path!r}' if path else 'the model'} reads values ({name}) of what {made}, which follows from "
-            f"{follows}{', at ' + where if where else ''}: what runs next would depend on it. Pass ready stage modules "
-            "(a list of modules as model), or start no stage inside of that module"
+            f"{f'module {path!r}' if path else 'the model'} reads values ({name}) of what {made}, which "
+            f"{follows}{', at ' + where if where else ''}: what runs next would depend on it; "
+            f"{READY_STAGES}, or start no stage inside of that module"
         )
-
-    def _new(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        node = self._graph.create_node(op, target, args, kwargs)
-        modules = [*self._stack, str(target)] if op == "call_module" else list(self._stack)
-        modes = current_modes()
-        node.meta.update(source=user_line(), modules=modules, modes=None if modes == self._base_modes else modes)
-        return node
-
-    def _define(self, node: fx.Node, value: Any, *, draws: bool = False, keeps: bool = False) -> None:
-        """`node` is `value`: each of its tensors gets a node of its own; `keeps`: but for those that have one."""
-        sources = [self._facts[one] for one in node.all_input_nodes]
-        tensors = tensors_of(value)
-        is_real = node.op != "call_module" and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        is_real = is_real and all(source.is_real for source in sources)
-        is_random = draws or any(source.is_random for source in sources)
-        varies = any(map(self._watch.follows_from_samples, tensors))
-        self._facts[node] = NodeFacts.of(value, is_real=is_real, is_random=is_random, draws=draws, varies=varies)
-        if isinstance(value, torch.Tensor):
-            self._bind(node, value, keeps)
-            return
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            if isinstance(leaf, torch.Tensor):
-                target, given, keys = part_of(node, path)
-                part = self._graph.call_function(target, given)
-                part.meta.update(node.meta, path=keys)
-                varies = self._watch.follows_from_samples(leaf)
-                self._facts[part] = NodeFacts.of(leaf, is_real=is_real, is_random=is_random, varies=varies)
-                self._bind(part, leaf, keeps)
-
-    def _bind(self, node: fx.Node, tensor: torch.Tensor, keeps: bool) -> None:
-        known = self._nodes.get(id(tensor))
-        if known is not None and (keeps or self._facts[known].is_real):
-            return
-        self._nodes[id(tensor)] = node
-        self._alive.append(tensor)
-
-    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
-        node = self._nodes.get(id(tensor))
-        if node is None:
-            node = self._get_attribute(tensor)
-        return node
-
-    def _get_attribute(self, tensor: torch.Tensor) -> fx.Node:
-        if id(tensor) in self._attributes:
-            path = self._attributes[id(tensor)][0]
-        elif isinstance(tensor, FakeTensor) or id(tensor) in self._makers:
-            raise LeakedError(self._makers.get(id(tensor)), user_line())
-        elif tensor.requires_grad:
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter of the model: "
-                f"{user_line()}; make it a parameter"
-            )
-        else:
-            path = f"_constant{len(self._constants)}"
-            self._constants[path] = tensor
-        node = self._new("get_attr", path, (), {})
-        self._define(node, tensor)
-        return node
-
-    def _argument(self, value: Any) -> Any:
-        """What a node is given: nodes for tensors, constants for what has none."""
-        if isinstance(value, fx.Node):
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._node_of(value)
-        if type(value) in (tuple, list):
-            return type(value)(self._argument(one) for one in value)
-        if isinstance(value, torch.Size):
-            return tuple(value)
-        if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {key: self._argument(one) for key, one in value.items()}
-        if isinstance(value, slice):
-            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        if value is Ellipsis or isinstance(value, _PLAIN):
-            return value
-        leaves, structure = pytree.tree_flatten(value)
-        if structure.is_leaf():
-            return self._object(value)
-        node = self._new("call_function", builder(structure), tuple(self._argument(leaf) for leaf in leaves), {})
-        self._define(node, value)
-        return node
-
-    def _module(self, module: nn.Module) -> fx.Node:
-        """A module as an argument."""
-        node = self._new("get_attr", self._shadow.names[id(module)], (), {})
-        self._facts[node] = NodeFacts.of(None, is_real=True)
-        return node
-
-    def _object(self, value: Any) -> fx.Node:
-        """An object as an argument: a function or the like."""
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if not callable(value) and not isinstance(value, enum.Enum):
-            raise CaptureError(
-                f"an object of class {type(value).__qualname__} is handed on at {user_line()}: what it holds would be "
-                "the same in each step; hand on tensors or plain values, or pass ready stage modules (a list of "
-                "modules as model)"
-            )
-        path = next((path for path, known in self._constants.items() if known is value), None)
-        if path is None:
-            path = f"_constant{len(self._constants)}"
-            self._constants[path] = value
-        node = self._new("get_attr", path, (), {})
-        self._facts[node] = NodeFacts.of(None, is_real=True)
-        return node

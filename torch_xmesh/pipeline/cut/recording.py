@@ -4,13 +4,10 @@ import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-
-
-class CaptureError(ValueError):
-    """A model cannot be recorded: the message has module, line, reason and what helps."""
 
 
 class TensorFacts(NamedTuple):
@@ -77,6 +74,12 @@ class Guard:
     source: str
     nodes: tuple[fx.Node, ...]
 
+    def gave(self, value: Any) -> bool:
+        """Whether it is the value that was read."""
+        if isinstance(value, np.ndarray):
+            return np.array_equal(value, self.value)
+        return type(value) is type(self.value) and bool(value == self.value)
+
 
 @dataclasses.dataclass
 class Recording:
@@ -94,6 +97,7 @@ class Recording:
         changed_buffers: the first node that changes a buffer, by its name.
         training: the model's mode.
         opened: the modules that were looked into.
+        has_gradients: gradients were enabled.
     """
 
     graph: fx.Graph
@@ -105,6 +109,7 @@ class Recording:
     changed_buffers: dict[str, fx.Node]
     training: bool
     opened: frozenset[str]
+    has_gradients: bool
 
     def text_of(self, node: fx.Node) -> str:
         """A node as text that is the same in every process."""
@@ -122,6 +127,16 @@ def memory_of(tensor: torch.Tensor) -> int:
 def structure_of(node: fx.Node) -> fx.Node | None:
     """The node of whose result, a structure, this one is a part."""
     return node.args[0] if "path" in node.meta else None  # type: ignore[return-value]
+
+
+def nodes_behind(node: fx.Node) -> set[fx.Node]:
+    """A node and all from which it follows."""
+    found, left = {node}, [node]
+    while left:
+        more = [source for source in left.pop().all_input_nodes if source not in found]
+        found.update(more)
+        left += more
+    return found
 
 
 def difference(one: Recording, other: Recording) -> str:

@@ -1,11 +1,9 @@
 """A model's shadow: a copy whose tensors are fakes, of which forwards can be recorded whatever becomes of the model."""
 
-import contextlib
 import copy
-import functools
 import sysconfig
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +13,6 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.pipeline.cut.sandbox import hooks_off, module_tensors, of_kind
 
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-
-
-class ModuleCalls(Protocol):
-    """Who is told of every call of a shadow's module."""
-
-    def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns the call's result, which ``run(*args, **kwargs)`` computes."""
 
 
 class Shadow:
@@ -38,7 +29,6 @@ class Shadow:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._calls: ModuleCalls | None = None
         memo: dict[int, Any] = {}
         for module in model.modules():
             for _, tensor in module_tensors(module):
@@ -57,8 +47,6 @@ class Shadow:
             for kind, found in hooks.items():
                 getattr(module, kind).update(found)
             module._compiled_call_impl = None
-            module.__class__ = _told_class(type(module))  # type: ignore[arg-type]
-            module.__dict__["_xmesh_shadow"] = self
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         with self.mode:
@@ -74,21 +62,6 @@ class Shadow:
             for key, tensor in module_tensors(module):
                 found.setdefault(id(tensor), (f"{name}.{key}" if name else key, tensor))
         return found
-
-    @contextlib.contextmanager
-    def told(self, calls: ModuleCalls) -> Iterator[None]:
-        """Inside, `calls` is told of the modules' calls."""
-        self._calls = calls
-        try:
-            yield
-        finally:
-            self._calls = None
-
-    def called(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module has been called."""
-        if self._calls is None:
-            return run(*args, **kwargs)
-        return self._calls.call(module, run, args, kwargs)
 
     def run_on_memory(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result, as fakes, of a module that looks at its data: it runs on zeros."""
@@ -147,14 +120,3 @@ def _library_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
 def _file_of(function: Any) -> str:
     code = getattr(function, "__code__", None)
     return "" if code is None else str(code.co_filename)
-
-
-@functools.cache
-def _told_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name whose calls go to the shadow that its module is of."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._xmesh_shadow.called(self, functools.partial(kind.__call__, self), args, kwargs)
-
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), names)

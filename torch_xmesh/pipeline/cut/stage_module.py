@@ -8,7 +8,8 @@ import torch
 from torch import fx, nn
 
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
-from torch_xmesh.pipeline.cut.regions import enter_modes, exit_modes
+from torch_xmesh.pipeline.cut.node_forms import expecter
+from torch_xmesh.pipeline.cut.regions import autocasts, enter_modes, exit_modes
 
 
 class StageBuilder:
@@ -56,6 +57,9 @@ class StageBuilder:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: self._here[one])
             self._here[node] = self._graph.create_node(node.op, node.target, args, kwargs, node.name)
             self._here[node].meta["source"] = node.meta["source"]
+            if "expects" in node.meta:
+                expect = expecter(str(node.target), node.meta["expects"])
+                self._here[node] = self._graph.call_function(expect, (self._here[node],))
         if token is not None:
             self._graph.call_function(exit_modes, (token,))
 
@@ -86,10 +90,11 @@ class StageCode:
     Attributes:
         graph: as torch.fx has it.
         uses_rng: it may draw random numbers.
+        has_gradients: it was recorded with gradients enabled.
     """
 
-    def __init__(self, graph: fx.Graph, uses_rng: bool) -> None:
-        self.graph, self.uses_rng = graph, uses_rng
+    def __init__(self, graph: fx.Graph, *, uses_rng: bool, has_gradients: bool) -> None:
+        self.graph, self.uses_rng, self.has_gradients = graph, uses_rng, has_gradients
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -108,10 +113,28 @@ class StageModule(nn.Module):
         super().__init__()
         self.training = training
         self.chosen = [code]
+        self._ran: dict[Any, set[StageCode]] = {}  # by shapes, mode and autocast
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Input values in order to output values in order."""
-        return self.chosen[0](self, inputs)
+        code = self.chosen[0]
+        if code.has_gradients and not torch.compiler.is_compiling():
+            situation = (*(one.shape for one in inputs), self.training, autocasts())
+            if torch._C._current_graph_task_id() == -1:
+                self._ran.setdefault(situation, set()).add(code)
+            else:
+                code = self._again(situation)
+        return code(self, inputs)
+
+    def _again(self, situation: Any) -> StageCode:
+        """What a checkpoint around the whole stage runs in its backward: others may have been chosen since."""
+        ran = self._ran[situation]
+        if len(ran) > 1:
+            raise RuntimeError(
+                "a checkpoint around a whole stage cannot know which way the model took, which depends on values of "
+                "its inputs: checkpoint modules inside of the stage"
+            )
+        return next(iter(ran))
 
 
 class ModuleElsewhere(nn.Module):

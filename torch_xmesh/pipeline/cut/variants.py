@@ -4,18 +4,18 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from torch_xmesh.pipeline.cut.assembled import Assembled, Ports
+from torch_xmesh.pipeline.cut.errors import CaptureError
 from torch_xmesh.pipeline.cut.recorded import RecordedModel, resized
-from torch_xmesh.pipeline.cut.recording import CaptureError, Guard, Recording
+from torch_xmesh.pipeline.cut.recording import Guard, Recording
 from torch_xmesh.pipeline.cut.regions import Autocasts, autocasts, enter_modes
 from torch_xmesh.pipeline.cut.stage_module import StageCode
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueInfo
 
-_Key = tuple[tuple[tuple[int, ...], ...], bool, Autocasts]
+_Key = tuple[tuple[tuple[int, ...], ...], bool, bool, Autocasts]
 
 
 class Variants:
@@ -39,7 +39,7 @@ class Variants:
         self._add(self._key([tuple(one.shape) for one in examples], base.recording.training), base)
 
     def _key(self, shapes: Sequence[tuple[int, ...]], training: bool) -> _Key:
-        return tuple(shapes), training, autocasts()
+        return tuple(shapes), training, torch.is_grad_enabled(), autocasts()
 
     def of(self, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool) -> Assembled:
         """The way that the forward takes, under the autocast that is on, for inputs of these shapes; those of which
@@ -56,7 +56,11 @@ class Variants:
         return self._add(key, self._record(key, shapes, given, training))
 
     def at(self, shapes: Shapes, training: bool) -> Assembled:
-        """A way that the forward takes for inputs of these shapes, whatever their values."""
+        """A way that the forward takes for inputs of these shapes, whatever their values, in training."""
+        with torch.enable_grad():
+            return self._at(shapes, training)
+
+    def _at(self, shapes: Shapes, training: bool) -> Assembled:
         key = self._key([shapes[name] for name in self._recorded.names], training)
         known = self._found.get(key)
         return known[0] if known else self._add(key, self._record(key, shapes, {}, training, has_values=False))
@@ -102,9 +106,7 @@ def _is_same(guard: Guard, value_of: Callable[[fx.Node], Any]) -> bool:
         value = guard.function(*args, **kwargs)
     except Exception:
         return False
-    if isinstance(value, np.ndarray):
-        return np.array_equal(value, guard.value)
-    return type(value) is type(guard.value) and bool(value == guard.value)
+    return guard.gave(value)
 
 
 def _compute(
@@ -134,7 +136,7 @@ class StageCodes:
     stage: int
     ports: Ports
     inputs: Mapping[str, ValueInfo]
-    _plain: dict[tuple[int, bool, Autocasts], StageCode] = dataclasses.field(default_factory=dict)
+    _plain: dict[tuple[int, bool, bool, Autocasts], StageCode] = dataclasses.field(default_factory=dict)
 
     def of(self, samples: int, given: Mapping[str, torch.Tensor], training: bool) -> StageCode:
         """For so many samples in all inputs; `given`: the model's inputs that the stage takes.
@@ -142,7 +144,7 @@ class StageCodes:
         Raises:
             CaptureError: see Variants.of.
         """
-        key = samples, training, autocasts()
+        key = samples, training, torch.is_grad_enabled(), autocasts()
         code = self._plain.get(key)
         if code is not None:
             return code

@@ -1,8 +1,10 @@
 """What the operators of a forward did: drew random numbers, sized results by values, carried samples from one tensor to
 another."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,11 +23,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         is_random: one has drawn random numbers since `begin`.
         is_sized_by_values: the size of a result followed from values, since `begin`.
+        leaf: the module that runs and is not looked into, None between such modules.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories: set[int] = set()
+        self._makers: dict[int, str] = {}
+        self.leaf: str | None = None
         self._alive: list[torch.Tensor] = []  # or the keys of their storages are used again
         self.begin()
 
@@ -38,6 +43,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memories.update(map(memory_of, tensors))
         self._alive += tensors
 
+    def leaf_of(self, tensor: torch.Tensor) -> str | None:
+        """The module inside of which a tensor was made, if that was one."""
+        return self._makers.get(memory_of(tensor))
+
     def follows_from_samples(self, tensor: torch.Tensor) -> bool:
         """Whether operators have carried something of a marked tensor to this one."""
         return memory_of(tensor) in self._memories
@@ -46,12 +55,22 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.is_random = self.is_random or torch.Tag.nondeterministic_seeded in func.tags
-        self.is_sized_by_values = self.is_sized_by_values or torch.Tag.dynamic_output_shape in func.tags
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if func.overloadpacket.__name__ not in _SHAPE_ONLY and any(map(self.follows_from_samples, given)):
-            made = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        if torch.Tag.dynamic_output_shape in func.tags:
+            self.is_sized_by_values = self.is_sized_by_values or name != "index" or any(map(_is_mask, given[1:]))
+        made = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        if name not in _SHAPE_ONLY and any(map(self.follows_from_samples, given)):
             self.mark(made + _changed(func, args, kwargs))
+        if self.leaf is not None:
+            self._alive += made
+            for one in made:
+                self._makers[memory_of(one)] = self.leaf
         return result
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -64,3 +83,22 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
     return found
+
+
+class RandomStates:
+    """Whether random numbers that are not torch's were drawn."""
+
+    def __init__(self) -> None:
+        self._known = self._now()
+
+    def _now(self) -> Any:
+        _, keys, *rest = np.random.get_state()  # models draw from the global one
+        return random.getstate(), np.asarray(keys).tobytes(), rest
+
+    def have_changed(self) -> bool:
+        """Since this was made, or since the last `forget`."""
+        return bool(self._now() != self._known)
+
+    def forget(self) -> None:
+        """What was drawn till now does not count."""
+        self._known = self._now()

@@ -1,4 +1,4 @@
-"""Calls that a torch function mode does not see, told to whoever records: autograd functions and checkpoints."""
+"""Calls that a torch function mode does not see, told to whoever records: modules, autograd functions, checkpoints."""
 
 import contextlib
 import functools
@@ -10,10 +10,14 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 
-class OpaqueCalls(Protocol):
+class CallRecorder(Protocol):
     """Who is told of the calls of its thread."""
+
+    def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called: ``run(*args, **kwargs)`` does it."""
 
     def opaque(self, function: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
         """An autograd function is applied; `function` does that by a name, `compute` without being told again."""
@@ -45,12 +49,13 @@ def function_call(function: type[torch.autograd.Function]) -> Callable[..., Any]
 
 
 _recording = threading.RLock()
-_recorders: dict[int, OpaqueCalls] = {}  # by thread: at most one, as what is patched is the process's
+_recorders: dict[int, CallRecorder] = {}  # by thread: at most one, as what is patched is the process's
 
 
 @contextlib.contextmanager
-def told_opaque_calls(recorder: OpaqueCalls) -> Iterator[None]:
-    """Inside, this thread's autograd functions and checkpoints are told to `recorder`; other threads notice nothing."""
+def told_calls(recorder: CallRecorder, model: nn.Module) -> Iterator[None]:
+    """Inside, the calls that this thread makes, of modules of the classes in `model` among them, are told to
+    `recorder`; other threads notice nothing."""
     apply = torch.autograd.Function.__dict__["apply"]
 
     def recorded_apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +67,25 @@ def told_opaque_calls(recorder: OpaqueCalls) -> Iterator[None]:
         stack.callback(_recorders.clear)
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(recorded_apply)))
         stack.enter_context(_told_checkpoints())
+        bases = {base for module in model.modules() for base in type(module).__mro__ if "__call__" in vars(base)}
+        entered: list[nn.Module] = []  # a class's __call__ may go on to that of its base
+        for kind in bases:
+            stack.enter_context(mock.patch.object(kind, "__call__", _told_call(vars(kind)["__call__"], entered)))
         yield
+
+
+def _told_call(original: Any, entered: list[nn.Module]) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        here = _recorders.get(threading.get_ident())
+        if here is None or (entered and entered[-1] is self):
+            return original(self, *args, **kwargs)
+        entered.append(self)
+        try:
+            return here.call(self, functools.partial(original, self), args, kwargs)
+        finally:
+            entered.pop()
+
+    return call
 
 
 @contextlib.contextmanager
@@ -78,7 +101,7 @@ def _told_checkpoints() -> Iterator[None]:
 
 
 def _told(function: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch_xmesh.pipeline.cut.opaque_calls import told_checkpoint  # runs among the globals of torch's function
+    from torch_xmesh.pipeline.cut.told_calls import told_checkpoint  # runs among the globals of torch's function
 
     return told_checkpoint(function, args, kwargs)
 
