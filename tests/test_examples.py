@@ -68,6 +68,15 @@ def test_without_matplotlib_the_pictures_are_left_out(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.parametrize("options", [(), ("--checkpointing",)])
+def test_a_llama_of_transformers_trains_as_in_one_process(tmp_path: Path, options: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers")
+    small = ("--steps", "6", "--batch", "8", "--microbatches", "4", "--width", "16", "--depth", "2")
+    written = torchrun(3, "train_hf.py", *small, *options, folder=tmp_path)
+    assert "the first 2 steps equal one process" in written
+    assert "step 6/6" in written
+
+
 def test_heterogeneous_meshes_train_as_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = torchrun(7, "heterogeneous_meshes.py", "--steps", "3", folder=tmp_path)

@@ -92,8 +92,8 @@ def _part(info: ValueInfo, mine: Mapping[str, torch.Tensor], last: StageMesh, nu
     if info.name in mine:
         if mine[info.name].dtype != info.dtype:
             raise ValueError(
-                f"output {info.name} has dtype {mine[info.name].dtype}, expected {info.dtype} as when the engine was "
-                "made: make it under the same torch.autocast in which it steps"
+                f"output {info.name} has dtype {mine[info.name].dtype}, expected {info.dtype} as the model gives it: "
+                "convert it back where it was changed since the engine was made"
             )
         return mine[info.name].unsqueeze(0) if info.varies else mine[info.name]
     shape = (1, *last.global_shape(info, num_samples)[1:]) if info.varies else info.shape_for(0)

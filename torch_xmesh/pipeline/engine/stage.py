@@ -194,8 +194,9 @@ class StageWork:
         info = self._outputs[index]
         if output.dtype != info.dtype:
             raise ValueError(
-                f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as when the "
-                "engine was made: make it in the same dtype and under the same torch.autocast in which it steps"
+                f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as the model "
+                "gives it: convert it back where it was changed since the engine was made (by a wrapper's mixed "
+                "precision, or model.to())"
             )
         local = self._local(index, output)
         if local.shape != shape:
