@@ -283,6 +283,29 @@ def _cuts_a_checkpoint(model: Model, x: torch.Tensor) -> Any:
     return checkpoint(lambda y: model.second(model.first(y)), x, use_reentrant=False)
 
 
+def _replaces_a_buffer(model: Any, x: torch.Tensor) -> Any:
+    model.table = model.table + 1
+    return model.second(model.first(x) * model.table)
+
+
+def _remembers(model: Any, x: torch.Tensor) -> Any:
+    y = model.first(x)
+    before = getattr(model, "before", None)
+    model.before = y.detach().mean()
+    return model.second(y if before is None else y + before)
+
+
+def _warms_up(model: Any, x: torch.Tensor) -> Any:
+    model.steps = getattr(model, "steps", 0) + 1
+    return model.second(model.first(x) * (1 if model.steps < 1000 else 2))
+
+
+def _counts_in_a_dict(model: Any, x: torch.Tensor) -> Any:
+    state = vars(model).setdefault("state", {"steps": torch.zeros(1)})
+    state["steps"] += 1
+    return model.second(model.first(x) * state["steps"])
+
+
 def _two_arguments(linear: nn.Linear, x: torch.Tensor, _: Any) -> Any:
     return linear(x)
 
@@ -290,7 +313,11 @@ def _two_arguments(linear: nn.Linear, x: torch.Tensor, _: Any) -> Any:
 REFUSED = {
     "random.random()": (_draws, _linear, "draws random numbers of Python's or numpy's"),
     "numpy": (_draws_with_numpy, _linear, "draws random numbers of Python's or numpy's"),
-    "a counter": (_counts, _linear, "does something else each time"),
+    "a counter": (_counts, _linear, "changes count each time it is called"),
+    "a buffer that is replaced": (_replaces_a_buffer, _linear, "table is set in a forward and read in the next"),
+    "a value of the last forward": (_remembers, _linear, "before is set in a forward and read in the next"),
+    "a warm-up": (_warms_up, _linear, "changes steps each time it is called"),
+    "a counter in a dict": (_counts_in_a_dict, _linear, "no parameter and no buffer is changed in place"),
     "values of the hidden state": (_reads_the_hidden_state, _linear, r"reads values .* follows from the model's param"),
     "values that were changed": (_reads_what_was_changed, _linear, "was changed in place"),
     "a parameter's values": (_writes_a_parameter, _linear, r"reads values .* follows from the model's parameters"),

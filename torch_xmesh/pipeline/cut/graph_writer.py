@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.pipeline.cut.arguments import is_plain, plain_number, why_not_constant
 from torch_xmesh.pipeline.cut.errors import READY_STAGES, CaptureError, LookInsideError
 from torch_xmesh.pipeline.cut.node_forms import builder, part_of, tensors_of
-from torch_xmesh.pipeline.cut.recording import NodeFacts
+from torch_xmesh.pipeline.cut.recording import NodeFacts, memory_of
 from torch_xmesh.pipeline.cut.regions import current_modes
 from torch_xmesh.pipeline.cut.shadow import Shadow
 from torch_xmesh.pipeline.cut.source_lines import user_line
@@ -86,6 +86,11 @@ class GraphWriter:
     def _get_attribute(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) in self.attributes:
             path = self.attributes[id(tensor)][0]
+            if id(tensor) not in self._shadow.own and (isinstance(tensor, FakeTensor) or tensor.requires_grad):
+                raise CaptureError(
+                    f"{path} is set in a forward and read in the next, at {user_line()}: in a stage it would stay as "
+                    f"it is; change a buffer in place for that (self.buffer.copy_(...)), or {READY_STAGES}"
+                )
         elif isinstance(tensor, FakeTensor) or id(tensor) in self.makers or self._watch.leaf_of(tensor) is not None:
             raise LookInsideError(
                 "a tensor comes out of a module in another way than as its result",
@@ -154,6 +159,15 @@ class GraphWriter:
         node = self.new("get_attr", path, (), {})
         self.facts[node] = NodeFacts.of(None, is_real=True)
         return node
+
+    def check_changeable(self, memory: int) -> None:
+        """Raises CaptureError for memory of a tensor that is neither of the forward nor of the model."""
+        for path, value in self.constants.items():
+            if isinstance(value, torch.Tensor) and memory_of(value) == memory:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(value.shape)} ({path}) that is no parameter and no buffer is changed in "
+                    f"place, at {user_line()}: make it a buffer of the model, or {READY_STAGES}"
+                )
 
     def is_without_parameters(self, name: str) -> bool:
         """Whether a module holds no tensors."""

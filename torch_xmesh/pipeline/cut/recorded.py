@@ -167,6 +167,12 @@ def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], spec
     pairs = zip(first.guards, again.guards, strict=False)
     if len(first.guards) != len(again.guards) or not all(one.gave(other.value) for one, other in pairs):
         return first
+    counted = {name for name, value in first.numbers.items() if again.numbers.get(name) != value}
+    if counted:
+        raise CaptureError(
+            f"{recorded.type_name}'s forward changes {min(counted)} each time it is called: in stages that would stay "
+            f"as it is; count in a buffer, in place (self.count.add_(1)), or {READY_STAGES}"
+        )
     found = difference(first, again)
     if found:
         _, again, settled = recorded.record_turns([inputs, turned, inputs], recorded.training)

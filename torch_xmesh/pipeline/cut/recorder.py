@@ -102,6 +102,7 @@ class Recorder(TorchFunctionMode):
             training=self._shadow.model.training,
             opened=self._opened,
             has_gradients=torch.is_grad_enabled(),
+            numbers=self._shadow.numbers(self._opened),
         )
 
     def _input(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -263,6 +264,7 @@ class Recorder(TorchFunctionMode):
     def _note_changes(self, node: fx.Node, changed: Sequence[torch.Tensor]) -> None:
         for tensor in changed:
             memory = memory_of(tensor)
+            self._writer.check_changeable(memory)
             self._mutations.append((memory, len(self._writer.facts), node))
             if memory in self._paths:
                 self._changed_buffers.setdefault(self._paths[memory], node)

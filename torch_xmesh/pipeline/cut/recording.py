@@ -98,6 +98,7 @@ class Recording:
         training: the model's mode.
         opened: the modules that were looked into.
         has_gradients: gradients were enabled.
+        numbers: that were attributes of opened modules after the forward.
     """
 
     graph: fx.Graph
@@ -110,6 +111,7 @@ class Recording:
     training: bool
     opened: frozenset[str]
     has_gradients: bool
+    numbers: dict[str, float]
 
     def text_of(self, node: fx.Node) -> str:
         """A node as text that is the same in every process."""

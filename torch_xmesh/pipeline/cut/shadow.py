@@ -2,7 +2,7 @@
 
 import copy
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Shadow:
     Attributes:
         model: the copy. Its tensors need no fake mode around them: what has a fake among its operands gives fakes,
             everything else is computed.
+        own: ids of the tensors that its modules hold as long as no forward has changed that.
         names: of its modules, by id; the first one of each.
     """
 
@@ -41,6 +42,7 @@ class Shadow:
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {reason}") from error
+        self.own = {id(tensor) for module in self.model.modules() for _, tensor in module_tensors(module)}
         self.names: dict[int, str] = {}
         for (name, module), hooks in zip(self.model.named_modules(), kept, strict=True):
             self.names[id(module)] = name
@@ -62,6 +64,16 @@ class Shadow:
             for key, tensor in module_tensors(module):
                 found.setdefault(id(tensor), (f"{name}.{key}" if name else key, tensor))
         return found
+
+    def numbers(self, names: Iterable[str]) -> dict[str, float]:
+        """The numbers that are attributes of the named modules."""
+        modules = {name: self.model.get_submodule(name) for name in names}
+        return {
+            f"{name}.{key}" if name else key: value
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if type(value) in (int, float)
+        }
 
     def run_on_memory(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result, as fakes, of a module that looks at its data: it runs on zeros."""

@@ -58,8 +58,8 @@ class PipelineEngine:
             training steps are measured, with microbatches of different sizes, and the number is chosen with the
             schedule, for each size that a batch has. A data shard has two samples or more of each microbatch, if the
             batch has as many.
-        loss_fn: ``loss_fn(output, target)``, a mean over its samples (or a sum, with ``scale_grads=False``), of shape
-            []. Needed to train.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the model computes the loss, a mean over its
+            samples (or a sum, with ``scale_grads=False``), of shape []. Needed to train.
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
             to make a stage of a model on the meta device real. ``fully_shard`` (FSDP2) may be called there, over the
             whole data axis or over others: gradients are reduced once, at the end of a step, to the sums that plain
@@ -112,7 +112,7 @@ class PipelineEngine:
         split: SplitAt | str | None = None,
         schedule: str | Schedule | type[Any] = "auto",
         num_microbatches: int | str,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
         parallelize: Callable[[int, nn.Module, Any], nn.Module] | None = None,
         data_axis: Any = DEFAULT_AXIS,
         boundary_placements: Mapping[str, Placed] | None = None,
@@ -194,7 +194,7 @@ class PipelineEngine:
                 microbatches of its own; samples of plain tensors, the target and the output keep to their batch order.
                 Sizes may differ from the example's and from step to step (a sequence's length) where the stages work
                 for them; what follows from the last 64 combinations of sizes is kept.
-            target: on the last stage's ranks.
+            target: on the last stage's ranks; may be missing where loss_fn takes the output alone.
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
             sharded: plain tensors, of the batch and the target, are the samples of this rank's data shard, equally many

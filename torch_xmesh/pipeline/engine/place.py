@@ -43,7 +43,7 @@ class EnginePlace:
 
     transfers: Transfers
     meshes: list[StageMesh]
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    loss_fn: Callable[..., torch.Tensor] | None
     scale_grads: bool
     chunk_specs: Mapping[str, Any]
     overlap: bool

@@ -29,7 +29,7 @@ class PlaceOptions:
     split: SplitAt | str | None
     schedule: str | type[Any] | Schedule
     num_microbatches: int | str
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    loss_fn: Callable[..., torch.Tensor] | None
     parallelize: Callable[[int, nn.Module, Any], nn.Module] | None
     boundary_placements: Mapping[str, Placed] | None
     scale_grads: bool

@@ -51,7 +51,7 @@ class StageWork:
         *,
         mesh: StageMesh,
         boundaries: Boundaries,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        loss_fn: Callable[..., torch.Tensor] | None,
         seed: int,
         scale_grads: bool,
     ) -> None:
