@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pipeline_hf
 import pipeline_overhead
 from harness import MeasurementError, exit_code, machine_notes, save, wrong_note
 from pipeline_charts import plot, plot_overhead
-from pipeline_records import live_table, overhead_rows, overhead_table
+from pipeline_records import hf_rows, hf_table, live_table, overhead_rows, overhead_table
 from pipeline_suites import METHODS, SUITES, Settings, measure
 
 
@@ -23,7 +24,7 @@ def _numbers(text: str) -> list[float]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=[*SUITES, "overhead"], required=True)
+    parser.add_argument("--suite", choices=[*SUITES, "overhead", "hf"], required=True)
     parser.add_argument("--methods", help="comma-separated; default: all of the suite")
     parser.add_argument("--runs", type=int, default=5, help="timed steps of each method (default 5)")
     parser.add_argument("--stages", type=int, default=4, help="paced: number of stages (default 4)")
@@ -77,6 +78,19 @@ def run_overhead(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_hf(options: argparse.Namespace) -> int:
+    notes = machine_notes()
+    methods = pipeline_hf.METHODS if options.methods is None else options.methods.split(",")
+    live = hf_table(methods)
+    live.begin(["torch_xmesh pipeline_perf, suite hf", *notes])
+    records = pipeline_hf.run(methods=methods, rounds=4 * options.runs)
+    live.rows(hf_rows(records))
+    live.note(wrong_note(records))
+    if options.json is not None:
+        save(options.json, [record.to_json() for record in records], {"suite": "hf", "machine": notes})
+    return exit_code(records)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when all was measured and every gradient was right, 1 when one was not, 2 for a wrong argument or a failed
     rank."""
@@ -84,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.suite == "overhead":
             return run_overhead(options)
+        if options.suite == "hf":
+            return run_hf(options)
         if options.timelines is not None:
             options.timelines.mkdir(parents=True, exist_ok=True)
         settings = settings_of(options)

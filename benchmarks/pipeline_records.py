@@ -146,3 +146,64 @@ def overhead_rows(records: Sequence[OverheadRecord]) -> list[list[str]]:
         ]
         for record in records
     ]
+
+
+@dataclass(frozen=True)
+class HfRecord:
+    """Steps of a model of transformers by one method; the keys are explained in README.md."""
+
+    suite: str
+    method: str
+    layers: int
+    width: int
+    microbatches: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    make_seconds: float
+    runs: int
+    wrong: int
+
+    @property
+    def point(self) -> str:
+        """What the methods are compared on."""
+        return f"{self.layers} layers m{self.microbatches}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_HF_HEAD = (
+    ("case", ""),
+    ("method", ""),
+    ("step", "(ms)"),
+    ("min", "(ms)"),
+    ("max", "(ms)"),
+    ("to ready", ""),
+    ("make", "(s)"),
+    ("steps", ""),
+    ("#wrong", ""),
+)
+
+
+def hf_table(methods: Sequence[str]) -> LiveTable:
+    """For records of a model of transformers."""
+    return LiveTable(_HF_HEAD, [["8 layers m8"], methods])
+
+
+def hf_rows(records: Sequence[HfRecord]) -> list[list[str]]:
+    """Median, least and most milliseconds of a step on its slowest rank, and the median's ratio to the ready
+    stages'."""
+    ready = next((record.seconds for record in records if record.method == "ready"), None)
+    return [
+        [
+            record.point,
+            record.method,
+            *(f"{value * 1e3:.1f}" for value in (record.seconds, record.seconds_min, record.seconds_max)),
+            "-" if ready is None else f"{record.seconds / ready:.3f}",
+            f"{record.make_seconds:.2f}",
+            str(record.runs),
+            str(record.wrong),
+        ]
+        for record in records
+    ]

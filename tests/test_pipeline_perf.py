@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pipeline_docs
+import pipeline_hf
 import pipeline_models
 import pytest
 import torch
 from pipeline_charts import plot_overhead
 from pipeline_methods import ranks_of_groups
-from pipeline_records import OverheadRecord, Record, overhead_rows, rival_of, rows
+from pipeline_records import OverheadRecord, Record, hf_rows, overhead_rows, rival_of, rows
 from pipeline_suites import Buffers
 from pipeline_worker import count_wrong, serial_gradients
 
@@ -197,3 +198,14 @@ def test_suite_real_end_to_end(tmp_path: Path) -> None:
     for record in records:
         assert record["predicted_seconds"] > record["ideal_seconds"] > 0
         assert record["peak_in_flight"] == 2
+
+
+def test_a_model_of_transformers_by_every_method() -> None:
+    pytest.importorskip("transformers")
+    records = pipeline_hf.run(layers=2, width=32, length=8, microbatches=2, rounds=2)
+    assert [record.method for record in records] == list(pipeline_hf.METHODS)
+    for record in records:
+        assert record.wrong == 0
+        assert record.runs == 2
+        assert 0 < record.seconds_min <= record.seconds <= record.seconds_max
+    assert len(hf_rows(records)) == 3

@@ -2,11 +2,14 @@
 
 import contextlib
 import random
+import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -24,6 +27,14 @@ from torch_xmesh.pipeline.cut.recording import Recording, difference
 from torch_xmesh.pipeline.cut.sandbox import quiet, unchanged, uncompiled
 from torch_xmesh.pipeline.cut.shadow import Shadow
 from torch_xmesh.pipeline.cut.source_lines import source_line
+
+_PATIENCE_SECONDS = 2.0
+_USUAL_RECORDINGS = 3
+"""Of a model, before its first step: two that are compared, and one with another number of samples."""
+
+
+def _is_later_rank() -> bool:
+    return dist.is_initialized() and dist.get_rank() > 0
 
 
 class RecordedModel:
@@ -54,6 +65,7 @@ class RecordedModel:
         self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
         self._leaves, self._structure = pytree.tree_flatten(arguments)
         self.device = device
+        self._begun, self._num_recorded = time.monotonic(), 0
 
     @property
     def training(self) -> bool:
@@ -80,7 +92,11 @@ class RecordedModel:
         while True:
             try:
                 with self._undisturbed():
-                    return [self._record_once(inputs, seed) for seed, inputs in enumerate(several)]
+                    recordings = []
+                    for seed, inputs in enumerate(several):
+                        recordings.append(self._record_once(inputs, seed))
+                        self._tell_progress()
+                    return recordings
             except LeafFailedError as failed:
                 if failed.kind in self._on_memory:
                     what = f"module {failed.name!r} ({failed.kind.__name__})"
@@ -94,6 +110,18 @@ class RecordedModel:
                 raise
             except Exception as error:
                 raise self._refusal(error) from error
+
+    def _tell_progress(self) -> None:
+        """A line, on the first rank, where recording takes long."""
+        self._num_recorded += 1
+        seconds = time.monotonic() - self._begun
+        if seconds > _PATIENCE_SECONDS and self._num_recorded <= _USUAL_RECORDINGS and not _is_later_rank():
+            print(
+                f"torch_xmesh: recorded {self.type_name} {self._num_recorded} of about {_USUAL_RECORDINGS} times, "
+                f"{seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _record_once(self, inputs: Sequence[torch.Tensor], seed: int) -> Recording:
         given = iter(inputs)
