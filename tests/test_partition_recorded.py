@@ -45,6 +45,9 @@ class Model(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.between(self, *args, **kwargs)
 
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
 
 def cut(model: nn.Module, *args: Any) -> Partition:
     return partition(model, args, None, split_at("second"))
@@ -163,6 +166,35 @@ def _array(model: Model, x: torch.Tensor) -> Any:
     return model.second(model.first(x) * (count + 1))
 
 
+def _closes_over(model: Model, x: torch.Tensor) -> Any:
+    mask = (x > 0).float()
+    return model.second(model.first(x, lambda y: y * mask))
+
+
+def _binds(model: Model, x: torch.Tensor) -> Any:
+    return model.second(model.first(x, functools.partial(torch.mul, (x > 0).float())))
+
+
+def _checkpoints_a_function(model: Model, x: torch.Tensor) -> Any:
+    factor = x.sum()
+
+    def run(module: Any) -> Any:
+        def forward(y: torch.Tensor) -> Any:
+            return module(y) * factor
+
+        return forward
+
+    y = checkpoint(run(model.first), x, use_reentrant=False)
+    y = checkpoint(functools.partial(model.first, x), use_reentrant=False) + y
+    return model.second(checkpoint(model.first.forward, y, use_reentrant=False))
+
+
+def _maps(model: Model, x: torch.Tensor) -> Any:
+    mask = (x > 0).float()
+    rows = torch.vmap(lambda row, keep: row * keep + mask.sum(0))(x, mask)
+    return model.second(model.first(x) + rows)
+
+
 class _Parameterless(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x > 0
@@ -187,6 +219,10 @@ CASES = {
     "a filled tensor": (_fills, _linear, _linear),
     "row by row": (_fills_row_by_row, _linear, _linear),
     "an array": (_array, _linear, _linear),
+    "a closure": (_closes_over, lambda linear, x, f: f(linear(x)), _linear),
+    "a partial": (_binds, lambda linear, x, f: f(linear(x)), _linear),
+    "checkpoints of functions": (_checkpoints_a_function, _linear, _linear),
+    "vmap": (_maps, _linear, _linear),
     "an activation": (_hands_an_activation_on, lambda linear, x, f: f(linear(x)), _linear),
 }
 
@@ -259,20 +295,20 @@ def _writes_a_parameter(model: Model, x: torch.Tensor) -> Any:
     return model.second(model.first(x) * (2 if (kept > 0).any() else 1))
 
 
-def _closes_over(model: Model, x: torch.Tensor) -> Any:
-    mask = (x > 0).float()
-    return model.second(model.first(x, lambda y: y * mask))
-
-
-def _binds(model: Model, x: torch.Tensor) -> Any:
-    return model.second(model.first(x, functools.partial(torch.mul, (x > 0).float())))
-
-
 class Cache:
     """As transformers' are: an object that layers put tensors into."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
+
+
+def _closes_over_a_cache(model: Model, x: torch.Tensor) -> Any:
+    cache = Cache()
+    return model.second(model.first(x, lambda y: y * len(cache.kept)))
+
+
+def _hands_a_method_on(model: Model, x: torch.Tensor) -> Any:
+    return model.second(model.first(x, model.scaled))
 
 
 def _hands_a_cache_on(model: Model, x: torch.Tensor) -> Any:
@@ -321,10 +357,18 @@ REFUSED = {
     "values of the hidden state": (_reads_the_hidden_state, _linear, r"reads values .* follows from the model's param"),
     "values that were changed": (_reads_what_was_changed, _linear, "was changed in place"),
     "a parameter's values": (_writes_a_parameter, _linear, r"reads values .* follows from the model's parameters"),
-    "a closure": (_closes_over, _two_arguments, "a function that holds an object of class Tensor is handed on"),
-    "a partial": (_binds, _two_arguments, "a function that holds an object of class Tensor is handed on"),
+    "a method": (_hands_a_method_on, _two_arguments, "a method of an object of class Model is handed on"),
+    "a closure over an object": (
+        _closes_over_a_cache,
+        _two_arguments,
+        "a function that holds an object of class Cache",
+    ),
     "a cache": (_hands_a_cache_on, _two_arguments, "an object of class Cache is handed on"),
-    "a checkpoint around the cut": (_cuts_a_checkpoint, _linear, "a checkpoint of a function .* would be cut open"),
+    "a checkpoint around the cut": (
+        _cuts_a_checkpoint,
+        _linear,
+        "a checkpoint would be cut open: a function that holds an object of class Model",
+    ),
 }
 
 

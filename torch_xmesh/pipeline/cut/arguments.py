@@ -3,6 +3,7 @@
 import enum
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,92 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def why_not_constant(value: Any) -> str | None:
-    """Why an object cannot be part of a graph: it holds what belongs to one forward. None where it can."""
-    if isinstance(value, type | enum.Enum | types.BuiltinFunctionType) or is_plain(value):
-        return None
-    if isinstance(value, functools.partial):
-        held = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, tuple | frozenset):
-        held = list(value)
-    elif type(value).__module__.partition(".")[0] == "torch" and callable(value) and not isinstance(value, nn.Module):
-        return None  # an operator
-    else:
+def _is_operator(value: Any) -> bool:
+    is_torchs = type(value).__module__.partition(".")[0] == "torch"
+    return is_torchs and callable(value) and not isinstance(value, nn.Module)
+
+
+Lifted = tuple[list[Any], Callable[..., Any]]
+"""What a function holds that belongs to one forward, and what makes the function anew of others in its place."""
+
+
+class Lifter:
+    """Takes tensors and whole modules out of functions that hold them: in their closure, their defaults, a partial's
+    arguments, as the object of a method."""
+
+    def __init__(self, is_whole: Callable[[nn.Module], bool]) -> None:
+        """`is_whole`: a module is the model's, and no stage begins inside."""
+        self._is_whole = is_whole
+
+    def lift(self, value: Any) -> Lifted | str:
+        """What a value holds; or why it cannot become part of a graph: it holds something else of one forward."""
+        if isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and self._is_whole(value)):
+            return [value], lambda one: one
+        if isinstance(value, type | enum.Enum | types.BuiltinFunctionType) or is_plain(value):
+            return [], lambda: value
+        if type(value) is tuple:
+            return self._parts(list(value), tuple)
+        if isinstance(value, functools.partial):
+            return self._partial(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            if self._is_whole(value.__self__):
+                return [value.__self__], lambda module: getattr(module, value.__name__)
+        elif (
+            type(value).__module__.partition(".")[0] == "torch" and callable(value) and not isinstance(value, nn.Module)
+        ):
+            return [], lambda: value  # an operator
         what = "a method of an object" if isinstance(value, types.MethodType) else "an object"
         return f"{what} of class {type(getattr(value, '__self__', value)).__qualname__}"
-    why = next((found for found in map(why_not_constant, held) if found is not None), None)
-    return None if why is None else f"a function that holds {why}"
+
+    def _partial(self, value: "functools.partial[Any]") -> Lifted | str:
+        names, num_args = list(value.keywords), len(value.args)
+
+        def make(parts: list[Any]) -> Any:
+            options = dict(zip(names, parts[1 + num_args :], strict=True))
+            return functools.partial(parts[0], *parts[1 : 1 + num_args], **options)
+
+        return self._parts([value.func, *value.args, *value.keywords.values()], make)
+
+    def _function(self, function: types.FunctionType) -> Lifted | str:
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:
+            return "a function that holds a variable without a value"
+        defaults, options = list(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
+        held = [*cells, *defaults, *options.values()]
+        if any(one is function for one in held):
+            return "a function that holds itself"
+
+        def make(parts: list[Any]) -> Any:
+            closure = tuple(types.CellType(part) for part in parts[: len(cells)])
+            given = tuple(parts[len(cells) : len(cells) + len(defaults)])
+            code, name = function.__code__, function.__name__
+            made = types.FunctionType(code, function.__globals__, name, given or None, closure)
+            made.__kwdefaults__ = dict(zip(options, parts[len(cells) + len(defaults) :], strict=True)) or None
+            return made
+
+        found = self._parts(held, make)
+        if isinstance(found, str):
+            return f"a function that holds {found}"
+        return ([], lambda: function) if not found[0] else found
+
+    def _parts(self, parts: list[Any], make: Callable[[list[Any]], Any]) -> Lifted | str:
+        held: list[Any] = []
+        makers: list[tuple[int, Callable[..., Any]]] = []
+        for part in parts:
+            found = self.lift(part)
+            if isinstance(found, str):
+                return found
+            makers.append((len(found[0]), found[1]))
+            held += found[0]
+
+        def rebuild(*given: Any) -> Any:
+            remaining = iter(given)
+            return make([maker(*(next(remaining) for _ in range(count))) for count, maker in makers])
+
+        return held, rebuild
 
 
 def contents_of(tree: Any) -> list[tuple[Any, list[int]]]:

@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.arguments import is_plain, plain_number, why_not_constant
+from torch_xmesh.pipeline.cut.arguments import Lifted, Lifter, is_plain, plain_number
 from torch_xmesh.pipeline.cut.errors import READY_STAGES, CaptureError, LookInsideError
 from torch_xmesh.pipeline.cut.node_forms import builder, part_of, tensors_of
 from torch_xmesh.pipeline.cut.recording import NodeFacts, memory_of
@@ -27,8 +27,8 @@ class GraphWriter:
         makers: of tensors that modules inside of leaves return, the innermost, by id.
     """
 
-    def __init__(self, shadow: Shadow, watch: OperatorWatch) -> None:
-        self._shadow, self._watch = shadow, watch
+    def __init__(self, shadow: Shadow, watch: OperatorWatch, opened: frozenset[str]) -> None:
+        self._shadow, self._watch, self._opened = shadow, watch, opened
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, NodeFacts] = {}
         self.constants: dict[str, Any] = {}
@@ -142,16 +142,32 @@ class GraphWriter:
         self.facts[node] = NodeFacts.of(None, is_real=True)
         return node
 
-    def _object(self, value: Any) -> fx.Node:
-        """An object as an argument: a function or the like."""
-        if isinstance(value, nn.Module) and id(value) in self._shadow.names:
-            return self.module(value)
-        has_state = not isinstance(value, nn.Module) or any(True for _ in (*value.parameters(), *value.buffers()))
-        if has_state and (why := why_not_constant(value)) is not None:
+    def lift(self, function: Any) -> Lifted:
+        """See Lifter. Raises CaptureError where that is impossible."""
+        found = Lifter(self._is_whole).lift(function)
+        if isinstance(found, str):
             raise CaptureError(
-                f"{why} is handed on at {user_line()}: what it holds would be the same in each step; hand on tensors "
+                f"{found} is handed on at {user_line()}: what it holds would be the same in each step; hand on tensors "
                 f"or plain values, or {READY_STAGES}"
             )
+        return found
+
+    def _is_whole(self, module: nn.Module) -> bool:
+        name = self._shadow.names.get(id(module))
+        return name is not None and name not in self._opened
+
+    def _object(self, value: Any) -> fx.Node:
+        """An object as an argument: a function or the like."""
+        if isinstance(value, nn.Module) and self._is_whole(value):
+            return self.module(value)
+        is_stateless = isinstance(value, nn.Module) and not any(True for _ in (*value.parameters(), *value.buffers()))
+        if not is_stateless:
+            held, rebuild = self.lift(value)
+            if held:
+                given = tuple(self.module(one) if isinstance(one, nn.Module) else self.node_of(one) for one in held)
+                node = self.new("call_function", rebuild, given, {})
+                self.facts[node] = NodeFacts.of(None, is_real=all(self.facts[one].is_real for one in given))
+                return node
         path = next((path for path, known in self.constants.items() if known is value), None)
         if path is None:
             path = f"_constant{len(self.constants)}"

@@ -74,7 +74,7 @@ class Recorder(TorchFunctionMode):
         self._changed_buffers: dict[str, fx.Node] = {}
         self._is_paused = False
         self._watch = OperatorWatch()
-        self._writer = GraphWriter(shadow, self._watch)
+        self._writer = GraphWriter(shadow, self._watch, opened)
         self._random = RandomStates()
         self._has_read = False  # the leaf that runs has read values
         self._paths = {memory_of(tensor): path for path, tensor in reversed(self._writer.attributes.values())}
@@ -134,7 +134,7 @@ class Recorder(TorchFunctionMode):
             self._writer.argument((args, kwargs))  # raises for what cannot be handed on
             self._has_read, self._watch.leaf = False, name
             compute = functools.partial(self._run_leaf, module, run)
-            result = self._call("call_module", name, args, kwargs, compute, buffers_of=module)
+            result = self._call("call_module", name, args, kwargs, compute, buffers_of=[module])
             self._random.forget()
         if have_changed(contents):
             raise LookInsideError("a module changes a list or dict that it is given", user_line(), leaf=name)
@@ -176,24 +176,26 @@ class Recorder(TorchFunctionMode):
         return self._call("call_function", function, args, kwargs, compute)
 
     def checkpoint(self, run: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """A checkpoint of a module is one node; `run` does it."""
+        """A checkpoint is one node; `run` does it. What it runs must be modules in which no stage begins."""
         if self._is_paused:
             return run(function, *args, **kwargs)
-        name = self._shadow.names.get(id(function))
-        if name is None or name in self._opened:
-            what = f"of module {name!r}, in which a stage starts" if name else "of a function that is no module"
-            raise CaptureError(
-                f"a checkpoint {what}, would be cut open at {user_line()}; checkpoint the modules inside of it, or "
-                "start no stage there"
-            )
         with self._paused():
-            self._writer.stack.append(name)
+            try:
+                held, _ = self._writer.lift(function)
+            except CaptureError as error:
+                raise CaptureError(
+                    f"a checkpoint would be cut open: {error}; checkpoint the modules inside of it, or start no stage "
+                    "there"
+                ) from error
+            modules = [one for one in held if isinstance(one, nn.Module)]
+            names = [self._shadow.names[id(one)] for one in modules]
+            self._writer.stack += names
             try:
                 compute = functools.partial(run_checkpoint, run, function)
-                given = (self._writer.module(function), *args)
-                return self._call("call_function", checkpoint_of, given, kwargs, compute, buffers_of=function)
+                given = (self._writer.argument(function), *args)
+                return self._call("call_function", checkpoint_of, given, kwargs, compute, buffers_of=modules)
             finally:
-                self._writer.stack.pop()
+                del self._writer.stack[len(self._writer.stack) - len(names) :]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -216,11 +218,11 @@ class Recorder(TorchFunctionMode):
         kwargs: Any,
         compute: Callable[..., Any],
         *,
-        buffers_of: nn.Module | None = None,
+        buffers_of: Sequence[nn.Module] = (),
     ) -> Any:
         """Runs a call, and makes a node of it where it gives tensors or changes some; those of a module among them."""
         with self._paused():
-            held = [] if buffers_of is None else list(buffers_of.buffers())
+            held = [buffer for module in buffers_of for buffer in module.buffers()]
             before = [(tensor, tensor._version) for tensor in (*tensors_of((args, kwargs)), *held)]
             self._watch.begin()
             try:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+import torch._functorch.apis
 import torch.utils.checkpoint
 from torch import nn
 
@@ -67,6 +68,8 @@ def told_calls(recorder: CallRecorder, model: nn.Module) -> Iterator[None]:
         stack.callback(_recorders.clear)
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(recorded_apply)))
         stack.enter_context(_told_checkpoints())
+        vmap = torch._functorch.apis.vmap_impl
+        stack.enter_context(mock.patch.object(torch._functorch.apis, "vmap_impl", functools.partial(_told_vmap, vmap)))
         bases = {base for module in model.modules() for base in type(module).__mro__ if "__call__" in vars(base)}
         entered: list[nn.Module] = []  # a class's __call__ may go on to that of its base
         for kind in bases:
@@ -86,6 +89,11 @@ def _told_call(original: Any, entered: list[nn.Module]) -> Callable[..., Any]:
             entered.pop()
 
     return call
+
+
+def _told_vmap(vmap: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    here = _recorders.get(threading.get_ident())
+    return vmap(*args, **kwargs) if here is None else here.opaque(vmap, args, kwargs, vmap)
 
 
 @contextlib.contextmanager
