@@ -1,1 +1,1 @@
-"""A model cut into stages: capture as a graph, partition, what the stages cost."""
+"""A model cut into stages: the partition of what was recorded of it, ready stages, what stages cost."""

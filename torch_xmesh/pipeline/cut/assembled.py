@@ -8,10 +8,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.errors import CaptureError
+from torch_xmesh.pipeline.capture.errors import CaptureError
+from torch_xmesh.pipeline.capture.recording import Recording, TensorFacts, structure_of
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
 from torch_xmesh.pipeline.cut.infos import Affine, NotLinearError, TensorInfo, join
-from torch_xmesh.pipeline.cut.recording import Recording, TensorFacts, structure_of
 from torch_xmesh.pipeline.cut.stage_module import StageBuilder, StageCode
 from torch_xmesh.pipeline.cut.values import OutputStructure, ValueInfo, ValueName
 

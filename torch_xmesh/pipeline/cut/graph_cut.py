@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.recording import Recording, nodes_behind, structure_of
+from torch_xmesh.pipeline.capture.recording import Recording, nodes_behind, structure_of
 
 
 @dataclasses.dataclass

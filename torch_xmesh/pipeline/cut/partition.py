@@ -15,17 +15,17 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.errors import CaptureError
+from torch_xmesh.pipeline.capture.library_models import without_caches
+from torch_xmesh.pipeline.capture.opened import check_opened, opened_modules
+from torch_xmesh.pipeline.capture.recorded import RecordedModel, grown, record_checked, stand_ins
+from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.cut.assembled import Assembled, cut_recording, infos_like, infos_of
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
-from torch_xmesh.pipeline.cut.errors import CaptureError
 from torch_xmesh.pipeline.cut.infos import NotLinearError, TensorInfo
-from torch_xmesh.pipeline.cut.library_models import without_caches
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
-from torch_xmesh.pipeline.cut.opened import check_opened, opened_modules
 from torch_xmesh.pipeline.cut.partition_parts import check_buffers, finish_partition, input_names, unused_parameters
 from torch_xmesh.pipeline.cut.ready import Exchange, MetaCopies, StageSignature, chain_ready_stages
-from torch_xmesh.pipeline.cut.recorded import RecordedModel, grown, record_checked, stand_ins
-from torch_xmesh.pipeline.cut.recording import Recording
 from torch_xmesh.pipeline.cut.stage_module import stage_module
 from torch_xmesh.pipeline.cut.values import (
     InputInfo,
@@ -176,7 +176,8 @@ def _partition_recorded(
     leaves = pytree.tree_leaves(arguments)
     examples = stand_ins([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], device)
     tensor_specs = [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-    batch = {name for (name, _), spec in zip(named, tensor_specs, strict=True) if isinstance(spec, Chunk)}
+    dims = [spec.split_dim if isinstance(spec, Chunk) else None for spec in tensor_specs]
+    batch = {name for (name, _), dim in zip(named, dims, strict=True) if dim is not None}
     recorded = RecordedModel(
         model, arguments, names=[name for name, _ in named], opened=opened, batch=batch, device=device
     )
@@ -185,8 +186,8 @@ def _partition_recorded(
         return cut_recording(recording, starts_of=lambda found: _stage_starts(found, names))
 
     with torch.enable_grad():
-        base = cut(record_checked(recorded, examples, tensor_specs))
-        infos, is_fixed = _infos(recorded, base, examples, specs=tensor_specs, samples=samples)
+        base = cut(record_checked(recorded, examples, dims))
+        infos, is_fixed = _infos(recorded, base, examples, dims=dims, samples=samples)
         values = base.values(infos, samples or 0, is_fixed)
         variants = Variants(recorded, base, examples=examples, cut=cut)
         trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True)
@@ -242,7 +243,7 @@ def _infos(
     base: Assembled,
     examples: Sequence[torch.Tensor],
     *,
-    specs: Sequence[Any],
+    dims: Sequence[int | None],
     samples: int | None,
 ) -> tuple[dict[str, TensorInfo], bool]:
     """What the values are at any number of samples; and whether that is known at the example's only."""
@@ -250,7 +251,7 @@ def _infos(
     if samples is not None:
         try:
             for extra in (1, 2):
-                more = [grown(one, spec, extra) for one, spec in zip(examples, specs, strict=True)]
+                more = [grown(one, dim, extra) for one, dim in zip(examples, dims, strict=True)]
                 runs.append(recorded.record(more, base.recording.training))
                 infos = infos_of(runs, base, samples)
                 _check_output(runs)

@@ -9,15 +9,15 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.opened import check_opened, opened_modules
+from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
+from torch_xmesh.pipeline.capture.recording import Recording
+from torch_xmesh.pipeline.capture.regions import enter_modes
+from torch_xmesh.pipeline.capture.sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
-from torch_xmesh.pipeline.cut.opened import check_opened, opened_modules
 from torch_xmesh.pipeline.cut.partition import SplitAt
 from torch_xmesh.pipeline.cut.partition_parts import input_names
 from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes, tensors_in
-from torch_xmesh.pipeline.cut.recorded import RecordedModel, stand_ins
-from torch_xmesh.pipeline.cut.recording import Recording
-from torch_xmesh.pipeline.cut.regions import enter_modes
-from torch_xmesh.pipeline.cut.sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.cut.values import sorted_arguments
 
 _Figure = TypeVar("_Figure")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.sandbox import Sandbox, meta_copy
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import (
     Affine,
@@ -20,7 +21,6 @@ from torch_xmesh.pipeline.cut.infos import (
     join,
 )
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
-from torch_xmesh.pipeline.cut.sandbox import Sandbox, meta_copy
 from torch_xmesh.pipeline.cut.values import OutputStructure, SizedStages, StageProgram, ValueInfo, ValueName
 
 

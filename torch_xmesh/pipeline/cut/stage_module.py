@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_xmesh.pipeline.capture.node_forms import expecter
+from torch_xmesh.pipeline.capture.regions import autocasts, enter_modes, exit_modes
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
-from torch_xmesh.pipeline.cut.node_forms import expecter
-from torch_xmesh.pipeline.cut.regions import autocasts, enter_modes, exit_modes
 
 
 class StageBuilder:

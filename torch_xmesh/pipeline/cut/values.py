@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.regions import Autocasts, autocasts
 from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
 from torch_xmesh.pipeline.cut.infos import TensorInfo
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
-from torch_xmesh.pipeline.cut.regions import Autocasts, autocasts
 from torch_xmesh.pipeline.cut.stage_module import ModuleElsewhere
 
 MOST_SIZES = 64

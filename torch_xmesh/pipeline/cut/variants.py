@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_xmesh.pipeline.capture.errors import CaptureError
+from torch_xmesh.pipeline.capture.recorded import RecordedModel, resized
+from torch_xmesh.pipeline.capture.recording import Guard, Recording
+from torch_xmesh.pipeline.capture.regions import Autocasts, autocasts, enter_modes
 from torch_xmesh.pipeline.cut.assembled import Assembled, Ports
-from torch_xmesh.pipeline.cut.errors import CaptureError
-from torch_xmesh.pipeline.cut.recorded import RecordedModel, resized
-from torch_xmesh.pipeline.cut.recording import Guard, Recording
-from torch_xmesh.pipeline.cut.regions import Autocasts, autocasts, enter_modes
 from torch_xmesh.pipeline.cut.stage_module import StageCode
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueInfo
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_xmesh import _C
-from torch_xmesh.pipeline.cut.library_models import own_init_fn
+from torch_xmesh.pipeline.capture.library_models import own_init_fn
 from torch_xmesh.pipeline.cut.partition import Partition, partition
 from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.regions import autocasts
+from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueName, describe_path
 from torch_xmesh.pipeline.ranks.digests import checksum, number_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.losses import needs_target
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs, loss_weights
 from torch_xmesh.pipeline.cut.profile_memory import tensors_in
-from torch_xmesh.pipeline.cut.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 from torch_xmesh.pipeline.engine.auto import Cuts, StepPlan
 from torch_xmesh.pipeline.engine.batch import (

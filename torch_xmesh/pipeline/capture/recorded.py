@@ -13,20 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.chunk_specs import Chunk
-from torch_xmesh.pipeline.cut.errors import (
+from torch_xmesh.pipeline.capture.errors import (
     READY_STAGES,
     CaptureError,
     FakeNeededError,
     LeafFailedError,
     LookInsideError,
 )
-from torch_xmesh.pipeline.cut.opened import why_closed
-from torch_xmesh.pipeline.cut.recorder import Recorder
-from torch_xmesh.pipeline.cut.recording import Recording, difference
-from torch_xmesh.pipeline.cut.sandbox import quiet, unchanged, uncompiled
-from torch_xmesh.pipeline.cut.shadow import Shadow
-from torch_xmesh.pipeline.cut.source_lines import source_line
+from torch_xmesh.pipeline.capture.opened import why_closed
+from torch_xmesh.pipeline.capture.recorder import Recorder
+from torch_xmesh.pipeline.capture.recording import Recording, difference
+from torch_xmesh.pipeline.capture.sandbox import quiet, unchanged, uncompiled
+from torch_xmesh.pipeline.capture.shadow import Shadow
+from torch_xmesh.pipeline.capture.source_lines import source_line
 
 _PATIENCE_SECONDS = 2.0
 _USUAL_RECORDINGS = 3
@@ -180,16 +179,16 @@ class RecordedModel:
             yield
 
 
-def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], specs: Sequence[Any]) -> Recording:
-    """A recording in the model's own mode.
+def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], dims: Sequence[int | None]) -> Recording:
+    """A recording in the model's own mode; `dims`: where each input's samples are, None where it has none.
 
     Raises:
         CaptureError: the forward does something else the next time, with the same samples in another order and other
             random numbers.
     """
     turned = [
-        one.detach().roll(1, spec.split_dim).requires_grad_(one.requires_grad) if isinstance(spec, Chunk) else one
-        for one, spec in zip(inputs, specs, strict=True)
+        one if dim is None else one.detach().roll(1, dim).requires_grad_(one.requires_grad)
+        for one, dim in zip(inputs, dims, strict=True)
     ]
     first, again = recorded.record_turns([inputs, turned], recorded.training)
     pairs = zip(first.guards, again.guards, strict=False)
@@ -233,10 +232,10 @@ def resized(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad) if made is not tensor else tensor
 
 
-def grown(tensor: torch.Tensor, spec: Any, extra: int) -> torch.Tensor:
-    """With more samples, where they are cut."""
-    if not isinstance(spec, Chunk):
+def grown(tensor: torch.Tensor, dim: int | None, extra: int) -> torch.Tensor:
+    """With more samples, where it has some."""
+    if dim is None:
         return tensor
     shape = list(tensor.shape)
-    shape[spec.split_dim] += extra
+    shape[dim] += extra
     return resized(tensor, shape)

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_xmesh.pipeline.cut.recording import memory_of
+from torch_xmesh.pipeline.capture.recording import memory_of
 
 _SHAPE_ONLY = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided".split()

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.sandbox import hooks_off, module_tensors, of_kind
+from torch_xmesh.pipeline.capture.sandbox import hooks_off, module_tensors, of_kind
 
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 

@@ -109,7 +109,7 @@ def _told_checkpoints() -> Iterator[None]:
 
 
 def _told(function: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch_xmesh.pipeline.cut.told_calls import told_checkpoint  # runs among the globals of torch's function
+    from torch_xmesh.pipeline.capture.told_calls import told_checkpoint  # runs among the globals of torch's function
 
     return told_checkpoint(function, args, kwargs)
 

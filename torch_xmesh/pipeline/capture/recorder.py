@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.arguments import contents_of, have_changed
-from torch_xmesh.pipeline.cut.errors import (
+from torch_xmesh.pipeline.capture.arguments import contents_of, have_changed
+from torch_xmesh.pipeline.capture.errors import (
     READY_STAGES,
     CaptureError,
     FakeNeededError,
     LeafFailedError,
     LookInsideError,
 )
-from torch_xmesh.pipeline.cut.graph_writer import GraphWriter
-from torch_xmesh.pipeline.cut.node_forms import (
+from torch_xmesh.pipeline.capture.graph_writer import GraphWriter
+from torch_xmesh.pipeline.capture.node_forms import (
     as_node,
     describe,
     is_effect,
@@ -35,11 +35,11 @@ from torch_xmesh.pipeline.cut.node_forms import (
     shapes_of,
     tensors_of,
 )
-from torch_xmesh.pipeline.cut.recording import Guard, Recording, memory_of, nodes_behind, structure_of
-from torch_xmesh.pipeline.cut.shadow import Shadow
-from torch_xmesh.pipeline.cut.source_lines import user_line
-from torch_xmesh.pipeline.cut.told_calls import checkpoint_of, run_checkpoint, told_calls
-from torch_xmesh.pipeline.cut.watch import OperatorWatch, RandomStates
+from torch_xmesh.pipeline.capture.recording import Guard, Recording, memory_of, nodes_behind, structure_of
+from torch_xmesh.pipeline.capture.shadow import Shadow
+from torch_xmesh.pipeline.capture.source_lines import user_line
+from torch_xmesh.pipeline.capture.told_calls import checkpoint_of, run_checkpoint, told_calls
+from torch_xmesh.pipeline.capture.watch import OperatorWatch, RandomStates
 
 _READS = frozenset(
     "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ item tolist numpy equal allclose "

@@ -7,14 +7,14 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.arguments import Lifted, Lifter, is_plain, plain_number
-from torch_xmesh.pipeline.cut.errors import READY_STAGES, CaptureError, LookInsideError
-from torch_xmesh.pipeline.cut.node_forms import builder, part_of, tensors_of
-from torch_xmesh.pipeline.cut.recording import NodeFacts, memory_of
-from torch_xmesh.pipeline.cut.regions import current_modes
-from torch_xmesh.pipeline.cut.shadow import Shadow
-from torch_xmesh.pipeline.cut.source_lines import user_line
-from torch_xmesh.pipeline.cut.watch import OperatorWatch
+from torch_xmesh.pipeline.capture.arguments import Lifted, Lifter, is_plain, plain_number
+from torch_xmesh.pipeline.capture.errors import READY_STAGES, CaptureError, LookInsideError
+from torch_xmesh.pipeline.capture.node_forms import builder, part_of, tensors_of
+from torch_xmesh.pipeline.capture.recording import NodeFacts, memory_of
+from torch_xmesh.pipeline.capture.regions import current_modes
+from torch_xmesh.pipeline.capture.shadow import Shadow
+from torch_xmesh.pipeline.capture.source_lines import user_line
+from torch_xmesh.pipeline.capture.watch import OperatorWatch
 
 
 class GraphWriter:
