@@ -367,7 +367,7 @@ REFUSED = {
     "a checkpoint around the cut": (
         _cuts_a_checkpoint,
         _linear,
-        "a checkpoint would be cut open: a function that holds an object of class Model",
+        "a checkpoint of a function that holds .* would be cut open",
     ),
 }
 
@@ -480,3 +480,18 @@ def test_another_way_that_uses_another_module_is_refused() -> None:
         ValueError, match="stage 0 would use weight, which it did not for the example: .* another way at"
     ):
         parts.run(rows(5.0))
+
+
+def test_wrappers_that_would_be_cut_open_are_refused() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(inner))
+    with pytest.raises(ValueError, match="a checkpoint of an object of class Sequential would be cut open at"):
+        partition(wrapped, (rows(1.0, 2.0),), None, split_at("1._checkpoint_wrapped_module.1"))
+    check_whole = partition(wrapped, (rows(1.0, 2.0),), None, split_at("1"))
+    assert torch.equal(check_whole.run(rows(3.0)), wrapped(rows(3.0)))
+    compiled = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(inner))
+    compiled[1].compile(backend="eager")
+    with pytest.raises(ValueError, match="a stage starts inside module '1' .* which is compiled"):
+        partition(compiled, (rows(1.0, 2.0),), None, split_at("1.1"))

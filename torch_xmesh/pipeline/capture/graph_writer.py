@@ -142,15 +142,9 @@ class GraphWriter:
         self.facts[node] = NodeFacts.of(None, is_real=True)
         return node
 
-    def lift(self, function: Any) -> Lifted:
-        """See Lifter. Raises CaptureError where that is impossible."""
-        found = Lifter(self._is_whole).lift(function)
-        if isinstance(found, str):
-            raise CaptureError(
-                f"{found} is handed on at {user_line()}: what it holds would be the same in each step; hand on tensors "
-                f"or plain values, or {READY_STAGES}"
-            )
-        return found
+    def lift(self, function: Any) -> Lifted | str:
+        """See Lifter."""
+        return Lifter(self._is_whole).lift(function)
 
     def _is_whole(self, module: nn.Module) -> bool:
         name = self._shadow.names.get(id(module))
@@ -162,7 +156,13 @@ class GraphWriter:
             return self.module(value)
         is_stateless = isinstance(value, nn.Module) and not any(True for _ in (*value.parameters(), *value.buffers()))
         if not is_stateless:
-            held, rebuild = self.lift(value)
+            found = self.lift(value)
+            if isinstance(found, str):
+                raise CaptureError(
+                    f"{found} is handed on at {user_line()}: what it holds would be the same in each step; hand on "
+                    f"tensors or plain values, or {READY_STAGES}"
+                )
+            held, rebuild = found
             if held:
                 given = tuple(self.module(one) if isinstance(one, nn.Module) else self.node_of(one) for one in held)
                 node = self.new("call_function", rebuild, given, {})

@@ -1,5 +1,6 @@
 """The modules that are looked into, so that stages can start inside of them."""
 
+import sys
 from collections.abc import Iterable
 
 from torch import nn
@@ -20,6 +21,9 @@ def why_closed(module: nn.Module) -> str | None:
             "is compiled: it would run uncompiled; compile the modules inside that no stage cuts, or whole stages: "
             "parallelize=lambda stage, module, mesh: torch.compile(module)"
         )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        return "is sharded by fully_shard: call that in parallelize=, on the stage"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return (
             "has hooks: they would run while the model is recorded, not in training; move the split point out of it or "

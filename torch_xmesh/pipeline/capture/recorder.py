@@ -180,13 +180,13 @@ class Recorder(TorchFunctionMode):
         if self._is_paused:
             return run(function, *args, **kwargs)
         with self._paused():
-            try:
-                held, _ = self._writer.lift(function)
-            except CaptureError as error:
+            found = self._writer.lift(function)
+            if isinstance(found, str):
                 raise CaptureError(
-                    f"a checkpoint would be cut open: {error}; checkpoint the modules inside of it, or start no stage "
-                    "there"
-                ) from error
+                    f"a checkpoint of {found} would be cut open at {user_line()}: checkpoint modules in which no stage "
+                    f"begins, or {READY_STAGES}"
+                )
+            held, _ = found
             modules = [one for one in held if isinstance(one, nn.Module)]
             names = [self._shadow.names[id(one)] for one in modules]
             self._writer.stack += names
