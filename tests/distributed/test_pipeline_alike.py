@@ -106,6 +106,51 @@ def own_samples(rank: int, world_size: int) -> None:
     engine.close()
 
 
+class Looking(nn.Module):
+    """Takes another way for a batch without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) if mask.all() else self.first(x * mask)
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+def other_ways(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Looking()
+    reference = copy.deepcopy(model)
+    engine = xm.PipelineEngine(
+        model,
+        (torch.empty(2, 4), torch.ones(2, 4)),
+        meshes=[xm.Mesh([0, 1]), xm.Mesh([2, 3])],
+        split=xm.split_at("second"),
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        compare_batches=False,
+    )
+    x, y, full = torch.ones(8, 4), torch.zeros(8, 4), torch.ones(8, 4)
+    padded = full.clone()
+    padded[0] = 0  # of the first data shard's first microbatch
+    for mask in (full, padded, full):
+        engine.zero_grad()
+        reference.zero_grad()
+        engine.step(x, mask, target=y)
+        F.mse_loss(reference(x, mask), y).backward()  # type: ignore[no-untyped-call]
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="ranks 0 and 2 disagree: the model takes another way for the batch"):
+        engine.step(x, full if rank < 2 else padded, target=y)
+    engine.step(x, padded, target=y)
+    engine.close()
+
+
+def test_ranks_that_would_take_other_ways_through_the_model() -> None:
+    spawn(other_ways, 4, timeout=60)
+
+
 def test_own_samples() -> None:
     spawn(own_samples, 4, timeout=90)
 

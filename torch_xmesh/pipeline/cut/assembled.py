@@ -91,6 +91,7 @@ class Assembled:
                 graph,
                 uses_rng=self.cut.draws_random_numbers(stage),
                 has_gradients=self.recording.has_gradients,
+                way=str([guard.value for guard in self.recording.guards]),
             )
         return self._codes[stage]
 

@@ -91,10 +91,11 @@ class StageCode:
         graph: as torch.fx has it.
         uses_rng: it may draw random numbers.
         has_gradients: it was recorded with gradients enabled.
+        way: what the model read of its inputs' values, in words that are the same on every rank.
     """
 
-    def __init__(self, graph: fx.Graph, *, uses_rng: bool, has_gradients: bool) -> None:
-        self.graph, self.uses_rng, self.has_gradients = graph, uses_rng, has_gradients
+    def __init__(self, graph: fx.Graph, *, uses_rng: bool, has_gradients: bool, way: str) -> None:
+        self.graph, self.uses_rng, self.has_gradients, self.way = graph, uses_rng, has_gradients, way
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,9 @@ from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueInfo
 _Key = tuple[tuple[tuple[int, ...], ...], bool, bool, Autocasts]
 
 
+_MOST_KEYS = 4 * MOST_SIZES  # for sizes in training and evaluation, whole and of one data shard
+
+
 class Variants:
     """All recordings of one model that are cut alike; the last ones used are kept.
 
@@ -68,7 +71,7 @@ class Variants:
     def _add(self, key: _Key, found: Assembled) -> Assembled:
         known = self._found.pop(key, [])
         self._found[key] = [found, *known][:MOST_SIZES]
-        if len(self._found) > MOST_SIZES:
+        if len(self._found) > _MOST_KEYS:
             del self._found[next(iter(self._found))]
         return found
 

@@ -1,7 +1,7 @@
 """What must be the same on several ranks in a step besides its facts: the values of plain batches and of one data
 shard, and whether modules are in training mode."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,11 @@ class StepComparison:
             "is_training": "engine.train() (1) or engine.eval() (0): {}",
             "autocast": "torch.autocast around the step is on, off, or of another dtype",
             **{f"modes {k}": f"the modules of stage {k} are in other modes (train(), eval())" for k in self._stages},
+            **{
+                f"ways of shard {shard} of {number}": f"the model takes another way for the batch: {_ADVICE}"
+                for number in sorted({mesh.num_shards for mesh in place.meshes})
+                for shard in range(number)
+            },
             **{name: f"{what} has other values: {_ADVICE}" for name, what in batch.items()},
             **{
                 f"{name} in shard {shard}": f"{what} has other values, but both are on data shard {shard}: {_SHARED}"
@@ -59,6 +64,15 @@ class StepComparison:
                 for shard in range(self._num_shared(takers[name]))
             },
         }
+
+    def ways(self, codes: Mapping[int, Sequence[Any]]) -> dict[str, int]:
+        """Of the codes that recorded stages run for each microbatch: what the model read of the batch, by shard."""
+        found = {}
+        for stage, several in codes.items():
+            mesh = self._place.meshes[stage]
+            read = (code.way if code is not None else "" for code in several)
+            found[f"ways of shard {mesh.shard} of {mesh.num_shards}"] = number_of(*read)
+        return found
 
     @property
     def _stages(self) -> range:

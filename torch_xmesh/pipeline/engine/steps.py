@@ -315,6 +315,7 @@ class EngineSteps:
             self._cut(given, SampleOrder.of(both, number, known or 1))
             if (foreseen := self._foreseen(given.shapes)) is not None:
                 self._find_codes(given, foreseen)
+                given.compared |= self._comparison.ways(given.codes)
         return given
 
     def _has_loss(self, target: Any) -> bool:
