@@ -12,7 +12,8 @@ from torch_xmesh.pipeline.cut.microbatch import leaf_specs
 from torch_xmesh.pipeline.cut.partition import SplitAt, split_at
 from torch_xmesh.pipeline.cut.profile import Profile, balance, check_limit, choose_split
 from torch_xmesh.pipeline.cut.profile_memory import Needed, Read, UnitCost, needed_bytes
-from torch_xmesh.pipeline.cut.values import StageProgram, sorted_arguments
+from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.values import sorted_arguments
 
 SAMPLES = 3
 OUTPUT = SAMPLES * 16 * 4

@@ -13,7 +13,8 @@ from torch_xmesh.pipeline.capture.recording import Recording, TensorFacts, struc
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
 from torch_xmesh.pipeline.cut.infos import Affine, NotLinearError, TensorInfo, join
 from torch_xmesh.pipeline.cut.stage_module import StageBuilder, StageCode
-from torch_xmesh.pipeline.cut.values import OutputStructure, ValueInfo, ValueName
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
+from torch_xmesh.pipeline.cut.values import OutputStructure, ValueName
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,16 +27,9 @@ from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.cut.partition_parts import check_buffers, finish_partition, input_names, unused_parameters
 from torch_xmesh.pipeline.cut.ready import Exchange, MetaCopies, StageSignature, chain_ready_stages
 from torch_xmesh.pipeline.cut.stage_module import stage_module
-from torch_xmesh.pipeline.cut.values import (
-    InputInfo,
-    OutputStructure,
-    Partition,
-    Shapes,
-    SizedStages,
-    StageProgram,
-    ValueInfo,
-    sorted_arguments,
-)
+from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
+from torch_xmesh.pipeline.cut.values import InputInfo, OutputStructure, Partition, Shapes, SizedStages, sorted_arguments
 from torch_xmesh.pipeline.cut.variants import StageCodes, Variants
 
 __all__ = [

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.cut.values import InputInfo, OutputStructure, Partition, StageProgram, ValueInfo, ValueName
+from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
+from torch_xmesh.pipeline.cut.values import InputInfo, OutputStructure, Partition, ValueName
 
 
 def finish_partition(

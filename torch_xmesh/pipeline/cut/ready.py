@@ -21,7 +21,9 @@ from torch_xmesh.pipeline.cut.infos import (
     join,
 )
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
-from torch_xmesh.pipeline.cut.values import OutputStructure, SizedStages, StageProgram, ValueInfo, ValueName
+from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
+from torch_xmesh.pipeline.cut.values import OutputStructure, SizedStages, ValueName
 
 
 @dataclasses.dataclass(frozen=True)

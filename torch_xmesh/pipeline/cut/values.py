@@ -1,4 +1,4 @@
-"""What a partition consists of: stages, the tensors between them, the model's inputs and outputs."""
+"""A partition: stages, the tensors between them, the model's inputs and outputs."""
 
 import dataclasses
 import functools
@@ -6,65 +6,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.regions import Autocasts, autocasts
 from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
-from torch_xmesh.pipeline.cut.infos import TensorInfo
-from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
 from torch_xmesh.pipeline.cut.stage_module import ModuleElsewhere
+from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
 
 MOST_SIZES = 64
 """Of the inputs, for which stages are kept."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueInfo:
-    """A tensor that enters the model, crosses stages or leaves the model.
-
-    Attributes:
-        name: unique in the partition, the same on every rank.
-        producer: the stage that makes it, or None for an input of the model.
-        consumers: the other stages that read it, ascending; the last stage is one if it hands on another's model
-            output.
-        shape: for the example's number of samples.
-        requires_grad: what the producer's autograd says, hence also `is_differentiable`.
-        batch_dim: the dim that holds the samples, or None.
-        varies: it has no batch dim and yet depends on the samples (a mean over the batch): data shards have values of
-            their own.
-    """
-
-    name: str
-    producer: int | None
-    consumers: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    batch_dim: int | None
-    is_output: bool
-    tensor: TensorInfo = dataclasses.field(repr=False)
-    samples: int = dataclasses.field(repr=False, default=0)
-    fixed_batch: bool = dataclasses.field(repr=False, default=False)
-    varies: bool = dataclasses.field(repr=False, default=False)
-
-    @property
-    def is_differentiable(self) -> bool:
-        return self.requires_grad
-
-    def shape_for(self, num_samples: int) -> tuple[int, ...]:
-        """The shape for a microbatch (or a data shard of one) of `num_samples` samples.
-
-        Raises:
-            ValueError: the stage works for the example's number of samples only.
-        """
-        if self.fixed_batch and num_samples != self.samples:
-            raise ValueError(
-                f"{self.name}: the model was captured for microbatches of exactly {self.samples} samples, got "
-                f"{num_samples}: "
-                "its forward uses the batch size in a way that does not carry over to others"
-            )
-        return self.tensor.shape(num_samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,73 +57,6 @@ class OutputStructure:
         """The model's output, of the output values by name."""
         flat = [values[leaf.name] if isinstance(leaf, ValueName) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(flat, self.structure)
-
-
-@dataclasses.dataclass
-class StageProgram:
-    """One stage: calling it maps its input values to its output values, on one autograd graph.
-
-    Attributes:
-        module: shares parameters, buffers and submodules with the model, under the model's names; may be replaced by
-            a wrapper with the same call.
-        input_values: order of the inputs; `model_inputs` are those that the user passes to the step.
-        output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
-            through.
-        uses_rng: False if the stage certainly draws no random numbers in training mode.
-        adapter: how a ready module is called, None for a recorded one.
-        codes: what a recorded one may run.
-        infos: of its input values.
-        cell: holds the code that the module runs.
-    """
-
-    index: int
-    module: nn.Module
-    input_values: tuple[str, ...]
-    output_values: tuple[str, ...]
-    model_inputs: tuple[str, ...]
-    uses_rng: bool = True
-    adapter: ReadyAdapter | None = None
-    codes: Any = dataclasses.field(default=None, repr=False)
-    infos: Sequence[ValueInfo] = dataclasses.field(default=(), repr=False)
-    cell: list[Any] = dataclasses.field(default_factory=list, repr=False)
-
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the stage.
-
-        Raises:
-            ValueError: another number of inputs than `input_values`, or the model cannot be recorded for them.
-        """
-        if len(inputs) != len(self.input_values):
-            raise ValueError(
-                f"stage {self.index} takes {len(self.input_values)} inputs {list(self.input_values)}, got {len(inputs)}"
-            )
-        if self.adapter is not None:
-            return self.adapter.run(self.index, self.module, inputs)
-        given = {name: one for name, one in zip(self.input_values, inputs, strict=True) if name in self.model_inputs}
-        return self.run(self.code(self._samples(inputs), given), inputs)
-
-    def code(self, samples: int, given: Mapping[str, torch.Tensor]) -> Any:
-        """What a recorded stage runs for so many samples; `given`: the model's inputs that it takes, by name.
-
-        Raises:
-            ValueError: the model cannot be recorded for them.
-        """
-        return self.codes.of(samples, given, self.module.training)
-
-    def run(self, code: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Runs a recorded stage by a code of its own."""
-        self.cell[0] = code
-        return tuple(self.module(*inputs))
-
-    def _samples(self, inputs: Sequence[torch.Tensor]) -> int:
-        """How many samples the inputs hold."""
-        for info, tensor in zip(self.infos, inputs, strict=True):
-            if info.batch_dim is not None:
-                return tensor.size(info.batch_dim) // info.tensor.sizes[info.batch_dim].per_sample
-        return self.infos[0].samples if self.infos else 0
-
-    def parameter_names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.module.named_parameters())
 
 
 @dataclasses.dataclass(frozen=True)

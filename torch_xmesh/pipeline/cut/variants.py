@@ -13,7 +13,8 @@ from torch_xmesh.pipeline.capture.recording import Guard, Recording
 from torch_xmesh.pipeline.capture.regions import Autocasts, autocasts, enter_modes
 from torch_xmesh.pipeline.cut.assembled import Assembled, Ports
 from torch_xmesh.pipeline.cut.stage_module import StageCode
-from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueInfo
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
+from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 
 _Key = tuple[tuple[tuple[int, ...], ...], bool, bool, Autocasts]
 

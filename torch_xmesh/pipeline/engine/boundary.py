@@ -7,7 +7,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
-from torch_xmesh.pipeline.cut.values import ValueInfo
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.plan_cache import Move, PlanOptions
 from torch_xmesh.spec import normal_placements

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
-from torch_xmesh.pipeline.cut.values import ValueInfo
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.spec import AnyMesh, Mesh, mesh_grid, named_axis
 
 DEFAULT_AXIS = "default"

@@ -1,0 +1,78 @@
+"""How one stage is called."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
+from torch_xmesh.pipeline.cut.value_info import ValueInfo
+
+
+@dataclasses.dataclass
+class StageProgram:
+    """One stage: calling it maps its input values to its output values, on one autograd graph.
+
+    Attributes:
+        module: shares parameters, buffers and submodules with the model, under the model's names; may be replaced by
+            a wrapper with the same call.
+        input_values: order of the inputs; `model_inputs` are those that the user passes to the step.
+        output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
+            through.
+        uses_rng: False if the stage certainly draws no random numbers in training mode.
+        adapter: how a ready module is called, None for a recorded one.
+        codes: what a recorded one may run.
+        infos: of its input values.
+        cell: holds the code that the module runs.
+    """
+
+    index: int
+    module: nn.Module
+    input_values: tuple[str, ...]
+    output_values: tuple[str, ...]
+    model_inputs: tuple[str, ...]
+    uses_rng: bool = True
+    adapter: ReadyAdapter | None = None
+    codes: Any = dataclasses.field(default=None, repr=False)
+    infos: Sequence[ValueInfo] = dataclasses.field(default=(), repr=False)
+    cell: list[Any] = dataclasses.field(default_factory=list, repr=False)
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the stage.
+
+        Raises:
+            ValueError: another number of inputs than `input_values`, or the model cannot be recorded for them.
+        """
+        if len(inputs) != len(self.input_values):
+            raise ValueError(
+                f"stage {self.index} takes {len(self.input_values)} inputs {list(self.input_values)}, got {len(inputs)}"
+            )
+        if self.adapter is not None:
+            return self.adapter.run(self.index, self.module, inputs)
+        given = {name: one for name, one in zip(self.input_values, inputs, strict=True) if name in self.model_inputs}
+        return self.run(self.code(self._samples(inputs), given), inputs)
+
+    def code(self, samples: int, given: Mapping[str, torch.Tensor]) -> Any:
+        """What a recorded stage runs for so many samples; `given`: the model's inputs that it takes, by name.
+
+        Raises:
+            ValueError: the model cannot be recorded for them.
+        """
+        return self.codes.of(samples, given, self.module.training)
+
+    def run(self, code: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Runs a recorded stage by a code of its own."""
+        self.cell[0] = code
+        return tuple(self.module(*inputs))
+
+    def _samples(self, inputs: Sequence[torch.Tensor]) -> int:
+        """How many samples the inputs hold."""
+        for info, tensor in zip(self.infos, inputs, strict=True):
+            if info.batch_dim is not None:
+                return tensor.size(info.batch_dim) // info.tensor.sizes[info.batch_dim].per_sample
+        return self.infos[0].samples if self.infos else 0
+
+    def parameter_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.module.named_parameters())
