@@ -25,6 +25,14 @@ def _translation(samples: int, length: int, is_padded: bool) -> Batch:
     return {**_text(samples, length, is_padded), "labels": torch.randint(3, VOCABULARY, (samples, 7))}
 
 
+def _sentences(samples: int, length: int, is_padded: bool) -> Batch:
+    """Without a mask: the model finds each sentence's last token itself."""
+    tokens = torch.randint(3, VOCABULARY, (samples, length))
+    if is_padded:
+        tokens[: samples // 2, -3:] = 0
+    return {"input_ids": tokens, "labels": torch.randint(0, 3, (samples,))}
+
+
 def _pictures(samples: int, length: int, is_padded: bool) -> Batch:
     return {"pixel_values": torch.randn(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
 
@@ -153,6 +161,12 @@ CASES = {
             _decoder(transformers.Qwen2MoeForCausalLM, transformers.Qwen2MoeConfig, output_router_logits=True, **_MOE),
             _text,
             (("model.layers.1",), ("model.layers.1", "model.layers.2")),
+        ),
+        LibraryCase(
+            "classifier",
+            _decoder(transformers.LlamaForSequenceClassification, transformers.LlamaConfig, num_labels=3),
+            _sentences,
+            (("model.layers.1",), ("model.layers.1", "score")),
         ),
         LibraryCase("bert", _bert, _text, (("bert.encoder.layer.1",), ("bert.encoder.layer.1", "cls"))),
         LibraryCase("t5", _t5, _translation, (("decoder",), ("decoder.block.0", "decoder.block.1"))),
