@@ -13,8 +13,8 @@ class FlightsTest : public ::testing::Test {
  protected:
   static std::vector<StageValues> stages() { return {{0, {"x"}, {"a", "b"}, {0}, true}, {1, {"b", "a"}, {"c"}, {}, true}}; }
   static std::vector<EdgeValues> edges(bool drops = false) {
-    EdgeValues local{0, 1, {0, 1}, {1, 0}, {at::kFloat, at::kFloat}, {1, 0}, {0, 0}, true, true, true};
-    EdgeValues away{0, 2, {0}, {0}, {at::kFloat}, {1}, {static_cast<uint8_t>(drops)}, false, true, false};
+    EdgeValues local{0, 1, {0, 1}, {1, 0}, {1, 0}, {0, 0}, true, true, true};
+    EdgeValues away{0, 2, {0}, {0}, {1}, {static_cast<uint8_t>(drops)}, false, true, false};
     return {local, away};
   }
 

@@ -35,7 +35,7 @@ class StageRunnerTest : public ::testing::Test {
   }
 
   std::vector<at::Tensor> weights_ = {at::full({2}, 3.0F), at::full({2}, 5.0F)};
-  Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {at::kFloat}, {1}, {0}, true, true, true}}};
+  Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {1}, {0}, true, true, true}}};
   StageRunner runner_{flights_, [this](int32_t stage, int32_t, std::vector<at::Tensor> inputs) { return forward(stage, inputs); }};
 };
 
