@@ -44,7 +44,7 @@ class Lifter:
         """What a value holds; or why it cannot become part of a graph: it holds something else of one forward."""
         if isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and self._is_whole(value)):
             return [value], lambda one: one
-        if isinstance(value, type | enum.Enum | types.BuiltinFunctionType) or is_plain(value):
+        if isinstance(value, type | enum.Enum | types.BuiltinFunctionType | np.ndarray) or is_plain(value):
             return [], lambda: value
         if type(value) is tuple:
             return self._parts(list(value), tuple)

@@ -1,6 +1,7 @@
 """What a forward did, as a graph: see recorder.py for how it is recorded."""
 
 import dataclasses
+import hashlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -164,6 +165,8 @@ def _text(value: Any) -> str:
 
 
 def _text_of_object(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {value.shape} {hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()}"
     if isinstance(value, torch.Tensor):
         content = value.tolist() if value.numel() < 100 else (tuple(value.shape), float(value.double().sum()))
         return f"tensor {value.dtype} {content}"

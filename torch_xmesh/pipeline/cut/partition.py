@@ -183,7 +183,7 @@ def _partition_recorded(
         infos, is_fixed = _infos(recorded, base, examples, dims=dims, samples=samples)
         values = base.values(infos, samples or 0, is_fixed)
         variants = Variants(recorded, base, examples=examples, cut=cut)
-        trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True)
+        trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True, {})
     inputs = {name: values[name] for name, _ in named}
     stages = []
     for stage, ports in enumerate(base.ports):
@@ -206,8 +206,8 @@ def _partition_recorded(
         stages, values, arguments=arguments, named=named, samples=samples, fixed_batch=is_fixed and samples is not None
     )
 
-    def resize(shapes: Shapes) -> SizedStages:
-        found = variants.at(shapes, result.training)
+    def resize(shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> SizedStages:
+        found = variants.at(shapes, result.training, usual)
         others = found.values(infos_like(values, found, samples or 0), samples or 0, result.fixed_batch)
         given = {name: others[name] for name, _ in named}
         programs = [
@@ -323,7 +323,7 @@ def _partition_ready(
     )
     copied = MetaCopies(modules)
 
-    def resize(shapes: Shapes) -> SizedStages:
+    def resize(shapes: Shapes, _: Mapping[str, torch.Tensor]) -> SizedStages:
         leaves, structure = pytree.tree_flatten(arguments)
         examples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = iter(resized_examples(examples, shapes.values()))

@@ -87,8 +87,8 @@ class Partition:
         unused_parameters: the model's parameters that no stage holds.
         batch_size: samples of the example arguments, None if no argument has a batch dim.
         fixed_batch: the stages work for `batch_size` samples only.
-        resize: finds the stages for inputs of other sizes, and under the autocast that is on; ValueError where they do
-            not hold for them.
+        resize: finds the stages for inputs of other sizes, and under the autocast that is on; those inputs that are at
+            hand show which values are usual. ValueError where the stages do not hold for them.
         autocasts: under which all this was found.
         graph_text: of a recorded model whose way does not depend on values, the same on every rank.
     """
@@ -103,7 +103,9 @@ class Partition:
     fixed_batch: bool
     argument_leaves: tuple[Any, ...]
     argument_structure: pytree.TreeSpec
-    resize: Callable[[Shapes], SizedStages] | None = dataclasses.field(default=None, repr=False)
+    resize: Callable[[Shapes, Mapping[str, torch.Tensor]], SizedStages] | None = dataclasses.field(
+        default=None, repr=False
+    )
     autocasts: Autocasts = dataclasses.field(default_factory=autocasts)
     graph_text: str | None = dataclasses.field(default=None, repr=False)
     _sized: dict[Any, "Partition"] = dataclasses.field(default_factory=dict, repr=False)
@@ -147,28 +149,28 @@ class Partition:
                     shapes[info.name] = info.shape
         return shapes
 
-    def at(self, shapes: Shapes) -> "Partition":
+    def at(self, shapes: Shapes, usual: Mapping[str, torch.Tensor] | None = None) -> "Partition":
         """The same stages, with the same modules, for inputs of these shapes; the last ones found are kept.
 
         Raises:
             ValueError: the stages do not work for them, or only for the example's.
         """
         key = tuple(shapes[name] for name in self.inputs), autocasts()
-        found = self._sized.pop(key, None) or self.resized(shapes)
+        found = self._sized.pop(key, None) or self.resized(shapes, usual or {})
         if found is not self:
             self._sized[key] = found
         if len(self._sized) > MOST_SIZES:
             del self._sized[next(iter(self._sized))]
         return found
 
-    def resized(self, shapes: Shapes) -> "Partition":
+    def resized(self, shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> "Partition":
         """As :meth:`at`, found anew. With ready stages that are elsewhere, all processes call it alike."""
         changed = next((info for info in self.inputs.values() if shapes[info.name] != info.shape), None)
         is_cast = autocasts() != self.autocasts
         if (changed is None and not is_cast) or self.resize is None:
             return self
         try:
-            found = self.resize(shapes)
+            found = self.resize(shapes, usual)
             _check_alike(self.values, found.values, is_cast)
             if found.fixed_batch != self.fixed_batch:
                 raise ValueError(f"they would work for {self.batch_size} samples only")
@@ -258,7 +260,13 @@ class Partition:
 
     def for_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> "Partition":
         """The partition :meth:`at` the sizes of these arguments."""
-        return self.at(self.shapes_of(args, kwargs or {}))
+        shapes = self.shapes_of(args, kwargs or {})
+        return self.at(shapes, self.named_tensors(pytree.tree_leaves(sorted_arguments(args, kwargs))))
+
+    def named_tensors(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The tensors among the leaves of :func:`sorted_arguments`, by the names of the model's inputs."""
+        pairs = zip(self.argument_leaves, leaves, strict=True)
+        return {expected.name: leaf for expected, leaf in pairs if isinstance(expected, ValueName)}
 
     def __str__(self) -> str:
         lines = []

@@ -57,17 +57,21 @@ class Variants:
         for one in known:
             if not one.recording.guards or holds(one.recording, given):
                 return one
-        return self._add(key, self._record(key, shapes, given, training))
+        return self._add(key, self._record(shapes, given, training))
 
-    def at(self, shapes: Shapes, training: bool) -> Assembled:
-        """A way that the forward takes for inputs of these shapes, whatever their values, in training."""
+    def at(self, shapes: Shapes, training: bool, usual: Mapping[str, torch.Tensor]) -> Assembled:
+        """A way that the forward takes for inputs of these shapes, whatever their values, with gradients; `usual` has
+        inputs with values as they may be, of other shapes."""
         with torch.enable_grad():
-            return self._at(shapes, training)
+            return self._at(shapes, training, usual)
 
-    def _at(self, shapes: Shapes, training: bool) -> Assembled:
+    def _at(self, shapes: Shapes, training: bool, usual: Mapping[str, torch.Tensor]) -> Assembled:
         key = self._key([shapes[name] for name in self._recorded.names], training)
         known = self._found.get(key)
-        return known[0] if known else self._add(key, self._record(key, shapes, {}, training, has_values=False))
+        if known:
+            return known[0]
+        given = {name: resized(one, shapes[name]) for name, one in usual.items()}
+        return self._add(key, self._record(shapes, given, training, has_values=False))
 
     def _add(self, key: _Key, found: Assembled) -> Assembled:
         known = self._found.pop(key, [])
@@ -77,7 +81,7 @@ class Variants:
         return found
 
     def _record(
-        self, key: _Key, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool, has_values: bool = True
+        self, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool, has_values: bool = True
     ) -> Assembled:
         inputs = [
             given[name] if name in given else resized(example, shapes[name])

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import Shapes, describe_path
@@ -29,9 +31,10 @@ class SizedPlace:
     _plans: dict[tuple[int, ...], list["_C.EdgePlans"]] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def at(place: EnginePlace, shapes: Shapes) -> "SizedPlace":
-        """Called by all ranks alike. Raises ValueError where the stages do not work for inputs of these shapes."""
-        partition = place.partition.resized(shapes)
+    def at(place: EnginePlace, shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> "SizedPlace":
+        """Called by all ranks alike, each with what it has of the batch. Raises ValueError where the stages do not work
+        for inputs of these shapes."""
+        partition = place.partition.resized(shapes, usual)
         if partition is place.partition:
             return SizedPlace(place, partition, place.boundaries, place.works)
         boundaries = place.boundaries.at(partition.values)

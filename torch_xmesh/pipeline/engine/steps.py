@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.losses import needs_target
@@ -340,7 +342,7 @@ class EngineSteps:
             failure, text, found = None, None, ""
             orders: dict[int, SampleOrder] = {}
             try:
-                sized = sized or SizedPlace.at(self._place, shapes)
+                sized = sized or SizedPlace.at(self._place, shapes, self._usual(given))
                 orders = sized.orders_of(*batch)
                 if given.order is not None and given.order in orders.values():
                     self._find_codes(given, sized)
@@ -373,6 +375,14 @@ class EngineSteps:
         if len(self._last_cut) > MOST_SIZES:
             del self._last_cut[next(iter(self._last_cut))]
         return sized, order, cuts, plan
+
+    def _usual(self, given: _Given) -> dict[str, torch.Tensor]:
+        """What this rank has of the batch, by the names of the model's inputs."""
+        leaves = pytree.tree_leaves(given.tree)
+        if len(leaves) != len(self._place.partition.argument_leaves):  # another rank's stages take the batch
+            return {}
+        found = self._place.partition.named_tensors(leaves)
+        return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in found.items()}
 
     def _foreseen(self, shapes: Shapes) -> SizedPlace | None:
         """What the pipeline is if the inputs that this rank does not read have the sizes that they had last."""
