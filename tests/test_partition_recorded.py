@@ -495,3 +495,28 @@ def test_wrappers_that_would_be_cut_open_are_refused() -> None:
     compiled[1].compile(backend="eager")
     with pytest.raises(ValueError, match="a stage starts inside module '1' .* which is compiled"):
         partition(compiled, (rows(1.0, 2.0),), None, split_at("1.1"))
+
+
+class Nested(nn.Module):
+    """A part that may be in another mode than the whole, with a branch on its mode between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * (2 if self.training else 1)
+        return x
+
+
+def test_parts_in_another_mode_than_the_whole() -> None:
+    model = nn.Sequential(Nested(), nn.Linear(4, 4))
+    model[0].eval()
+    parts = partition(model, (rows(1.0, 2.0),), None, split_at("0.layers.1"))
+    assert torch.equal(parts.run(rows(3.0)), model(rows(3.0)))
+    for training in (True, False, True):
+        model.train(training)
+        for stage in parts.stages:
+            stage.module.train(training)
+        assert torch.equal(parts.run(rows(3.0)), model(rows(3.0)))

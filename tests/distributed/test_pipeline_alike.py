@@ -151,6 +151,54 @@ def test_ranks_that_would_take_other_ways_through_the_model() -> None:
     spawn(other_ways, 4, timeout=60)
 
 
+class Scaled(nn.Module):
+    """Has a number that a person may want to change, and a branch on its mode between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+        self.alpha = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) * self.alpha
+        return y * 2 if self.training else y  # type: ignore[no-any-return]
+
+
+def changes_to_the_model(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Scaled().eval()
+    options: dict[str, Any] = {"num_microbatches": 2, "loss_fn": F.mse_loss, "split": xm.split_at("inner.2")}
+    engine = xm.PipelineEngine(model, (torch.empty(2, 4),), meshes=[xm.Mesh([0]), xm.Mesh([1])], **options)
+    x = torch.ones(4, 4)
+
+    def step() -> float:
+        engine.step(x, target=x)
+        return engine.last_loss() or 0.0
+
+    in_evaluation = step()
+    model.train()
+    with pytest.raises(ValueError, match=r"train\(\) was called on the model, .* call engine.train\(\)"):
+        step()
+    engine.train()
+    assert step() != in_evaluation
+    engine.eval()
+    assert step() == in_evaluation
+    model.alpha = 0.25
+    with pytest.raises(ValueError, match="alpha is 0.25; it was 0.5 when the engine was made"):
+        step()
+    model.alpha = 0.5
+    hook = model.inner.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(ValueError, match="module 'inner' has a hook since the engine was made"):
+        step()
+    hook.remove()
+    assert step() == in_evaluation
+    engine.close()
+
+
+def test_changes_to_the_model_that_stages_would_not_notice() -> None:
+    spawn(changes_to_the_model, 2, timeout=60)
+
+
 def test_own_samples() -> None:
     spawn(own_samples, 4, timeout=90)
 

@@ -14,6 +14,11 @@ def opened_modules(names: Iterable[str]) -> frozenset[str]:
     return frozenset(".".join(part[:depth]) for part in parts for depth in range(len(part)))
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on it."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
 def why_closed(module: nn.Module) -> str | None:
     """What would be lost if a module were looked into, None where nothing would."""
     if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
@@ -24,7 +29,7 @@ def why_closed(module: nn.Module) -> str | None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         return "is sharded by fully_shard: call that in parallelize=, on the stage"
-    if any(getattr(module, hooks) for hooks in _HOOKS):
+    if has_hooks(module):
         return (
             "has hooks: they would run while the model is recorded, not in training; move the split point out of it or "
             "register the hooks on the modules inside"

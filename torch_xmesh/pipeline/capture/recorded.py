@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.errors import (
@@ -59,6 +60,8 @@ class RecordedModel:
         self.type_name = type(model).__name__
         self._shadow = Shadow(model, device)
         self._flags = [module.training for module in self._shadow.model.modules()]
+        looked = {module.training for name, module in self._shadow.model.named_modules() if name in {"", *opened}}
+        self._own_mode = self._flags[0] if len(looked) == 1 else None
         self._on_memory: frozenset[type] = frozenset()
         self._as_fakes: frozenset[str] = frozenset()
         self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
@@ -67,19 +70,19 @@ class RecordedModel:
         self._begun, self._num_recorded = time.monotonic(), 0
 
     @property
-    def training(self) -> bool:
-        """The model's mode when this was made."""
-        return self._flags[0]
+    def training(self) -> bool | None:
+        """The mode of the modules that are looked into when this was made; None where they had several."""
+        return self._own_mode
 
-    def record(self, inputs: Sequence[torch.Tensor], training: bool) -> Recording:
-        """The forward with `inputs` as the tensor arguments.
+    def record(self, inputs: Sequence[torch.Tensor], training: bool | None) -> Recording:
+        """The forward with `inputs` as the tensor arguments, in training mode or not, or (None) as the model came.
 
         Raises:
             CaptureError: it cannot be recorded.
         """
         return self.record_turns([inputs], training)[0]
 
-    def record_turns(self, several: Sequence[Sequence[torch.Tensor]], training: bool) -> list[Recording]:
+    def record_turns(self, several: Sequence[Sequence[torch.Tensor]], training: bool | None) -> list[Recording]:
         """Forwards one after another, each with random numbers of its own: a later one finds what an earlier one has
         kept in the model's attributes.
 
@@ -87,7 +90,7 @@ class RecordedModel:
             CaptureError: see `record`.
         """
         for module, flag in zip(self._shadow.model.modules(), self._flags, strict=True):
-            module.training = flag if training == self.training else training
+            module.training = flag if training is None or training == self.training else training
         while True:
             try:
                 with self._undisturbed():
@@ -136,6 +139,8 @@ class RecordedModel:
     def _refusal(self, error: Exception, what: str = "the model", called: str = "") -> CaptureError:
         where = source_line(error) or called
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, DynamicOutputShapeException):
+            reason = "the size of a result would follow from values; select inside of a module, or in loss_fn"
         return CaptureError(
             f"{self.type_name} cannot be recorded: {what} fails{' at ' + where if where else ''}: "
             f"{type(error).__name__}: {reason}. Where the example is right, "

@@ -183,7 +183,7 @@ def _partition_recorded(
         infos, is_fixed = _infos(recorded, base, examples, dims=dims, samples=samples)
         values = base.values(infos, samples or 0, is_fixed)
         variants = Variants(recorded, base, examples=examples, cut=cut)
-        trained = base if model.training else variants.at({name: values[name].shape for name, _ in named}, True, {})
+        trained = base if model.training else _in_training(variants, {name: values[name].shape for name, _ in named})
     inputs = {name: values[name] for name, _ in named}
     stages = []
     for stage, ports in enumerate(base.ports):
@@ -195,13 +195,14 @@ def _partition_recorded(
                 input_values=ports.inputs,
                 output_values=ports.outputs,
                 model_inputs=ports.model_inputs,
-                uses_rng=trained.code(stage, ports).uses_rng,
+                uses_rng=trained is None or trained.code(stage, ports).uses_rng,
                 codes=StageCodes(variants, stage, ports, inputs),
                 infos=[values[name] for name in ports.inputs],
-                cell=module.chosen,
+                inner=module,
             )
         )
-    check_buffers(stages, {**base.cut.changed_buffers(), **trained.cut.changed_buffers()})
+    changed = {} if trained is None else trained.cut.changed_buffers()
+    check_buffers(stages, {**base.cut.changed_buffers(), **changed})
     result = finish_partition(
         stages, values, arguments=arguments, named=named, samples=samples, fixed_batch=is_fixed and samples is not None
     )
@@ -225,10 +226,20 @@ def _partition_recorded(
         outputs=base.outputs,
         unused_parameters=unused_parameters(model, stages),
         resize=resize,
+        opened=base.recording.opened,
         graph_text=None
         if base.recording.guards
         else "\n".join(map(base.recording.text_of, base.recording.graph.nodes)),
     )
+
+
+def _in_training(variants: Variants, shapes: Shapes) -> Assembled | None:
+    """What a model that came in evaluation mode does in training; None where that cannot be recorded: its first
+    training step says why."""
+    try:
+        return variants.at(shapes, True, {})
+    except CaptureError:
+        return None
 
 
 def _infos(
@@ -245,7 +256,7 @@ def _infos(
         try:
             for extra in (1, 2):
                 more = [grown(one, dim, extra) for one, dim in zip(examples, dims, strict=True)]
-                runs.append(recorded.record(more, base.recording.training))
+                runs.append(recorded.record(more, recorded.training))
                 infos = infos_of(runs, base, samples)
                 _check_output(runs)
                 sizes = [size for info in infos.values() for size in info.sizes]

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.library_models import without_caches
 from torch_xmesh.pipeline.capture.opened import check_opened, opened_modules
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
@@ -134,6 +135,7 @@ class Profile:
 
     def __init__(self, model: nn.Module, arguments: _Arguments, specs: Sequence[Any], repeats: int) -> None:
         self._model, self._arguments, self._specs = model, arguments, specs
+        without_caches(model)
         device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
         names = [name for name, _ in input_names(model, arguments)]
         self._recorded = RecordedModel(model, arguments, names=names, opened=frozenset(), batch=(), device=device)

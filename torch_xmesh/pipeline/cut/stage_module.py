@@ -113,12 +113,13 @@ class StageModule(nn.Module):
     def __init__(self, code: StageCode, training: bool) -> None:
         super().__init__()
         self.training = training
-        self.chosen = [code]
+        self.chosen = code
+        self.looked_into: list[nn.Module] = []  # the modules that hold others of the stage
         self._ran: dict[Any, set[StageCode]] = {}  # by shapes, mode and autocast
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Input values in order to output values in order."""
-        code = self.chosen[0]
+        code = self.chosen
         if code.has_gradients and not torch.compiler.is_compiling():
             situation = (*(one.shape for one in inputs), self.training, autocasts())
             if torch._C._current_graph_task_id() == -1:
@@ -126,6 +127,16 @@ class StageModule(nn.Module):
             else:
                 code = self._again(situation)
         return code(self, inputs)
+
+    @property
+    def mode(self) -> bool | None:
+        """Training or not, of the stage and of the modules that were looked into; None where they differ."""
+        same = all(module.training == self.training for module in self.looked_into)
+        return self.training if same else None
+
+    def forget(self) -> None:
+        """No checkpoint around the stage will run again what ran till now."""
+        self._ran.clear()
 
     def _again(self, situation: Any) -> StageCode:
         """What a checkpoint around the whole stage runs in its backward: others may have been chosen since."""
@@ -164,7 +175,7 @@ def stage_module(model: nn.Module, code: StageCode) -> StageModule:
     return module
 
 
-def _install(module: nn.Module, model: nn.Module, target: str) -> None:
+def _install(module: StageModule, model: nn.Module, target: str) -> None:
     *parents, field = target.split(".")
     source: Any = model
     place: Any = module
@@ -177,6 +188,7 @@ def _install(module: nn.Module, model: nn.Module, target: str) -> None:
             held = nn.Module()
             held.training = getattr(source, "training", model.training)
             setattr(place, name, held)
+            module.looked_into.append(held)
         place = held
     value = getattr(source, field)
     if isinstance(value, torch.Tensor) and field in getattr(source, "_buffers", {}):

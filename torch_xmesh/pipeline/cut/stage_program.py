@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
+from torch_xmesh.pipeline.cut.stage_module import StageModule
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 
 
@@ -25,7 +26,7 @@ class StageProgram:
         adapter: how a ready module is called, None for a recorded one.
         codes: what a recorded one may run.
         infos: of its input values.
-        cell: holds the code that the module runs.
+        inner: the module that runs the codes, within what may be around it.
     """
 
     index: int
@@ -37,7 +38,7 @@ class StageProgram:
     adapter: ReadyAdapter | None = None
     codes: Any = dataclasses.field(default=None, repr=False)
     infos: Sequence[ValueInfo] = dataclasses.field(default=(), repr=False)
-    cell: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    inner: StageModule | None = dataclasses.field(default=None, repr=False)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the stage.
@@ -60,12 +61,19 @@ class StageProgram:
         Raises:
             ValueError: the model cannot be recorded for them.
         """
-        return self.codes.of(samples, given, self.module.training)
+        assert self.inner is not None
+        return self.codes.of(samples, given, self.inner.mode)
 
     def run(self, code: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Runs a recorded stage by a code of its own."""
-        self.cell[0] = code
+        assert self.inner is not None
+        self.inner.chosen = code
         return tuple(self.module(*inputs))
+
+    def begin_step(self) -> None:
+        """What ran in the last step runs no more, neither in a checkpoint's backward."""
+        if self.inner is not None:
+            self.inner.forget()
 
     def _samples(self, inputs: Sequence[torch.Tensor]) -> int:
         """How many samples the inputs hold."""

@@ -90,6 +90,7 @@ class Partition:
         resize: finds the stages for inputs of other sizes, and under the autocast that is on; those inputs that are at
             hand show which values are usual. ValueError where the stages do not hold for them.
         autocasts: under which all this was found.
+        opened: the modules of a recorded model that were looked into.
         graph_text: of a recorded model whose way does not depend on values, the same on every rank.
     """
 
@@ -107,6 +108,7 @@ class Partition:
         default=None, repr=False
     )
     autocasts: Autocasts = dataclasses.field(default_factory=autocasts)
+    opened: frozenset[str] = frozenset()
     graph_text: str | None = dataclasses.field(default=None, repr=False)
     _sized: dict[Any, "Partition"] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -115,15 +117,15 @@ class Partition:
         return len(self.stages)
 
     @property
-    def training(self) -> bool:
-        """The mode of the stages whose modules are here."""
-        return next(one.module.training for one in self.stages if not isinstance(one.module, ModuleElsewhere))
+    def training(self) -> bool | None:
+        """The mode of the recorded stages whose modules are here; None while that is several."""
+        return next(one.inner.mode for one in self.stages if one.inner is not None)
 
     def keep(self, stages: Collection[int]) -> None:
         """Lets go of the modules of all stages but these."""
         for program in self.stages:
             if program.index not in stages:
-                program.module = ModuleElsewhere(program.module)
+                program.module, program.inner = ModuleElsewhere(program.module), None
 
     def shapes_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], stages: Collection[int] | None = None

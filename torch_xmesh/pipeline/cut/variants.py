@@ -16,7 +16,7 @@ from torch_xmesh.pipeline.cut.stage_module import StageCode
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 
-_Key = tuple[tuple[tuple[int, ...], ...], bool, bool, Autocasts]
+_Key = tuple[tuple[tuple[int, ...], ...], bool | None, bool, Autocasts]
 
 
 _MOST_KEYS = 4 * MOST_SIZES  # for sizes in training and evaluation, whole and of one data shard
@@ -40,12 +40,12 @@ class Variants:
         self.base = base
         self._recorded, self._examples, self._cut = recorded, examples, cut
         self._found: dict[_Key, list[Assembled]] = {}
-        self._add(self._key([tuple(one.shape) for one in examples], base.recording.training), base)
+        self._add(self._key([tuple(one.shape) for one in examples], recorded.training), base)
 
-    def _key(self, shapes: Sequence[tuple[int, ...]], training: bool) -> _Key:
+    def _key(self, shapes: Sequence[tuple[int, ...]], training: bool | None) -> _Key:
         return tuple(shapes), training, torch.is_grad_enabled(), autocasts()
 
-    def of(self, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool) -> Assembled:
+    def of(self, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool | None) -> Assembled:
         """The way that the forward takes, under the autocast that is on, for inputs of these shapes; those of which
         values are read are `given`.
 
@@ -59,13 +59,13 @@ class Variants:
                 return one
         return self._add(key, self._record(shapes, given, training))
 
-    def at(self, shapes: Shapes, training: bool, usual: Mapping[str, torch.Tensor]) -> Assembled:
+    def at(self, shapes: Shapes, training: bool | None, usual: Mapping[str, torch.Tensor]) -> Assembled:
         """A way that the forward takes for inputs of these shapes, whatever their values, with gradients; `usual` has
         inputs with values as they may be, of other shapes."""
         with torch.enable_grad():
             return self._at(shapes, training, usual)
 
-    def _at(self, shapes: Shapes, training: bool, usual: Mapping[str, torch.Tensor]) -> Assembled:
+    def _at(self, shapes: Shapes, training: bool | None, usual: Mapping[str, torch.Tensor]) -> Assembled:
         key = self._key([shapes[name] for name in self._recorded.names], training)
         known = self._found.get(key)
         if known:
@@ -81,7 +81,7 @@ class Variants:
         return found
 
     def _record(
-        self, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool, has_values: bool = True
+        self, shapes: Shapes, given: Mapping[str, torch.Tensor], training: bool | None, has_values: bool = True
     ) -> Assembled:
         inputs = [
             given[name] if name in given else resized(example, shapes[name])
@@ -144,9 +144,9 @@ class StageCodes:
     stage: int
     ports: Ports
     inputs: Mapping[str, ValueInfo]
-    _plain: dict[tuple[int, bool, bool, Autocasts], StageCode] = dataclasses.field(default_factory=dict)
+    _plain: dict[tuple[int, bool | None, bool, Autocasts], StageCode] = dataclasses.field(default_factory=dict)
 
-    def of(self, samples: int, given: Mapping[str, torch.Tensor], training: bool) -> StageCode:
+    def of(self, samples: int, given: Mapping[str, torch.Tensor], training: bool | None) -> StageCode:
         """For so many samples in all inputs; `given`: the model's inputs that the stage takes.
 
         Raises:

@@ -21,6 +21,7 @@ from torch_xmesh.pipeline.engine.building_agreement import (
     options_fields,
     with_agreed_ties,
 )
+from torch_xmesh.pipeline.engine.live_model import LiveModel
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.place import EnginePlace
@@ -111,6 +112,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         stages=made.stages,
         works=made.works,
         named=made.named,
+        live=LiveModel(given.model, partition.opened) if partition.opened else None,
         unset=made.unset,
         edges=edges,
         forward=forward,

@@ -317,6 +317,8 @@ class PipelineEngine:
     def train(self, mode: bool = True) -> "PipelineEngine":
         """Training mode for this rank's stages."""
         self._place.own.train(mode)
+        if self._place.live is not None:
+            self._place.live.told()
         return self
 
     def eval(self) -> "PipelineEngine":

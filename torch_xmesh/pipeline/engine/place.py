@@ -11,6 +11,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, Cuts, StepPlan
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge
+from torch_xmesh.pipeline.engine.live_model import LiveModel
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
@@ -37,6 +38,7 @@ class EnginePlace:
         works: by stage of this rank.
         edges: those that begin or end here, as `core` counts them.
         forward: what `core` calls to compute a forward.
+        live: the user's model, if it was recorded.
         own: the stages of this rank as a user sees them.
         unset: tensors of a model on meta that still have no values, by name.
     """
@@ -56,6 +58,7 @@ class EnginePlace:
     stages: list[int]
     works: dict[int, StageWork]
     named: dict[int, dict[str, nn.Parameter]]
+    live: LiveModel | None
     unset: dict[str, torch.Tensor]
     edges: list[Edge]
     forward: StageForward

@@ -195,8 +195,8 @@ class StageWork:
         if output.dtype != info.dtype:
             raise ValueError(
                 f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as the model "
-                "gives it: convert it back where it was changed since the engine was made (by a wrapper's mixed "
-                "precision, or model.to())"
+                "gives it without hooks of yours and wrappers: convert it back where one of them, or model.to(), "
+                "changes it"
             )
         local = self._local(index, output)
         if local.shape != shape:

@@ -147,6 +147,8 @@ class EngineSteps:
         given, sized, order, cuts, plan = self._agree(call)
         sizes = list(order.sizes)
         place.forward.works = sized.works
+        for work in sized.works.values():
+            work.program.begin_step()
         state = place.forward.step = StepState(self.number, sizes, is_train)
         state.keeps_outputs = call.return_outputs and is_last
         self._cut(given, order)
@@ -261,6 +263,8 @@ class EngineSteps:
         target, is_train = call.target if place.has_last else None, call.is_train
         if call.losses is not None and not hasattr(call.losses, "append"):
             raise ValueError(f"losses is a list that gets one loss per microbatch, got {type(call.losses).__name__}")
+        if place.live is not None:
+            place.live.check()
         if place.unset:
             raise ValueError(
                 f"{next(iter(place.unset))} has no values on rank {rank}: the model was on the meta device; give an "
