@@ -78,3 +78,15 @@ def test_a_stage_of_an_exported_graph_starts_where_its_module_begins() -> None:
     assert choose_split(model, (x,), None, 3) == SplitAt(("blocks.1.inner", "blocks.2.inner"))
     with pytest.raises(ValueError, match="fewer than 4 stages"):
         choose_split(model, (x,), None, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cache is switched off")
+def test_auto_opens_a_model_of_transformers_as_it_comes() -> None:
+    """Its cache, which layers hand on, is on by default."""
+    pytest.importorskip("transformers")
+    from models.library import CASES
+
+    case = CASES["llama"]
+    split = choose_split(case.build(), (), case.batch(2, 8, False), 3)
+    assert len(split.names) == 2
+    assert all(name.startswith("model.") for name in split.names)

@@ -8,8 +8,8 @@ from torch import nn
 
 
 def without_caches(model: nn.Module) -> None:
-    """Switches the caches of transformers' models off, as transformers does itself where it checkpoints: what they keep
-    is for generation, and they go from layer to layer as one object."""
+    """Switches the caches of transformers' models off: what they keep is for generation, and they go from layer to
+    layer as one object. Also in the config, which modules that stay whole look at."""
     library = sys.modules.get("transformers")
     if library is None:
         return
@@ -19,7 +19,8 @@ def without_caches(model: nn.Module) -> None:
         config.use_cache = False
     if cached:
         warnings.warn(
-            f"{type(model).__name__}: config.use_cache is switched off, as it is for generation", stacklevel=2
+            f"{type(model).__name__}: config.use_cache is switched off, as it is for generation (docs/models.md)",
+            stacklevel=2,
         )
 
 

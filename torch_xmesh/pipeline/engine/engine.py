@@ -185,7 +185,8 @@ class PipelineEngine:
     ) -> Any:
         """One training step: forward and backward of every microbatch; gradients are added to ``.grad``.
 
-        Between steps parameters may be frozen and unfrozen, alike on all ranks that hold them.
+        Between steps parameters may be frozen and unfrozen, alike on all ranks that hold them, as long as the same
+        values between stages carry gradients.
 
         Args:
             args, kwargs: the batch, on ranks whose stage takes model inputs; a plain tensor is the whole batch,
