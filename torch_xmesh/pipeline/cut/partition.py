@@ -311,8 +311,8 @@ def _stage_starts(captured: Recording, names: Sequence[str]) -> list[int]:
             )
         if not any(real[previous:start]):
             raise ValueError(
-                f"stage {index} would be empty: nothing runs before {names[index]!r}"
-                + (f" and after the start of {names[index - 1]!r}" if index else "")
+                f"stage {index} would be empty: nothing runs before {names[index]!r}, which begins with "
+                f"{nodes[start].target}" + (f" and after the start of {names[index - 1]!r}" if index else "")
             )
     return starts
 
