@@ -5,8 +5,9 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -133,13 +134,23 @@ def _of(name: str, meshes: Any = TWO) -> tuple[Any, nn.Module, Sequence[str]]:
     return case, no_dropout(case.build()), case.splits[len(meshes) - 2]
 
 
+def _meshes(rank: int) -> Iterator[Any]:
+    """Those of the two kinds on which this rank has a stage."""
+    for meshes in (TWO, THREE):
+        if any(rank in ranks for ranks in meshes):
+            yield meshes
+
+
 def checkpointing(rank: int) -> None:
-    for name, is_reentrant in (("gpt2", True), ("llama", False), ("llama", True), ("t5", False)):
-        case, model, split = _of(name)
+    cases = (("gpt2", True), ("llama", False), ("llama", True), ("t5", False))
+    for meshes, (name, is_reentrant) in itertools.product(_meshes(rank), cases):
+        case, model, split = _of(name, meshes)
+        if "mlp" in split[-1]:
+            split = (*split[:-1], "model.layers.2")  # a checkpointed layer stays whole
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})  # type: ignore[operator]
         reference = copy.deepcopy(model)
-        engine = make(model.train(), case.batch(2, 10, False), TWO, split)
-        text = f"{name}, use_reentrant={is_reentrant}"
+        engine = make(model.train(), case.batch(2, 10, False), meshes, split)
+        text = f"{name}, use_reentrant={is_reentrant}, {meshes}"
         train(engine, reference.train(), batches_of(case), text=text)
         engine.close()
 
@@ -147,15 +158,21 @@ def checkpointing(rank: int) -> None:
 def checkpoint_wrapper(rank: int) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    case, model, _ = _of("llama")
-    reference = copy.deepcopy(model)
-    layer = type(model.get_submodule("model.layers.0"))
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
-    engine = make(model, case.batch(2, 10, False), TWO, ["model.layers.1"])
-    for name, parameter in engine.named_parameters():
-        assert torch.equal(parameter, reference.get_parameter(name))
-    train(engine, reference, batches_of(case), text="checkpoint_wrapper")
-    engine.close()
+    for meshes in _meshes(rank):
+        case, model, _ = _of("llama")
+        reference = copy.deepcopy(model)
+        layer = type(model.get_submodule("model.layers.0"))
+        apply_activation_checkpointing(model, check_fn=functools.partial(_is_a, layer))
+        split = ["model.layers.1", "model.layers.2"][: len(meshes) - 1]
+        engine = make(model, case.batch(2, 10, False), meshes, split)
+        for name, parameter in engine.named_parameters():
+            assert torch.equal(parameter, reference.get_parameter(name))
+        train(engine, reference, batches_of(case), text=f"checkpoint_wrapper, {meshes}")
+        engine.close()
+
+
+def _is_a(kind: type, module: nn.Module) -> bool:
+    return isinstance(module, kind)
 
 
 def mixed_precision(rank: int) -> None:
@@ -164,7 +181,7 @@ def mixed_precision(rank: int) -> None:
         case, model, split = _of(name)
         untied(model)  # tied gradients are summed in another order, after which values round to other bf16 ones
         reference = copy.deepcopy(model)
-        engine = make(model, case.batch(2, 10, False), ([0], [2]), split) if rank != 1 else None
+        engine = make(model, case.batch(2, 10, False), ([0], [2]), split) if rank in (0, 2) else None
         if engine is not None:
             train(engine, reference, batches_of(case), text=f"{name}, bf16", mode=lower)
             engine.close()
@@ -177,19 +194,20 @@ def untied(model: Any) -> None:
 
 
 def built_on_meta(rank: int) -> None:
-    case, reference, split = _of("llama", THREE)
-    with torch.device("meta"):
-        model = case.build()
-    engine = make(model, case.batch(2, 10, False), THREE, split)
-    engine.load_state_dict(reference.state_dict())
-    train(engine, reference, batches_of(case), text="meta")
-    engine.close()
+    for meshes in _meshes(rank):
+        case, reference, split = _of("llama", meshes)
+        with torch.device("meta"):
+            model = case.build()
+        engine = make(model, case.batch(2, 10, False), meshes, split)
+        engine.load_state_dict(reference.state_dict())
+        train(engine, reference, batches_of(case), text=f"meta, {meshes}")
+        engine.close()
 
 
 def adapters(rank: int) -> None:
     from peft import LoraConfig, get_peft_model
 
-    for is_checkpointed in (False, True):
+    for meshes, is_checkpointed in itertools.product(_meshes(rank), (False, True)):
         case, model, _ = _of("llama")
         if is_checkpointed:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -197,8 +215,10 @@ def adapters(rank: int) -> None:
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
         adapted = get_peft_model(model, config).train()
         reference = copy.deepcopy(adapted)
-        engine = make(adapted, case.batch(2, 10, False), TWO, ["base_model.model.model.layers.1"])
-        train(engine, reference, batches_of(case), text=f"LoRA, checkpointing {is_checkpointed}")
+        layers = "base_model.model.model.layers"
+        split = [f"{layers}.1", f"{layers}.2"][: len(meshes) - 1]
+        engine = make(adapted, case.batch(2, 10, False), meshes, split)
+        train(engine, reference, batches_of(case), text=f"LoRA, checkpointing {is_checkpointed}, {meshes}")
         trained = [name for name, parameter in engine.named_parameters() if parameter.requires_grad]
         assert trained
         assert all("lora_" in name for name in trained)
@@ -206,13 +226,15 @@ def adapters(rank: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    case, model, split = _of("llama")
-    reference = copy.deepcopy(model)
-    for layer in model.get_submodule("model.layers").children():
-        layer.compile(backend="eager")
-    engine = make(model, case.batch(2, 10, False), TWO, split)
-    train(engine, reference, batches_of(case, (10, 10, 10)), text="compiled layers")
-    engine.close()
+    for meshes in _meshes(rank):
+        case, model, _ = _of("llama")
+        reference = copy.deepcopy(model)
+        for layer in model.get_submodule("model.layers").children():
+            layer.compile(backend="eager")
+        split = ["model.layers.1", "model.layers.2"][: len(meshes) - 1]
+        engine = make(model, case.batch(2, 10, False), meshes, split)
+        train(engine, reference, batches_of(case, (10, 10, 10)), text=f"compiled layers, {meshes}")
+        engine.close()
 
 
 def diffusion(rank: int) -> None:
@@ -247,7 +269,7 @@ def diffusion(rank: int) -> None:
 
 def scaled(rank: int) -> None:
     """float16 with a loss scale: the gradients are those of the scaled loss."""
-    if rank == 1:
+    if rank not in (0, 2):
         return
     case, model, split = _of("vit")
     reference = copy.deepcopy(model)
@@ -312,7 +334,7 @@ HABITS = {
     ids=" ".join,
 )
 def test_habits(names: Sequence[str]) -> None:
-    spawn(habits, 3, names, timeout=170)
+    spawn(habits, 4, names, timeout=170)
 
 
 def test_meta_and_diffusion() -> None:
