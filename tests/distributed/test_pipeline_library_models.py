@@ -18,7 +18,8 @@ import torch_xmesh as xm
 from torch_xmesh.testing import serial_step, spawn
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs the packages of the extra `models`"
+    importlib.util.find_spec("transformers") is None,
+    reason="runs on any machine with the packages of the extra `models` (tests/run.sh brings them with torch 2.11)",
 )
 
 TWO: tuple[list[int], ...] = ([0, 1], [2])

@@ -55,10 +55,8 @@ class Lifter:
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
             if self._is_whole(value.__self__):
                 return [value.__self__], lambda module: getattr(module, value.__name__)
-        elif (
-            type(value).__module__.partition(".")[0] == "torch" and callable(value) and not isinstance(value, nn.Module)
-        ):
-            return [], lambda: value  # an operator
+        elif _is_operator(value):
+            return [], lambda: value
         what = "a method of an object" if isinstance(value, types.MethodType) else "an object"
         return f"{what} of class {type(getattr(value, '__self__', value)).__qualname__}"
 
@@ -117,12 +115,10 @@ def contents_of(tree: Any) -> list[tuple[Any, list[int]]]:
     left = [tree]
     while left:
         one = left.pop()
-        inside = (
-            list(one.values()) if isinstance(one, dict) else list(one) if isinstance(one, list | tuple | set) else []
-        )
         if isinstance(one, dict | list | set):
             found.append((one, _identities(one)))
-        left += inside
+        if isinstance(one, dict | list | set | tuple):
+            left += one.values() if isinstance(one, dict) else one
     return found
 
 

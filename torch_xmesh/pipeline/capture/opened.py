@@ -1,7 +1,7 @@
 """The modules that are looked into, so that stages can start inside of them."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -12,6 +12,16 @@ def opened_modules(names: Iterable[str]) -> frozenset[str]:
     """All modules that contain one of the named ones."""
     parts = [name.split(".") for name in names]
     return frozenset(".".join(part[:depth]) for part in parts for depth in range(len(part)))
+
+
+def numbers_of(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+    """The numbers that are attributes of modules, by path; `modules` by name."""
+    return {
+        f"{name}.{key}" if name else key: value
+        for name, module in modules.items()
+        for key, value in vars(module).items()
+        if type(value) in (int, float)
+    }
 
 
 def has_hooks(module: nn.Module) -> bool:

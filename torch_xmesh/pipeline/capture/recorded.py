@@ -43,7 +43,6 @@ class RecordedModel:
     Attributes:
         names: of the tensor arguments, in pytree order.
         opened: the modules that are looked into; more, once one turns out to need it.
-    `batch` names the arguments that are cut into microbatches.
     """
 
     def __init__(
@@ -56,6 +55,7 @@ class RecordedModel:
         batch: Collection[str],
         device: torch.device,
     ) -> None:
+        """`batch` names the arguments that are cut into microbatches."""
         self.names, self.opened, self._batch = list(names), opened, batch
         self.type_name = type(model).__name__
         self._shadow = Shadow(model, device)

@@ -99,7 +99,6 @@ class Recorder(TorchFunctionMode):
             guards=self._guards,
             mutations=self._mutations,
             changed_buffers=self._changed_buffers,
-            training=self._shadow.model.training,
             opened=self._opened,
             has_gradients=torch.is_grad_enabled(),
             numbers=self._shadow.numbers(self._opened),
@@ -131,10 +130,10 @@ class Recorder(TorchFunctionMode):
         with self._paused():
             self._check_random()
             contents = contents_of((args, kwargs))
-            self._writer.argument((args, kwargs))  # raises for what cannot be handed on
+            given = self._writer.argument((args, kwargs))  # before the module can change what is in a list
             self._has_read, self._watch.leaf = False, name
             compute = functools.partial(self._run_leaf, module, run)
-            result = self._call("call_module", name, args, kwargs, compute, buffers_of=[module])
+            result = self._call("call_module", name, args, kwargs, compute, given=given, buffers_of=[module])
             self._random.forget()
         if have_changed(contents):
             raise LookInsideError("a module changes a list or dict that it is given", user_line(), leaf=name)
@@ -218,9 +217,11 @@ class Recorder(TorchFunctionMode):
         kwargs: Any,
         compute: Callable[..., Any],
         *,
+        given: Any = None,
         buffers_of: Sequence[nn.Module] = (),
     ) -> Any:
-        """Runs a call, and makes a node of it where it gives tensors or changes some; those of a module among them."""
+        """Runs a call, and makes a node of it where it gives tensors or changes some; those of a module among them.
+        `given`: the arguments as nodes, where they are known before."""
         with self._paused():
             held = [buffer for module in buffers_of for buffer in module.buffers()]
             before = [(tensor, tensor._version) for tensor in (*tensors_of((args, kwargs)), *held)]
@@ -234,7 +235,7 @@ class Recorder(TorchFunctionMode):
                 changed.append(result)  # also those that count no version: requires_grad_()
             has_tensors = bool(tensors_of(result))
             if op == "call_module" or has_tensors or changed or (before and is_effect(result)):
-                node = self._writer.new(op, target, *self._writer.argument((args, kwargs)))
+                node = self._writer.new(op, target, *(given or self._writer.argument((args, kwargs))))
                 if node.name in self._as_fakes:
                     result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
                 keeps = op != "call_module" and not changed

@@ -96,7 +96,6 @@ class Recording:
         guards: in the order in which values were read.
         mutations: (storage, number of nodes then, node that changed it).
         changed_buffers: the first node that changes a buffer, by its name.
-        training: the model's mode.
         opened: the modules that were looked into.
         has_gradients: gradients were enabled.
         numbers: that were attributes of opened modules after the forward.
@@ -109,7 +108,6 @@ class Recording:
     guards: list[Guard]
     mutations: list[tuple[int, int, fx.Node]]
     changed_buffers: dict[str, fx.Node]
-    training: bool
     opened: frozenset[str]
     has_gradients: bool
     numbers: dict[str, float]

@@ -146,9 +146,7 @@ class Sandbox:
             stack.enter_context(uncompiled())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for module in self._model.modules():
-                for holder in _holders(module):
-                    pairs = list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder))
-                    self._swaps += [(holder, k, v, self.fake(v)) for k, v in pairs if isinstance(v, torch.Tensor)]
+                self._swaps += [(holder, key, one, self.fake(one)) for holder, key, one in held_tensors(module)]
             self._put_fakes()
             stack.callback(self._put_real)
             self._stack = stack.pop_all()
@@ -208,7 +206,7 @@ class Sandbox:
     @contextlib.contextmanager
     def _zeros_for_meta(self, module: nn.Module) -> Iterator[None]:
         """Zeros where a module holds tensors on meta."""
-        within = {id(holder) for child in module.modules() for holder in _holders(child)}
+        within = {id(holder) for child in module.modules() for holder in holders(child)}
         swaps = [one for one in self._swaps if id(one[0]) in within and one[2].is_meta]
         made: dict[torch.Tensor, torch.Tensor] = {}
         try:
@@ -242,11 +240,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for holder in _holders(module):
-            for tensor in holder.values() if isinstance(holder, dict) else holder:
-                if isinstance(tensor, torch.Tensor):
-                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                    memo.setdefault(id(tensor), of_kind(made, tensor))
+        for _, _, tensor in held_tensors(module):
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            memo.setdefault(id(tensor), of_kind(made, tensor))
     try:
         with hooks_off(model):
             copied = copy.deepcopy(model, memo)
@@ -265,11 +261,19 @@ def of_kind(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that is an attribute of a module, with the attribute's name."""
-    for holder in (module._parameters, module._buffers, module.__dict__):
-        yield from [(key, value) for key, value in holder.items() if isinstance(value, torch.Tensor)]
+    for holder, key, tensor in held_tensors(module):
+        if isinstance(holder, dict):
+            yield key, tensor
 
 
-def _holders(module: nn.Module) -> Iterator[Any]:
+def held_tensors(module: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Every tensor through which a module's forward reaches its own, with what holds it and under which key."""
+    for holder in holders(module):
+        pairs = list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder))
+        yield from [(holder, key, value) for key, value in pairs if isinstance(value, torch.Tensor)]
+
+
+def holders(module: nn.Module) -> Iterator[Any]:
     """Everything in a module through which its forward reaches its own tensors."""
     yield module._parameters
     yield module._buffers

@@ -2,7 +2,7 @@
 
 import copy
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.pipeline.capture.sandbox import hooks_off, module_tensors, of_kind
+from torch_xmesh.pipeline.capture.opened import numbers_of
+from torch_xmesh.pipeline.capture.sandbox import held_tensors, hooks_off, module_tensors, of_kind
 
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
@@ -67,13 +68,7 @@ class Shadow:
 
     def numbers(self, names: Iterable[str]) -> dict[str, float]:
         """The numbers that are attributes of the named modules."""
-        modules = {name: self.model.get_submodule(name) for name in names}
-        return {
-            f"{name}.{key}" if name else key: value
-            for name, module in modules.items()
-            for key, value in vars(module).items()
-            if type(value) in (int, float)
-        }
+        return numbers_of({name: self.model.get_submodule(name) for name in names})
 
     def run_on_memory(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result, as fakes, of a module that looks at its data: it runs on zeros."""
@@ -91,7 +86,7 @@ class Shadow:
         swapped = [
             (holder, key, tensor)
             for child in module.modules()
-            for holder, key, tensor in _held(child)
+            for holder, key, tensor in held_tensors(child)
             if isinstance(tensor, FakeTensor)
         ]
         try:
@@ -109,15 +104,6 @@ class Shadow:
         with self.mode:
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
             return made.requires_grad_().clone() if real.requires_grad else made
-
-
-def _held(module: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    holders: list[Any] = [module._parameters, module._buffers, module.__dict__]
-    for holder in holders:
-        yield from [(holder, key, value) for key, value in holder.items() if isinstance(value, torch.Tensor)]
-    if isinstance(module, nn.RNNBase):
-        flat = module._flat_weights
-        yield from [(flat, index, value) for index, value in enumerate(flat) if isinstance(value, torch.Tensor)]
 
 
 def _library_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:

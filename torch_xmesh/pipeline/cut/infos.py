@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +68,6 @@ class NodeInfo:
     @property
     def has_tensors(self) -> bool:
         return any(isinstance(leaf, TensorInfo) for leaf in self.leaves)
-
-
-class RandomWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in which stage an operator draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.stage = 0
-        self.stages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.stages.add(self.stage)
-        return func(*args, **(kwargs or {}))
 
 
 class NotLinearError(Exception):

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.library_models import without_caches
+from torch_xmesh.pipeline.capture.node_forms import tensors_of
 from torch_xmesh.pipeline.capture.opened import check_opened, opened_modules
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
@@ -18,7 +19,7 @@ from torch_xmesh.pipeline.capture.sandbox import Sandbox, hooks_off
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
 from torch_xmesh.pipeline.cut.partition import SplitAt
 from torch_xmesh.pipeline.cut.partition_parts import input_names
-from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes, tensors_in
+from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes
 from torch_xmesh.pipeline.cut.values import sorted_arguments
 
 _Figure = TypeVar("_Figure")
@@ -225,7 +226,7 @@ class Profile:
     def _walk(self, make_meter: Callable[[list[torch.Tensor]], "_Meter[_Figure]"]) -> dict[fx.Node, _Figure]:
         """A figure per node that computes; buffers, gradients and random state are kept."""
         model = self._model
-        examples = tensors_in(self._arguments)
+        examples = tensors_of(self._arguments)
         if self._on_meta:
             with Sandbox(model) as sandbox:
                 inputs = [sandbox.fake(example) for example in examples]
@@ -297,7 +298,7 @@ def _walk(
             copies = pytree.tree_map_only(torch.Tensor, _input_of, given)
             local = dict(zip(node.all_input_nodes, copies, strict=True))
             module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-            leaves = tensors_in(copies) + (list(module.parameters()) if module is not None else [])
+            leaves = tensors_of(copies) + (list(module.parameters()) if module is not None else [])
             leaves = [leaf for leaf in leaves if leaf.requires_grad]
             environment[node], found[node] = meter(_Call(_caller(node, module, local), leaves, given, copies))
     return found
@@ -325,7 +326,7 @@ def _input_of(tensor: torch.Tensor) -> torch.Tensor:
 def _measure(call: _Call) -> tuple[Any, float]:
     start = _now(call.leaves)
     value = call.run()
-    outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
     if outputs and call.leaves:
         torch.autograd.grad(outputs, call.leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
     return value, _now(call.leaves) - start
@@ -342,7 +343,7 @@ def _count_operations(call: _Call) -> tuple[Any, float]:
 
     with FlopCounterMode(display=False) as counter:
         value = call.run()
-    entries = sum(tensor.numel() for tensor in tensors_in(value))
+    entries = sum(tensor.numel() for tensor in tensors_of(value))
     return value, float(3 * counter.get_total_flops() + 10 * entries)
 
 

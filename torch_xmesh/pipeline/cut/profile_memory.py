@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.node_forms import tensors_of
+from torch_xmesh.pipeline.capture.recording import memory_of
+
 PARAMETER_COPIES = 4
 """Parameter, gradient and two optimizer states."""
 
@@ -97,7 +100,7 @@ class KeptMeter:
         Returns:
             its value without the graph, and what the graph kept.
         """
-        pairs = zip(tensors_in(given), tensors_in(copies), strict=True)
+        pairs = zip(tensors_of(given), tensors_of(copies), strict=True)
         numbers = {storage_of(copy)[0]: self._numbers.get(storage_of(tensor)[0]) for tensor, copy in pairs}
         saved: list[weakref.ref[_Saved]] = []
 
@@ -119,7 +122,7 @@ class KeptMeter:
             value = call()
         alive = [holder.tensor for holder in (reference() for reference in saved) if holder is not None]
         kept = {found: self._bytes[found] for found in map(number, alive) if found is not None}
-        made = tensors_in(value)
+        made = tensors_of(value)
         for tensor in made:
             self._numbers[storage_of(tensor)[0]] = number(tensor)
         storages = frozenset(found for found in map(number, made) if found is not None)
@@ -134,17 +137,11 @@ class _Saved:
         self.tensor = tensor
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a pytree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """What tells a storage from all others that are alive, and its bytes."""
-    if tensor.layout is not torch.strided:
-        return id(tensor), tensor.numel() * tensor.element_size()
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()
+    is_strided = tensor.layout is torch.strided
+    num_bytes = tensor.untyped_storage().nbytes() if is_strided else tensor.numel() * tensor.element_size()
+    return memory_of(tensor), num_bytes
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

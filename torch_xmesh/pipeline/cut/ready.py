@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.sandbox import Sandbox, meta_copy
+from torch_xmesh.pipeline.capture.watch import OperatorWatch
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import (
     Affine,
     Constant,
     Leaf,
     NotLinearError,
-    RandomWatch,
     TensorInfo,
     describe,
     join,
@@ -155,7 +155,7 @@ def stage_signature(
         ValueError: it fails, or returns something that is no tensor and depends on the batch size.
     """
     count = samples or 0
-    watch = RandomWatch()
+    watch = OperatorWatch()
     first, changed = _run(stage, module, tree, samples=count, device=device)
     runs, fixed = [first], fixed or samples is None
     if not fixed:
@@ -177,7 +177,7 @@ def stage_signature(
         for child in flags:
             child.training = True
         _run(stage, module, tree, samples=count, device=device, watch=watch)
-        random = bool(watch.stages)
+        random = watch.is_random
     except ValueError:
         random = True
     finally:
@@ -189,7 +189,7 @@ def stage_signature(
 
 
 def _run(
-    stage: int, module: nn.Module, tree: Any, *, samples: int, device: torch.device, watch: RandomWatch | None = None
+    stage: int, module: nn.Module, tree: Any, *, samples: int, device: torch.device, watch: OperatorWatch | None = None
 ) -> tuple[Any, frozenset[int]]:
     with Sandbox(module, device) as sandbox:
 

@@ -1,5 +1,6 @@
 """The ways that a model's forward takes: by sizes of its inputs, mode, autocast, and what it reads of their values."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,7 +127,7 @@ def _compute(
         return recording.constants[str(node.target)]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
     modes = node.meta["modes"]
-    with enter_modes(*(modes or (False, ()))):
+    with enter_modes(*modes) if modes else contextlib.nullcontext():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from torch_xmesh.pipeline.capture.opened import has_hooks
+from torch_xmesh.pipeline.capture.opened import has_hooks, numbers_of
 
 
 class LiveModel:
@@ -19,13 +19,8 @@ class LiveModel:
         self._training = model.training
 
     def _now(self) -> dict[str, float]:
-        found = {}
-        for name, reference in self._opened:
-            module = reference()
-            for key, value in () if module is None else vars(module).items():
-                if type(value) in (int, float):
-                    found[f"{name}.{key}" if name else key] = value
-        return found
+        there = {name: module for name, reference in self._opened if (module := reference()) is not None}
+        return numbers_of(there)
 
     def told(self) -> None:
         """The engine has been told of a mode, whatever that of the model is."""

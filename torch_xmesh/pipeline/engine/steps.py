@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.node_forms import tensors_of
 from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.losses import needs_target
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs, loss_weights
-from torch_xmesh.pipeline.cut.profile_memory import tensors_in
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 from torch_xmesh.pipeline.engine.auto import Cuts, StepPlan
 from torch_xmesh.pipeline.engine.batch import (
@@ -157,7 +157,7 @@ class EngineSteps:
         self.ran = plan.schedule if is_train else Schedule(plan.schedule.core.forwards())
         self.ran_early = place.overlap and plan.early_weights
         auto = place.auto if plan.is_measured else None
-        state.meter = None if auto is None else MemoryMeter(place, tensors_in((given.tree, given.target)))
+        state.meter = None if auto is None else MemoryMeter(place, tensors_of((given.tree, given.target)))
         if is_train:
             place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
