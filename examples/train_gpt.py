@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from training import add_pictures, assert_as_serial, draw_pictures, progress
+from training import assert_as_serial, draw_pictures, progress, training_parser
 
 import torch_xmesh as xm
 from torch_xmesh.testing import serial_step
@@ -147,14 +147,9 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--check-steps", type=int, default=2, help="steps to compare with one process")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser = training_parser(__doc__, batch=32)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=4)
-    add_pictures(parser)
     options = parser.parse_args()
     dist.init_process_group("xmesh")
     if dist.get_world_size() < 2:

@@ -31,6 +31,17 @@ def progress(step: int, steps: int, loss: float) -> None:
     sys.stdout.flush()
 
 
+def training_parser(description: str | None, *, batch: int) -> argparse.ArgumentParser:
+    """The options of every training example."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--check-steps", type=int, default=2, help="steps to compare with one process")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--microbatches", type=int, default=8)
+    add_pictures(parser)
+    return parser
+
+
 def add_pictures(parser: argparse.ArgumentParser) -> None:
     """The options that :func:`draw_pictures` reads."""
     parser.add_argument("--losses", default="losses.png", help="draw the loss curve into this file (%(default)s)")
