@@ -16,12 +16,14 @@ class ProcessGroupXmesh(Backend):
     """The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors."""
 
     class Options(Backend.Options):
-        """Options of a group on xmesh; ``gloo`` and ``nccl`` are handed to the inner backends."""
+        """Options of a group on xmesh; ``gloo`` and ``nccl`` are handed to the inner backends of these names."""
 
         gloo: Backend.Options | None
         """``ProcessGroupGloo.Options`` for what carries cpu tensors, or None."""
         nccl: Backend.Options | None
         """``ProcessGroupNCCL.Options`` for what carries cuda tensors, or None."""
+        inner: dict[str, str]
+        """Which c10d backend carries a kind of accelerator, as in ``options.inner = {"xpu": "xccl"}``; assign it."""
         staging_bytes: int
         """Most memory per rank that reshards may stage messages in, in bytes."""
         pacing: bool
@@ -41,7 +43,7 @@ class ProcessGroupXmesh(Backend):
         size: int,
         options: ProcessGroupXmesh.Options,
         make_inner: Callable[[str, Store, int, int, ProcessGroupXmesh.Options], Backend],
-        has_cuda: bool,
+        accelerators: Sequence[str],
     ) -> None: ...
     @property
     def store(self) -> Store:
@@ -197,9 +199,10 @@ class ReshardGroup:
         is_backward: bool,
         labels: Sequence[str] = [],
         entries: Sequence[tuple[str, str]] = [],
+        devices: Sequence[tuple[str, str]] = [],
     ) -> PreparedPlan:
         """``requires_grad``: one letter, 0 or 1, per tensor; ``labels``: a name per tensor, or none at all;
-        ``entries``: what ranks compare besides."""
+        ``entries``: what ranks compare besides; ``devices``: kinds of source and destination per tensor; none: cpu."""
     def begin(
         self,
         prepared: PreparedPlan,

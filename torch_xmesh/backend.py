@@ -1,7 +1,8 @@
 """The c10d backend ``xmesh``: its registration, and the inner backends that carry each device kind.
 
 ``import torch_xmesh`` registers it; ``init_process_group("xmesh")`` and ``"cpu:xmesh,cuda:xmesh"`` then make groups on
-it. gloo carries cpu tensors and is made with the group; NCCL carries cuda tensors and is made at the first of them.
+it. gloo carries cpu tensors and is made with the group. An accelerator's tensors are carried by the backend that
+``Options.inner`` names for its kind, for cuda NCCL; it is made at the first of them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,28 @@ def _create(created: Any, given: Any) -> ProcessGroupXmesh:
     options._timeout = created.timeout
     options.group_name = created.group_id
     options.global_ranks_in_group = created.global_ranks_in_group
-    has_cuda = dist.is_nccl_available() and torch.cuda.is_available()
-    return ProcessGroupXmesh(created.store, created.group_rank, created.group_size, options, _make_inner, has_cuda)
+    accelerators = [kind for kind, name in _inner_names(options).items() if _is_there(kind, name)]
+    return ProcessGroupXmesh(created.store, created.group_rank, created.group_size, options, _make_inner, accelerators)
+
+
+def _inner_names(options: Options) -> dict[str, str]:
+    """The inner backend of each kind of accelerator: those that the user named first. ValueError for one that is not
+    known."""
+    for kind, name in options.inner.items():
+        if kind == "cpu":
+            raise ValueError("Options.inner names the backends of accelerators; cpu tensors are carried by gloo")
+        if name not in ("nccl", "xccl") and name.upper() not in dist.Backend._plugins:
+            raise ValueError(
+                f"Options.inner[{kind!r}]: expected nccl, xccl or a backend given to register_backend(), got {name!r}"
+            )
+    return {**options.inner, **({} if "cuda" in options.inner else {"cuda": "nccl"})}
+
+
+def _is_there(kind: str, name: str) -> bool:
+    """Whether this machine has the device and its backend."""
+    if (name == "nccl" and not dist.is_nccl_available()) or (name == "xccl" and not dist.is_xccl_available()):
+        return False
+    return bool(torch.get_device_module(kind).is_available())
 
 
 def _options(given: Any) -> Options:
@@ -84,7 +105,9 @@ def _options(given: Any) -> Options:
 def _make_inner(kind: str, store: dist.Store, rank: int, size: int, options: Options) -> Any:
     """Makes the backend that carries one device kind. Blocks, for gloo, until every rank of the group is here."""
     inner_store = dist.PrefixStore(f"xmesh_{kind}", store)
-    return (_make_nccl if kind == "cuda" else _make_gloo)(inner_store, rank, size, options)
+    name = "gloo" if kind == "cpu" else _inner_names(options)[kind]
+    make = {"gloo": _make_gloo, "nccl": _make_nccl, "xccl": _make_xccl}.get(name)
+    return make(inner_store, rank, size, options) if make else _make_plugin(name, inner_store, rank, size, options)
 
 
 def _make_gloo(store: dist.Store, rank: int, size: int, options: Options) -> Any:
@@ -112,3 +135,24 @@ def _make_nccl(store: dist.Store, rank: int, size: int, options: Options) -> Any
     chosen.global_ranks_in_group = options.global_ranks_in_group
     chosen.group_name = options.group_name
     return dist.ProcessGroupNCCL(store, rank, size, chosen)
+
+
+def _make_xccl(store: dist.Store, rank: int, size: int, options: Options) -> Any:
+    make: Any = vars(dist)["ProcessGroupXCCL"]  # where torch was built with it
+    chosen = make.Options()
+    chosen._timeout = options._timeout
+    chosen.global_ranks_in_group = options.global_ranks_in_group
+    chosen.group_name = options.group_name
+    return make(store, rank, size, chosen)
+
+
+def _make_plugin(name: str, store: dist.Store, rank: int, size: int, options: Options) -> Any:
+    """A backend that register_backend() knows, made as c10d makes it."""
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, options._timeout)
+    wanted: Any = dist._DistributedBackendOptions()  # type: ignore[attr-defined]
+    wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
+    wanted.timeout, wanted.group_id = options._timeout, options.group_name
+    wanted.global_ranks_in_group = options.global_ranks_in_group
+    return plugin.creator_fn(wanted, None)

@@ -8,11 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from torch_xmesh import _C
-from torch_xmesh.spec import AnyMesh, Spec, empty_local, mesh_grid
+from torch_xmesh.spec import AnyMesh, Spec, device_type_of, empty_local, mesh_grid
 from torch_xmesh.topology import Topology
 
 MAX_PLANS = 4096
@@ -30,20 +29,20 @@ class Move:
 
     src: Spec
     dst: Spec
+    src_device: str = dataclasses.field(init=False)
+    """The kind of device that the tensor is on: what its mesh says, or else the other one, or else "cpu"."""
+    dst_device: str = dataclasses.field(init=False)
 
-    @property
-    def device_type(self) -> str:
-        """Of the result: the destination mesh's, or where that has none, as an ``xm.Mesh``, the source's."""
-        for spec in (self.dst, self.src):
-            if isinstance(spec.mesh, DeviceMesh):
-                return spec.mesh.device_type
-        return "cpu"
+    def __post_init__(self) -> None:
+        src, dst = device_type_of(self.src.mesh), device_type_of(self.dst.mesh)
+        object.__setattr__(self, "src_device", src or dst or "cpu")
+        object.__setattr__(self, "dst_device", dst or src or "cpu")
 
     def empty_result(self, local_shape: Sequence[int] | None) -> torch.Tensor:
         """Memory for this rank's part of the result; of a rank that has none, an empty tensor."""
         if local_shape is None:
-            return empty_local(self.dst.shape, self.dst.dtype, self.device_type)
-        return torch.empty(local_shape, dtype=self.dst.dtype, device=self.device_type)
+            return empty_local(self.dst.shape, self.dst.dtype, self.dst_device)
+        return torch.empty(local_shape, dtype=self.dst.dtype, device=self.dst_device)
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype, src: Placed, dst: Placed) -> "Move":
@@ -176,5 +175,6 @@ class Plans:
         if group.global_rank in ranks:
             requires_grad = "".join("1" if move.src.requires_grad else "0" for move in request.moves)
             plan = self.plan(request.moves, request.plan_options)
-            core = group.prepare(plan, requires_grad, request.is_backward, request.labels, request.entries)
+            devices = [(move.src_device, move.dst_device) for move in request.moves]
+            core = group.prepare(plan, requires_grad, request.is_backward, request.labels, request.entries, devices)
         return Prepared(core, tuple(target.local_shape(group.global_rank) for target in targets))

@@ -78,7 +78,7 @@ class Call:
         if outs is not None:
             return list(outs)
         return [
-            wrap_local(local, move.dst.shape, device_mesh(move.dst.mesh, move.device_type), move.dst.placements)
+            wrap_local(local, move.dst.shape, device_mesh(move.dst.mesh, move.dst_device), move.dst.placements)
             for local, move in zip(locals_out, moves, strict=True)
         ]
 
@@ -168,7 +168,7 @@ class DifferentiableReshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         zeros = [
-            wrap_local(torch.zeros(local_shape, dtype=dtype), shape, mesh, placements)
+            wrap_local(torch.zeros(local_shape, dtype=dtype, device=mesh.device_type), shape, mesh, placements)
             for shape, dtype, mesh, placements, local_shape in ctx.results
         ]
         found = iter(call.backward(gradients, zeros))

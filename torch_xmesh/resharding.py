@@ -156,7 +156,10 @@ def _reshard(
             refuse(reshards, xs, dst_mesh, str(error))
             raise
         if wants_grad:
-            tensors = [_placeholder(x) if isinstance(x, Spec) else x for x in tree.tensors]
+            tensors = [
+                _placeholder(x, move.src_device) if isinstance(x, Spec) else x
+                for x, move in zip(tree.tensors, request.moves, strict=True)
+            ]
             results = list(DifferentiableReshard.apply(call, async_op, *tensors))  # type: ignore[no-untyped-call]
         else:
             results = call.run(tree.tensors, outs)
@@ -245,9 +248,8 @@ def _memory_of(x: DTensor) -> int:
     return local_of(x).untyped_storage().data_ptr()
 
 
-def _placeholder(spec: Spec) -> DTensor:
+def _placeholder(spec: Spec, device_type: str) -> DTensor:
     """An empty DTensor for a rank that passes a spec: the leaf that its backward ends in."""
-    device_type = spec.mesh.device_type if isinstance(spec.mesh, torch.distributed.DeviceMesh) else "cpu"
     mesh = device_mesh(spec.mesh, device_type)
     empty = wrap_local(empty_local(spec.shape, spec.dtype, device_type), spec.shape, mesh, spec.placements)
     empty.requires_grad_(spec.requires_grad)

@@ -23,18 +23,22 @@ class Mesh:
         ranks: an integer array of any shape (nested lists, numpy, torch) of distinct GLOBAL ranks; its dimensions are
             the axes. Or a ``DeviceMesh``, whose names are kept.
         axis_names: one name per axis, as ``mesh_dim_names`` of a ``DeviceMesh``; a pipeline's ``data_axis`` may be one
-            of them. Meshes that differ in names only are equal.
+            of them. Meshes that differ in names or in the device type only are equal.
+        device_type: of the tensors on it, as a ``DeviceMesh`` says it. None: of a destination the source's, else "cpu".
 
     Raises:
         ValueError: a rank is negative or repeats, the nesting is ragged, or there is not one name per axis.
     """
 
-    __slots__ = ("_axis_names", "_ranks", "_shape", "_sliced_from")
+    __slots__ = ("_axis_names", "_ranks", "_shape", "_sliced_from", "device_type")
 
-    def __init__(self, ranks: Any, *, axis_names: Sequence[str] | None = None) -> None:
+    device_type: str | None
+
+    def __init__(self, ranks: Any, *, axis_names: Sequence[str] | None = None, device_type: str | None = None) -> None:
         if isinstance(ranks, DeviceMesh):
             ranks, axis_names = ranks.mesh, axis_names or ranks.mesh_dim_names
         elif isinstance(ranks, Mesh):
+            device_type = device_type or ranks.device_type
             ranks, axis_names = _array_of(ranks), axis_names or ranks.axis_names
         try:
             grid = torch.as_tensor(ranks)
@@ -48,6 +52,7 @@ class Mesh:
             raise ValueError(f"the ranks of a mesh are distinct and not negative, got {ranks!r}")
         self._axis_names = None if axis_names is None else _checked_names(axis_names, len(self._shape))
         self._sliced_from: Mesh | None = None
+        self.device_type = device_type
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,7 +119,7 @@ class Mesh:
             raise ValueError(f"{self!r} has no part {index!r} ({error})") from None
         kept = [i for i in range(self.ndim) if i >= len(index) or isinstance(index[i], slice)]
         names = None if self._axis_names is None else [self._axis_names[i] for i in kept]
-        return Mesh(grid, axis_names=names)
+        return Mesh(grid, axis_names=names, device_type=self.device_type)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and (self._shape, self._ranks) == (other._shape, other._ranks)
@@ -124,7 +129,8 @@ class Mesh:
 
     def __repr__(self) -> str:
         names = "" if self._axis_names is None else f", axis_names={self._axis_names}"
-        return f"Mesh({_array_of(self).tolist()}{names})"
+        device = "" if self.device_type in (None, "cpu") else f", device_type={self.device_type!r}"
+        return f"Mesh({_array_of(self).tolist()}{names}{device})"
 
 
 AnyMesh = Mesh | DeviceMesh
@@ -252,11 +258,18 @@ def _grid_of(mesh: AnyMesh) -> Mesh:
 
 def mesh_grid(mesh: AnyMesh) -> Mesh:
     """The ranks of either kind of mesh, without names. Raises ValueError for anything else."""
-    if isinstance(mesh, Mesh) and mesh.axis_names is None:
+    if isinstance(mesh, Mesh) and mesh.axis_names is None and mesh.device_type is None:
         return mesh
     if isinstance(mesh, Mesh | DeviceMesh):
         return _grid_of(mesh)
     raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
+
+
+def device_type_of(mesh: AnyMesh) -> str | None:
+    """What a mesh says of its tensors' device, None where it says nothing. Raises ValueError for what is no mesh."""
+    if not isinstance(mesh, Mesh | DeviceMesh):
+        mesh_grid(mesh)
+    return mesh.device_type
 
 
 def axis_names(mesh: AnyMesh) -> tuple[str, ...] | None:
@@ -417,4 +430,4 @@ def stage_meshes(world_mesh: AnyMesh, axis: str | int) -> list[Mesh]:
     axis %= grid.dim()
     names = axis_names(world_mesh)
     rest = None if names is None else [*names[:axis], *names[axis + 1 :]]
-    return [Mesh(part, axis_names=rest) for part in grid.unbind(axis)]
+    return [Mesh(part, axis_names=rest, device_type=world_mesh.device_type) for part in grid.unbind(axis)]

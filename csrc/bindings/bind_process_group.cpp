@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/python_objects.h"
@@ -32,7 +33,7 @@ void runUnlocked(const std::function<void()>& function) {
   }
 }
 
-HostHooks hostHooks(py::object make_inner, bool has_cuda) {
+HostHooks hostHooks(py::object make_inner, const std::vector<std::string>& accelerators) {
   HostHooks hooks;
   auto callable = holdCallable(std::move(make_inner));
   hooks.make_inner = [callable](c10::DeviceType kind, const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
@@ -41,7 +42,9 @@ HostHooks hostHooks(py::object make_inner, bool has_cuda) {
     return (*callable)(c10::DeviceTypeName(kind, /*lower_case=*/true), store, rank, size, options).cast<c10::intrusive_ptr<::c10d::Backend>>();
   };
   hooks.run_unlocked = runUnlocked;
-  hooks.has_cuda = has_cuda;
+  for (const std::string& kind : accelerators) {
+    hooks.accelerators.push_back(at::Device(kind).type());
+  }
   return hooks;
 }
 
@@ -56,7 +59,8 @@ void bindProcessGroup(py::module_& module) {
       "The IPv4 address that the other ranks of a store reach this host by, which reshards use; None where it is not known.", py::arg("store"),
       py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroupXmesh, ::c10d::Backend, c10::intrusive_ptr<ProcessGroupXmesh>> group(
-      module, "ProcessGroupXmesh", "The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors.");
+      module, "ProcessGroupXmesh",
+      "The c10d backend ``xmesh``: gloo carries cpu tensors, NCCL cuda tensors, and those of another accelerator what ``Options.inner`` names.");
 
   py::class_<XmeshOptions, ::c10d::Backend::Options, c10::intrusive_ptr<XmeshOptions>>(
       group, "Options", "Options of a group on xmesh; ``gloo`` and ``nccl`` are handed to the inner backends.")
@@ -64,6 +68,8 @@ void bindProcessGroup(py::module_& module) {
            py::arg("timeout") = c10d_backend::kDefaultTimeout)
       .def_readwrite("gloo", &XmeshOptions::gloo)
       .def_readwrite("nccl", &XmeshOptions::nccl)
+      .def_readwrite("inner", &XmeshOptions::inner,
+                     "Which c10d backend carries a kind of accelerator: ``{\"xpu\": \"xccl\"}``. That of cuda is nccl unless said otherwise.")
       .def_readwrite("staging_bytes", &XmeshOptions::staging_bytes, "Most memory per rank that reshards may stage messages in, in bytes.")
       .def_readwrite("pacing", &XmeshOptions::pacing, "Pace reshards' direct sends to their planned rates where rates were measured.")
       .def_readwrite("shared_memory", &XmeshOptions::shared_memory,
@@ -74,12 +80,12 @@ void bindProcessGroup(py::module_& module) {
 
   group
       .def(py::init([](const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size, const c10::intrusive_ptr<XmeshOptions>& options,
-                       py::object make_inner, bool has_cuda) {
-             HostHooks hooks = hostHooks(std::move(make_inner), has_cuda);
+                       py::object make_inner, const std::vector<std::string>& accelerators) {
+             HostHooks hooks = hostHooks(std::move(make_inner), accelerators);
              const py::gil_scoped_release unlocked;
              return c10d_backend::noteLive(c10::make_intrusive<ProcessGroupXmesh>(store, rank, size, options, std::move(hooks)));
            }),
-           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("make_inner"), py::arg("has_cuda"))
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("make_inner"), py::arg("accelerators"))
       .def_property_readonly("store", &ProcessGroupXmesh::store, "The store of this group's own keys.")
       .def_property_readonly("options", &ProcessGroupXmesh::getBackendOptions, "The group's live options.")
       .def_property_readonly("timeout", &ProcessGroupXmesh::timeout)

@@ -1,5 +1,6 @@
 #include "c10d/inner_backends.h"
 
+#include <algorithm>
 #include <future>
 #include <thread>
 #include <utility>
@@ -13,23 +14,11 @@ c10::intrusive_ptr<::c10d::Backend::Options> XmeshOptions::clone() const { retur
 InnerBackends::InnerBackends(HostHooks hooks, c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options)
     : hooks_(std::move(hooks)), store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)) {}
 
-std::optional<size_t> InnerBackends::slotOf(c10::DeviceType kind) {
-  switch (kind) {
-    case c10::DeviceType::CPU:
-      return 0;
-    case c10::DeviceType::CUDA:
-      return 1;
-    default:
-      return std::nullopt;
-  }
+bool InnerBackends::canMake(c10::DeviceType kind) const {
+  return kind == c10::DeviceType::CPU || std::find(hooks_.accelerators.begin(), hooks_.accelerators.end(), kind) != hooks_.accelerators.end();
 }
 
-bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::DeviceType::CPU || (kind == c10::DeviceType::CUDA && hooks_.has_cuda); }
-
-::c10d::Backend* InnerBackends::made(c10::DeviceType kind) const {
-  const auto slot = slotOf(kind);
-  return slot ? slots_[*slot].fast.load() : nullptr;
-}
+::c10d::Backend* InnerBackends::made(c10::DeviceType kind) const { return slotOf(kind).fast.load(); }
 
 ::c10d::Backend& InnerBackends::get(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare) {
   if (::c10d::Backend* backend = made(kind)) {
@@ -38,25 +27,31 @@ bool InnerBackends::canMake(c10::DeviceType kind) const { return kind == c10::De
   return make(kind, prepare);
 }
 
+std::string InnerBackends::carried() const {
+  std::string out = "cpu tensors";
+  for (const c10::DeviceType kind : hooks_.accelerators) {
+    out += " and " + c10::DeviceTypeName(kind, /*lower_case=*/true) + " tensors";
+  }
+  return hooks_.accelerators.empty() ? out + " (and those of an accelerator where it and its inner backend are there)" : out;
+}
+
 ::c10d::Backend& InnerBackends::make(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare) {
-  const auto slot = slotOf(kind);
-  TORCH_CHECK_NOT_IMPLEMENTED(slot && canMake(kind), "Backend xmesh carries cpu tensors",
-                              hooks_.has_cuda ? " and cuda tensors" : " (and cuda tensors where NCCL and a GPU are there)", ", got a ",
-                              c10::DeviceTypeName(kind, /*lower_case=*/true), " tensor on group rank ", rank_);
+  TORCH_CHECK_NOT_IMPLEMENTED(canMake(kind), "Backend xmesh carries ", carried(), ", got a ", c10::DeviceTypeName(kind, /*lower_case=*/true),
+                              " tensor on group rank ", rank_);
   TORCH_CHECK(!is_ended_.load(), "xmesh: the process is about to end, and with it this group: no collective can be called on it any more");
   ::c10d::Backend* result = nullptr;
   // The factory needs the GIL, and another thread may hold it while it waits for the mutex.
   hooks_.run_unlocked([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Slot& slot_here = slots_[*slot];
-    if (!slot_here.owner) {
+    Slot& slot = slotOf(kind);
+    if (!slot.owner) {
       auto backend = hooks_.make_inner(kind, store_, rank_, size_, options_);
       TORCH_CHECK(backend, "xmesh: the factory of the ", c10::DeviceTypeName(kind, true), " backend returned None");
       prepare(*backend);
-      slot_here.owner = std::move(backend);
-      slot_here.fast.store(slot_here.owner.get());
+      slot.owner = std::move(backend);
+      slot.fast.store(slot.owner.get());
     }
-    result = slot_here.owner.get();
+    result = slot.owner.get();
   });
   return *result;
 }
@@ -80,7 +75,7 @@ void InnerBackends::end() noexcept {
 
 std::future<void> InnerBackends::endGloo() noexcept {
   is_ended_.store(true);
-  Slot& slot = slots_[*slotOf(c10::DeviceType::CPU)];
+  Slot& slot = slotOf(c10::DeviceType::CPU);
   slot.fast.store(nullptr);
   if (num_inside_.load() > 0) {
     return {};

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <functional>
 #include <future>
+#include <map>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -17,7 +17,7 @@ namespace xmesh::c10d_backend {
 
 constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(30);
 
-/// Options of a group on xmesh. `gloo` and `nccl`, where given, are handed to the inner backend of that kind.
+/// Options of a group on xmesh. `gloo` and `nccl`, where given, are handed to the inner backend of that name.
 struct XmeshOptions : ::c10d::Backend::Options {
   explicit XmeshOptions(std::chrono::milliseconds timeout = kDefaultTimeout);
   XmeshOptions(const XmeshOptions&) = default;
@@ -28,6 +28,7 @@ struct XmeshOptions : ::c10d::Backend::Options {
 
   c10::intrusive_ptr<::c10d::Backend::Options> gloo;
   c10::intrusive_ptr<::c10d::Backend::Options> nccl;
+  std::map<std::string, std::string> inner;   ///< which c10d backend carries a kind of accelerator, e.g. {"xpu": "xccl"}; cuda's is nccl unless said
   bool pacing = true;                         ///< pace reshards' direct sends to planned rates, on topologies whose rates were measured
   bool shared_memory = true;                  ///< reshards between ranks at one address go through shared memory where the kernel allows it
   std::string host_id;                        ///< which host this rank is on, for plans; empty for XMESH_HOST_ID or what is discovered
@@ -44,11 +45,11 @@ struct HostHooks {
   InnerFactory make_inner;
   /// Runs the function without the interpreter's lock if the caller holds it.
   std::function<void(const std::function<void()>&)> run_unlocked;
-  /// True if NCCL can be had here.
-  bool has_cuda = false;
+  /// The kinds besides cpu whose inner backend can be had here; calls without tensors go to the first one's.
+  std::vector<c10::DeviceType> accelerators;
 };
 
-/// The inner backends of one group, one per device kind, each made once: gloo for cpu, NCCL for cuda.
+/// The inner backends of one group, one per device kind, each made once: gloo for cpu, for an accelerator what HostHooks make.
 /// Threading: any thread. Ownership: owns the inner backends.
 class InnerBackends {
  public:
@@ -76,6 +77,8 @@ class InnerBackends {
   void forEach(const std::function<void(::c10d::Backend&)>& visit) const;
   /// True if the kind can be carried on this machine.
   bool canMake(c10::DeviceType kind) const;
+  /// The kind for calls without tensors: the first accelerator, or cpu.
+  c10::DeviceType primary() const { return hooks_.accelerators.empty() ? c10::DeviceType::CPU : hooks_.accelerators.front(); }
   /// Ends the backends made so far, without the interpreter's lock: their threads may need it to end.
   void end() noexcept;
   /// Ends gloo's backend on a thread of its own: it first does the work it was given. None is made from now on. Where a call is inside it, it stays
@@ -94,7 +97,9 @@ class InnerBackends {
     std::atomic<::c10d::Backend*> fast{nullptr};
     c10::intrusive_ptr<::c10d::Backend> owner;
   };
-  static std::optional<size_t> slotOf(c10::DeviceType kind);
+  const Slot& slotOf(c10::DeviceType kind) const { return slots_.at(static_cast<size_t>(kind)); }
+  Slot& slotOf(c10::DeviceType kind) { return slots_.at(static_cast<size_t>(kind)); }
+  std::string carried() const;
   ::c10d::Backend& make(c10::DeviceType kind, const std::function<void(::c10d::Backend&)>& prepare);
 
   HostHooks hooks_;
@@ -103,7 +108,7 @@ class InnerBackends {
   int size_;
   c10::intrusive_ptr<XmeshOptions> options_;
   std::mutex mutex_;
-  std::array<Slot, 2> slots_;
+  std::array<Slot, c10::COMPILE_TIME_MAX_DEVICE_TYPES> slots_;  ///< by kind
   std::atomic<bool> is_ended_{false};
   std::atomic<int> num_inside_{0};
 };

@@ -9,8 +9,6 @@
 namespace xmesh::c10d_backend {
 namespace {
 
-constexpr auto kCuda = c10::DeviceType::CUDA;
-
 template <class AnyBackend>
 void addTimeout(AnyBackend& backend, const std::chrono::milliseconds& timeout) {
   if constexpr (requires { backend.addEphemeralTimeout(timeout); }) {
@@ -129,7 +127,7 @@ void ProcessGroupXmesh::eagerConnectSingleDevice(at::Device device) { inner(devi
   return first;
 }
 
-bool ProcessGroupXmesh::supportsTimeEstimation() const { return inner_.canMake(kCuda) && primary().supportsTimeEstimation(); }
+bool ProcessGroupXmesh::supportsTimeEstimation() const { return inner_.primary() != c10::DeviceType::CPU && primary().supportsTimeEstimation(); }
 
 std::shared_ptr<c10::Allocator> ProcessGroupXmesh::getMemAllocator() {
   std::shared_ptr<c10::Allocator> allocator;
@@ -144,7 +142,7 @@ at::Tensor ProcessGroupXmesh::allocateTensor(long size, at::TensorOptions option
 }
 
 bool ProcessGroupXmesh::supportsTensorAlloc(c10::DeviceIndex device) {
-  return inner_.canMake(kCuda) && device >= 0 && primary().supportsTensorAlloc(device);
+  return inner_.primary() != c10::DeviceType::CPU && device >= 0 && primary().supportsTensorAlloc(device);
 }
 
 void ProcessGroupXmesh::abort() {

@@ -11,7 +11,6 @@ namespace xmesh::c10d_backend {
 namespace {
 
 constexpr auto kCpu = c10::DeviceType::CPU;
-constexpr auto kCuda = c10::DeviceType::CUDA;
 
 /// Finds the one device kind of a call's tensors; cpu for a call without any.
 class KindOf {
@@ -117,7 +116,7 @@ void ProcessGroupXmesh::close(bool abort) noexcept {
   });
 }
 
-::c10d::Backend& ProcessGroupXmesh::primary() const { return inner(inner_.canMake(kCuda) ? kCuda : kCpu); }
+::c10d::Backend& ProcessGroupXmesh::primary() const { return inner(inner_.primary()); }
 
 c10::intrusive_ptr<::c10d::Backend> ProcessGroupXmesh::innerBackend(c10::DeviceType kind) {
   return c10::intrusive_ptr<::c10d::Backend>::unsafe_reclaim_from_nonowning(&inner(kind));
@@ -134,12 +133,10 @@ auto ProcessGroupXmesh::forward(c10::DeviceType kind, Call&& call) const {
   }
 }
 
-void ProcessGroupXmesh::forwardPrimary(const std::function<void(::c10d::Backend&)>& call) const {
-  forward(inner_.canMake(kCuda) ? kCuda : kCpu, call);
-}
+void ProcessGroupXmesh::forwardPrimary(const std::function<void(::c10d::Backend&)>& call) const { forward(inner_.primary(), call); }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::collect(c10::DeviceType kind, Work work) {
-  if (is_coalescing_ && kind == kCpu && work) {
+  if (is_coalescing_ && work && (kind == kCpu || kind != inner_.primary())) {
     coalesced_.push_back(work);
   }
   return work;
@@ -233,8 +230,8 @@ ProcessGroupXmesh::Work ProcessGroupXmesh::recvAnysource(Tensors& tensors, int t
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::barrier(const ::c10d::BarrierOptions& opts) {
-  const bool is_on_cuda = opts.device ? opts.device->type() == kCuda : !opts.device_ids.empty();
-  XMESH_FORWARD(is_on_cuda && inner_.canMake(kCuda) ? kCuda : kCpu, barrier(opts));
+  const c10::DeviceType asked = opts.device ? opts.device->type() : opts.device_ids.empty() ? kCpu : inner_.primary();
+  XMESH_FORWARD(inner_.canMake(asked) ? asked : kCpu, barrier(opts));
 }
 
 namespace {
@@ -260,17 +257,18 @@ void ProcessGroupXmesh::monitoredBarrier(const ::c10d::BarrierOptions& opts, boo
   forward(kCpu, [&](::c10d::Backend& backend) { backend.monitoredBarrier(opts, wait_all_ranks); });
 }
 
-bool ProcessGroupXmesh::supportsCoalescing() const { return inner_.canMake(kCuda) && primary().supportsCoalescing(); }
+bool ProcessGroupXmesh::supportsCoalescing() const { return inner_.primary() != kCpu && primary().supportsCoalescing(); }
 
 void ProcessGroupXmesh::startCoalescing() {
-  forward(primary().supportsCoalescing() ? kCuda : kCpu, [](::c10d::Backend& backend) { backend.startCoalescing(); });
+  forward(primary().supportsCoalescing() ? inner_.primary() : kCpu, [](::c10d::Backend& backend) { backend.startCoalescing(); });
   is_coalescing_ = true;
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::endCoalescing() {
   is_coalescing_ = false;
   auto parts = std::exchange(coalesced_, {});
-  if (Work work = forward(primary().supportsCoalescing() ? kCuda : kCpu, [](::c10d::Backend& backend) { return backend.endCoalescing(); })) {
+  if (Work work =
+          forward(primary().supportsCoalescing() ? inner_.primary() : kCpu, [](::c10d::Backend& backend) { return backend.endCoalescing(); })) {
     parts.push_back(std::move(work));
   }
   if (parts.size() <= 1) {

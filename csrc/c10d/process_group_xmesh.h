@@ -17,8 +17,8 @@ namespace xmesh::c10d_backend {
 /// The c10d backend "xmesh". Collectives and point-to-point calls go to the inner backend of their tensors' device kind and come back with its Work,
 /// results and errors; what the inner backend lacks is refused in xmesh's name.
 ///
-/// gloo (cpu) is made with the group, because making it is a rendezvous of all ranks and the first call may concern only two of them; NCCL (cuda),
-/// whose making involves no peer, at the first cuda tensor.
+/// gloo (cpu) is made with the group, because making it is a rendezvous of all ranks and the first call may concern only two of them; an
+/// accelerator's (NCCL), whose making involves no peer, at the first of its tensors.
 ///
 /// Threading: as every c10d backend, calls of one group in one order on every rank; any thread. Ownership: owns the inner backends and the
 /// attachment. The destructor closes the attachment first; in a forked child it touches nothing, since threads are not inherited.
@@ -119,7 +119,7 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
 #endif
 
  private:
-  /// The inner backend that carries cuda where that can be, else cpu: for calls without tensors.
+  /// The inner backend of the accelerator where there is one, else of cpu: for calls without tensors.
   ::c10d::Backend& primary() const;
   ::c10d::Backend& inner(c10::DeviceType kind) const;
   /// Runs `call` on the inner backend of the kind; notes its Work if a coalesced block on another kind is open.

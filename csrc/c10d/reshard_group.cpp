@@ -51,7 +51,15 @@ void sortUnique(std::vector<int64_t>& ranks) {
 
 std::string memberKey(int32_t group_rank) { return "member/" + std::to_string(group_rank); }
 
-runtime::LocalTensor localOf(const at::Tensor& tensor) {
+runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
+  const auto kind = [](const std::string& name) { return static_cast<int16_t>(at::Device(name).type()); };
+  return {kind(names.first), kind(names.second)};
+}
+
+runtime::LocalTensor localOf(const at::Tensor& tensor, int16_t kind) {
+  const auto expected = static_cast<c10::DeviceType>(kind);
+  TORCH_CHECK_VALUE(tensor.device().type() == expected, "xmesh: expected a ", c10::DeviceTypeName(expected, /*lower_case=*/true),
+                    " tensor, as its mesh says, got one on ", tensor.device());
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "xmesh: only cpu tensors can be resharded in this version, got a tensor on ", tensor.device());
   return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()};
 }
@@ -67,8 +75,10 @@ runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails
     fields.emplace_back("dtype" + tensor, src.dtype.name);
     fields.emplace_back("source mesh" + tensor, src.mesh.str());
     fields.emplace_back("source placements" + tensor, core::placementsStr(src.placements));
+    fields.emplace_back("source device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).first);
     fields.emplace_back("destination mesh" + tensor, dst.mesh.str());
     fields.emplace_back("destination placements" + tensor, core::placementsStr(dst.placements));
+    fields.emplace_back("destination device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).second);
     fields.emplace_back("requires_grad" + tensor, i < details.requires_grad.size() && details.requires_grad[i] == '1' ? "True" : "False");
   }
   std::string hosts;
@@ -103,7 +113,7 @@ runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t 
     options.connect_timeout = kConnectTimeout;
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
     std::string address = network->address();
-    auto executors = std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes);
+    auto executors = std::make_unique<runtime::ExecutorsByRoute>(std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes));
     return runtime::ReshardService::Networks{std::move(network), std::move(executors), std::move(address)};
   };
 }
@@ -223,6 +233,8 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
   const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging)};
   out->terms.participants = participantsOf(plan->participants());
   out->program = runtime::compileProgram(*plan, globalRank(), options);
+  out->devices.resize(plan->tensors.size());
+  std::transform(details.devices.begin(), details.devices.end(), out->devices.begin(), kindsOf);
   out->program_peers = peersOf(out->program->peers());
   if (options_.is_paced) {
     for (const auto& [rank, bytes_per_s] : runtime::pacingRates(*plan, globalRank())) {
@@ -261,16 +273,17 @@ runtime::Movement ReshardGroup::movementOf(const std::shared_ptr<const runtime::
                                            const std::vector<at::Tensor>& dst) {
   // The memory without the tensors: the network's thread drops it without the GIL.
   auto alive = std::make_shared<c10::SmallVector<c10::Storage, 2>>();
-  const auto lent = [&alive](const at::Tensor& tensor) {
+  const auto lent = [&alive](const at::Tensor& tensor, int16_t kind) {
     alive->push_back(tensor.storage());
-    return localOf(tensor);
+    return localOf(tensor, kind);
   };
   const runtime::Program& program = *prepared->program;
   runtime::Movement out;
   out.prepared = prepared;
   for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
-    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor)) : runtime::LocalTensor{});
-    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor)) : runtime::LocalTensor{});
+    const runtime::DeviceKinds& kinds = prepared->devices.at(tensor);
+    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor), kinds.src) : runtime::LocalTensor{});
+    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor), kinds.dst) : runtime::LocalTensor{});
   }
   program.checkLocalTensors(out.src, out.dst);
   out.keep_alive = std::move(alive);

@@ -10,6 +10,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 #include <vector>
 
 #include "c10d/group_attachment.h"
@@ -33,8 +34,9 @@ struct ReshardGroupOptions {
 struct CallDetails {
   std::string requires_grad;  ///< one letter per tensor
   bool is_backward = false;
-  std::vector<std::string> labels = {};  ///< one name per tensor; empty where they are numbered
-  runtime::CallFields entries = {};      ///< what is compared before the tensors: the names and kinds of a container's entries
+  std::vector<std::string> labels = {};                           ///< one name per tensor; empty where they are numbered
+  std::vector<std::pair<std::string, std::string>> devices = {};  ///< kinds of source and destination of each tensor; empty: all on cpu
+  runtime::CallFields entries = {};  ///< what is compared before the tensors: the names and kinds of a container's entries
 };
 
 /// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain

@@ -72,7 +72,7 @@ void Calls::begin(Call& call) {
   if (!call.rounds.isDone()) {
     sendNotice(call);
   }
-  if (call.executor != nullptr && (call.rounds.isDone() || !executors_->needsAgreement())) {
+  if (call.executor != nullptr && (call.rounds.isDone() || !call.waits_for_agreement)) {
     call.executor->start();
   }
   for (auto& [peer, notice] : early.notices) {
@@ -97,7 +97,22 @@ void Calls::makeExecutor(Call& call) {
       }
     });
   };
-  call.executor = executors_->make(std::move(execution));
+  execution.on_enqueued = [handle = call.handle] { handle->markEnqueued(); };
+  execution.on_failed = [this, key = call.key](const std::string& reason, int32_t peer) {
+    network_->post([this, key, reason, peer] { breakOff(key, reason, peer); });
+  };
+  Executors& executors = executors_->at(execution.movement.route);
+  call.waits_for_agreement = executors.needsAgreement();
+  call.executor = executors.make(std::move(execution));
+}
+
+void Calls::breakOff(const CallKey& key, const std::string& reason, int32_t peer) {
+  const auto found = calls_.find(key);
+  if (found == calls_.end()) {
+    return;
+  }
+  const std::string text = textOf(found->second) + ": " + reason;
+  fail(key, {FailureKind::kPeer, text, peer < 0 ? std::vector<int64_t>{} : std::vector<int64_t>{peers_.globalRank(peer)}});
 }
 
 void Calls::sendNotice(const Call& call) {
@@ -132,7 +147,7 @@ void Calls::advanceAgreement(const CallKey& key) {
   while (call.rounds.advance()) {
     if (!call.rounds.isDone()) {
       sendNotice(call);
-    } else if (call.executor != nullptr && executors_->needsAgreement()) {
+    } else if (call.executor != nullptr && call.waits_for_agreement) {
       call.executor->start();
     }
   }

@@ -18,7 +18,7 @@
 #include "runtime/agreement/refusals.h"
 #include "runtime/agreement/rounds.h"
 #include "runtime/agreement/watch.h"
-#include "runtime/executor.h"
+#include "runtime/executors_by_route.h"
 #include "runtime/reshard_call.h"
 #include "transport/control_network.h"
 
@@ -41,6 +41,7 @@ struct Call {
   std::optional<Movement> movement;       ///< until it starts
 
   std::unique_ptr<Executor> executor;  ///< null where nothing moves
+  bool waits_for_agreement = false;    ///< of that executor
   bool is_moved = false;               ///< all messages sent and received
   AgreementRounds rounds;
   Watch watched;  ///< of a watch
@@ -56,7 +57,7 @@ class Calls {
   Calls(Peers& peers, CallHistory& history, Refusals& refusals, Arrivals& arrivals)
       : peers_(peers), history_(history), refusals_(refusals), arrivals_(arrivals) {}
   /// Once, before the first call.
-  void connect(transport::ControlNetwork& network, Executors& executors) {
+  void connect(transport::ControlNetwork& network, ExecutorsByRoute& executors) {
     network_ = &network;
     executors_ = &executors;
   }
@@ -83,6 +84,8 @@ class Calls {
  private:
   void begin(Call& call);
   void makeExecutor(Call& call);
+  /// The stream of a call's executor was broken off.
+  void breakOff(const CallKey& key, const std::string& reason, int32_t peer);
   void sendNotice(const Call& call);
   void advanceAgreement(const CallKey& key);
   void finishIfDone(const CallKey& key);
@@ -102,7 +105,7 @@ class Calls {
   Refusals& refusals_;
   Arrivals& arrivals_;
   transport::ControlNetwork* network_ = nullptr;
-  Executors* executors_ = nullptr;
+  ExecutorsByRoute* executors_ = nullptr;
   std::map<CallKey, Call> calls_;
 };
 

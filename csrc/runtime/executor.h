@@ -1,8 +1,10 @@
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "runtime/peer_progress.h"
@@ -10,12 +12,31 @@
 
 namespace xmesh::runtime {
 
+/// Which executors move a call's bytes. Plain value.
+struct Route {
+  int16_t device_kind = 0;  ///< c10::DeviceType's number; 0: host memory
+  uint32_t line = 0;        ///< on a device: which in-order line of calls; those of different lines do not wait for each other
+  auto operator<=>(const Route&) const = default;
+};
+
+/// How a call on a device is ordered against its caller's streams. Threading: the line's thread (see StreamExecutors); `stream` is as StreamKernels'.
+class CallerStreams {
+ public:
+  virtual ~CallerStreams() = default;
+  /// Makes the stream wait for what the caller had enqueued when it called.
+  virtual void waitForCaller(void* stream) = 0;
+  /// The call ends here on the stream: the caller's may wait for it.
+  virtual void markEnd(void* stream) = 0;
+};
+
 /// Tensors that move as a plan says.
 struct Movement {
   std::shared_ptr<const PreparedPlan> prepared;
   std::vector<LocalTensor> src;  ///< one per tensor; empty entries where this rank is not in the mesh
   std::vector<LocalTensor> dst;
   std::shared_ptr<void> keep_alive;  ///< owns their memory; dropped on the network's thread
+  Route route;
+  std::shared_ptr<CallerStreams> caller;  ///< of a call on a device; null where no stream waits for it
 };
 
 /// What a call has an executor do.
@@ -24,6 +45,11 @@ struct Execution {
   Movement movement;
   /// Runs once on the network's thread, when all is sent, received and copied; not after cancel(). May destroy the executor.
   std::function<void()> on_done;
+  /// Runs at most once, on any thread: all is on the device's stream, and the caller's may wait for its end there. Never on the host.
+  std::function<void()> on_enqueued;
+  /// Runs instead of on_done, on the network's thread, where the device's stream was broken off; not after cancel(). `peer` is a group rank, or -1
+  /// where none can be named.
+  std::function<void(const std::string& reason, int32_t peer)> on_failed;
 };
 
 /// Runs one rank's program once. Threading: the network's thread.

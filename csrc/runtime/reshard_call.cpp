@@ -12,26 +12,37 @@ constexpr std::chrono::milliseconds kLookEvery{200};  ///< for interrupts
 
 }  // namespace
 
-bool ReshardCall::wait(std::chrono::milliseconds timeout) { return waitFor(timeout, false); }
+bool ReshardCall::wait(std::chrono::milliseconds timeout) { return waitFor(timeout, Until::kEnd); }
 
-bool ReshardCall::waitMoved(std::chrono::milliseconds timeout) { return waitFor(timeout, true); }
+bool ReshardCall::waitMoved(std::chrono::milliseconds timeout) { return waitFor(timeout, Until::kMoved); }
 
-void ReshardCall::markMoved() {
+bool ReshardCall::waitEnqueued(std::chrono::milliseconds timeout) { return waitFor(timeout, Until::kEnqueued); }
+
+void ReshardCall::markMoved() { mark(is_moved_); }
+
+void ReshardCall::markEnqueued() { mark(is_enqueued_); }
+
+void ReshardCall::mark(std::atomic<bool>& flag) {
   {
     const std::lock_guard lock(mutex_);
-    is_moved_.store(true, std::memory_order_release);
+    flag.store(true, std::memory_order_release);
   }
   ended_.notify_all();
 }
 
-bool ReshardCall::waitFor(std::chrono::milliseconds timeout, bool until_moved, bool is_interruptible) {
-  const auto has_ended = [this, until_moved] { return isCompleted() || (until_moved && is_moved_.load(std::memory_order_acquire)); };
-  if (!has_ended()) {
+bool ReshardCall::hasCome(Until until) const {
+  return isCompleted() || (until == Until::kMoved && is_moved_.load(std::memory_order_acquire)) ||
+         (until == Until::kEnqueued && is_enqueued_.load(std::memory_order_acquire));
+}
+
+bool ReshardCall::waitFor(std::chrono::milliseconds timeout, Until until, bool is_interruptible) {
+  const auto has_come = [this, until] { return hasCome(until); };
+  if (!has_come()) {
     fork_.check();
     using Clock = std::chrono::steady_clock;
     const Clock::time_point deadline = timeout.count() > 0 ? Clock::now() + timeout : Clock::time_point::max();
     std::unique_lock lock(mutex_);
-    while (!ended_.wait_until(lock, std::min(deadline, Clock::now() + kLookEvery), has_ended)) {
+    while (!ended_.wait_until(lock, std::min(deadline, Clock::now() + kLookEvery), has_come)) {
       if (Clock::now() >= deadline) {
         return false;
       }

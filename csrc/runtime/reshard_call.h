@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -30,19 +31,26 @@ class ReshardCall {
   /// waiting after it (returns false; the call goes on). Throws too what checkInterrupts() throws (the call goes on), and at once in a forked child.
   bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
   /// As wait(), whatever signals come.
-  bool waitThrough(std::chrono::milliseconds timeout) { return waitFor(timeout, false, /*is_interruptible=*/false); }
+  bool waitThrough(std::chrono::milliseconds timeout) { return waitFor(timeout, Until::kEnd, /*is_interruptible=*/false); }
   /// As wait(), but only until this rank's own messages are sent and received: the tensors are its caller's again, whatever the others still have to
   /// do.
   bool waitMoved(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
+  /// As wait(), but only until the call is on its device's stream, which the caller's streams can then wait for.
+  bool waitEnqueued(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
   /// Runs `callback` when the call ends: on the network's thread, or at once if it has ended.
   void onCompletion(std::function<void()> callback);
   /// Wakes who waits in waitMoved(); for the service, which does so at most once, before complete().
   void markMoved();
+  /// Wakes who waits in waitEnqueued(); any thread.
+  void markEnqueued();
   /// Ends the call, once; for the service, which holds it meanwhile.
   void complete(std::optional<Failure> failure);
 
  private:
-  bool waitFor(std::chrono::milliseconds timeout, bool until_moved, bool is_interruptible = true);
+  enum class Until : uint8_t { kEnqueued, kMoved, kEnd };
+  bool waitFor(std::chrono::milliseconds timeout, Until until, bool is_interruptible = true);
+  bool hasCome(Until until) const;
+  void mark(std::atomic<bool>& flag);
 
   const CallKey key_;
   const bool is_detached_;
@@ -50,6 +58,7 @@ class ReshardCall {
   std::mutex mutex_;  ///< guards the callbacks, and the completion against waiters that are about to sleep
   std::condition_variable ended_;
   std::vector<std::function<void()>> callbacks_;
+  std::atomic<bool> is_enqueued_ = false;
   std::atomic<bool> is_moved_ = false;
   std::atomic<bool> is_completed_ = false;
   // Written before is_completed_, never after.

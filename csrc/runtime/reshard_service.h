@@ -19,7 +19,7 @@
 #include "runtime/agreement/peers.h"
 #include "runtime/agreement/refusals.h"
 #include "runtime/calls.h"
-#include "runtime/executor.h"
+#include "runtime/executors_by_route.h"
 #include "runtime/requests.h"
 #include "runtime/reshard_call.h"
 #include "transport/control_network.h"
@@ -46,8 +46,8 @@ class ReshardService final : public transport::PeerEvents {
   /// What carries the ranks' messages, and what moves the tensors.
   struct Networks {
     std::unique_ptr<transport::ControlNetwork> control;
-    std::unique_ptr<Executors> executors;  ///< may use `control`
-    std::string address;                   ///< where the others reach this rank
+    std::unique_ptr<ExecutorsByRoute> executors;  ///< may use `control`
+    std::string address;                          ///< where the others reach this rank
   };
   using MakeNetworks = std::function<Networks(transport::PeerEvents&)>;
 
@@ -107,7 +107,7 @@ class ReshardService final : public transport::PeerEvents {
 
   std::string address_;
   std::unique_ptr<transport::ControlNetwork> network_;
-  std::unique_ptr<Executors> executors_;
+  std::unique_ptr<ExecutorsByRoute> executors_;
 };
 
 }  // namespace xmesh::runtime

@@ -2,8 +2,15 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 namespace xmesh::transport {
+
+/// What ended a stream before its time.
+struct StreamFailure {
+  std::string reason;  ///< for a person
+  int32_t peer = -1;   ///< whom it was about; -1 where none can be named
+};
 
 /// A transport whose messages are enqueued on one in-order stream and complete there; the host is told nothing. One object is one rank's end of one
 /// communicator. Buffers must live until the stream has passed the operation that uses them.
@@ -23,8 +30,12 @@ class StreamTransport {
   /// entries so far and before all later ones. It runs on the host at once (a device stream) or when the stream gets there (a host-run fake,
   /// which passes nullptr). Not inside a group.
   virtual void enqueue(std::function<void(void* stream)> launch) = 0;
-  /// Runs `told` on the host, on any thread, once the stream has passed everything that was enqueued before. Not inside a group.
-  virtual void whenReached(std::function<void()> told) = 0;
+  /// Runs `told(nullptr)` on the host, on any thread, once the stream has passed everything that was enqueued before; or with the failure that ended
+  /// it. Then buffers are free. Not inside a group.
+  virtual void whenReached(std::function<void(const StreamFailure* failure)> told) = 0;
+  /// Gives up what is enqueued and not passed; what is enqueued from now on does nothing. The others' ends wait for ever until they abort too. Any
+  /// thread, while another one enqueues or waits; again is no-op.
+  virtual void abort(const StreamFailure& failure) noexcept = 0;
 };
 
 }  // namespace xmesh::transport

@@ -49,6 +49,15 @@ def test_name_and_properties(name: str) -> None:
         assert found[1:] == ["xmesh", 2.0, "gloo"]
 
 
+@pytest.mark.parametrize(("inner", "told"), [({"cpu": "nccl"}, "gloo"), ({"xpu": "nothing"}, "expected nccl, xccl or")])
+def test_inner_backends_that_cannot_be(inner: dict[str, str], told: str) -> None:
+    options = backend.Options()
+    options.inner = inner
+    with pytest.raises(ValueError, match=told):
+        dist.init_process_group("xmesh", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
+    assert not dist.is_initialized()
+
+
 def _detail(rank: int, size: int) -> Any:
     return [backend.backend_of().name(), _sum()]
 

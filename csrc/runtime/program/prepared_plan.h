@@ -11,11 +11,18 @@
 
 namespace xmesh::runtime {
 
+/// The kinds of device that a tensor is on, as c10::DeviceType's numbers; 0: host memory.
+struct DeviceKinds {
+  int16_t src = 0;
+  int16_t dst = 0;
+};
+
 /// A plan made ready for one rank: computed once per set of arguments and shared by all calls with them. Immutable.
 struct PreparedPlan {
   CallTerms terms;
   std::shared_ptr<const core::ReshardingPlan> plan;
   std::shared_ptr<const Program> program;
+  std::vector<DeviceKinds> devices;    ///< by tensor
   std::vector<int32_t> program_peers;  ///< group ranks of program->peers()
   /// (group rank, bytes per second) of the peers on other hosts; empty to let TCP share the NIC.
   std::vector<std::pair<int32_t, int64_t>> pacing;

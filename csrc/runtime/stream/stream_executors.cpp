@@ -2,54 +2,99 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <mutex>
+#include <optional>
 #include <utility>
+
+#include "runtime/stream/stream_executor.h"
 
 namespace xmesh::runtime {
 
 /// What the stream uses of one call, until it has passed it.
 struct StreamExecutors::Call {
-  std::unique_ptr<StreamExecutor> executor;
-  Execution execution;
-  std::shared_ptr<void> staging;
+  // The network's thread's.
   bool may_start = false;
+  bool is_launched = false;  ///< given to the line's thread
   bool is_done = false;
-  bool is_canceled = false;
+  std::atomic<bool> is_canceled = false;
+
+  // The line's thread's once the call is launched, then the network's again.
+  Execution execution;
+  std::unique_ptr<StreamExecutor> executor;
+  std::shared_ptr<transport::StreamTransport> transport;
+  std::shared_ptr<void> staging;
 };
 
 struct StreamExecutors::Shared {
-  Shared(transport::StreamTransport& own_transport, const StreamKernels& own_kernels, Allocate own_allocate, int64_t own_staging_bytes)
-      : transport(own_transport), kernels(own_kernels), allocate(std::move(own_allocate)), staging_bytes(own_staging_bytes) {}
+  Shared(std::shared_ptr<Communicators> own_communicators, const StreamKernels& own_kernels, Allocate own_allocate, Threads own_threads,
+         int64_t own_staging_bytes)
+      : communicators(std::move(own_communicators)),
+        kernels(own_kernels),
+        allocate(std::move(own_allocate)),
+        threads(std::move(own_threads)),
+        staging_bytes(own_staging_bytes) {}
 
-  transport::StreamTransport& transport;
+  const std::shared_ptr<Communicators> communicators;
   const StreamKernels& kernels;
   const Allocate allocate;
-  const int64_t staging_bytes;
   std::mutex mutex;
-  Post post;  ///< guarded by mutex; empty once the network is gone
+  Threads threads;  ///< guarded by mutex; empty once the network is gone
+  const int64_t staging_bytes;
 
   // The network's thread only.
-  std::deque<std::shared_ptr<Call>> waiting;  ///< not enqueued, in the order in which they were made
+  std::deque<std::shared_ptr<Call>> waiting;  ///< not launched, in the order in which they were made
 
   std::atomic<int64_t> staged_bytes = 0;
   std::atomic<int64_t> peak_staged_bytes = 0;
 
+  Threads threadsNow();
+  void launchWaiting(const std::shared_ptr<Shared>& self);
   void enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
-  void enqueueWaiting(const std::shared_ptr<Shared>& self);
+  void end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure);
 };
 
-/// Enqueues what may start, up to the first that may not.
-void StreamExecutors::Shared::enqueueWaiting(const std::shared_ptr<Shared>& self) {
+StreamExecutors::Threads StreamExecutors::Shared::threadsNow() {
+  const std::lock_guard lock(mutex);
+  return threads;
+}
+
+/// Launches what may start, up to the first that may not.
+void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self) {
   while (!waiting.empty() && (waiting.front()->may_start || waiting.front()->is_canceled)) {
     const std::shared_ptr<Call> call = std::move(waiting.front());
     waiting.pop_front();
-    if (!call->is_canceled) {
-      enqueue(self, call);
+    if (call->is_canceled) {
+      continue;
+    }
+    call->is_launched = true;
+    if (const Post line = threadsNow().line) {
+      line([self, call] {
+        try {
+          self->enqueue(self, call);
+        } catch (const std::exception& error) {
+          self->end(call, transport::StreamFailure{error.what(), -1});
+        }
+      });
     }
   }
 }
 
 void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call) {
+  if (call->is_canceled) {
+    return end(call, std::nullopt);
+  }
+  const Movement& movement = call->execution.movement;
+  const PreparedPlan& prepared = *movement.prepared;
+  const Participants& participants = prepared.terms.participants;
+  std::vector<int32_t> peers;
+  for (const int32_t group_rank : prepared.program_peers) {
+    peers.push_back(static_cast<int32_t>(std::find(participants.peers.begin(), participants.peers.end(), group_rank) - participants.peers.begin()));
+  }
+  call->transport = communicators->of(participants);
+  transport::StreamTransport& transport = *call->transport;
+  call->executor = std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels,
+                                                    StreamExecutor::Options{staging_bytes});
   const int64_t num_bytes = call->executor->stagingBytes();
   if (num_bytes > 0) {
     call->staging = allocate(num_bytes);
@@ -58,20 +103,42 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   if (now > peak_staged_bytes) {
     peak_staged_bytes = now;
   }
+  if (movement.caller != nullptr) {
+    transport.enqueue([call](void* stream) { call->execution.movement.caller->waitForCaller(stream); });
+  }
   call->executor->enqueue(call->staging.get());
-  transport.whenReached([self, call, num_bytes] {
+  if (movement.caller != nullptr) {
+    transport.enqueue([call](void* stream) { call->execution.movement.caller->markEnd(stream); });
+  }
+  if (call->execution.on_enqueued) {
+    call->execution.on_enqueued();
+  }
+  transport.whenReached([self, call, num_bytes](const transport::StreamFailure* failure) {
     self->staged_bytes -= num_bytes;
-    const std::lock_guard lock(self->mutex);
-    if (self->post) {
-      self->post([call] {
-        call->is_done = true;
-        call->staging.reset();
-        call->execution.movement.keep_alive.reset();
-        if (!call->is_canceled) {
-          call->execution.on_done();
-        }
-      });
+    self->end(call, failure == nullptr ? std::nullopt : std::optional(*failure));
+  });
+}
+
+/// Any thread.
+void StreamExecutors::Shared::end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure) {
+  const Post network = threadsNow().network;
+  if (!network) {
+    return;
+  }
+  network([call, failure = std::move(failure), communicators = communicators] {
+    call->is_done = true;
+    call->staging.reset();
+    Movement& movement = call->execution.movement;
+    movement.keep_alive.reset();
+    if (call->is_canceled) {
+      return;
     }
+    if (!failure.has_value()) {
+      return call->execution.on_done();
+    }
+    const Participants& participants = movement.prepared->terms.participants;
+    communicators->abort(participants, *failure);
+    call->execution.on_failed(failure->reason, failure->peer < 0 ? -1 : participants.peers.at(static_cast<size_t>(failure->peer)));
   });
 }
 
@@ -87,13 +154,17 @@ class StreamRun final : public Executor {
 
   void start() override {
     call_->may_start = true;
-    shared_->enqueueWaiting(shared_);
+    shared_->launchWaiting(shared_);
   }
   void cancel() override {
-    if (!call_->is_done) {
-      call_->is_canceled = true;
-      shared_->enqueueWaiting(shared_);
+    if (call_->is_done || call_->is_canceled) {
+      return;
     }
+    call_->is_canceled = true;
+    if (call_->is_launched) {
+      shared_->communicators->abort(call_->execution.movement.prepared->terms.participants, {"a call on it has failed", -1});
+    }
+    shared_->launchWaiting(shared_);
   }
   void abandon() override { call_->is_canceled = true; }
   std::vector<PeerProgress> progress() const override {
@@ -122,19 +193,15 @@ class StreamRun final : public Executor {
 
 }  // namespace
 
-StreamExecutors::StreamExecutors(transport::StreamTransport& transport, const StreamKernels& kernels, Allocate allocate, Post post,
+StreamExecutors::StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads,
                                  int64_t staging_bytes)
-    : shared_(std::make_shared<Shared>(transport, kernels, std::move(allocate), staging_bytes)) {
-  shared_->post = std::move(post);
-}
+    : shared_(std::make_shared<Shared>(std::move(communicators), kernels, std::move(allocate), std::move(threads), staging_bytes)) {}
 
 StreamExecutors::~StreamExecutors() { abandon(); }
 
 std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
+  execution.movement.prepared->program->checkLocalTensors(execution.movement.src, execution.movement.dst);
   auto call = std::make_shared<Call>();
-  const PreparedPlan& prepared = *execution.movement.prepared;
-  call->executor = std::make_unique<StreamExecutor>(prepared.program, shared_->transport, prepared.program_peers, execution.movement.src,
-                                                    execution.movement.dst, shared_->kernels, StreamExecutor::Options{shared_->staging_bytes});
   call->execution = std::move(execution);
   shared_->waiting.push_back(call);
   return std::make_unique<StreamRun>(shared_, std::move(call));
@@ -142,7 +209,7 @@ std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
 
 void StreamExecutors::abandon() {
   const std::lock_guard lock(shared_->mutex);
-  shared_->post = nullptr;
+  shared_->threads = {};
 }
 
 int64_t StreamExecutors::peakStagingBytes() const { return shared_->peak_staged_bytes; }

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -20,9 +21,10 @@ struct StreamMessage {
   }
 };
 
-/// One entry of a stream: a launch, or the messages of a group.
+/// One entry of a stream: a launch, who is told, or the messages of a group.
 struct StreamEntry {
   std::function<void(void*)> launch;
+  std::function<void(const StreamFailure*)> told;
   std::vector<StreamMessage> messages;
 };
 
@@ -47,7 +49,7 @@ class FakeStream final : public StreamTransport {
     }
     in_group_ = false;
     if (!group_.messages.empty()) {
-      entries_.push_back(std::exchange(group_, {}));
+      push(std::exchange(group_, {}));
     }
   }
 
@@ -60,10 +62,28 @@ class FakeStream final : public StreamTransport {
     if (in_group_) {
       throw std::logic_error("FakeStream: a launch inside a group");
     }
-    entries_.push_back({std::move(launch), {}});
+    push({std::move(launch), nullptr, {}});
   }
-  void whenReached(std::function<void()> told) override {
-    enqueue([told = std::move(told)](void*) { told(); });
+  void whenReached(std::function<void(const StreamFailure*)> told) override {
+    if (in_group_) {
+      throw std::logic_error("FakeStream: whenReached() inside a group");
+    }
+    if (failure_.has_value()) {
+      told(&*failure_);
+    } else {
+      push({nullptr, std::move(told), {}});
+    }
+  }
+  void abort(const StreamFailure& failure) noexcept override {
+    if (failure_.has_value()) {
+      return;
+    }
+    failure_ = failure;
+    for (const StreamEntry& entry : std::exchange(entries_, {})) {
+      if (entry.told) {
+        entry.told(&*failure_);
+      }
+    }
   }
 
   bool isInGroup() const { return in_group_; }
@@ -100,6 +120,9 @@ class FakeStream final : public StreamTransport {
     if (entry.launch) {
       entry.launch(nullptr);
     }
+    if (entry.told) {
+      entry.told(nullptr);
+    }
     return true;
   }
 
@@ -111,7 +134,12 @@ class FakeStream final : public StreamTransport {
     if (in_group_) {
       group_.messages.push_back(message);
     } else {
-      entries_.push_back({nullptr, {message}});
+      push({nullptr, nullptr, {message}});
+    }
+  }
+  void push(StreamEntry entry) {
+    if (!failure_.has_value()) {
+      entries_.push_back(std::move(entry));
     }
   }
 
@@ -119,6 +147,7 @@ class FakeStream final : public StreamTransport {
   const int32_t num_ranks_;
   bool in_group_ = false;
   StreamEntry group_;
+  std::optional<StreamFailure> failure_;  ///< of one that was aborted
   std::deque<StreamEntry> entries_;
   int64_t num_ended_ = 0;
 };

@@ -16,7 +16,7 @@ namespace xmesh::runtime {
 inline std::unique_ptr<ReshardService> hostService(transport::FakeHostNetwork& network, std::vector<int64_t> ranks, int32_t rank) {
   return std::make_unique<ReshardService>(ReshardService::Options{std::move(ranks), rank}, [&network, rank](transport::PeerEvents& events) {
     std::unique_ptr<transport::PeerNetwork> joined = network.join(rank, events);
-    auto executors = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
+    auto executors = std::make_unique<ExecutorsByRoute>(std::make_unique<HostExecutors>(*joined, int64_t{1} << 20));
     return ReshardService::Networks{std::move(joined), std::move(executors), "fake"};
   });
 }

@@ -6,11 +6,15 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "core/resharding/fingerprint.h"
 #include "core/resharding/plan_resharding.h"
+#include "runtime/executors_by_route.h"
 #include "runtime/fake_networks.h"
+#include "runtime/host/host_executors.h"
 #include "runtime/reshard_service.h"
 #include "runtime/stream/stream_executors.h"
 #include "transport/fakes/fake_host_network.h"
@@ -32,6 +36,33 @@ core::ReshardingPlan planOf(Placement dst, const std::string& strategy) {
       core::Topology::uniform(kNumRanks, 1), core::parseStrategy(strategy));
 }
 
+/// Every set of ranks on the one communicator of all of them, in which an index is the rank.
+class OneCommunicator final : public Communicators {
+ public:
+  OneCommunicator(transport::FakeStreamNetwork& streams, int32_t rank) : streams_(streams), rank_(rank) {}
+  std::shared_ptr<transport::StreamTransport> of(const Participants& /*participants*/) override {
+    if (fails_to_make) {
+      throw std::runtime_error("it cannot be made");
+    }
+    return {std::shared_ptr<void>(), &streams_.transport(rank_)};
+  }
+  void abort(const Participants& /*participants*/, const transport::StreamFailure& failure) noexcept override {
+    streams_.transport(rank_).abort(failure);
+  }
+  bool fails_to_make = false;
+
+ private:
+  transport::FakeStreamNetwork& streams_;
+  const int32_t rank_;
+};
+
+/// Notes what it is asked, on the stream.
+struct NotedStreams final : CallerStreams {
+  void waitForCaller(void* /*stream*/) override { log += "wait "; }
+  void markEnd(void* /*stream*/) override { log += "end"; }
+  std::string log;
+};
+
 class StreamServiceTest : public testing::TestWithParam<uint64_t> {
  protected:
   StreamServiceTest() : control_(kNumRanks, GetParam()), streams_(kNumRanks, GetParam()), random_(GetParam()) {
@@ -48,8 +79,14 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
           });
         };
         const auto post = [network = joined.get()](std::function<void()> task) { network->post(std::move(task)); };
-        auto executors = std::make_unique<StreamExecutors>(streams_.transport(rank), kernels_, allocate, post, 256);
-        return ReshardService::Networks{std::move(joined), std::move(executors), "fake"};
+        communicators_.push_back(std::make_shared<OneCommunicator>(streams_, rank));
+        const auto inline_line = [](const std::function<void()>& task) { task(); };
+        auto make = [this, rank, allocate, post, inline_line](const Route& /*route*/) {
+          return std::make_unique<StreamExecutors>(communicators_[static_cast<size_t>(rank)], kernels_, allocate,
+                                                   StreamExecutors::Threads{post, inline_line}, 256);
+        };
+        auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
+        return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
       }));
       for (int32_t peer = 0; peer < kNumRanks; ++peer) {
         if (peer != rank) {
@@ -63,6 +100,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     std::vector<int32_t> src;
     std::vector<int32_t> dst;
     std::shared_ptr<int> alive = std::make_shared<int>();
+    std::shared_ptr<NotedStreams> streams = std::make_shared<NotedStreams>();
     std::shared_ptr<ReshardCall> call;
   };
 
@@ -80,6 +118,8 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement.dst = {local(prepared->program->dstShape(0), made->dst)};
     request.movement.keep_alive = made->alive;
     request.movement.prepared = prepared;
+    request.movement.route = {1, 0};
+    request.movement.caller = made->streams;
     request.timeout = timeout;
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
     made->call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
@@ -107,6 +147,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
   HostKernels kernels_;
   std::mt19937_64 random_;
   int num_staged_ = 0;
+  std::vector<std::shared_ptr<OneCommunicator>> communicators_;
   std::vector<std::unique_ptr<ReshardService>> services_;
 };
 
@@ -137,6 +178,7 @@ TEST_P(StreamServiceTest, CallsInFlightTogetherKeepOneOrder) {
       ASSERT_TRUE(made.call->isCompleted());
       EXPECT_FALSE(made.call->failure().has_value());
       EXPECT_EQ(made.alive.use_count(), 1) << "the tensors are free";
+      EXPECT_EQ(made.streams->log, "wait end");
       if (rank >= 2) {
         const auto half = whole.begin() + (rank - 2) * kExtent / 2;
         EXPECT_EQ(made.dst, i % 2 == 0 ? whole : std::vector<int32_t>(half, half + kExtent / 2));
@@ -166,8 +208,8 @@ TEST_P(StreamServiceTest, NothingIsEnqueuedForCallsThatDiffer) {
   }
 }
 
-/// Rank 3 dies when its part is not enqueued: the others have failed, and what their streams still hold keeps its memory.
-TEST_P(StreamServiceTest, WhatIsEnqueuedKeepsItsMemory) {
+/// Rank 3 dies when its part is not enqueued: the others fail and give up what is on their streams, which frees its memory.
+TEST_P(StreamServiceTest, AFailureGivesUpWhatIsEnqueued) {
   std::vector<std::unique_ptr<Made>> calls;
   for (int32_t rank = 0; rank < kNumRanks; ++rank) {
     calls.push_back(begin(rank, planOf(Placement::replicate(), "broadcast")));
@@ -182,11 +224,60 @@ TEST_P(StreamServiceTest, WhatIsEnqueuedKeepsItsMemory) {
     const Made& made = *calls[static_cast<size_t>(rank)];
     ASSERT_TRUE(made.call->isCompleted());
     EXPECT_EQ(made.call->failure()->blamed_ranks, std::vector<int64_t>{3});
+    EXPECT_EQ(made.alive.use_count(), 1) << "the tensors are free";
+    EXPECT_TRUE(streams_.isEmpty(rank));
   }
-  services_.clear();
-  for (int32_t rank = 0; rank < 3; ++rank) {
-    const bool is_enqueued = calls[static_cast<size_t>(rank)]->alive.use_count() > 1;
-    EXPECT_EQ(is_enqueued, !streams_.isEmpty(rank)) << rank;
+  EXPECT_EQ(num_staged_, 0);
+}
+
+TEST_P(StreamServiceTest, WhoWaitsForAPlaceOnTheStreamWaitsForNothingElse) {
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(Placement::replicate(), "broadcast")));
+  }
+  EXPECT_FALSE(calls[0]->call->waitEnqueued(milliseconds(1))) << "the ranks have not agreed";
+  while (control_.step()) {
+  }
+  for (const auto& made : calls) {
+    EXPECT_TRUE(made->call->waitEnqueued());
+    EXPECT_FALSE(made->call->isCompleted()) << "the streams have not moved";
+  }
+  runUntilIdle();
+  for (const auto& made : calls) {
+    EXPECT_TRUE(made->call->wait());
+  }
+}
+
+TEST_P(StreamServiceTest, AStreamThatBreaksOffBlamesThePeer) {
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(Placement::replicate(), "broadcast")));
+  }
+  while (control_.step()) {
+  }
+  streams_.transport(1).abort({"the wire was cut", 2});
+  while (control_.step()) {
+  }
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_NE(made->call->failure()->text.find("the wire was cut"), std::string::npos) << made->call->failure()->text;
+    EXPECT_EQ(made->call->failure()->blamed_ranks, std::vector<int64_t>{2});
+    EXPECT_EQ(made->alive.use_count(), 1);
+  }
+}
+
+TEST_P(StreamServiceTest, ACommunicatorThatCannotBeMadeFailsTheCallOnAll) {
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(Placement::replicate(), "broadcast")));
+  }
+  communicators_[2]->fails_to_make = true;
+  while (control_.step()) {
+  }
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_NE(made->call->failure()->text.find("it cannot be made"), std::string::npos) << made->call->failure()->text;
+    EXPECT_EQ(made->alive.use_count(), 1);
   }
 }
 

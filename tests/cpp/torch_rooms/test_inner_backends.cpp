@@ -2,7 +2,9 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
 
 #include "c10d/inner_backends.h"
 
@@ -46,6 +48,22 @@ TEST_F(InnerBackendsTest, AreMadeOnceAndEnd) {
   inner_.end();
   EXPECT_EQ(*num_gone_, 1);
   EXPECT_EQ(inner_.made(c10::kCPU), nullptr);
+}
+
+TEST_F(InnerBackendsTest, CarryTheAcceleratorsThatAreThere) {
+  EXPECT_EQ(inner_.primary(), c10::kCPU);
+  HostHooks hooks = inner_.hooks();
+  hooks.accelerators = {c10::kXPU, c10::kCUDA};
+  InnerBackends both(std::move(hooks), store_, 0, 1, c10::make_intrusive<XmeshOptions>());
+  EXPECT_EQ(both.primary(), c10::kXPU) << "the first one";
+  EXPECT_NE(&both.get(c10::kXPU, prepare), &both.get(c10::kCUDA, prepare));
+  try {
+    both.get(c10::kHPU, prepare);
+    ADD_FAILURE();
+  } catch (const c10::NotImplementedError& error) {
+    EXPECT_NE(std::string(error.what()).find("carries cpu tensors and xpu tensors and cuda tensors, got a hpu tensor"), std::string::npos)
+        << error.what();
+  }
 }
 
 TEST_F(InnerBackendsTest, EndBeforeTheProcessDoesAndAreNotMadeAgain) {

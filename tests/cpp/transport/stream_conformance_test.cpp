@@ -130,13 +130,29 @@ TEST_P(StreamConformance, TellsWhenItHasPassedWhatWasEnqueued) {
   bool is_sent = false;
   bool is_received = false;
   at(0).enqueueSend(1, data.get(), 1);
-  at(0).whenReached([&] { is_sent = true; });
+  at(0).whenReached([&](const StreamFailure* failure) { is_sent = failure == nullptr; });
   EXPECT_FALSE(is_sent);
   at(1).enqueueRecv(0, got.get(), 1);
-  at(1).whenReached([&] { is_received = true; });
+  at(1).whenReached([&](const StreamFailure* failure) { is_received = failure == nullptr; });
   ASSERT_TRUE(cluster_->run());
   EXPECT_TRUE(is_sent);
   EXPECT_TRUE(is_received);
+}
+
+TEST_P(StreamConformance, AnAbortEndsWhatWaits) {
+  start(2);
+  const auto got = cluster_->allocate(1);
+  std::string early;
+  std::string late;
+  at(1).enqueueRecv(0, got.get(), 1);
+  at(1).whenReached([&](const StreamFailure* failure) { early = failure == nullptr ? "passed" : failure->reason; });
+  at(1).abort({"enough", 0});
+  at(1).abort({"again", 0});
+  at(1).enqueueRecv(0, got.get(), 1);
+  at(1).whenReached([&](const StreamFailure* failure) { late = failure == nullptr ? "passed" : failure->reason; });
+  ASSERT_TRUE(cluster_->run());
+  EXPECT_EQ(early, "enough");
+  EXPECT_EQ(late, "enough");
 }
 
 std::vector<StreamKind> fakes() {

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "runtime/executor.h"
+
+namespace xmesh::runtime {
+
+/// All executors of one group's rank: one set for host memory, whatever the line, and one for each route on a device. Threading: peakStagingBytes()
+/// on any thread, all else on the network's.
+class ExecutorsByRoute {
+ public:
+  /// Makes those of a route on a device. Throws where nothing carries it.
+  using Make = std::function<std::unique_ptr<Executors>(const Route& route)>;
+
+  explicit ExecutorsByRoute(std::unique_ptr<Executors> host, Make make = nullptr) : host_(std::move(host)), make_(std::move(make)) {}
+  /// Those of a route, made at its first call. Throws GroupError where nothing carries it.
+  Executors& at(const Route& route);
+  /// The network has been destroyed: nothing more may be asked of it.
+  void abandon();
+  /// The most of each added: at least what was ever in use at once.
+  int64_t peakStagingBytes() const;
+
+ private:
+  const std::unique_ptr<Executors> host_;
+  const Make make_;
+  mutable std::mutex mutex_;  ///< guards the map against peakStagingBytes()
+  std::map<Route, std::unique_ptr<Executors>> on_devices_;
+};
+
+}  // namespace xmesh::runtime
