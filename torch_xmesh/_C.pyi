@@ -24,6 +24,8 @@ class ProcessGroupXmesh(Backend):
         """``ProcessGroupNCCL.Options`` for what carries cuda tensors, or None."""
         inner: dict[str, str]
         """Which c10d backend carries a kind of accelerator, as in ``options.inner = {"xpu": "xccl"}``; assign it."""
+        blocking_wait: bool
+        """On an accelerator, ``wait()`` of a reshard blocks the host until the device is done."""
         staging_bytes: int
         """Most memory per rank that reshards may stage messages in, in bytes."""
         pacing: bool
@@ -45,6 +47,8 @@ class ProcessGroupXmesh(Backend):
         make_inner: Callable[[str, Store, int, int, ProcessGroupXmesh.Options], Backend],
         accelerators: Sequence[str],
     ) -> None: ...
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors on a device of this kind can be moved here."""
     @property
     def store(self) -> Store:
         """The store of this group's own keys."""

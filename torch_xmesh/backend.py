@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from torch_xmesh._C import ProcessGroupXmesh, address_towards, end_live_groups
 
@@ -58,6 +59,7 @@ def _create(created: Any, given: Any) -> ProcessGroupXmesh:
     """What c10d calls for each new group: ``created`` describes it, ``given`` is the user's ``pg_options``."""
     options = _options(given)
     options._timeout = created.timeout
+    options.blocking_wait = options.blocking_wait or os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
     options.group_name = created.group_id
     options.global_ranks_in_group = created.global_ranks_in_group
     accelerators = [kind for kind, name in _inner_names(options).items() if _is_there(kind, name)]
@@ -151,7 +153,7 @@ def _make_plugin(name: str, store: dist.Store, rank: int, size: int, options: Op
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, options._timeout)
-    wanted: Any = dist._DistributedBackendOptions()  # type: ignore[attr-defined]
+    wanted = _DistributedBackendOptions()
     wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
     wanted.timeout, wanted.group_id = options._timeout, options.group_name
     wanted.global_ranks_in_group = options.global_ranks_in_group

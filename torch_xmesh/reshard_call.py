@@ -44,6 +44,29 @@ def _meshes_of_sources(xs: Any) -> tuple[list[Any], bool]:
     return [x.device_mesh if isinstance(x, DTensor) else x.mesh for x in sources], len(sources) > 0
 
 
+def check_devices(reshards: GroupReshards, request: PlanRequest) -> None:
+    """NotImplementedError for tensors on a device that nothing here moves."""
+    kinds = {kind for move in request.moves for kind in (move.src_device, move.dst_device)}
+    if len(kinds) > 1:
+        raise NotImplementedError(
+            f"a reshard whose tensors are on {' and '.join(sorted(kinds))}: source and destination must be on one kind "
+            "of device; copy the tensor there first"
+        )
+    (kind,) = kinds
+    if kind == "cpu":
+        return
+    if kind not in reshards.backend.options.inner or not reshards.backend.carries(torch.device(kind)):
+        raise NotImplementedError(
+            "only cpu tensors can be resharded unless Options.inner names the c10d backend that moves those of another "
+            f"device, and that is there when the group is made: for {kind} it is not"
+        )
+    is_capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+    if is_capturing is not None and is_capturing():
+        raise NotImplementedError(
+            "a reshard cannot be captured in a graph: its ranks first agree on it, which takes messages between hosts"
+        )
+
+
 class Call:
     """One call in flight."""
 
@@ -84,6 +107,8 @@ class Call:
 
     def wait(self) -> None:
         self.work.wait()
+        if self._prepared.core is not None and not self.work.is_completed():  # on a device: it may fail later
+            self._reshards.unwatched.append((self.work, []))
 
     def backward(self, gradients: Sequence[Any], zeros: Sequence[DTensor]) -> list[DTensor]:
         """The gradients on the source mesh, of those tensors that require one, in order."""

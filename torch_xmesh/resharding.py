@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.group import reshards_of
 from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest
-from torch_xmesh.reshard_call import Call, DifferentiableReshard, local_of, refuse
+from torch_xmesh.reshard_call import Call, DifferentiableReshard, check_devices, local_of, refuse
 from torch_xmesh.spec import (
     AnyMesh,
     Mesh,
@@ -147,12 +147,13 @@ def _reshard(
                 _moves(tree, dst_mesh, dst_placements), plan_options, labels=tree.labels, entries=tree.entries
             )
             _check_specs(tree, reshards.core.global_rank)
+            check_devices(reshards, request)
             call = Call(reshards, request)
             wants_grad = any(move.src.requires_grad for move in request.moves)
             if wants_grad and out is not None:
                 raise ValueError("out= cannot be used with a tensor that requires grad: detach it first")
             outs = None if out is None else _normal_outs(tree, out, request)
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             refuse(reshards, xs, dst_mesh, str(error))
             raise
         if wants_grad:

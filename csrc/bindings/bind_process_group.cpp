@@ -70,6 +70,8 @@ void bindProcessGroup(py::module_& module) {
       .def_readwrite("nccl", &XmeshOptions::nccl)
       .def_readwrite("inner", &XmeshOptions::inner,
                      "Which c10d backend carries a kind of accelerator: ``{\"xpu\": \"xccl\"}``. That of cuda is nccl unless said otherwise.")
+      .def_readwrite("blocking_wait", &XmeshOptions::blocking_wait,
+                     "On an accelerator, wait() of a reshard blocks the host until the device is done, as with TORCH_NCCL_BLOCKING_WAIT=1.")
       .def_readwrite("staging_bytes", &XmeshOptions::staging_bytes, "Most memory per rank that reshards may stage messages in, in bytes.")
       .def_readwrite("pacing", &XmeshOptions::pacing, "Pace reshards' direct sends to their planned rates where rates were measured.")
       .def_readwrite("shared_memory", &XmeshOptions::shared_memory,
@@ -86,6 +88,7 @@ void bindProcessGroup(py::module_& module) {
              return c10d_backend::noteLive(c10::make_intrusive<ProcessGroupXmesh>(store, rank, size, options, std::move(hooks)));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("make_inner"), py::arg("accelerators"))
+      .def("carries", &ProcessGroupXmesh::carries, py::arg("device"), "Whether tensors on a device of this kind can be moved here.")
       .def_property_readonly("store", &ProcessGroupXmesh::store, "The store of this group's own keys.")
       .def_property_readonly("options", &ProcessGroupXmesh::getBackendOptions, "The group's live options.")
       .def_property_readonly("timeout", &ProcessGroupXmesh::timeout)

@@ -50,9 +50,10 @@ void translate(std::exception_ptr pointer) {
 
 std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGroupXmesh>& group, std::vector<int64_t> global_ranks) {
   const auto attached = std::dynamic_pointer_cast<ReshardGroup>(group->attachment().getOrMake([&] {
-    return std::make_shared<ReshardGroup>(group->store(), group->getRank(), std::move(global_ranks), group->timeout(),
-                                          c10d_backend::ReshardGroupOptions{group->options().staging_bytes, group->options().pacing,
-                                                                            group->options().shared_memory, group->options().host_id});
+    const c10d_backend::XmeshOptions& given = group->options();
+    c10d_backend::ReshardGroupOptions options{given.staging_bytes, given.pacing, given.shared_memory, given.host_id, given.blocking_wait};
+    options.make_inner = c10d_backend::ownInnerMaker(group->hooks(), given);
+    return std::make_shared<ReshardGroup>(group->store(), group->getRank(), std::move(global_ranks), group->timeout(), std::move(options));
   }));
   if (attached == nullptr) {
     throw runtime::GroupError("the process group is closed: no reshard can start on it");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <future>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 namespace xmesh::c10d_backend {
@@ -10,6 +11,23 @@ namespace xmesh::c10d_backend {
 XmeshOptions::XmeshOptions(std::chrono::milliseconds timeout) : Options("xmesh", timeout) {}
 
 c10::intrusive_ptr<::c10d::Backend::Options> XmeshOptions::clone() const { return c10::make_intrusive<XmeshOptions>(*this); }
+
+std::function<c10::intrusive_ptr<::c10d::Backend>(c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
+                                                  int rank, const std::vector<int64_t>& global_ranks)>
+ownInnerMaker(const HostHooks& hooks, const XmeshOptions& given) {
+  return [make = hooks.make_inner, given = c10::make_intrusive<XmeshOptions>(given)](
+             c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name, int rank,
+             const std::vector<int64_t>& global_ranks) {
+    auto options = c10::make_intrusive<XmeshOptions>(*given);
+    options->timeout = 2 * options->timeout + std::chrono::minutes(1);  // what times out is the reshard
+    options->group_name += "/xmesh/" + name;
+    options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
+    auto backend = make(device.type(), c10::make_intrusive<::c10d::PrefixStore>(name, store), rank, static_cast<int>(global_ranks.size()), options);
+    backend->setBoundDeviceId(device);
+    backend->eagerConnectSingleDevice(device);
+    return backend;
+  };
+}
 
 InnerBackends::InnerBackends(HostHooks hooks, c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options)
     : hooks_(std::move(hooks)), store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)) {}

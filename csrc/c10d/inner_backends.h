@@ -29,6 +29,7 @@ struct XmeshOptions : ::c10d::Backend::Options {
   c10::intrusive_ptr<::c10d::Backend::Options> gloo;
   c10::intrusive_ptr<::c10d::Backend::Options> nccl;
   std::map<std::string, std::string> inner;   ///< which c10d backend carries a kind of accelerator, e.g. {"xpu": "xccl"}; cuda's is nccl unless said
+  bool blocking_wait = false;                 ///< Works of reshards on a device block the host in wait() until the device is done
   bool pacing = true;                         ///< pace reshards' direct sends to planned rates, on topologies whose rates were measured
   bool shared_memory = true;                  ///< reshards between ranks at one address go through shared memory where the kernel allows it
   std::string host_id;                        ///< which host this rank is on, for plans; empty for XMESH_HOST_ID or what is discovered
@@ -48,6 +49,11 @@ struct HostHooks {
   /// The kinds besides cpu whose inner backend can be had here; calls without tensors go to the first one's.
   std::vector<c10::DeviceType> accelerators;
 };
+
+/// Makes inner backends besides those of a group: of some of its ranks, for the library's own traffic. `name` is alike on all of them, and used once.
+std::function<c10::intrusive_ptr<::c10d::Backend>(c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
+                                                  int rank, const std::vector<int64_t>& global_ranks)>
+ownInnerMaker(const HostHooks& hooks, const XmeshOptions& given);
 
 /// The inner backends of one group, one per device kind, each made once: gloo for cpu, for an accelerator what HostHooks make.
 /// Threading: any thread. Ownership: owns the inner backends.

@@ -37,6 +37,10 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   /// Global rank of every group rank; empty for the default group, whose ranks are the global ones.
   const std::vector<uint64_t>& globalRanks() const { return options_->global_ranks_in_group; }
   const XmeshOptions& options() const { return *options_; }
+  /// True if tensors on a device of this kind can be carried on this machine.
+  bool carries(const at::Device& device) const { return inner_.canMake(device.type()); }
+  /// What the host language provides: for inner backends that are not the user's.
+  const HostHooks& hooks() const { return inner_.hooks(); }
   /// The inner backend of a device kind, made if need be.
   c10::intrusive_ptr<::c10d::Backend> innerBackend(c10::DeviceType kind);
 

@@ -60,8 +60,26 @@ runtime::LocalTensor localOf(const at::Tensor& tensor, int16_t kind) {
   const auto expected = static_cast<c10::DeviceType>(kind);
   TORCH_CHECK_VALUE(tensor.device().type() == expected, "xmesh: expected a ", c10::DeviceTypeName(expected, /*lower_case=*/true),
                     " tensor, as its mesh says, got one on ", tensor.device());
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "xmesh: only cpu tensors can be resharded in this version, got a tensor on ", tensor.device());
   return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()};
+}
+
+/// The device that a call's tensors are on here; nothing on the host.
+std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
+  std::optional<c10::Device> out;
+  const auto look = [&out](const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(!out.has_value() || *out == tensor.device(), "xmesh: expected the tensors of one call on one device, got ", *out, " and ",
+                      tensor.device());
+    out = tensor.device();
+  };
+  for (int64_t i = 0; i < prepared.program->numTensors(); ++i) {
+    if (prepared.program->srcShape(i).has_value()) {
+      look(src.at(i));
+    }
+    if (prepared.program->dstShape(i).has_value()) {
+      look(dst.at(i));
+    }
+  }
+  return out.has_value() && out->is_cpu() ? std::nullopt : out;
 }
 
 runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails& details, int64_t max_message_bytes) {
@@ -102,7 +120,7 @@ std::string summaryOf(const core::ReshardingPlan& plan, const CallDetails& detai
 
 /// TCP, told whom to bind to and whom to admit, for control and for cpu tensors; made inside the service, which it reports to.
 runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token,
-                                                    const ReshardGroupOptions& group_options) {
+                                                    const ReshardGroupOptions& group_options, std::shared_ptr<DeviceLines> lines) {
   return [=](transport::PeerEvents& events) {
     transport::TcpNetworkOptions options;
     options.group_rank = group_rank;
@@ -113,7 +131,11 @@ runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t 
     options.connect_timeout = kConnectTimeout;
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
     std::string address = network->address();
-    auto executors = std::make_unique<runtime::ExecutorsByRoute>(std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes));
+    const auto on_devices = [lines, network = network.get(), staging_bytes = group_options.staging_bytes](const runtime::Route& route) {
+      return lines->executors(route, [network](std::function<void()> task) { network->post(std::move(task)); }, staging_bytes);
+    };
+    auto executors =
+        std::make_unique<runtime::ExecutorsByRoute>(std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes), on_devices);
     return runtime::ReshardService::Networks{std::move(network), std::move(executors), std::move(address)};
   };
 }
@@ -133,9 +155,14 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
   }
   core::require(options_.staging_bytes >= 4096, "staging_bytes must be at least 4096, got " + std::to_string(options_.staging_bytes));
   const std::string token = agreeOnToken(*store_);
+  lines_ = std::make_shared<DeviceLines>(
+      [make = options_.make_inner, store = store_](c10::Device device, const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
+        TORCH_CHECK_NOT_IMPLEMENTED(make, "xmesh: nothing here carries tensors on ", device);
+        return make(device, store, name, rank, global_ranks);
+      });
   service_ = std::make_unique<runtime::ReshardService>(
       runtime::ReshardService::Options{global_ranks_, group_rank_},
-      networksMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, options_));
+      networksMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, options_, lines_));
   store_->set(memberKey(group_rank_), bytesOf(service_->address() + " " + (options_.host_id.empty() ? transport::hostIdentity() : options_.host_id)));
 }
 
@@ -307,7 +334,13 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
       runtime::checkInterrupts();
     }
   }
-  return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst));
+  std::shared_ptr<CallOnDevice> on_device;
+  if (const std::optional<c10::Device> device = deviceOf(*prepared, src, dst)) {
+    on_device = std::make_shared<CallOnDevice>(*device);
+    request.movement.caller = on_device;
+    request.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0};
+  }
+  return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst), std::move(on_device), options_.blocking_wait);
 }
 
 void ReshardGroup::findPresentMembers(const std::vector<int64_t>& ranks) {
@@ -385,7 +418,9 @@ void ReshardGroup::close(bool abort) noexcept {
     static_cast<void>(service_.release());  // a forked child: the network's thread lives in the parent
     return;
   }
-  service_->close(abort ? std::chrono::milliseconds(0) : std::min(timeout().count() > 0 ? timeout() : kLongestDrain, kLongestDrain));
+  const auto drain = abort ? std::chrono::milliseconds(0) : std::min(timeout().count() > 0 ? timeout() : kLongestDrain, kLongestDrain);
+  service_->close(drain);
+  lines_->close();
 }
 
 std::shared_ptr<runtime::ReshardCall> callOf(const c10::intrusive_ptr<::c10d::Work>& work) {

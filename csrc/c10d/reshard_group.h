@@ -15,6 +15,7 @@
 
 #include "c10d/group_attachment.h"
 #include "c10d/life_lines.h"
+#include "c10d/stream/device_lines.h"
 #include "core/resharding/plan.h"
 #include "core/topology.h"
 #include "runtime/fork_mark.h"
@@ -28,6 +29,11 @@ struct ReshardGroupOptions {
   bool is_paced = true;                       ///< pace direct sends on topologies whose rates were measured
   bool shared_memory = true;                  ///< between ranks at one address
   std::string host_id = {};                   ///< which host this rank is on; empty to discover it. May differ from rank to rank.
+  bool blocking_wait = false;                 ///< see XmeshOptions
+  /// Makes an inner backend of the library's own for tensors on a device; see BackendCommunicators::Make, with the line's name before the name.
+  std::function<c10::intrusive_ptr<::c10d::Backend>(c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
+                                                    int rank, const std::vector<int64_t>& global_ranks)>
+      make_inner = {};
 };
 
 /// What ranks must agree on besides the plan.
@@ -112,7 +118,8 @@ class ReshardGroup final : public GroupAttachment {
   const runtime::ForkMark fork_;
   std::map<int64_t, int32_t> group_rank_of_;
   mutable std::mutex members_mutex_;
-  std::map<int64_t, Member> members_;  ///< by global rank; those found so far
+  std::map<int64_t, Member> members_;   ///< by global rank; those found so far
+  std::shared_ptr<DeviceLines> lines_;  ///< before the service, which uses them
   std::unique_ptr<runtime::ReshardService> service_;
 };
 

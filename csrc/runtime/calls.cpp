@@ -73,7 +73,7 @@ void Calls::begin(Call& call) {
     sendNotice(call);
   }
   if (call.executor != nullptr && (call.rounds.isDone() || !call.waits_for_agreement)) {
-    call.executor->start();
+    call.executor->start(call.generation);
   }
   for (auto& [peer, notice] : early.notices) {
     hear(peer, std::move(notice));
@@ -104,6 +104,7 @@ void Calls::makeExecutor(Call& call) {
   Executors& executors = executors_->at(execution.movement.route);
   call.waits_for_agreement = executors.needsAgreement();
   call.executor = executors.make(std::move(execution));
+  call.generation = call.executor->generation();
 }
 
 void Calls::breakOff(const CallKey& key, const std::string& reason, int32_t peer) {
@@ -117,7 +118,8 @@ void Calls::breakOff(const CallKey& key, const std::string& reason, int32_t peer
 
 void Calls::sendNotice(const Call& call) {
   const CallTerms& terms = *call.terms;
-  peers_.tell(terms.participants.peerAt(call.rounds.distance()), encode(CallNotice{call.key, call.rounds.round(), terms.fingerprint, terms.fields}));
+  peers_.tell(terms.participants.peerAt(call.rounds.distance()),
+              encode(CallNotice{call.key, call.rounds.round(), call.generation, terms.fingerprint, terms.fields}));
 }
 
 void Calls::hear(int32_t peer, CallNotice notice) {
@@ -138,6 +140,7 @@ void Calls::hear(int32_t peer, CallNotice notice) {
     fail(key, {FailureKind::kMistake, textOf(call) + ": ranks disagree on " + what, {}});
     return;
   }
+  call.generation = std::max(call.generation, notice.generation);
   call.rounds.hear(notice.round);
   advanceAgreement(key);
 }
@@ -148,7 +151,7 @@ void Calls::advanceAgreement(const CallKey& key) {
     if (!call.rounds.isDone()) {
       sendNotice(call);
     } else if (call.executor != nullptr && call.waits_for_agreement) {
-      call.executor->start();
+      call.executor->start(call.generation);
     }
   }
   finishIfDone(key);
@@ -320,6 +323,9 @@ bool Calls::needs(const Call& call, int32_t peer, bool is_goodbye) const {
   call.rounds.forEachMissing([&](int64_t distance) { is_missed = is_missed || participants.peerAt(-distance) == peer; });
   if (is_missed || call.executor == nullptr) {
     return is_missed;
+  }
+  if (is_goodbye && call.waits_for_agreement) {
+    return false;  // it leaves when its own part has passed its stream, of which this rank's may not have told yet
   }
   const std::vector<int64_t> waiting = waitingFor(call.executor->progress());
   return std::find(waiting.begin(), waiting.end(), peers_.globalRank(peer)) != waiting.end();

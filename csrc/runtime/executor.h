@@ -14,8 +14,9 @@ namespace xmesh::runtime {
 
 /// Which executors move a call's bytes. Plain value.
 struct Route {
-  int16_t device_kind = 0;  ///< c10::DeviceType's number; 0: host memory
-  uint32_t line = 0;        ///< on a device: which in-order line of calls; those of different lines do not wait for each other
+  int16_t device_kind = 0;   ///< c10::DeviceType's number; 0: host memory
+  int16_t device_index = 0;  ///< of this rank's device; may differ from rank to rank
+  uint32_t line = 0;         ///< on a device: which in-order line of calls; those of different lines do not wait for each other
   auto operator<=>(const Route&) const = default;
 };
 
@@ -56,8 +57,10 @@ struct Execution {
 class Executor {
  public:
   virtual ~Executor() = default;
+  /// What the ranks agree on besides the call: the most that one of them says is what start() is given. 0 on the host.
+  virtual uint64_t generation() const { return 0; }
   /// Begins. May call on_done before it returns.
-  virtual void start() = 0;
+  virtual void start(uint64_t generation) = 0;
   /// Gives up; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.
   virtual void cancel() = 0;
   /// Gives up after the network has been destroyed.

@@ -78,7 +78,8 @@ std::shared_ptr<ReshardCall> ReshardService::begin(Call call, bool is_detached) 
     call.key = refusals_.next(call.terms->participants);
   }
   auto handle = std::make_shared<ReshardCall>(call.key, is_detached);
-  if (is_detached) {
+  // On a device too the caller has its tensors again before the call has ended.
+  if (is_detached || (call.movement.has_value() && call.movement->route.device_kind != 0)) {
     detached_.emplace(handle.get(), handle);
     handle->onCompletion([this, ended = handle.get()] {
       const std::lock_guard ended_lock(mutex_);

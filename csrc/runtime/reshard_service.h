@@ -80,7 +80,8 @@ class ReshardService final : public transport::PeerEvents {
 
   Refusals& refusals() { return refusals_; }
   Arrivals& arrivals() { return arrivals_; }
-  /// Waits for the detached calls (`drain` at most), fails the others with GroupError, says goodbye and joins the network's thread. Idempotent.
+  /// Waits for the detached calls and those on a device (`drain` at most), fails the others with GroupError, says goodbye and joins the network's
+  /// thread. Idempotent.
   /// Not to be called in a forked child, which has no such thread: leak the service there.
   void close(std::chrono::milliseconds drain) noexcept;
 

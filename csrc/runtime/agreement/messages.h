@@ -40,6 +40,7 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
 struct CallNotice {
   CallKey key;
   uint8_t round = 0;
+  uint64_t generation = 0;  ///< the most that the sender has heard of: see Executor::generation()
   std::string fingerprint;
   std::string fields;
 };

@@ -15,6 +15,7 @@ namespace xmesh::runtime {
 struct StreamExecutors::Call {
   // The network's thread's.
   bool may_start = false;
+  uint64_t generation = 0;   ///< of its communicator
   bool is_launched = false;  ///< given to the line's thread
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
@@ -91,7 +92,7 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   for (const int32_t group_rank : prepared.program_peers) {
     peers.push_back(static_cast<int32_t>(std::find(participants.peers.begin(), participants.peers.end(), group_rank) - participants.peers.begin()));
   }
-  call->transport = communicators->of(participants);
+  call->transport = communicators->of(participants, call->generation);
   transport::StreamTransport& transport = *call->transport;
   call->executor = std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels,
                                                     StreamExecutor::Options{staging_bytes});
@@ -106,12 +107,16 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   if (movement.caller != nullptr) {
     transport.enqueue([call](void* stream) { call->execution.movement.caller->waitForCaller(stream); });
   }
-  call->executor->enqueue(call->staging.get());
-  if (movement.caller != nullptr) {
-    transport.enqueue([call](void* stream) { call->execution.movement.caller->markEnd(stream); });
-  }
-  if (call->execution.on_enqueued) {
-    call->execution.on_enqueued();
+  try {
+    call->executor->enqueue(call->staging.get());
+    if (movement.caller != nullptr) {
+      transport.enqueue([call](void* stream) { call->execution.movement.caller->markEnd(stream); });
+    }
+    if (call->execution.on_enqueued) {
+      call->execution.on_enqueued();
+    }
+  } catch (const std::exception& error) {
+    transport.abort({error.what(), -1});  // what is enqueued keeps its memory until the stream has passed it
   }
   transport.whenReached([self, call, num_bytes](const transport::StreamFailure* failure) {
     self->staged_bytes -= num_bytes;
@@ -152,7 +157,9 @@ class StreamRun final : public Executor {
   StreamRun& operator=(const StreamRun&) = delete;
   ~StreamRun() override { cancel(); }
 
-  void start() override {
+  uint64_t generation() const override { return shared_->communicators->generation(call_->execution.movement.prepared->terms.participants); }
+  void start(uint64_t generation) override {
+    call_->generation = generation;
     call_->may_start = true;
     shared_->launchWaiting(shared_);
   }

@@ -15,10 +15,13 @@ namespace xmesh::runtime {
 class Communicators {
  public:
   virtual ~Communicators() = default;
-  /// That of a call's participants, in which a peer is its index among them. Where there is none, or it was aborted, it is made, which may wait for
-  /// the others. Throws what that fails with. The line's thread.
-  virtual std::shared_ptr<transport::StreamTransport> of(const Participants& participants) = 0;
-  /// Aborts that communicator, also while it is being made. No-op where there is none. Any thread.
+  /// How many-th communicator of a call's participants this rank would take: one more than that of the last one where that is gone. The ranks agree
+  /// on the most that one of them says, so that none waits on one that another has given up. Any thread.
+  virtual uint64_t generation(const Participants& participants) const = 0;
+  /// That one, in which a peer is its index among the participants; made, which may wait for the others, where it is not there. Throws what that
+  /// fails with, and where the communicator was given up. The line's thread.
+  virtual std::shared_ptr<transport::StreamTransport> of(const Participants& participants, uint64_t generation) = 0;
+  /// Aborts the newest one of these participants. No-op where there is none. Any thread.
   virtual void abort(const Participants& participants, const transport::StreamFailure& failure) noexcept = 0;
 };
 

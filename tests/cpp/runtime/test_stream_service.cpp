@@ -40,7 +40,9 @@ core::ReshardingPlan planOf(Placement dst, const std::string& strategy) {
 class OneCommunicator final : public Communicators {
  public:
   OneCommunicator(transport::FakeStreamNetwork& streams, int32_t rank) : streams_(streams), rank_(rank) {}
-  std::shared_ptr<transport::StreamTransport> of(const Participants& /*participants*/) override {
+  uint64_t generation(const Participants& /*participants*/) const override { return own_generation; }
+  std::shared_ptr<transport::StreamTransport> of(const Participants& /*participants*/, uint64_t generation) override {
+    last_generation = generation;
     if (fails_to_make) {
       throw std::runtime_error("it cannot be made");
     }
@@ -50,6 +52,8 @@ class OneCommunicator final : public Communicators {
     streams_.transport(rank_).abort(failure);
   }
   bool fails_to_make = false;
+  uint64_t own_generation = 1;
+  uint64_t last_generation = 0;
 
  private:
   transport::FakeStreamNetwork& streams_;
@@ -118,7 +122,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement.dst = {local(prepared->program->dstShape(0), made->dst)};
     request.movement.keep_alive = made->alive;
     request.movement.prepared = prepared;
-    request.movement.route = {1, 0};
+    request.movement.route = {1, 0, 0};
     request.movement.caller = made->streams;
     request.timeout = timeout;
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
@@ -228,6 +232,20 @@ TEST_P(StreamServiceTest, AFailureGivesUpWhatIsEnqueued) {
     EXPECT_TRUE(streams_.isEmpty(rank));
   }
   EXPECT_EQ(num_staged_, 0);
+}
+
+TEST_P(StreamServiceTest, AllTakeTheNewestCommunicatorThatOneOfThemSays) {
+  communicators_[GetParam() % kNumRanks]->own_generation = 7;
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    calls.push_back(begin(rank, planOf(Placement::replicate(), "broadcast")));
+  }
+  while (control_.step()) {
+  }
+  for (const auto& communicators : communicators_) {
+    EXPECT_EQ(communicators->last_generation, 7U);
+  }
+  runUntilIdle();
 }
 
 TEST_P(StreamServiceTest, WhoWaitsForAPlaceOnTheStreamWaitsForNothingElse) {

@@ -1,0 +1,89 @@
+#include "c10d/stream/backend_transport.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <utility>
+#include <vector>
+
+namespace xmesh::c10d_backend {
+namespace {
+
+/// The current stream goes on behind it; a call that ran on the current stream has no Work.
+void order(const c10::intrusive_ptr<::c10d::Work>& work) {
+  if (work) {
+    work->wait();
+  }
+}
+
+}  // namespace
+
+BackendTransport::BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line)
+    : backend_(std::move(backend)), line_(std::move(line)) {}
+
+BackendTransport::~BackendTransport() { abort({"its communicator was given up", -1}); }
+
+std::optional<transport::StreamFailure> BackendTransport::failure() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->failure;
+}
+
+at::Tensor BackendTransport::bytesAt(void* data, int64_t num_bytes) const {
+  return at::for_blob(data, {num_bytes}).options(at::TensorOptions(at::kByte).device(line_->device())).target_device(line_->device()).make_tensor();
+}
+
+void BackendTransport::groupBegin() {
+  if (!isAborted()) {
+    backend_->startCoalescing();
+  }
+}
+
+void BackendTransport::groupEnd() {
+  if (!isAborted()) {
+    order(backend_->endCoalescing());
+  }
+}
+
+void BackendTransport::enqueueSend(int32_t peer, const void* data, int64_t num_bytes) {
+  if (!isAborted()) {
+    std::vector<at::Tensor> tensors{bytesAt(const_cast<void*>(data), num_bytes)};
+    backend_->send(tensors, peer, 0);
+  }
+}
+
+void BackendTransport::enqueueRecv(int32_t peer, void* data, int64_t num_bytes) {
+  if (!isAborted()) {
+    std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
+    backend_->recv(tensors, peer, 0);
+  }
+}
+
+void BackendTransport::enqueue(std::function<void(void* stream)> launch) {
+  if (!isAborted()) {
+    launch(nullptr);  // the line's stream is this thread's current one
+  }
+}
+
+void BackendTransport::whenReached(std::function<void(const transport::StreamFailure* failure)> told) {
+  line_->whenPassed([told = std::move(told), state = state_] {
+    std::unique_lock lock(state->mutex);
+    const std::optional<transport::StreamFailure> failure = state->failure;
+    lock.unlock();
+    told(failure.has_value() ? &*failure : nullptr);
+  });
+}
+
+void BackendTransport::abort(const transport::StreamFailure& failure) noexcept {
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->failure.has_value()) {
+      return;
+    }
+    state_->failure = failure;
+  }
+  try {
+    backend_->abort();
+  } catch (const std::exception&) {  // what waits on it then waits for its own timeout
+  }
+}
+
+}  // namespace xmesh::c10d_backend

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/stream/device_line.h"
+#include "transport/stream_transport.h"
+
+namespace xmesh::c10d_backend {
+
+/// A StreamTransport on a line, over any c10d backend that has grouped point-to-point calls: NCCL, XCCL and their like. Its ranks are the backend's.
+/// Threading: the line's thread; abort() on any.
+class BackendTransport final : public transport::StreamTransport {
+ public:
+  BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line);
+  ~BackendTransport() override;
+  BackendTransport(const BackendTransport&) = delete;
+  BackendTransport& operator=(const BackendTransport&) = delete;
+
+  void groupBegin() override;
+  void groupEnd() override;
+  void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) override;
+  void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override;
+  void enqueue(std::function<void(void* stream)> launch) override;
+  void whenReached(std::function<void(const transport::StreamFailure* failure)> told) override;
+  void abort(const transport::StreamFailure& failure) noexcept override;
+  bool isAborted() const { return failure().has_value(); }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::optional<transport::StreamFailure> failure;
+  };
+  std::optional<transport::StreamFailure> failure() const;
+  at::Tensor bytesAt(void* data, int64_t num_bytes) const;
+
+  const c10::intrusive_ptr<::c10d::Backend> backend_;
+  const std::shared_ptr<DeviceLine> line_;
+  const std::shared_ptr<State> state_ = std::make_shared<State>();  ///< what is told of an end may outlive the transport
+};
+
+}  // namespace xmesh::c10d_backend

@@ -1,0 +1,45 @@
+#include "c10d/stream/device_lines.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <utility>
+
+namespace xmesh::c10d_backend {
+
+std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route& route, runtime::StreamExecutors::Post network,
+                                                           int64_t staging_bytes) {
+  const c10::Device device(static_cast<c10::DeviceType>(route.device_kind), static_cast<c10::DeviceIndex>(route.device_index));
+  Line made;
+  made.line = std::make_shared<DeviceLine>(device);
+  const std::string prefix = c10::DeviceTypeName(device.type(), /*lower_case=*/true) + "/" + std::to_string(route.line) + "/";
+  made.communicators = std::make_shared<BackendCommunicators>(
+      made.line, [make = make_inner_, device, prefix](const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
+        return make(device, prefix + name, rank, global_ranks);
+      });
+  made.kernels = std::make_shared<TensorKernels>(device);
+  const auto allocate = [device](int64_t num_bytes) {
+    // As an empty tensor would: on the line's stream, behind whose use of it the memory is free again.
+    auto memory = std::make_shared<at::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<size_t>(num_bytes)));
+    return std::shared_ptr<void>(memory, memory->get());
+  };
+  const auto on_line = [line = made.line](std::function<void()> task) { line->post(std::move(task)); };
+  auto out = std::make_unique<runtime::StreamExecutors>(made.communicators, *made.kernels, allocate,
+                                                        runtime::StreamExecutors::Threads{std::move(network), on_line}, staging_bytes);
+  const std::lock_guard lock(mutex_);
+  lines_.emplace(route, std::move(made));
+  return out;
+}
+
+void DeviceLines::close() noexcept {
+  std::map<runtime::Route, Line> lines;
+  {
+    const std::lock_guard lock(mutex_);
+    lines = lines_;
+  }
+  for (auto& [route, line] : lines) {
+    line.communicators->abortAll({"the process group was closed", -1});
+    line.line->close();
+  }
+}
+
+}  // namespace xmesh::c10d_backend

@@ -1,0 +1,104 @@
+"""Reshards of tensors on an accelerator, the emulated one: the same bytes as on cpu, behind the caller's streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import torch_xmesh as xm
+from torch_xmesh import backend
+from torch_xmesh.spec import device_mesh
+from torch_xmesh.testing import spawn
+
+pytestmark = pytest.mark.timeout(900)  # the first test builds the device
+SOURCE, TARGET = xm.Mesh([0, 1], device_type="emu"), xm.Mesh([2, 3], device_type="emu")
+SHAPE = (64, 48)
+
+
+def on_ranks(body: Callable[[int], None]) -> None:
+    spawn(_run, 4, body, backend=None, timeout=120)
+
+
+def _run(rank: int, world_size: int, body: Callable[[int], None]) -> None:
+    import emu_device  # noqa: F401  # registers the backend
+
+    options = backend.Options()
+    options.inner = {"emu": "emunccl"}
+    dist.init_process_group("cpu:xmesh,emu:xmesh", pg_options=options)
+    body(rank)
+    dist.destroy_process_group()
+
+
+def _whole(turn: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE) % 97 + turn).to(dtype)
+
+
+def _source(rank: int, local: torch.Tensor | None, dtype: torch.dtype, placement: Any) -> DTensor | xm.Spec:
+    if local is None:
+        return xm.Spec(SHAPE, dtype, SOURCE, [placement])
+    return DTensor.from_local(local, device_mesh(SOURCE, "emu"), [placement], run_check=False)
+
+
+def _expect(y: DTensor, rank: int, placement: Any, whole: torch.Tensor) -> None:
+    assert y.device.type == "emu"
+    if rank in TARGET.ranks:
+        index = TARGET.ranks.index(rank)
+        wanted = whole if placement == Replicate() else whole.chunk(2, placement.dim)[index]
+        assert torch.equal(y.to_local().cpu(), wanted)
+
+
+def _every_strategy(rank: int) -> None:
+    for turn, strategy in enumerate(["auto", "send_recv", "broadcast", "striped", "local_allgather", "alpa"]):
+        for src in (Shard(0), Shard(1), Replicate()):
+            for dst in (Shard(0), Shard(1), Replicate()):
+                whole = _whole(turn)
+                local = None
+                if rank in SOURCE.ranks:
+                    local = (whole.chunk(2, src.dim)[rank] if isinstance(src, Shard) else whole).to("emu")
+                x = _source(rank, local, torch.float32, src)
+                _expect(xm.reshard(x, TARGET, [dst], strategy=strategy), rank, dst, whole)
+
+
+def _sums(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        local = _whole(rank, dtype).to("emu") if rank in SOURCE.ranks else None
+        y = xm.reshard(_source(rank, local, dtype, Partial("sum")), TARGET, [Shard(0)])
+        _expect(y, rank, Shard(0), _whole(0, dtype) + _whole(1, dtype))
+
+
+def _gated(rank: int) -> None:
+    """The producer is stopped while the reshard is called; nothing waits on the host, and what it makes arrives."""
+    import emu_device
+
+    for turn in range(10):
+        local = torch.zeros(SHAPE, device="emu").chunk(2)[0].contiguous() if rank in SOURCE.ranks else None
+        torch.accelerator.synchronize()
+        gate = emu_device.hold()
+        if local is not None:
+            local.fill_(100 * turn + rank)
+        y = xm.reshard(_source(rank, local, torch.float32, Shard(0)), TARGET, [Replicate()])
+        seen = y.to_local() + 0
+        gate.release()
+        if rank in TARGET.ranks:
+            halves = [torch.full((SHAPE[0] // 2, SHAPE[1]), 100.0 * turn + source) for source in SOURCE.ranks]
+            assert torch.equal(seen.cpu(), torch.cat(halves))
+
+
+def _refused(rank: int) -> None:
+    mixed = xm.Mesh([2, 3], device_type="cpu")
+    with pytest.raises((NotImplementedError, ValueError), match="copy the tensor there first"):
+        xm.reshard(
+            _source(rank, _whole(0).chunk(2)[0].to("emu") if rank < 2 else None, torch.float32, Shard(0)),
+            mixed,
+            [Shard(0)],
+        )
+
+
+@pytest.mark.parametrize("body", [_every_strategy, _sums, _gated, _refused])
+def test_reshard(body: Callable[[int], None]) -> None:
+    on_ranks(body)
