@@ -1,6 +1,7 @@
 #include "c10d/stream/backend_transport.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Logging.h>
 
 #include <utility>
 #include <vector>
@@ -82,7 +83,8 @@ void BackendTransport::abort(const transport::StreamFailure& failure) noexcept {
   }
   try {
     backend_->abort();
-  } catch (const std::exception&) {  // what waits on it then waits for its own timeout
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "xmesh: a communicator could not be aborted, what waits on it does so until its own timeout: " << error.what();
   }
 }
 
