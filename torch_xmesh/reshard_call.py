@@ -107,7 +107,7 @@ class Call:
 
     def wait(self) -> None:
         self.work.wait()
-        if self._prepared.core is not None and not self.work.is_completed():  # on a device: it may fail later
+        if self._prepared.core is not None and self.request.moves[0].dst_device != "cpu":  # it may fail later
             self._reshards.unwatched.append((self.work, []))
 
     def backward(self, gradients: Sequence[Any], zeros: Sequence[DTensor]) -> list[DTensor]:

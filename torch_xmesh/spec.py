@@ -30,9 +30,7 @@ class Mesh:
         ValueError: a rank is negative or repeats, the nesting is ragged, or there is not one name per axis.
     """
 
-    __slots__ = ("_axis_names", "_ranks", "_shape", "_sliced_from", "device_type")
-
-    device_type: str | None
+    __slots__ = ("_axis_names", "_device_type", "_ranks", "_shape", "_sliced_from")
 
     def __init__(self, ranks: Any, *, axis_names: Sequence[str] | None = None, device_type: str | None = None) -> None:
         if isinstance(ranks, DeviceMesh):
@@ -52,7 +50,7 @@ class Mesh:
             raise ValueError(f"the ranks of a mesh are distinct and not negative, got {ranks!r}")
         self._axis_names = None if axis_names is None else _checked_names(axis_names, len(self._shape))
         self._sliced_from: Mesh | None = None
-        self.device_type = device_type
+        self._device_type = device_type
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,6 +66,11 @@ class Mesh:
     def axis_names(self) -> tuple[str, ...] | None:
         """One name per axis, or None."""
         return self._axis_names
+
+    @property
+    def device_type(self) -> str | None:
+        """Of the tensors on it, or None."""
+        return self._device_type
 
     @property
     def ndim(self) -> int:

@@ -52,7 +52,7 @@ std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGro
   const auto attached = std::dynamic_pointer_cast<ReshardGroup>(group->attachment().getOrMake([&] {
     const c10d_backend::XmeshOptions& given = group->options();
     c10d_backend::ReshardGroupOptions options{given.staging_bytes, given.pacing, given.shared_memory, given.host_id, given.blocking_wait};
-    options.make_inner = c10d_backend::ownInnerMaker(group->hooks(), given);
+    options.make_inner = c10d_backend::ownInnerFactory(group->hooks(), given);
     return std::make_shared<ReshardGroup>(group->store(), group->getRank(), std::move(global_ranks), group->timeout(), std::move(options));
   }));
   if (attached == nullptr) {

@@ -12,9 +12,7 @@ XmeshOptions::XmeshOptions(std::chrono::milliseconds timeout) : Options("xmesh",
 
 c10::intrusive_ptr<::c10d::Backend::Options> XmeshOptions::clone() const { return c10::make_intrusive<XmeshOptions>(*this); }
 
-std::function<c10::intrusive_ptr<::c10d::Backend>(c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
-                                                  int rank, const std::vector<int64_t>& global_ranks)>
-ownInnerMaker(const HostHooks& hooks, const XmeshOptions& given) {
+OwnInnerFactory ownInnerFactory(const HostHooks& hooks, const XmeshOptions& given) {
   return [make = hooks.make_inner, given = c10::make_intrusive<XmeshOptions>(given)](
              c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name, int rank,
              const std::vector<int64_t>& global_ranks) {

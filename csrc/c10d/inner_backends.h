@@ -50,10 +50,10 @@ struct HostHooks {
   std::vector<c10::DeviceType> accelerators;
 };
 
-/// Makes inner backends besides those of a group: of some of its ranks, for the library's own traffic. `name` is alike on all of them, and used once.
-std::function<c10::intrusive_ptr<::c10d::Backend>(c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
-                                                  int rank, const std::vector<int64_t>& global_ranks)>
-ownInnerMaker(const HostHooks& hooks, const XmeshOptions& given);
+/// Makes an inner backend of some of a group's ranks, for the library's own traffic. `name` is alike on all of them, and used once.
+using OwnInnerFactory = std::function<c10::intrusive_ptr<::c10d::Backend>(
+    c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name, int rank, const std::vector<int64_t>& global_ranks)>;
+OwnInnerFactory ownInnerFactory(const HostHooks& hooks, const XmeshOptions& given);
 
 /// The inner backends of one group, one per device kind, each made once: gloo for cpu, for an accelerator what HostHooks make.
 /// Threading: any thread. Ownership: owns the inner backends.

@@ -1,7 +1,5 @@
 #include "c10d/reshard_group.h"
 
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
 #include <iterator>
 #include <random>
@@ -10,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "c10d/movement.h"
 #include "c10d/reshard_work.h"
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
@@ -50,37 +49,6 @@ void sortUnique(std::vector<int64_t>& ranks) {
 }
 
 std::string memberKey(int32_t group_rank) { return "member/" + std::to_string(group_rank); }
-
-runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
-  const auto kind = [](const std::string& name) { return static_cast<int16_t>(at::Device(name).type()); };
-  return {kind(names.first), kind(names.second)};
-}
-
-runtime::LocalTensor localOf(const at::Tensor& tensor, int16_t kind) {
-  const auto expected = static_cast<c10::DeviceType>(kind);
-  TORCH_CHECK_VALUE(tensor.device().type() == expected, "xmesh: expected a ", c10::DeviceTypeName(expected, /*lower_case=*/true),
-                    " tensor, as its mesh says, got one on ", tensor.device());
-  return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()};
-}
-
-/// The device that a call's tensors are on here; nothing on the host.
-std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
-  std::optional<c10::Device> out;
-  const auto look = [&out](const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(!out.has_value() || *out == tensor.device(), "xmesh: expected the tensors of one call on one device, got ", *out, " and ",
-                      tensor.device());
-    out = tensor.device();
-  };
-  for (int64_t i = 0; i < prepared.program->numTensors(); ++i) {
-    if (prepared.program->srcShape(i).has_value()) {
-      look(src.at(i));
-    }
-    if (prepared.program->dstShape(i).has_value()) {
-      look(dst.at(i));
-    }
-  }
-  return out.has_value() && out->is_cpu() ? std::nullopt : out;
-}
 
 runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails& details, int64_t max_message_bytes) {
   runtime::CallFields fields = details.entries;
@@ -293,27 +261,6 @@ std::shared_ptr<const runtime::CallTerms> ReshardGroup::terms(std::vector<int64_
   out->fields = runtime::packFields(fields);
   out->fingerprint = std::to_string(runtime::hashBytes(out->fields));
   out->summary = std::move(summary);
-  return out;
-}
-
-runtime::Movement ReshardGroup::movementOf(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
-                                           const std::vector<at::Tensor>& dst) {
-  // The memory without the tensors: the network's thread drops it without the GIL.
-  auto alive = std::make_shared<c10::SmallVector<c10::Storage, 2>>();
-  const auto lent = [&alive](const at::Tensor& tensor, int16_t kind) {
-    alive->push_back(tensor.storage());
-    return localOf(tensor, kind);
-  };
-  const runtime::Program& program = *prepared->program;
-  runtime::Movement out;
-  out.prepared = prepared;
-  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
-    const runtime::DeviceKinds& kinds = prepared->devices.at(tensor);
-    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor), kinds.src) : runtime::LocalTensor{});
-    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor), kinds.dst) : runtime::LocalTensor{});
-  }
-  program.checkLocalTensors(out.src, out.dst);
-  out.keep_alive = std::move(alive);
   return out;
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "c10d/group_attachment.h"
+#include "c10d/inner_backends.h"
 #include "c10d/life_lines.h"
 #include "c10d/stream/device_lines.h"
 #include "core/resharding/plan.h"
@@ -30,10 +31,7 @@ struct ReshardGroupOptions {
   bool shared_memory = true;                  ///< between ranks at one address
   std::string host_id = {};                   ///< which host this rank is on; empty to discover it. May differ from rank to rank.
   bool blocking_wait = false;                 ///< see XmeshOptions
-  /// Makes an inner backend of the library's own for tensors on a device; see BackendCommunicators::Make, with the line's name before the name.
-  std::function<c10::intrusive_ptr<::c10d::Backend>(c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
-                                                    int rank, const std::vector<int64_t>& global_ranks)>
-      make_inner = {};
+  OwnInnerFactory make_inner = {};            ///< for tensors on a device
 };
 
 /// What ranks must agree on besides the plan.
@@ -68,10 +66,6 @@ class ReshardGroup final : public GroupAttachment {
   /// call whose backward this is. The memory belongs to the call until it has ended.
   c10::intrusive_ptr<::c10d::Work> begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                          std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached);
-  /// The tensors as the service takes them: their memory without the tensors, one entry per tensor of the plan. Throws what
-  /// Program::checkLocalTensors throws.
-  static runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
-                                      const std::vector<at::Tensor>& dst);
   /// The terms of meetings and watches of `ranks` (ascending global ranks; this one among them), who compare `fields`. Waits until all of them use
   /// the group.
   std::shared_ptr<const runtime::CallTerms> terms(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);

@@ -3,6 +3,8 @@
 #include <mutex>
 #include <utility>
 
+#include "c10d/movement.h"
+
 namespace xmesh::pipeline {
 
 struct PipelineTraffic::Description {
@@ -59,7 +61,7 @@ PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
 PipelineTraffic::CallHandle PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
                                                    const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
   runtime::TransferRequest request;
-  request.movement = c10d_backend::ReshardGroup::movementOf(prepared, src, dst);
+  request.movement = c10d_backend::movementOf(prepared, src, dst);
   request.key = runtime::CallKey{participants_, lane.key, count};
   request.watch = watch_->key();
   request.phase = phase_;

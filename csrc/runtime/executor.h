@@ -78,6 +78,8 @@ class Executors {
   virtual bool needsAgreement() const = 0;
   /// Throws InvalidArgument when the tensors' shapes are not what the plan says.
   virtual std::unique_ptr<Executor> make(Execution execution) = 0;
+  /// The network is about to be destroyed: from when this returns other threads post nothing to it. Any thread.
+  virtual void disconnect() {}
   /// The network has been destroyed: nothing more may be asked of it.
   virtual void abandon() = 0;
   /// Most staging memory that was in use at once.

@@ -19,7 +19,19 @@ Executors& ExecutorsByRoute::at(const Route& route) {
   }
   std::unique_ptr<Executors> made = make_(route);
   const std::lock_guard lock(mutex_);
+  if (is_disconnected_) {
+    throw GroupError("the process group is closed");
+  }
   return *on_devices_.emplace(route, std::move(made)).first->second;
+}
+
+void ExecutorsByRoute::disconnect() {
+  const std::lock_guard lock(mutex_);
+  is_disconnected_ = true;
+  host_->disconnect();
+  for (const auto& [route, executors] : on_devices_) {
+    executors->disconnect();
+  }
 }
 
 void ExecutorsByRoute::abandon() {

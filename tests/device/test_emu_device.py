@@ -7,7 +7,6 @@ import importlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,9 +71,7 @@ def synchronize_waits() -> None:
     host.copy_(x.add_(1), non_blocking=True)
     timer = threading.Timer(0.2, gate.release)
     timer.start()
-    begun = time.monotonic()
     torch.accelerator.synchronize()
-    assert time.monotonic() - begun > 0.15
     assert host.eq(1).all()
     timer.join()
 

@@ -36,7 +36,7 @@ std::shared_ptr<transport::StreamTransport> BackendCommunicators::of(const runti
     }
   }
   // What is enqueued on those still has to run: they end when the stream has passed it.
-  line_->whenPassed([gone = std::move(gone)] {});
+  line_->whenPassed([gone = std::move(gone)](const std::string* /*error*/) {});
   std::string name = std::to_string(generation) + ":";
   for (const int64_t rank : ranks) {
     name += "," + std::to_string(rank);

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Logging.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -65,8 +66,11 @@ void BackendTransport::enqueue(std::function<void(void* stream)> launch) {
 }
 
 void BackendTransport::whenReached(std::function<void(const transport::StreamFailure* failure)> told) {
-  line_->whenPassed([told = std::move(told), state = state_] {
+  line_->whenPassed([told = std::move(told), state = state_](const std::string* error) {
     std::unique_lock lock(state->mutex);
+    if (error != nullptr && !state->failure.has_value()) {
+      state->failure = transport::StreamFailure{*error, -1};
+    }
     const std::optional<transport::StreamFailure> failure = state->failure;
     lock.unlock();
     told(failure.has_value() ? &*failure : nullptr);

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/thread_name.h>
 
 #include <chrono>
@@ -17,77 +18,94 @@ constexpr std::chrono::milliseconds kPatience{3'000};
 
 }  // namespace
 
-DeviceLine::DeviceLine(c10::Device device) : device_(device), thread_([this] { run(); }) {}
+DeviceLine::DeviceLine(c10::Device device)
+    : state_(std::make_shared<State>(c10::impl::VirtualGuardImpl(device.type()).getNewStream(device))), thread_([state = state_] { state->run(); }) {}
 
 DeviceLine::~DeviceLine() { close(); }
 
 void DeviceLine::post(std::function<void()> task) {
   {
-    const std::lock_guard lock(mutex_);
-    if (is_closed_) {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->is_closed) {
       return;
     }
-    tasks_.push_back(std::move(task));
+    state_->tasks.push_back(std::move(task));
   }
-  woken_.notify_one();
+  state_->woken.notify_one();
 }
 
-void DeviceLine::whenPassed(std::function<void()> told) {
-  c10::Event event(device_.type());
-  event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  marks_.push_back({std::move(event), std::move(told)});
+void DeviceLine::whenPassed(Told told) {
+  c10::Event event(device().type());
+  event.record(state_->stream);
+  state_->marks.push_back({std::move(event), std::move(told)});
 }
 
-void DeviceLine::tellPassed() {
-  while (!marks_.empty() && marks_.front().event.query()) {
-    const Mark mark = std::move(marks_.front());
-    marks_.pop_front();
-    mark.told();
+void DeviceLine::State::tellPassed() {
+  std::string error;
+  const auto has_passed = [&](const Mark& mark) {
+    try {
+      return mark.event.query();
+    } catch (const std::exception& thrown) {
+      error = thrown.what();
+      return true;
+    }
+  };
+  while (!marks.empty() && has_passed(marks.front())) {
+    const Mark mark = std::move(marks.front());
+    marks.pop_front();
+    mark.told(error.empty() ? nullptr : &error);
   }
 }
 
-void DeviceLine::run() {
+void DeviceLine::State::run() {
   c10::setThreadName("xmesh_stream");
   at::init_num_threads();
-  const c10::impl::VirtualGuardImpl impl(device_.type());
-  const c10::DeviceGuard on_device(device_);
-  const c10::StreamGuard on_stream(impl.getNewStream(device_));
+  const c10::DeviceGuard on_device(stream.device());
+  const c10::StreamGuard on_stream(stream);
   const at::NoGradGuard no_gradients;
-  std::unique_lock lock(mutex_);
-  while (!is_closed_) {
-    const auto has_work = [this] { return is_closed_ || !tasks_.empty(); };
-    if (marks_.empty()) {
-      woken_.wait(lock, has_work);
+  std::unique_lock lock(mutex);
+  while (!is_closed) {
+    const auto has_work = [this] { return is_closed || !tasks.empty(); };
+    if (marks.empty()) {
+      woken.wait(lock, has_work);
     } else {
-      woken_.wait_for(lock, kLookEvery, has_work);
+      woken.wait_for(lock, kLookEvery, has_work);
     }
-    std::deque<std::function<void()>> tasks = std::exchange(tasks_, {});
+    std::deque<std::function<void()>> now = std::exchange(tasks, {});
     lock.unlock();
-    for (const std::function<void()>& task : tasks) {
+    for (const std::function<void()>& task : now) {
       task();
     }
-    tasks.clear();
+    now.clear();
     tellPassed();
     lock.lock();
   }
   lock.unlock();
-  for (const auto begin = std::chrono::steady_clock::now(); !marks_.empty() && std::chrono::steady_clock::now() < begin + kPatience;) {
+  for (const auto begin = std::chrono::steady_clock::now(); !marks.empty() && std::chrono::steady_clock::now() < begin + kPatience;) {
     tellPassed();
     std::this_thread::sleep_for(kLookEvery);
   }
-  if (!marks_.empty()) {
-    new std::deque<Mark>(std::move(marks_));  // NOLINT(bugprone-unused-raii): see close()
+  if (!marks.empty()) {
+    new std::deque<Mark>(std::move(marks));  // NOLINT(bugprone-unused-raii): see close()
   }
+  lock.lock();
+  has_ended = true;
+  ended.notify_all();
 }
 
 void DeviceLine::close() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    is_closed_ = true;
+  if (!thread_.joinable()) {
+    return;
   }
-  woken_.notify_one();
-  if (thread_.joinable()) {
+  std::unique_lock lock(state_->mutex);
+  state_->is_closed = true;
+  state_->woken.notify_one();
+  const bool has_ended = state_->ended.wait_for(lock, 2 * kPatience, [this] { return state_->has_ended; });
+  lock.unlock();
+  if (has_ended) {
     thread_.join();
+  } else {
+    thread_.detach();
   }
 }
 

@@ -2,13 +2,13 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace xmesh::c10d_backend {
@@ -17,34 +17,46 @@ namespace xmesh::c10d_backend {
 /// the stream is the current one and no gradients are recorded. Threading: any thread, unless it says otherwise.
 class DeviceLine {
  public:
+  using Told = std::function<void(const std::string* error)>;
+
+  /// Throws where the device has no stream to give.
   explicit DeviceLine(c10::Device device);
   ~DeviceLine();
   DeviceLine(const DeviceLine&) = delete;
   DeviceLine& operator=(const DeviceLine&) = delete;
 
-  c10::Device device() const { return device_; }
-  /// Runs `task` on the line's thread, after the tasks posted before; never after close().
+  c10::Device device() const { return state_->stream.device(); }
+  /// Runs `task`, which does not throw, on the line's thread, after the tasks posted before; never after close().
   void post(std::function<void()> task);
-  /// Runs `told` on the line's thread once the stream has passed everything that is enqueued now. The line's thread.
-  void whenPassed(std::function<void()> told);
+  /// Runs `told(nullptr)` on the line's thread once the stream has passed everything that is enqueued now, or with what the device failed with. The
+  /// line's thread.
+  void whenPassed(Told told);
   /// Tells who waits in whenPassed() as long as the stream passes something within a few seconds, then ends the thread. What the stream has not
-  /// passed by then keeps its memory for ever: it may still use it. Once.
+  /// passed by then keeps its memory for ever: it may still use it. A task that blocks longer keeps the thread. Once.
   void close() noexcept;
 
  private:
   struct Mark {
     c10::Event event;
-    std::function<void()> told;
+    Told told;
   };
-  void run();
-  void tellPassed();
+  /// Shared with the thread, which may outlive the line.
+  struct State {
+    explicit State(c10::Stream own_stream) : stream(own_stream) {}
+    void run();
+    void tellPassed();
 
-  const c10::Device device_;
-  std::mutex mutex_;  ///< guards the three below
-  std::condition_variable woken_;
-  std::deque<std::function<void()>> tasks_;
-  bool is_closed_ = false;
-  std::deque<Mark> marks_;  ///< in the stream's order; the line's thread
+    const c10::Stream stream;
+    std::mutex mutex;  ///< guards all but the marks
+    std::condition_variable woken;
+    std::deque<std::function<void()>> tasks;
+    bool is_closed = false;
+    bool has_ended = false;
+    std::condition_variable ended;
+    std::deque<Mark> marks;  ///< in the stream's order; the line's thread
+  };
+
+  const std::shared_ptr<State> state_;
   std::thread thread_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <limits>
 
 #include "runtime/sub_boxes.h"
@@ -46,37 +47,12 @@ at::Tensor tensorOf(const StridedBox& box, int64_t item_bytes, c10::Device devic
   return tensorAt(box.base + box.offset_bytes, sizes, strides, itemType(item_bytes), device);
 }
 
-/// Integers wrap alike with and without a sign; only min and max look at it.
-at::ScalarType signedType(ElementType type) {
-  switch (type) {
-    case ElementType::kInt8:
-      return at::kChar;
-    case ElementType::kUInt8:
-      return at::kByte;
-    case ElementType::kInt16:
-    case ElementType::kUInt16:
-      return at::kShort;
-    case ElementType::kInt32:
-    case ElementType::kUInt32:
-      return at::kInt;
-    case ElementType::kInt64:
-    case ElementType::kUInt64:
-      return at::kLong;
-    case ElementType::kFloat16:
-      return at::kHalf;
-    case ElementType::kBFloat16:
-      return at::kBFloat16;
-    case ElementType::kFloat32:
-      return at::kFloat;
-    case ElementType::kFloat64:
-      return at::kDouble;
-    case ElementType::kComplex64:
-      return at::kComplexFloat;
-    case ElementType::kComplex128:
-      return at::kComplexDouble;
-  }
-  TORCH_INTERNAL_ASSERT(false, "an element type that is not known");
-}
+/// By ElementType. Integers wrap alike with and without a sign; only min and max look at it.
+constexpr std::array<at::ScalarType, 14> kSignedTypes = {at::kChar,  at::kShort,  at::kInt,          at::kLong,         at::kByte,
+                                                         at::kShort, at::kInt,    at::kLong,         at::kHalf,         at::kBFloat16,
+                                                         at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble};
+
+at::ScalarType signedType(ElementType type) { return kSignedTypes.at(static_cast<size_t>(type)); }
 
 at::ScalarType accumulatorType(const Reduction& reduction) { return reduction.accumulatesInPlace() ? signedType(reduction.type) : at::kFloat; }
 

@@ -33,14 +33,16 @@ struct StreamExecutors::Shared {
       : communicators(std::move(own_communicators)),
         kernels(own_kernels),
         allocate(std::move(own_allocate)),
-        threads(std::move(own_threads)),
+        line(std::move(own_threads.line)),
+        network(std::move(own_threads.network)),
         staging_bytes(own_staging_bytes) {}
 
   const std::shared_ptr<Communicators> communicators;
   const StreamKernels& kernels;
   const Allocate allocate;
+  const Post line;
   std::mutex mutex;
-  Threads threads;  ///< guarded by mutex; empty once the network is gone
+  Post network;  ///< guarded by mutex, also while it runs; empty once the network is gone
   const int64_t staging_bytes;
 
   // The network's thread only.
@@ -49,16 +51,10 @@ struct StreamExecutors::Shared {
   std::atomic<int64_t> staged_bytes = 0;
   std::atomic<int64_t> peak_staged_bytes = 0;
 
-  Threads threadsNow();
   void launchWaiting(const std::shared_ptr<Shared>& self);
   void enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
   void end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure);
 };
-
-StreamExecutors::Threads StreamExecutors::Shared::threadsNow() {
-  const std::lock_guard lock(mutex);
-  return threads;
-}
 
 /// Launches what may start, up to the first that may not.
 void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self) {
@@ -69,15 +65,13 @@ void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self)
       continue;
     }
     call->is_launched = true;
-    if (const Post line = threadsNow().line) {
-      line([self, call] {
-        try {
-          self->enqueue(self, call);
-        } catch (const std::exception& error) {
-          self->end(call, transport::StreamFailure{error.what(), -1});
-        }
-      });
-    }
+    line([self, call] {
+      try {
+        self->enqueue(self, call);
+      } catch (const std::exception& error) {
+        self->end(call, transport::StreamFailure{error.what(), -1});
+      }
+    });
   }
 }
 
@@ -104,10 +98,10 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   if (now > peak_staged_bytes) {
     peak_staged_bytes = now;
   }
-  if (movement.caller != nullptr) {
-    transport.enqueue([call](void* stream) { call->execution.movement.caller->waitForCaller(stream); });
-  }
   try {
+    if (movement.caller != nullptr) {
+      transport.enqueue([call](void* stream) { call->execution.movement.caller->waitForCaller(stream); });
+    }
     call->executor->enqueue(call->staging.get());
     if (movement.caller != nullptr) {
       transport.enqueue([call](void* stream) { call->execution.movement.caller->markEnd(stream); });
@@ -120,13 +114,14 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   }
   transport.whenReached([self, call, num_bytes](const transport::StreamFailure* failure) {
     self->staged_bytes -= num_bytes;
+    call->transport.reset();  // here, not on the network's thread: the last one to hold a communicator ends it
     self->end(call, failure == nullptr ? std::nullopt : std::optional(*failure));
   });
 }
 
 /// Any thread.
 void StreamExecutors::Shared::end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure) {
-  const Post network = threadsNow().network;
+  const std::lock_guard lock(mutex);
   if (!network) {
     return;
   }
@@ -204,7 +199,7 @@ StreamExecutors::StreamExecutors(std::shared_ptr<Communicators> communicators, c
                                  int64_t staging_bytes)
     : shared_(std::make_shared<Shared>(std::move(communicators), kernels, std::move(allocate), std::move(threads), staging_bytes)) {}
 
-StreamExecutors::~StreamExecutors() { abandon(); }
+StreamExecutors::~StreamExecutors() { disconnect(); }
 
 std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
   execution.movement.prepared->program->checkLocalTensors(execution.movement.src, execution.movement.dst);
@@ -214,9 +209,9 @@ std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
   return std::make_unique<StreamRun>(shared_, std::move(call));
 }
 
-void StreamExecutors::abandon() {
+void StreamExecutors::disconnect() {
   const std::lock_guard lock(shared_->mutex);
-  shared_->threads = {};
+  shared_->network = nullptr;
 }
 
 int64_t StreamExecutors::peakStagingBytes() const { return shared_->peak_staged_bytes; }

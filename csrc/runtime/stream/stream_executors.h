@@ -50,8 +50,9 @@ class StreamExecutors final : public Executors {
   ~StreamExecutors() override;
 
   bool needsAgreement() const override { return true; }
+  void disconnect() override;
   std::unique_ptr<Executor> make(Execution execution) override;
-  void abandon() override;
+  void abandon() override {}
   int64_t peakStagingBytes() const override;
 
   struct Call;
