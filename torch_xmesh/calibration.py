@@ -236,7 +236,7 @@ def _timed(probe: Probe, tensors: list[DTensor | Spec]) -> Timing:
     if any(dist.get_rank() in mesh_grid(mesh).ranks for mesh in (probe.mesh, *(spec.mesh for spec in probe.sources))):
         reshard_many(tensors, probe.mesh, probe.placements, strategy=probe.strategy)
     cpu_seconds = time.process_time() - cpu_start
-    mine = torch.tensor([time.perf_counter() - start, cpu_seconds], dtype=torch.float64)
+    mine = torch.tensor([time.perf_counter() - start, cpu_seconds], dtype=torch.float64, device="cpu")
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return Timing(*mine.tolist())
 
@@ -247,7 +247,7 @@ def _tensor(spec: Spec) -> DTensor | Spec:
     if dist.get_rank() not in ranks:
         return spec
     num_shards = len(ranks) if spec.placements[0] == Shard(0) else 1
-    local = torch.ones(spec.shape[0] // num_shards, dtype=spec.dtype)
+    local = torch.ones(spec.shape[0] // num_shards, dtype=spec.dtype, device="cpu")
     return wrap_local(local, spec.shape, device_mesh(spec.mesh), spec.placements)
 
 

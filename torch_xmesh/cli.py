@@ -201,7 +201,7 @@ def parse_mesh(text: Any) -> Mesh:
     if not 0 < count <= _MAX_RANKS:
         raise ValueError(f"mesh {text!r} has {count} ranks, expected 1 to {_MAX_RANKS}")
     first = int(match.group(2) or 0)
-    return Mesh(torch.arange(first, first + count).reshape(shape))
+    return Mesh(torch.arange(first, first + count, device="cpu").reshape(shape))
 
 
 def parse_placements(text: Any) -> list[Placement]:

@@ -124,7 +124,7 @@ class ReshardingPlan:
 
 
 def _spec_of(core: "_C.TensorSpec") -> Spec:
-    grid = torch.tensor(core.mesh_ranks, dtype=torch.int64).reshape(core.mesh_shape)
+    grid = torch.tensor(core.mesh_ranks, dtype=torch.int64, device="cpu").reshape(core.mesh_shape)
     placements = [placement_of(text) for text in core.placements]
     return Spec(core.shape, getattr(torch, core.dtype), Mesh(grid), placements)
 

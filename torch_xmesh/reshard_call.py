@@ -83,7 +83,7 @@ class Call:
     ) -> list[DTensor]:
         """Starts the call; the results' memory is filled when it ends."""
         moves = self.request.moves
-        nothing = torch.empty(0)  # stands for the source of a rank that has none
+        nothing = torch.empty(0, device="cpu")  # stands for the source of a rank that has none
         locals_in = [local_of(x) if isinstance(x, DTensor) else nothing for x in xs]
         if outs is not None:
             locals_out = [local_of(out) for out in outs]
@@ -182,6 +182,7 @@ class DifferentiableReshard(torch.autograd.Function):
         if not is_async:
             call.wait()
         ctx.call = call
+        ctx.source_devices = [x.device.type for x in xs]
         ctx.set_materialize_grads(False)
         ctx.results = [(y.shape, y.dtype, y.device_mesh, y.placements, y._local_tensor.shape) for y in results]
         flags = [move.src.requires_grad for move in call.request.moves]
@@ -197,4 +198,22 @@ class DifferentiableReshard(torch.autograd.Function):
             for shape, dtype, mesh, placements, local_shape in ctx.results
         ]
         found = iter(call.backward(gradients, zeros))
-        return (None, None, *(next(found) if move.src.requires_grad else None for move in call.request.moves))
+        return (
+            None,
+            None,
+            *(
+                _on_kind(next(found), kind) if move.src.requires_grad else None
+                for move, kind in zip(call.request.moves, ctx.source_devices, strict=True)
+            ),
+        )
+
+
+def _on_kind(gradient: DTensor, kind: str) -> DTensor:
+    """The gradient on the kind of device that its source is on, as autograd asks for.
+
+    They differ where DTensor has computed the source and this rank is not in its mesh: an empty tensor on cpu then.
+    """
+    if gradient.device.type == kind:
+        return gradient
+    local = torch.empty_like(gradient._local_tensor, device=kind)
+    return wrap_local(local, gradient.shape, gradient.device_mesh, gradient.placements)

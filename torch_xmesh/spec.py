@@ -39,7 +39,7 @@ class Mesh:
             device_type = device_type or ranks.device_type
             ranks, axis_names = _array_of(ranks), axis_names or ranks.axis_names
         try:
-            grid = torch.as_tensor(ranks)
+            grid = torch.as_tensor(ranks, device="cpu")  # whatever torch takes for the default
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"a mesh is an array of integers, got {ranks!r} ({error})") from None
         if grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool:
@@ -164,7 +164,7 @@ def _checked_names(names: Sequence[str], num_axes: int) -> tuple[str, ...]:
 
 
 def _array_of(mesh: Mesh) -> torch.Tensor:
-    return torch.tensor(mesh.ranks, dtype=torch.int64).reshape(mesh.shape)
+    return torch.tensor(mesh.ranks, dtype=torch.int64, device="cpu").reshape(mesh.shape)
 
 
 class Spec:

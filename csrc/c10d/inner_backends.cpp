@@ -20,10 +20,7 @@ OwnInnerFactory ownInnerFactory(const HostHooks& hooks, const XmeshOptions& give
     options->timeout = 2 * options->timeout + std::chrono::minutes(1);  // what times out is the reshard
     options->group_name += "/xmesh/" + name;
     options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
-    auto backend = make(device.type(), c10::make_intrusive<::c10d::PrefixStore>(name, store), rank, static_cast<int>(global_ranks.size()), options);
-    backend->setBoundDeviceId(device);
-    backend->eagerConnectSingleDevice(device);
-    return backend;
+    return make(device.type(), c10::make_intrusive<::c10d::PrefixStore>(name, store), rank, static_cast<int>(global_ranks.size()), options);
   };
 }
 

@@ -43,6 +43,15 @@ std::string agreeOnToken(::c10d::Store& store) {
   return {agreed.begin(), agreed.end()};
 }
 
+/// A client of the same store for the line's thread: one client serves one request at a time, and another thread may wait in it for long.
+c10::intrusive_ptr<::c10d::Store> ownConnection(const c10::intrusive_ptr<::c10d::Store>& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;  // of a kind that has no second client
+  }
+}
+
 void sortUnique(std::vector<int64_t>& ranks) {
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
@@ -126,7 +135,7 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
   lines_ = std::make_shared<DeviceLines>(
       [make = options_.make_inner, store = store_](c10::Device device, const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
         TORCH_CHECK_NOT_IMPLEMENTED(make, "xmesh: nothing here carries tensors on ", device);
-        return make(device, store, name, rank, global_ranks);
+        return make(device, ownConnection(store), name, rank, global_ranks);
       });
   service_ = std::make_unique<runtime::ReshardService>(
       runtime::ReshardService::Options{global_ranks_, group_rank_},

@@ -73,7 +73,7 @@ void Calls::begin(Call& call) {
     sendNotice(call);
   }
   if (call.executor != nullptr && (call.rounds.isDone() || !call.waits_for_agreement)) {
-    call.executor->start(call.generation);
+    call.executor->start(call.start_terms);
   }
   for (auto& [peer, notice] : early.notices) {
     hear(peer, std::move(notice));
@@ -104,7 +104,7 @@ void Calls::makeExecutor(Call& call) {
   Executors& executors = executors_->at(execution.movement.route);
   call.waits_for_agreement = executors.needsAgreement();
   call.executor = executors.make(std::move(execution));
-  call.generation = call.executor->generation();
+  call.start_terms = call.executor->proposal();
 }
 
 void Calls::breakOff(const CallKey& key, const std::string& reason, int32_t peer) {
@@ -119,7 +119,7 @@ void Calls::breakOff(const CallKey& key, const std::string& reason, int32_t peer
 void Calls::sendNotice(const Call& call) {
   const CallTerms& terms = *call.terms;
   peers_.tell(terms.participants.peerAt(call.rounds.distance()),
-              encode(CallNotice{call.key, call.rounds.round(), call.generation, terms.fingerprint, terms.fields}));
+              encode(CallNotice{call.key, call.rounds.round(), call.start_terms, terms.fingerprint, terms.fields}));
 }
 
 void Calls::hear(int32_t peer, CallNotice notice) {
@@ -140,7 +140,7 @@ void Calls::hear(int32_t peer, CallNotice notice) {
     fail(key, {FailureKind::kMistake, textOf(call) + ": ranks disagree on " + what, {}});
     return;
   }
-  call.generation = std::max(call.generation, notice.generation);
+  call.start_terms.raiseTo(notice.start_terms);
   call.rounds.hear(notice.round);
   advanceAgreement(key);
 }
@@ -151,7 +151,7 @@ void Calls::advanceAgreement(const CallKey& key) {
     if (!call.rounds.isDone()) {
       sendNotice(call);
     } else if (call.executor != nullptr && call.waits_for_agreement) {
-      call.executor->start(call.generation);
+      call.executor->start(call.start_terms);
     }
   }
   finishIfDone(key);

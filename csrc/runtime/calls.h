@@ -42,7 +42,7 @@ struct Call {
 
   std::unique_ptr<Executor> executor;  ///< null where nothing moves
   bool waits_for_agreement = false;    ///< of that executor
-  uint64_t generation = 0;             ///< the most that a participant says
+  StartTerms start_terms;              ///< the most that a participant has said
   bool is_moved = false;               ///< all messages sent and received
   AgreementRounds rounds;
   Watch watched;  ///< of a watch

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/agreement/start_terms.h"
 #include "runtime/peer_progress.h"
 #include "runtime/program/prepared_plan.h"
 
@@ -57,10 +58,10 @@ struct Execution {
 class Executor {
  public:
   virtual ~Executor() = default;
-  /// What the ranks agree on besides the call: the most that one of them says is what start() is given. 0 on the host.
-  virtual uint64_t generation() const { return 0; }
+  /// What this rank says; start() is given what was agreed.
+  virtual StartTerms proposal() const { return {}; }
   /// Begins. May call on_done before it returns.
-  virtual void start(uint64_t generation) = 0;
+  virtual void start(const StartTerms& agreed) = 0;
   /// Gives up; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.
   virtual void cancel() = 0;
   /// Gives up after the network has been destroyed.

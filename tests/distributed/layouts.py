@@ -1,4 +1,7 @@
-"""Random layouts, and what each rank must hold of them, cut with torch.chunk: an oracle without the library's code."""
+"""Random layouts, and what each rank must hold of them, cut with torch.chunk: an oracle without the library's code.
+
+Tensors are on torch's default device.
+"""
 
 from __future__ import annotations
 
@@ -110,14 +113,15 @@ def partial_weights(mesh: xm.Mesh, placements: Placements, rank: int) -> tuple[i
 
 def dtensor_of(local: torch.Tensor, shape: tuple[int, ...], mesh: xm.Mesh, placements: Placements) -> DTensor:
     """A DTensor around a local tensor, without communication. (DTensor.from_local takes a scalar's shape for none.)"""
-    return wrap_local(local, torch.Size(shape), xm.device_mesh(mesh), placements)
+    return wrap_local(local, torch.Size(shape), xm.device_mesh(mesh, local.device.type), placements)
 
 
 def source_of(layout: Layout, *, as_spec: bool = False) -> Any:
     """This rank's source: a DTensor, or outside the mesh (if wanted) a Spec."""
     rank = dist.get_rank()
     if as_spec and rank not in layout.src_mesh.ranks:
-        return xm.Spec(layout.shape, layout.dtype, layout.src_mesh, layout.src)
+        mesh = xm.Mesh(layout.src_mesh, device_type=torch.get_default_device().type)
+        return xm.Spec(layout.shape, layout.dtype, mesh, layout.src)
     weight, _ = partial_weights(layout.src_mesh, layout.src, rank)
     whole = whole_tensor(layout.shape, layout.dtype)
     local = local_part(whole if weight == 1 else whole * weight, layout.src_mesh, layout.src, rank)

@@ -74,7 +74,7 @@ def many_in_flight(rank: int, world_size: int) -> None:
     for i in order:
         y, work = started[i]
         work.wait()
-        assert work.is_completed()
+        assert work.is_completed() or y.device.type != "cpu"  # elsewhere it is its stream that waits
         assert_same_bytes(y.to_local(), expected_of(layouts[i]), layouts[i])
 
 

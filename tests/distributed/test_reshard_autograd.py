@@ -53,7 +53,7 @@ def gradient_comes_home(rank: int, world_size: int) -> None:
 
 def spec_on_ranks_without_data(rank: int, world_size: int) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
-    source = xm.Mesh([0, 1])
+    source = xm.Mesh([0, 1], device_type=whole.device.type)
     x = (
         leaf(whole, source, (Shard(0),), rank)
         if rank in source.ranks

@@ -5,19 +5,16 @@
 
 namespace xmesh::c10d_backend {
 
-uint64_t BackendCommunicators::generation(const runtime::Participants& participants) const {
+runtime::Communicators::Proposal BackendCommunicators::propose(const runtime::Participants& participants) {
   const std::lock_guard lock(mutex_);
-  const auto found = entries_.find(participants.ranks);
-  if (found == entries_.end()) {
-    return 1;
-  }
-  const Entry& entry = found->second;
-  return entry.transport != nullptr && !entry.transport->isAborted() ? entry.generation : entry.generation + 1;
+  const Entry& entry = entries_[participants.ranks];
+  const bool is_there = entry.transport != nullptr && !entry.transport->isAborted();
+  return {is_there ? entry.generation : entry.generation + 1, entry.hold};
 }
 
 std::shared_ptr<transport::StreamTransport> BackendCommunicators::of(const runtime::Participants& participants, uint64_t generation) {
   const Ranks& ranks = participants.ranks;
-  std::vector<std::shared_ptr<BackendTransport>> gone;  // destroyed without the lock
+  Gone gone;
   {
     const std::lock_guard lock(mutex_);
     Entry& entry = entries_[ranks];
@@ -29,11 +26,10 @@ std::shared_ptr<transport::StreamTransport> BackendCommunicators::of(const runti
       throw std::runtime_error("the communicator of its ranks was given up after another call had failed");
     }
     entry.generation = generation;
+    entry.failure.reset();
     gone.push_back(std::exchange(entry.transport, nullptr));
     touch(ranks);
-    for (; used_.size() > kMaxCommunicators; used_.pop_front()) {
-      gone.push_back(std::exchange(entries_[used_.front()].transport, nullptr));
-    }
+    makeRoom(gone);
   }
   // What is enqueued on those still has to run: they end when the stream has passed it.
   line_->whenPassed([gone = std::move(gone)](const std::string* /*error*/) {});
@@ -42,8 +38,29 @@ std::shared_ptr<transport::StreamTransport> BackendCommunicators::of(const runti
     name += "," + std::to_string(rank);
   }
   auto made = std::make_shared<BackendTransport>(make_(name, static_cast<int>(participants.my_index), ranks), line_);
-  const std::lock_guard lock(mutex_);
-  return entries_[ranks].transport = made;
+  {
+    const std::lock_guard lock(mutex_);
+    Entry& entry = entries_[ranks];
+    if (entry.failure.has_value()) {
+      throw std::runtime_error(entry.failure->reason);
+    }
+    entry.transport = made;  // from here on abort() reaches it
+  }
+  made->connect();
+  return made;
+}
+
+/// The lock is held.
+void BackendCommunicators::makeRoom(Gone& gone) {
+  for (auto oldest = used_.begin(); used_.size() > kMaxCommunicators && oldest != used_.end();) {
+    Entry& entry = entries_[*oldest];
+    if (entry.hold.use_count() > 1) {
+      ++oldest;
+    } else {
+      gone.push_back(std::exchange(entry.transport, nullptr));
+      oldest = used_.erase(oldest);
+    }
+  }
 }
 
 void BackendCommunicators::touch(const Ranks& ranks) {
@@ -52,30 +69,34 @@ void BackendCommunicators::touch(const Ranks& ranks) {
 }
 
 void BackendCommunicators::abort(const runtime::Participants& participants, const transport::StreamFailure& failure) noexcept {
-  std::shared_ptr<BackendTransport> transport;
+  Gone found;
   {
     const std::lock_guard lock(mutex_);
-    if (const auto found = entries_.find(participants.ranks); found != entries_.end()) {
-      transport = found->second.transport;
+    if (const auto entry = entries_.find(participants.ranks); entry != entries_.end()) {
+      entry->second.failure = failure;
+      found.push_back(entry->second.transport);
     }
   }
-  if (transport != nullptr) {
-    transport->abort(failure);
-  }
+  abortThose(found, failure);
 }
 
 void BackendCommunicators::abortAll(const transport::StreamFailure& failure) noexcept {
-  std::vector<std::shared_ptr<BackendTransport>> all;
+  Gone all;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [ranks, entry] : entries_) {
-      if (entry.transport != nullptr) {
-        all.push_back(entry.transport);
-      }
+    for (auto& [ranks, entry] : entries_) {
+      entry.failure = failure;
+      all.push_back(entry.transport);
     }
   }
-  for (const auto& transport : all) {
-    transport->abort(failure);
+  abortThose(all, failure);
+}
+
+void BackendCommunicators::abortThose(const Gone& those, const transport::StreamFailure& failure) noexcept {
+  for (const auto& transport : those) {
+    if (transport != nullptr) {
+      transport->abort(failure);
+    }
   }
 }
 

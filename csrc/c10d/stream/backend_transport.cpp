@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Logging.h>
 
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +22,18 @@ void order(const c10::intrusive_ptr<::c10d::Work>& work) {
 
 BackendTransport::BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line)
     : backend_(std::move(backend)), line_(std::move(line)) {}
+
+void BackendTransport::connect() {
+  try {
+    backend_->setBoundDeviceId(line_->device());
+    backend_->eagerConnectSingleDevice(line_->device());
+  } catch (const std::exception& error) {
+    abort({error.what(), -1});
+  }
+  if (const std::optional<transport::StreamFailure> failed = failure()) {
+    throw std::runtime_error(failed->reason);
+  }
+}
 
 BackendTransport::~BackendTransport() { abort({"its communicator was given up", -1}); }
 

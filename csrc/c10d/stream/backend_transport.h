@@ -16,6 +16,8 @@ class BackendTransport final : public transport::StreamTransport {
  public:
   BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line);
   ~BackendTransport() override;
+  /// Before anything is enqueued; blocks until all its ranks do so. Throws what that fails with, abort() included.
+  void connect();
   BackendTransport(const BackendTransport&) = delete;
   BackendTransport& operator=(const BackendTransport&) = delete;
 

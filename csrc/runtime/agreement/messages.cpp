@@ -142,7 +142,8 @@ ControlKind controlKind(std::string_view message) { return WireReader(message).g
 std::string encode(const CallNotice& notice) {
   return begin(ControlKind::kCallNotice, notice.key)
       .put(notice.round)
-      .put(notice.generation)
+      .put(notice.start_terms.generation)
+      .put(notice.start_terms.turn)
       .put(std::string_view(notice.fingerprint))
       .put(std::string_view(notice.fields))
       .take();
@@ -187,7 +188,8 @@ CallNotice decodeCallNotice(std::string_view message) {
   CallNotice out;
   out.key = readHead(reader);
   out.round = reader.get<uint8_t>();
-  out.generation = reader.get<uint64_t>();
+  out.start_terms.generation = reader.get<uint64_t>();
+  out.start_terms.turn = reader.get<uint64_t>();
   out.fingerprint = reader.getText();
   out.fields = reader.getText();
   return out;

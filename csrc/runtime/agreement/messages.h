@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/agreement/start_terms.h"
 #include "runtime/failure.h"
 
 namespace xmesh::runtime {
@@ -40,7 +41,7 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
 struct CallNotice {
   CallKey key;
   uint8_t round = 0;
-  uint64_t generation = 0;  ///< the most that the sender has heard of: see Executor::generation()
+  StartTerms start_terms;  ///< the most that the sender has heard of
   std::string fingerprint;
   std::string fields;
 };

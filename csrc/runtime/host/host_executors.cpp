@@ -22,7 +22,7 @@ class PacedExecutor final : public Executor {
   PacedExecutor& operator=(const PacedExecutor&) = delete;
   ~PacedExecutor() override { pacer_.callEnded(); }
 
-  void start(uint64_t /*generation*/) override { executor_.start(); }
+  void start(const StartTerms& /*agreed*/) override { executor_.start(); }
   void cancel() override { executor_.cancel(); }
   void abandon() override { executor_.transportGone(); }
   std::vector<PeerProgress> progress() const override { return executor_.progress(); }

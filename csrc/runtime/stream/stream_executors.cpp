@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -15,8 +15,9 @@ namespace xmesh::runtime {
 struct StreamExecutors::Call {
   // The network's thread's.
   bool may_start = false;
-  uint64_t generation = 0;   ///< of its communicator
-  bool is_launched = false;  ///< given to the line's thread
+  StartTerms terms;            ///< proposed; agreed once it may start
+  std::shared_ptr<void> hold;  ///< of the communicator that is proposed, until the call has it
+  bool is_launched = false;    ///< given to the line's thread
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
 
@@ -26,6 +27,14 @@ struct StreamExecutors::Call {
   std::shared_ptr<transport::StreamTransport> transport;
   std::shared_ptr<void> staging;
 };
+
+namespace {
+
+/// The call's turn, then what it is called alike on every rank.
+using Turn = std::pair<uint64_t, uint64_t>;
+Turn turnOf(const StreamExecutors::Call& call) { return {call.terms.turn, call.execution.call}; }
+
+}  // namespace
 
 struct StreamExecutors::Shared {
   Shared(std::shared_ptr<Communicators> own_communicators, const StreamKernels& own_kernels, Allocate own_allocate, Threads own_threads,
@@ -46,21 +55,39 @@ struct StreamExecutors::Shared {
   const int64_t staging_bytes;
 
   // The network's thread only.
-  std::deque<std::shared_ptr<Call>> waiting;  ///< not launched, in the order in which they were made
+  uint64_t last_turn = 0;                         ///< proposed or agreed
+  std::map<Turn, std::shared_ptr<Call>> waiting;  ///< not launched
 
   std::atomic<int64_t> staged_bytes = 0;
   std::atomic<int64_t> peak_staged_bytes = 0;
 
+  void propose(const std::shared_ptr<Call>& call);
+  void agree(const std::shared_ptr<Call>& call, const StartTerms& agreed);
   void launchWaiting(const std::shared_ptr<Shared>& self);
   void enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
   void end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure);
 };
 
+void StreamExecutors::Shared::propose(const std::shared_ptr<Call>& call) {
+  Communicators::Proposal proposal = communicators->propose(call->execution.movement.prepared->terms.participants);
+  call->terms = {proposal.generation, ++last_turn};
+  call->hold = std::move(proposal.hold);
+  waiting.emplace(turnOf(*call), call);
+}
+
+void StreamExecutors::Shared::agree(const std::shared_ptr<Call>& call, const StartTerms& agreed) {
+  waiting.erase(turnOf(*call));
+  call->terms = agreed;
+  call->may_start = true;
+  last_turn = std::max(last_turn, agreed.turn);
+  waiting.emplace(turnOf(*call), call);
+}
+
 /// Launches what may start, up to the first that may not.
 void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self) {
-  while (!waiting.empty() && (waiting.front()->may_start || waiting.front()->is_canceled)) {
-    const std::shared_ptr<Call> call = std::move(waiting.front());
-    waiting.pop_front();
+  while (!waiting.empty() && (waiting.begin()->second->may_start || waiting.begin()->second->is_canceled)) {
+    const std::shared_ptr<Call> call = std::move(waiting.begin()->second);
+    waiting.erase(waiting.begin());
     if (call->is_canceled) {
       continue;
     }
@@ -86,7 +113,8 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   for (const int32_t group_rank : prepared.program_peers) {
     peers.push_back(static_cast<int32_t>(std::find(participants.peers.begin(), participants.peers.end(), group_rank) - participants.peers.begin()));
   }
-  call->transport = communicators->of(participants, call->generation);
+  call->transport = communicators->of(participants, call->terms.generation);
+  call->hold.reset();
   transport::StreamTransport& transport = *call->transport;
   call->executor = std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels,
                                                     StreamExecutor::Options{staging_bytes});
@@ -152,10 +180,9 @@ class StreamRun final : public Executor {
   StreamRun& operator=(const StreamRun&) = delete;
   ~StreamRun() override { cancel(); }
 
-  uint64_t generation() const override { return shared_->communicators->generation(call_->execution.movement.prepared->terms.participants); }
-  void start(uint64_t generation) override {
-    call_->generation = generation;
-    call_->may_start = true;
+  StartTerms proposal() const override { return call_->terms; }
+  void start(const StartTerms& agreed) override {
+    shared_->agree(call_, agreed);
     shared_->launchWaiting(shared_);
   }
   void cancel() override {
@@ -205,7 +232,7 @@ std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
   execution.movement.prepared->program->checkLocalTensors(execution.movement.src, execution.movement.dst);
   auto call = std::make_shared<Call>();
   call->execution = std::move(execution);
-  shared_->waiting.push_back(call);
+  shared_->propose(call);
   return std::make_unique<StreamRun>(shared_, std::move(call));
 }
 

@@ -15,18 +15,27 @@ namespace xmesh::runtime {
 class Communicators {
  public:
   virtual ~Communicators() = default;
+  struct Proposal {
+    uint64_t generation = 0;
+    std::shared_ptr<void> hold;  ///< as long as it is kept, that communicator is not given up for lack of room
+  };
   /// How many-th communicator of a call's participants this rank would take: one more than that of the last one where that is gone. The ranks agree
   /// on the most that one of them says, so that none waits on one that another has given up. Any thread.
-  virtual uint64_t generation(const Participants& participants) const = 0;
+  virtual Proposal propose(const Participants& participants) = 0;
   /// That one, in which a peer is its index among the participants; made, which may wait for the others, where it is not there. Throws what that
-  /// fails with, and where the communicator was given up. The line's thread.
+  /// fails with, and where the communicator was given up or is aborted meanwhile. The line's thread.
   virtual std::shared_ptr<transport::StreamTransport> of(const Participants& participants, uint64_t generation) = 0;
-  /// Aborts the newest one of these participants. No-op where there is none. Any thread.
+  /// Aborts the newest one of these participants, also while it is made. No-op where there is none. Any thread.
   virtual void abort(const Participants& participants, const transport::StreamFailure& failure) noexcept = 0;
 };
 
 /// Executors of one line, on StreamTransports. What they enqueue meets its counterpart by order alone. So nothing is enqueued before the ranks have
-/// agreed on a call, and calls are enqueued in the order in which they were made; ranks that make calls in different orders use different lines.
+/// agreed on a call, and all enqueue their common calls in one order, however each of them made them: as backwards do, whose order is autograd's.
+///
+/// That order is the turns', by D. Skeen's total order (in K. Birman and T. Joseph, Reliable Communication in the Presence of Failures, ACM TOCS
+/// 5(1), 1987, section 5.2). A rank proposes one more than every turn that it has proposed or heard to be agreed; the most that a participant
+/// proposes is agreed; equal turns go by the call's name. A call is enqueued once nothing with an earlier turn, proposed or agreed, is left here:
+/// what comes later gets a later one.
 ///
 /// What is enqueued cannot be taken back. A call that fails then aborts its communicator, and with it all that is enqueued there: else its memory
 /// would stay for as long as the others do not come.

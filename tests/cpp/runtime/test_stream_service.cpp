@@ -40,7 +40,7 @@ core::ReshardingPlan planOf(Placement dst, const std::string& strategy) {
 class OneCommunicator final : public Communicators {
  public:
   OneCommunicator(transport::FakeStreamNetwork& streams, int32_t rank) : streams_(streams), rank_(rank) {}
-  uint64_t generation(const Participants& /*participants*/) const override { return own_generation; }
+  Proposal propose(const Participants& /*participants*/) override { return {own_generation, nullptr}; }
   std::shared_ptr<transport::StreamTransport> of(const Participants& /*participants*/, uint64_t generation) override {
     last_generation = generation;
     if (fails_to_make) {
@@ -108,7 +108,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     std::shared_ptr<ReshardCall> call;
   };
 
-  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {
+  std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, uint64_t lane = 0) {
     auto prepared = std::make_shared<PreparedPlan>();
     prepared->terms.participants = participantsOf(plan.participants(), rank);
     prepared->program = compileProgram(plan, rank);
@@ -124,7 +124,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement.prepared = prepared;
     request.movement.route = {1, 0, 0};
     request.movement.caller = made->streams;
-    request.timeout = timeout;
+    request.lane = lane;
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
     made->call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
     return made;
@@ -190,6 +190,37 @@ TEST_P(StreamServiceTest, CallsInFlightTogetherKeepOneOrder) {
     }
   }
   EXPECT_EQ(num_staged_, 0);
+}
+
+/// As backwards are: every rank makes them in an order of its own, and waits only for a place on its stream.
+TEST_P(StreamServiceTest, CallsMadeInOtherOrdersAreEnqueuedInOne) {
+  constexpr uint64_t kNumCalls = 6;
+  std::vector<std::vector<uint64_t>> orders(kNumRanks, std::vector<uint64_t>(kNumCalls));
+  for (std::vector<uint64_t>& order : orders) {
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_);
+  }
+  std::vector<std::unique_ptr<Made>> calls;
+  std::vector<size_t> next(kNumRanks);
+  for (size_t left = kNumRanks * kNumCalls; left > 0; --left) {
+    size_t rank = random_() % kNumRanks;
+    while (next[rank] == kNumCalls) {
+      rank = (rank + 1) % kNumRanks;
+    }
+    const uint64_t name = orders[rank][next[rank]++];
+    calls.push_back(begin(static_cast<int32_t>(rank), planOf(Placement::replicate(), name % 2 == 0 ? "broadcast" : "send_recv"), 1 + name));
+    for (uint64_t steps = random_() % 20; steps > 0; --steps) {
+      static_cast<void>(random_() % 2 == 0 ? control_.step() : streams_.step());
+    }
+  }
+  runUntilIdle();
+  std::vector<int32_t> whole(kExtent);
+  std::iota(whole.begin(), whole.end(), 0);
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted()) << "the streams wait for each other";
+    EXPECT_FALSE(made->call->failure().has_value());
+    EXPECT_TRUE(made->dst.empty() || made->dst == whole);
+  }
 }
 
 TEST_P(StreamServiceTest, NothingIsEnqueuedForCallsThatDiffer) {

@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/thread_name.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -176,7 +177,10 @@ void Worker::enqueue(Task task) {
   if (!running_) {
     noteStart();
     running_ = true;
-    std::thread([this] { loop(); }).detach();
+    std::thread([this] {
+      c10::setThreadName("emu_stream");
+      loop();
+    }).detach();
   }
   changed_.notify_all();
 }

@@ -1,0 +1,104 @@
+"""Peers that die or stop while a reshard is on the device: every survivor raises, names them, and ends with 0."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_ranks import on_device, start
+from layouts import Layout, source_of
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_xmesh as xm
+from torch_xmesh.testing import World, mark
+
+pytestmark = pytest.mark.timeout(900)  # the first test builds the device
+FOUR = Layout((1 << 10, 64), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Replicate(),))
+TIMEOUT = 4.0
+
+
+def until_it_fails(rank: int, world_size: int, is_held: bool) -> str:
+    """Reshards for ever; in one of two cases what it has enqueued waits for a stream that does not move."""
+    start(TIMEOUT)
+    import emu_device
+
+    source = source_of(FOUR)
+    xm.reshard(source, FOUR.dst_mesh, FOUR.dst).to_local().cpu()
+    gate = emu_device.hold(max_ms=20_000) if is_held and rank == 0 else None
+    if is_held:
+        xm.reshard(source, FOUR.dst_mesh, FOUR.dst)
+    mark("running")
+    with pytest.raises(xm.PeerError) as caught:  # noqa: PT012
+        while True:
+            work = xm.reshard(source, FOUR.dst_mesh, FOUR.dst, strategy="broadcast", async_op=True)[1]
+            work.wait(datetime.timedelta(seconds=60))
+    if gate is not None:
+        gate.release()
+    dist.destroy_process_group()
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert not [name for name in names if name.startswith("xmesh")], names
+    return f"{caught.value.ranks}: {caught.value}"
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(("victim", "number"), [(3, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP)])
+def test_peer_dies_or_stops(victim: int, number: int, is_held: bool) -> None:
+    with World(until_it_fails, 4, is_held, backend=None) as world:
+        for rank in range(4):
+            world.wait_mark(rank, "running")
+        world.signal(victim, number)
+        for rank in set(range(4)) - {victim}:
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value.startswith(f"({victim},)"), outcome.value
+            assert "float32" in outcome.value  # the tensor
+        world.signal(victim, signal.SIGKILL)
+        for outcome in world.join():
+            assert outcome.rank == victim or outcome.exitcode == 0, outcome
+
+
+def dies_in_the_making(rank: int, world_size: int) -> str | None:
+    """Rank 1 has agreed to the first call, and ends before it makes its communicator."""
+    start(TIMEOUT)
+    if rank == 1:
+        plugins = dist.Backend._plugins
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        plugins["EMUNCCL"] = plugins["EMUNCCL"]._replace(creator_fn=die)
+    with pytest.raises(xm.PeerError) as caught:  # noqa: PT012
+        xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+        while True:
+            xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+    dist.destroy_process_group()
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert not [name for name in names if name.startswith("xmesh")], names
+    return f"{caught.value.ranks}"
+
+
+def test_peer_dies_in_the_making_of_a_communicator() -> None:
+    with World(dies_in_the_making, 4, backend=None) as world:
+        for rank in (0, 2, 3):
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value == "(1,)"
+        for outcome in world.join():
+            assert outcome.rank == 1 or outcome.exitcode == 0, outcome
+
+
+def goes_on_after_a_mistake(rank: int, world_size: int) -> None:
+    """A call that the ranks disagree on moves nothing, and leaves the communicator to the next."""
+    for turn in range(20):
+        wanted = Shard(turn % 2) if rank == turn % 4 else Replicate()
+        with pytest.raises(ValueError, match="ranks disagree on destination placements"):
+            xm.reshard(source_of(FOUR), FOUR.dst_mesh, (wanted,))
+        y: Any = xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
+        assert rank < 2 or y.to_local().shape == (1 << 10, 64)
+
+
+def test_mistakes() -> None:
+    on_device(goes_on_after_a_mistake, 4)

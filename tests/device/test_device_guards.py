@@ -1,0 +1,209 @@
+"""What keeps a reshard's order on a device: with it none of 100 turns is wrong; without, all are: see `mutants.py`."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_ranks import on_device
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import torch_xmesh as xm
+
+pytestmark = pytest.mark.timeout(900)  # the first test builds the device
+SOURCE, TARGET = xm.Mesh([0], device_type="emu"), xm.Mesh([1], device_type="emu")
+SHAPE = (64, 48)
+TURNS = 100
+PATIENCE = 0.05
+"""Seconds that a mistake gets to happen in. What is right never ends before, so every turn takes so long."""
+
+
+def tell(what: str) -> None:
+    dist.distributed_c10d._get_default_store().set(what, "")
+
+
+def await_told(what: str) -> None:
+    dist.distributed_c10d._get_default_store().wait([what], datetime.timedelta(seconds=60))
+
+
+def give_time(has_happened: Callable[[], bool]) -> None:
+    """Returns once it has happened, which is the mistake, or after PATIENCE."""
+    deadline = time.monotonic() + PATIENCE
+    while not has_happened() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def source(rank: int, local: torch.Tensor | None, placement: Placement) -> Any:
+    if local is None:
+        return xm.Spec(SHAPE, torch.float32, SOURCE, [placement])
+    return DTensor.from_local(local, xm.device_mesh(SOURCE, "emu"), [placement], run_check=False)
+
+
+def value_is(local: torch.Tensor, value: float) -> bool:
+    return bool((local.cpu() == value).all())
+
+
+def producer(rank: int, turn: int) -> bool:
+    """The line waits for what the caller's stream held when it called."""
+    import emu_device
+
+    local = torch.zeros(SHAPE) if rank == 0 else None
+    torch.accelerator.synchronize()
+    gate = emu_device.hold() if rank == 0 else None
+    if local is not None:
+        local.fill_(turn + 1)
+    y, work = xm.reshard(source(rank, local, Replicate()), TARGET, [Replicate()], async_op=True)
+    if gate is not None:
+        give_time(work.is_completed)
+        gate.release()
+    work.wait()
+    return rank == 0 or value_is(y.to_local(), turn + 1)
+
+
+def consumer(rank: int, turn: int) -> bool:
+    """The caller's stream waits for the end of the call."""
+    return _looked_at_early(rank, turn, Replicate())
+
+
+def unpacking(rank: int, turn: int) -> bool:
+    """The line waits for the inner backend's stream before it unpacks."""
+    return _looked_at_early(rank, turn, Shard(1))
+
+
+def _looked_at_early(rank: int, turn: int, placement: Placement) -> bool:
+    import emu_device
+
+    if rank == 0:
+        local = torch.zeros(SHAPE)
+        torch.accelerator.synchronize()
+        gate = emu_device.hold()
+        local.fill_(turn + 1)
+        _, work = xm.reshard(source(rank, local, placement), TARGET, [placement], async_op=True)
+        await_told(f"{turn} has looked")
+        gate.release()
+        work.wait()
+        torch.accelerator.synchronize()
+        return True
+    mesh = xm.device_mesh(TARGET, "emu")
+    wide = torch.zeros(SHAPE[0], 2 * SHAPE[1])
+    out = wide[:, : SHAPE[1]] if placement == Shard(1) else torch.zeros(SHAPE)  # what has gaps is staged
+    torch.accelerator.synchronize()
+    xm.reshard(
+        source(rank, None, placement),
+        TARGET,
+        [placement],
+        out=DTensor.from_local(out, mesh, [placement], run_check=False),
+    )
+    seen = out + 0
+    give_time(torch.accelerator.current_stream().query)
+    tell(f"{turn} has looked")
+    return value_is(seen, turn + 1)
+
+
+def gradient(rank: int, turn: int) -> bool:
+    """What looks at a gradient waits for it."""
+    import emu_device
+
+    if rank == 0:
+        x = source(rank, torch.ones(SHAPE), Replicate()).requires_grad_()
+    else:
+        x = xm.Spec(SHAPE, torch.float32, SOURCE, [Replicate()], requires_grad=True)
+    y = xm.reshard(x, TARGET, [Replicate()])
+    torch.accelerator.synchronize()
+    if rank == 1:
+        weight = torch.zeros(SHAPE)
+        torch.accelerator.synchronize()
+        gate = emu_device.hold()
+        weight.fill_(turn + 1)
+        (y.to_local() * weight).sum().backward()
+        await_told(f"{turn} has looked")
+        gate.release()
+        torch.accelerator.synchronize()
+        return True
+    y.to_local().sum().backward()
+    seen = x.grad.to_local() + 0
+    give_time(torch.accelerator.current_stream().query)
+    tell(f"{turn} has looked")
+    return value_is(seen, turn + 1)
+
+
+def source_memory(rank: int, turn: int) -> bool:
+    """The source's memory stays until the line has passed the call, even if nobody else keeps it."""
+    import emu_device
+
+    if rank == 0:
+        local = torch.full(SHAPE, turn + 1.0)
+        torch.accelerator.synchronize()
+        _, work = xm.reshard(source(rank, local, Replicate()), TARGET, [Replicate()], async_op=True)
+        await_told(f"{turn} is in the call")
+        _wait_enqueued(work)
+        del local, work
+        overwritten = torch.full(SHAPE, -1.0)
+        torch.accelerator.current_stream().synchronize()
+        tell(f"{turn} is overwritten")
+        await_told(f"{turn} has come")
+        return value_is(overwritten, -1)
+    gate = emu_device.hold()
+    y, work = xm.reshard(source(rank, None, Replicate()), TARGET, [Replicate()], async_op=True)
+    tell(f"{turn} is in the call")
+    await_told(f"{turn} is overwritten")
+    gate.release()
+    work.wait()
+    is_right = value_is(y.to_local(), turn + 1)
+    tell(f"{turn} has come")
+    return is_right
+
+
+def target_memory(rank: int, turn: int) -> bool:
+    """So does the destination's."""
+    import emu_device
+
+    if rank == 0:
+        local = torch.full(SHAPE, turn + 1.0)
+        gate = emu_device.hold()
+        _, work = xm.reshard(source(rank, local, Replicate()), TARGET, [Replicate()], async_op=True)
+        await_told(f"{turn} is taken again")
+        gate.release()
+        work.wait()
+        torch.accelerator.synchronize()
+        tell(f"{turn} has come")
+        return True
+    y, work = xm.reshard(source(rank, None, Replicate()), TARGET, [Replicate()], async_op=True)
+    _wait_enqueued(work)
+    del y, work
+    taken = torch.full(SHAPE, -1.0)
+    torch.accelerator.current_stream().synchronize()
+    tell(f"{turn} is taken again")
+    await_told(f"{turn} has come")
+    return value_is(taken, -1)
+
+
+def _wait_enqueued(work: Any) -> None:
+    """On a stream that nobody uses: what waits for the call there is of no account."""
+    import emu_device
+
+    with emu_device.own_stream():
+        work.wait()
+
+
+CASES = [producer, consumer, unpacking, gradient, source_memory, target_memory]
+
+
+def count_wrong(rank: int, world_size: int, case: Callable[[int, int], bool]) -> int:
+    wrong = 0
+    for turn in range(TURNS):
+        wrong += not case(rank, turn)
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_guard(case: Callable[[int, int], bool]) -> None:
+    wrong = sum(on_device(count_wrong, 2, case))
+    print(f"{case.__name__}: {wrong} of {TURNS} wrong")
+    assert wrong == 0
