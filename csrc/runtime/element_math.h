@@ -173,7 +173,7 @@ XMESH_HOST_DEVICE void withOperation(core::ReduceOp op, const Body& body) {
 
 /// Calls `body` with a value of the C++ type that stands for `type`.
 template <typename Body>
-XMESH_HOST_DEVICE void withType(ElementType type, const Body& body) {
+void withType(ElementType type, const Body& body) {
   switch (type) {
     case ElementType::kInt8:
       return body(int8_t{});
