@@ -56,12 +56,12 @@ XMESH_HOST_DEVICE void copyWords(const CopyItem& item, const CopyDim* dims, cons
           from += static_cast<uint64_t>(coordinate * dim.src_bytes);
           to[k] += static_cast<uint64_t>(coordinate * dim.dst_bytes);
         });
-        words[k] = loadAligned<kBytes, Word<kBytes>>(from);
+        words[k] = loadWord<kBytes>(from);
       }
     }
     for (int k = 0; k < kWordsAtOnce; ++k) {
       if (begin + k * stride.step < item.num_words) {
-        storeAligned<kBytes>(to[k], words[k]);
+        storeWord<kBytes>(to[k], words[k]);
       }
     }
   }

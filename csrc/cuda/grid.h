@@ -1,7 +1,11 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "runtime/host_device.h"
 
@@ -55,23 +59,85 @@ XMESH_HOST_DEVICE void visitCoordinates(const Dim* dims, int num_dims, Index ind
   visit(dims[0], static_cast<int64_t>(index));
 }
 
-/// `kBytes` at an address that is a multiple of it.
+/// What one instruction moves, at an address that is a multiple of its size.
 template <int kBytes>
 struct alignas(kBytes) Word {
   unsigned char bytes[kBytes];
 };
 
-/// A value at an address that is a multiple of kAlignment: one instruction where the value is no longer than that.
+#ifdef __CUDA_ARCH__
+/// The type that a device loads and stores by one instruction.
+template <int kBytes>
+struct DeviceWord;
+template <>
+struct DeviceWord<1> : std::type_identity<uint8_t> {};
+template <>
+struct DeviceWord<2> : std::type_identity<uint16_t> {};
+template <>
+struct DeviceWord<4> : std::type_identity<uint32_t> {};
+template <>
+struct DeviceWord<8> : std::type_identity<uint64_t> {};
+template <>
+struct DeviceWord<16> : std::type_identity<uint4> {};
+#endif
+
+namespace detail {
+
+/// The host takes any address; a device does not.
+inline void requireAligned(uint64_t address, int num_bytes) {
+  if (address % static_cast<uint64_t>(num_bytes) != 0) {
+    throw std::logic_error("a device would not take a word of " + std::to_string(num_bytes) + " bytes at this address");
+  }
+}
+
+}  // namespace detail
+
+template <int kBytes>
+XMESH_HOST_DEVICE Word<kBytes> loadWord(uint64_t address) {
+  Word<kBytes> word;
+#ifdef __CUDA_ARCH__
+  const auto value = *reinterpret_cast<const typename DeviceWord<kBytes>::type*>(address);
+  std::memcpy(&word, &value, kBytes);
+#else
+  detail::requireAligned(address, kBytes);
+  std::memcpy(&word, reinterpret_cast<const void*>(address), kBytes);
+#endif
+  return word;
+}
+
+template <int kBytes>
+XMESH_HOST_DEVICE void storeWord(uint64_t address, const Word<kBytes>& word) {
+#ifdef __CUDA_ARCH__
+  typename DeviceWord<kBytes>::type value;
+  std::memcpy(&value, &word, kBytes);
+  *reinterpret_cast<typename DeviceWord<kBytes>::type*>(address) = value;
+#else
+  detail::requireAligned(address, kBytes);
+  std::memcpy(reinterpret_cast<void*>(address), &word, kBytes);
+#endif
+}
+
+/// A value at an address that is a multiple of kAlignment, where it may be longer than that: as few instructions as that allows.
 template <int kAlignment, typename T>
 XMESH_HOST_DEVICE T loadAligned(uint64_t address) {
+  constexpr int kBytes = sizeof(T) < kAlignment ? sizeof(T) : kAlignment;
+  Word<kBytes> words[sizeof(T) / kBytes];
+  for (size_t i = 0; i < sizeof(T) / kBytes; ++i) {
+    words[i] = loadWord<kBytes>(address + i * kBytes);
+  }
   T value;
-  std::memcpy(&value, __builtin_assume_aligned(reinterpret_cast<const void*>(address), kAlignment), sizeof(T));
+  std::memcpy(&value, words, sizeof(T));
   return value;
 }
 
 template <int kAlignment, typename T>
 XMESH_HOST_DEVICE void storeAligned(uint64_t address, const T& value) {
-  std::memcpy(__builtin_assume_aligned(reinterpret_cast<void*>(address), kAlignment), &value, sizeof(T));
+  constexpr int kBytes = sizeof(T) < kAlignment ? sizeof(T) : kAlignment;
+  Word<kBytes> words[sizeof(T) / kBytes];
+  std::memcpy(words, &value, sizeof(T));
+  for (size_t i = 0; i < sizeof(T) / kBytes; ++i) {
+    storeWord(address + i * kBytes, words[i]);
+  }
 }
 
 }  // namespace xmesh::cuda

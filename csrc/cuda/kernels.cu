@@ -7,7 +7,7 @@ namespace {
 
 __device__ ThreadIndex here() { return {static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)}; }
 
-/// Few enough registers for so many blocks at once that memory is never idle.
+/// Few enough registers for so many blocks at once.
 constexpr int kBlocksAtOnce = 4;
 
 __global__ void __launch_bounds__(kThreadsPerBlock, kBlocksAtOnce) copyKernel(const __grid_constant__ CopyLaunch launch) { runCopy(launch, here()); }
@@ -38,13 +38,21 @@ int xmesh_cuda_copy(int device, void* stream, const xmesh::cuda::CopyLaunch* lau
 
 int xmesh_cuda_reduce(int device, void* stream, const xmesh::cuda::ReduceLaunch* launch) {
   cudaError_t error = cudaSuccess;
-  xmesh::runtime::withType(launch->type, [&](auto value) {
-    error = xmesh::cuda::launchOn(device, stream, xmesh::cuda::reduceKernel<decltype(value)>, *launch);
-  });
+  xmesh::runtime::withType(launch->type,
+                           [&](auto value) { error = xmesh::cuda::launchOn(device, stream, xmesh::cuda::reduceKernel<decltype(value)>, *launch); });
   return error;
 }
 
-int xmesh_cuda_device_count(int* count) { return cudaGetDeviceCount(count); }
+int xmesh_cuda_check(int device) {
+  const cudaError_t error = cudaSetDevice(device);
+  cudaFuncAttributes attributes;
+  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, xmesh::cuda::copyKernel);
+}
+
+int xmesh_cuda_look() {
+  int count = 0;
+  return cudaGetDeviceCount(&count);
+}
 
 const char* xmesh_cuda_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 

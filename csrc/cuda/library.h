@@ -9,9 +9,26 @@
 extern "C" {
 int xmesh_cuda_copy(int device, void* stream, const xmesh::cuda::CopyLaunch* launch);
 int xmesh_cuda_reduce(int device, void* stream, const xmesh::cuda::ReduceLaunch* launch);
-int xmesh_cuda_device_count(int* count);
-/// What an error is called, for a person.
+/// Whether the kernels run on a device.
+int xmesh_cuda_check(int device);
+/// Whether there is a device at all; it is not touched.
+int xmesh_cuda_look();
+/// What a result says, for a person.
 const char* xmesh_cuda_error_text(int error);
 /// For which devices the kernels were compiled: "sm_80, sm_90".
 const char* xmesh_cuda_architectures();
 }
+
+namespace xmesh::cuda {
+
+/// The functions of the library.
+struct Library {
+  decltype(&xmesh_cuda_copy) copy = nullptr;
+  decltype(&xmesh_cuda_reduce) reduce = nullptr;
+  decltype(&xmesh_cuda_check) check = nullptr;
+  decltype(&xmesh_cuda_look) look = nullptr;
+  decltype(&xmesh_cuda_error_text) error_text = nullptr;
+  decltype(&xmesh_cuda_architectures) architectures = nullptr;
+};
+
+}  // namespace xmesh::cuda
