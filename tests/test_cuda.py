@@ -44,7 +44,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / "csrc").exists():
         pytest.skip("runs from a clone of the repository")
     build = _build_module()
-    built = Path(_C.__file__).parent / build.LIBRARY
+    built: Path = Path(_C.__file__).parent / build.LIBRARY
     if built.exists():
         return built
     nvcc = build.find_nvcc()

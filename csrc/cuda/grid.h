@@ -59,7 +59,8 @@ XMESH_HOST_DEVICE void visitCoordinates(const Dim* dims, int num_dims, Index ind
   visit(dims[0], static_cast<int64_t>(index));
 }
 
-/// What one instruction moves, at an address that is a multiple of its size.
+/// What one instruction moves, at an address that is a multiple of its size. Addresses are numbers: those of a box's element 0 may lie before its
+/// memory.
 template <int kBytes>
 struct alignas(kBytes) Word {
   unsigned char bytes[kBytes];
@@ -100,7 +101,7 @@ XMESH_HOST_DEVICE Word<kBytes> loadWord(uint64_t address) {
   std::memcpy(&word, &value, kBytes);
 #else
   detail::requireAligned(address, kBytes);
-  std::memcpy(&word, reinterpret_cast<const void*>(address), kBytes);
+  std::memcpy(&word, reinterpret_cast<const void*>(address), kBytes);  // NOLINT(performance-no-int-to-ptr)
 #endif
   return word;
 }
@@ -113,7 +114,7 @@ XMESH_HOST_DEVICE void storeWord(uint64_t address, const Word<kBytes>& word) {
   *reinterpret_cast<typename DeviceWord<kBytes>::type*>(address) = value;
 #else
   detail::requireAligned(address, kBytes);
-  std::memcpy(reinterpret_cast<void*>(address), &word, kBytes);
+  std::memcpy(reinterpret_cast<void*>(address), &word, kBytes);  // NOLINT(performance-no-int-to-ptr)
 #endif
 }
 
