@@ -23,7 +23,7 @@ struct CopyItem {
   int16_t first_dim = 0;
   int16_t num_dims = 0;
   int16_t word_bytes = 0;
-  int16_t is_small = 0;  ///< the words' numbers fit into 32 bits
+  int16_t is_small = 0;  ///< see fitsIn32Bits
 };
 
 /// The parameter of one launch, by value: no more than 4 KiB fit on every device.

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <memory>
 
 #include "cuda/launches.h"
@@ -107,7 +106,7 @@ class CopyLaunches {
     }
     item.num_dims = static_cast<int16_t>(next_->num_dims - item.first_dim);
     item.word_bytes = static_cast<int16_t>(word);
-    item.is_small = item.first_word + item.num_words <= std::numeric_limits<uint32_t>::max() ? 1 : 0;
+    item.is_small = fitsIn32Bits(next_->dims + item.first_dim, item.num_dims, item.first_word + item.num_words) ? 1 : 0;
     const int64_t words_per_block = int64_t{kThreadsPerBlock} * kWordsAtOnce;
     const int64_t num_blocks = std::min((item.num_words + words_per_block - 1) / words_per_block, kMaxBlocksPerItem);
     item.blocks = {next_->num_blocks, static_cast<int32_t>(num_blocks)};

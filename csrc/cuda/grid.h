@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -45,6 +46,17 @@ struct Stride {
 
 XMESH_HOST_DEVICE inline Stride strideOf(const BlockRange& blocks, const ThreadIndex& at) {
   return {static_cast<int64_t>(at.block - blocks.first) * at.block_size + at.thread, static_cast<int64_t>(blocks.count) * at.block_size};
+}
+
+/// Whether 32 bits are enough for an index below `end`, and for each dim that it is divided by.
+template <typename Dim>
+bool fitsIn32Bits(const Dim* dims, int num_dims, int64_t end) {
+  constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  bool fits = end <= kMost;
+  for (int d = 1; d < num_dims; ++d) {
+    fits = fits && dims[d].extent <= kMost;
+  }
+  return fits;
 }
 
 /// Calls `visit(dim, coordinate)` for the dims, which have extents, of the element that is `index`-th in row-major order.

@@ -19,7 +19,7 @@ struct Operand {
   int64_t first = 0;
   int16_t first_dim = 0;
   int16_t num_dims = 0;
-  int16_t is_small = 0;  ///< the elements' numbers fit into 32 bits
+  int16_t is_small = 0;  ///< see fitsIn32Bits
   int16_t is_sum = 0;    ///< the elements have the accumulator's type
 };
 

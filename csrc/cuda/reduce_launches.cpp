@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 #include <memory>
 
 #include "cuda/launches.h"
@@ -121,7 +120,6 @@ class ReduceLaunches {
   bool addOperand(const BoxElements& elements, bool is_sum, int64_t num_at_once) {
     Operand& operand = next_->operands[next_->num_operands++];
     operand.is_sum = is_sum ? 1 : 0;
-    operand.is_small = elements.first + elements.num_elements <= std::numeric_limits<uint32_t>::max() ? 1 : 0;
     operand.first_dim = static_cast<int16_t>(next_->num_dims);
     if (const std::byte* run = elements.run(); run != nullptr) {
       operand.address = reinterpret_cast<uint64_t>(run);
@@ -133,6 +131,7 @@ class ReduceLaunches {
       for (size_t d = 0; d < box.num_dims; ++d) {
         next_->dims[next_->num_dims++] = {box.extents[d], box.stride_bytes[d]};
       }
+      operand.is_small = fitsIn32Bits(next_->dims + operand.first_dim, operand.num_dims, elements.first + elements.num_elements) ? 1 : 0;
     }
     return liesInVectors(operand, next_->dims + operand.first_dim, elements.item_bytes, num_at_once);
   }

@@ -129,7 +129,7 @@ void TensorKernels::reduce(void* /*stream*/, std::span<const runtime::ReductionP
 void TensorKernels::reducePart(const runtime::ReductionPart& part) const {
   const Reduction& reduction = part.reduction;
   const at::Tensor sum = dense(part.accumulator, part.num_elements, accumulatorType(reduction), device_);
-  /// Calls `visit` with a tensor of each sub-box and the same elements of the sum.
+  // Calls `visit` with a tensor of each sub-box and the same elements of the sum.
   const auto for_each = [&](const StridedBox& whole, int64_t begin, at::ScalarType type, const auto& visit) {
     int64_t done = 0;
     runtime::forEachSubBox(whole, begin, begin + part.num_elements, [&](const StridedBox& box) {

@@ -36,9 +36,8 @@ inline LaunchCopy copyOnGrid(int block_size, int max_blocks, int* num_launches =
 
 inline LaunchReduce reduceOnGrid(int block_size, int* num_launches = nullptr) {
   return [=](const ReduceLaunch& launch) {
-    runtime::withType(launch.type, [&](auto value) {
-      runOnGrid(launch, block_size, [&](const ThreadIndex& at) { runReduce<decltype(value)>(launch, at); });
-    });
+    runtime::withType(launch.type,
+                      [&](auto value) { runOnGrid(launch, block_size, [&](const ThreadIndex& at) { runReduce<decltype(value)>(launch, at); }); });
     if (num_launches != nullptr) {
       ++*num_launches;
     }

@@ -181,6 +181,15 @@ TEST(CopyLaunch, MovesDataBeyondFourGiB) {
   const PackedRange last{runtime::stridedBox(all, zero, all.shape.data(), 1), end - 2, end, 1, reinterpret_cast<std::byte*>(out)};
   packInLaunches({&last, 1}, copyOnGrid(kThreadsPerBlock, 1));
   EXPECT_EQ(out[1], 77);
+
+  // The first of a box whose inner dim has more than 4 G.
+  const runtime::LocalTensor columns{memory, {2, int64_t{5} << 30}, {1, 2}};
+  static_cast<uint8_t*>(memory)[2] = 78;
+  const runtime::StridedBox box = runtime::stridedBox(columns, zero, columns.shape.data(), 1);
+  ASSERT_EQ(box.num_dims, 2U);
+  const PackedRange first{box, 0, 2, 1, reinterpret_cast<std::byte*>(out)};
+  packInLaunches({&first, 1}, copyOnGrid(kThreadsPerBlock, 1));
+  EXPECT_EQ(out[1], 78);
   munmap(memory, kBytes);
 }
 
