@@ -182,8 +182,8 @@ TEST(CopyLaunch, MovesDataBeyondFourGiB) {
   packInLaunches({&last, 1}, copyOnGrid(kThreadsPerBlock, 1));
   EXPECT_EQ(out[1], 77);
 
-  // The first of a box whose inner dim has more than 4 G.
-  const runtime::LocalTensor columns{memory, {2, int64_t{5} << 30}, {1, 2}};
+  // The first of a box whose inner dim needs more than 32 bits.
+  const runtime::LocalTensor columns{memory, {2, int64_t{4} << 30}, {1, 2}};
   static_cast<uint8_t*>(memory)[2] = 78;
   const runtime::StridedBox box = runtime::stridedBox(columns, zero, columns.shape.data(), 1);
   ASSERT_EQ(box.num_dims, 2U);
