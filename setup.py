@@ -1,9 +1,12 @@
 """Builds torch_xmesh: ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here.
 
 XMESH_DEBUG=1 builds it for a debugger: not optimized, with symbols and assertions.
+XMESH_CUDA=0 builds it without CUDA kernels of its own, which are built where nvcc is and torch has CUDA.
 """
 
+import importlib.util
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -25,6 +28,20 @@ def sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
 
 
+def cuda_build() -> Any:
+    """The module that builds the CUDA kernels."""
+    spec = importlib.util.spec_from_file_location("cuda_build", ROOT / "csrc" / "cuda" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CUDA = cuda_build()
+NVCC = CUDA.find_nvcc() if torch.version.cuda and os.environ.get("XMESH_CUDA", "1") != "0" else None
+
+
 class BuildWithTorchRecord(BuildExtension):
     """Builds with ninja into a folder per torch and Python version, and records the torch that the extension needs."""
 
@@ -40,13 +57,19 @@ class BuildWithTorchRecord(BuildExtension):
 
     def run(self) -> None:
         super().run()
-        self._write_record(Path(self.build_lib) / "torch_xmesh")
+        if NVCC is not None:
+            CUDA.build(NVCC, Path(self.build_temp) / CUDA.LIBRARY)
+        self._complete(Path(self.build_lib) / "torch_xmesh")
         if self.inplace:
-            self._write_record(ROOT / "torch_xmesh")
+            self._complete(ROOT / "torch_xmesh")
             (ROOT / "build" / "in_place.stamp").unlink(missing_ok=True)  # the scripts' own, of what they have built
 
-    def _write_record(self, package: Path) -> None:
+    def _complete(self, package: Path) -> None:
         package.mkdir(parents=True, exist_ok=True)
+        library = package / CUDA.LIBRARY
+        library.unlink(missing_ok=True)  # a process may have it loaded
+        if NVCC is not None:
+            shutil.copy(Path(self.build_temp) / CUDA.LIBRARY, library)
         text = f'"""Written by setup.py."""\n\nBUILT_WITH_TORCH = "{TORCH_VERSION}"\n'
         record = package / "_build_info.py"
         if not record.exists() or record.read_text() != text:
@@ -54,12 +77,15 @@ class BuildWithTorchRecord(BuildExtension):
 
     def get_outputs(self) -> list[str]:
         outputs: list[str] = super().get_outputs()
-        return [*outputs, str(Path(self.build_lib) / "torch_xmesh" / "_build_info.py")]
+        return [*outputs, *(str(Path(self.build_lib) / "torch_xmesh" / name) for name in self._made())]
 
     def get_output_mapping(self) -> dict[str, str]:
         mapping: dict[str, str] = super().get_output_mapping()
-        record = Path("torch_xmesh") / "_build_info.py"
-        return {**mapping, str(Path(self.build_lib) / record): str(record)}
+        made = (Path("torch_xmesh") / name for name in self._made())
+        return {**mapping, **{str(Path(self.build_lib) / file): str(file) for file in made}}
+
+    def _made(self) -> list[str]:
+        return ["_build_info.py", *([CUDA.LIBRARY] if NVCC is not None else [])]
 
 
 def extension() -> Any:

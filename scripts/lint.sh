@@ -22,7 +22,7 @@ check() { # NAME COMMAND...
   shift
   if "$@"; then echo "lint: $name ok ($((SECONDS - began)) s)"; else failed+=("$name") && echo "lint: $name FAILED"; fi
 }
-cpp_files() { find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' \) | LC_ALL=C sort; }
+cpp_files() { find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) | LC_ALL=C sort; }
 tidy() { # BUILD_FOLDER ROOMS...
   local folder=$1 files
   shift
@@ -47,6 +47,6 @@ check "ruff format" ruff format -q --check .
 check codespell codespell csrc torch_xmesh tests examples benchmarks scripts docs README.md CHANGELOG.md setup.py pyproject.toml
 [ $mypy = 0 ] || check mypy mypy --python-executable "$PYTHON"
 check stubtest "$PYTHON" -m mypy.stubtest torch_xmesh._C --ignore-missing-stub --allowlist scripts/stubtest_allowlist.txt
-check "clang-tidy (core, transport, runtime)" tidy build/cpp-plain csrc/core csrc/transport csrc/runtime
+check "clang-tidy (core, transport, runtime, cuda)" tidy build/cpp-plain csrc/core csrc/transport csrc/runtime csrc/cuda
 check "clang-tidy (c10d, pipeline, bindings)" tidy_torch_rooms
 [ ${#failed[@]} -eq 0 ] || { printf 'lint failed: %s\n' "${failed[*]}" && exit 1; }

@@ -77,7 +77,7 @@ make_venv() {
 
 build_in_place() {
   local stamp
-  stamp=$("$PYTHON" -c 'import os, sys; from importlib.metadata import version; print(sys.executable, version("torch"), os.environ.get("XMESH_DEBUG"))' |
+  stamp=$("$PYTHON" -c 'import os, sys; from importlib.metadata import version; print(sys.executable, version("torch"), os.environ.get("XMESH_DEBUG"), os.environ.get("XMESH_CUDA"))' |
     fingerprint csrc setup.py)
   if [ "$(cat build/in_place.stamp 2>/dev/null)" = "$stamp" ] && compgen -G 'torch_xmesh/_C*.so' >/dev/null; then
     return

@@ -2,7 +2,7 @@
 # Every test: lint, GoogleTest (ctest), pytest.
 #   --torch X         with torch X, in an environment of its own (default 2.11.0)
 #   --only a,b        some of lint, cpp, python
-#   --sanitize        transport's and runtime's C++ tests also under ASan+UBSan and TSan
+#   --sanitize        C++ tests of transport, runtime and cuda also under ASan+UBSan and TSan
 #   --fuzz SECONDS    what strangers send, SECONDS each (tests/fuzz.sh)
 #   --soak            the long tests too
 #   -- ARGS           handed to pytest
@@ -50,7 +50,7 @@ run_cpp() {
     folder=build/cpp-${build%%,*}
     say "C++ tests ($build)"
     configure "$folder" "${build/plain/}" || return 1
-    targets=(test_transport test_runtime) left_out=(-E '_NOT_BUILT|^Corpus')
+    targets=(test_transport test_runtime test_cuda) left_out=(-E '_NOT_BUILT|^Corpus')
     [ "$build" != plain ] || targets=(all) left_out=()
     timeout -k 10 1800 cmake --build "$folder" -j "$MAX_JOBS" -t "${targets[@]}" >"$folder.log" 2>&1 || { tail -n 60 "$folder.log" && return 1; }
     TSAN_OPTIONS=halt_on_error=1 timeout -k 10 1200 ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 900 -j "$MAX_JOBS" "${left_out[@]}" || return 1

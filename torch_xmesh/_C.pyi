@@ -433,3 +433,9 @@ class PipelinePlace:
     def num_buffers(self) -> int: ...
     @property
     def buffer_bytes(self) -> int: ...
+
+# bind_about.cpp
+
+def cuda_kernels() -> tuple[str | None, str | None]:
+    """What the own CUDA kernels were compiled for ("sm_80, sm_90"; None without them), and why they are not used here
+    (None where nothing is known against it)."""

@@ -21,6 +21,7 @@ if torch.__version__.split(".")[:2] != BUILT_WITH_TORCH.split(".")[:2]:
     )
 
 from torch_xmesh import backend as _backend
+from torch_xmesh.about import About, about
 from torch_xmesh.backend import Options
 from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.pipeline import (
@@ -56,6 +57,7 @@ else:
 
 __version__ = "0.1.0"
 __all__ = [
+    "About",
     "Broadcast",
     "Costs",
     "EdgeCosts",
@@ -72,6 +74,7 @@ __all__ = [
     "StageError",
     "Topology",
     "__version__",
+    "about",
     "choose_schedule",
     "device_mesh",
     "plan_resharding",

@@ -14,6 +14,8 @@ void bindReshard(pybind11::module_& module);
 void bindPipelineCore(pybind11::module_& module);
 /// A backward in two halves, without a pipeline. Defined in bind_split_backward.cpp.
 void bindSplitBackward(pybind11::module_& module);
+/// What this build has and found. Defined in bind_about.cpp.
+void bindAbout(pybind11::module_& module);
 /// One rank's part of a pipeline. Defined in bind_pipeline.cpp; after bindReshard and bindPipelineCore.
 void bindPipeline(pybind11::module_& module);
 

@@ -11,4 +11,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   xmesh::bindings::bindPipelineCore(module);
   xmesh::bindings::bindSplitBackward(module);
   xmesh::bindings::bindPipeline(module);
+  xmesh::bindings::bindAbout(module);
 }

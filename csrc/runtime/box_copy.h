@@ -33,6 +33,9 @@ struct StridedBox {
 /// dims of extent 1 are dropped, dims that follow one another in memory are merged.
 StridedBox stridedBox(const LocalTensor& tensor, const int64_t* offsets, const int64_t* extents, int64_t item_bytes);
 
+/// Elements one behind another, as a box.
+StridedBox denseBox(std::byte* data, int64_t num_elements, int64_t item_bytes);
+
 /// Where elements [begin, end) of the box lie when they are one run in memory in row-major order; null otherwise.
 std::byte* contiguousRun(const StridedBox& box, int64_t begin, int64_t end, int64_t item_bytes);
 

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "c10d/stream/device_kernels.h"
+
 namespace xmesh::c10d_backend {
 
 std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route& route, runtime::StreamExecutors::Post network,
@@ -16,7 +18,7 @@ std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route&
       made.line, [make = make_inner_, device, prefix](const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
         return make(device, prefix + name, rank, global_ranks);
       });
-  made.kernels = std::make_shared<TensorKernels>(device);
+  made.kernels = kernelsOf(device);
   const auto allocate = [device](int64_t num_bytes) {
     // As an empty tensor would: on the line's stream, behind whose use of it the memory is free again.
     auto memory = std::make_shared<at::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<size_t>(num_bytes)));

@@ -10,7 +10,6 @@
 
 #include "c10d/stream/backend_communicators.h"
 #include "c10d/stream/device_line.h"
-#include "c10d/stream/tensor_kernels.h"
 #include "runtime/stream/stream_executors.h"
 
 namespace xmesh::c10d_backend {
@@ -32,7 +31,7 @@ class DeviceLines {
   struct Line {
     std::shared_ptr<DeviceLine> line;
     std::shared_ptr<BackendCommunicators> communicators;
-    std::shared_ptr<TensorKernels> kernels;
+    std::shared_ptr<const runtime::StreamKernels> kernels;
   };
   const MakeInner make_inner_;
   std::mutex mutex_;

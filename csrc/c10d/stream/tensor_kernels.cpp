@@ -38,13 +38,14 @@ at::Tensor dense(const void* data, int64_t num_elements, at::ScalarType type, c1
   return tensorAt(const_cast<void*>(data), {num_elements}, {1}, type, device);
 }
 
-at::Tensor tensorOf(const StridedBox& box, int64_t item_bytes, c10::Device device) {
+at::Tensor tensorOf(const StridedBox& box, at::ScalarType type, c10::Device device) {
+  const auto item_bytes = static_cast<int64_t>(c10::elementSize(type));
   std::vector<int64_t> sizes(box.extents.begin(), box.extents.begin() + static_cast<ptrdiff_t>(box.num_dims));
   std::vector<int64_t> strides;
   for (size_t d = 0; d < box.num_dims; ++d) {
     strides.push_back(box.stride_bytes[d] / item_bytes);
   }
-  return tensorAt(box.base + box.offset_bytes, sizes, strides, itemType(item_bytes), device);
+  return tensorAt(box.base + box.offset_bytes, sizes, strides, type, device);
 }
 
 /// By ElementType. Integers wrap alike with and without a sign; only min and max look at it.
@@ -70,44 +71,9 @@ int64_t signFlip(ElementType type) {
   }
 }
 
-}  // namespace
-
-void TensorKernels::pack(void* /*stream*/, const StridedBox& src, int64_t begin, int64_t end, int64_t item_bytes, void* dst) const {
-  auto* out = static_cast<std::byte*>(dst);
-  runtime::forEachSubBox(src, begin, end, [&](const StridedBox& part) {
-    const at::Tensor from = tensorOf(part, item_bytes, device_);
-    dense(out, from.numel(), itemType(item_bytes), device_).view(from.sizes()).copy_(from, /*non_blocking=*/true);
-    out += from.numel() * item_bytes;
-  });
-}
-
-void TensorKernels::unpack(void* /*stream*/, const void* src, const StridedBox& dst, int64_t begin, int64_t end, int64_t item_bytes) const {
-  const auto* in = static_cast<const std::byte*>(src);
-  runtime::forEachSubBox(dst, begin, end, [&](const StridedBox& part) {
-    at::Tensor to = tensorOf(part, item_bytes, device_);
-    to.copy_(dense(in, to.numel(), itemType(item_bytes), device_).view(to.sizes()), /*non_blocking=*/true);
-    in += to.numel() * item_bytes;
-  });
-}
-
-void TensorKernels::copy(void* /*stream*/, const StridedBox& src, const StridedBox& dst, int64_t num_elements, int64_t item_bytes) const {
-  if (num_elements == 0) {
-    return;
-  }
-  at::Tensor to = tensorOf(dst, item_bytes, device_);
-  to.copy_(tensorOf(src, item_bytes, device_).reshape(to.sizes()), /*non_blocking=*/true);
-}
-
-void TensorKernels::initAccumulator(void* /*stream*/, const Reduction& reduction, void* accumulator, const void* contribution,
-                                    int64_t num_elements) const {
-  dense(accumulator, num_elements, accumulatorType(reduction), device_)
-      .copy_(dense(contribution, num_elements, signedType(reduction.type), device_), /*non_blocking=*/true);
-}
-
-void TensorKernels::accumulate(void* /*stream*/, const Reduction& reduction, void* accumulator, const void* contribution,
-                               int64_t num_elements) const {
-  at::Tensor sum = dense(accumulator, num_elements, accumulatorType(reduction), device_);
-  at::Tensor next = dense(contribution, num_elements, signedType(reduction.type), device_).to(sum.scalar_type());
+/// Adds a contribution to an accumulator of the same sizes.
+void accumulate(const Reduction& reduction, at::Tensor sum, const at::Tensor& contribution) {
+  const at::Tensor next = contribution.to(sum.scalar_type());
   if (reduction.op == core::ReduceOp::kSum || reduction.op == core::ReduceOp::kAvg) {
     sum.add_(next);
   } else if (reduction.op == core::ReduceOp::kProduct) {
@@ -121,15 +87,80 @@ void TensorKernels::accumulate(void* /*stream*/, const Reduction& reduction, voi
   }
 }
 
-void TensorKernels::finishAccumulator(void* /*stream*/, const Reduction& reduction, void* accumulator, int64_t num_elements) const {
-  at::Tensor sum = dense(accumulator, num_elements, accumulatorType(reduction), device_);
+}  // namespace
+
+void TensorKernels::pack(void* /*stream*/, std::span<const runtime::PackedRange> ranges) const {
+  for (const runtime::PackedRange& range : ranges) {
+    std::byte* out = range.dense;
+    runtime::forEachSubBox(range.box, range.begin, range.end, [&](const StridedBox& box) {
+      const at::Tensor from = tensorOf(box, itemType(range.item_bytes), device_);
+      dense(out, from.numel(), from.scalar_type(), device_).view(from.sizes()).copy_(from, /*non_blocking=*/true);
+      out += from.nbytes();
+    });
+  }
+}
+
+void TensorKernels::unpack(void* /*stream*/, std::span<const runtime::PackedRange> ranges) const {
+  for (const runtime::PackedRange& range : ranges) {
+    const std::byte* in = range.dense;
+    runtime::forEachSubBox(range.box, range.begin, range.end, [&](const StridedBox& box) {
+      at::Tensor to = tensorOf(box, itemType(range.item_bytes), device_);
+      to.copy_(dense(in, to.numel(), to.scalar_type(), device_).view(to.sizes()), /*non_blocking=*/true);
+      in += to.nbytes();
+    });
+  }
+}
+
+void TensorKernels::copy(void* /*stream*/, std::span<const runtime::BoxPair> pairs) const {
+  for (const runtime::BoxPair& pair : pairs) {
+    if (pair.num_elements > 0) {
+      at::Tensor to = tensorOf(pair.dst, itemType(pair.item_bytes), device_);
+      to.copy_(tensorOf(pair.src, to.scalar_type(), device_).reshape(to.sizes()), /*non_blocking=*/true);
+    }
+  }
+}
+
+void TensorKernels::reduce(void* /*stream*/, std::span<const runtime::ReductionPart> parts) const {
+  for (const runtime::ReductionPart& part : parts) {
+    reducePart(part);
+  }
+}
+
+void TensorKernels::reducePart(const runtime::ReductionPart& part) const {
+  const Reduction& reduction = part.reduction;
+  const at::Tensor sum = dense(part.accumulator, part.num_elements, accumulatorType(reduction), device_);
+  // Calls `visit` with a tensor of each sub-box and the same elements of the sum.
+  const auto for_each = [&](const StridedBox& whole, int64_t begin, at::ScalarType type, const auto& visit) {
+    int64_t done = 0;
+    runtime::forEachSubBox(whole, begin, begin + part.num_elements, [&](const StridedBox& box) {
+      const at::Tensor elements = tensorOf(box, type, device_);
+      visit(elements, sum.narrow(0, done, elements.numel()).view(elements.sizes()));
+      done += elements.numel();
+    });
+  };
+  bool is_first = !part.goes_on;
+  for (const runtime::Contribution& contribution : part.contributions) {
+    const at::ScalarType type = contribution.is_sum ? sum.scalar_type() : signedType(reduction.type);
+    for_each(contribution.box, contribution.begin, type, [&](const at::Tensor& elements, const at::Tensor& into) {
+      if (is_first) {
+        into.copy_(elements, /*non_blocking=*/true);
+      } else {
+        accumulate(reduction, into, elements);
+      }
+    });
+    is_first = false;
+  }
+  if (!part.ends) {
+    return;
+  }
   if (reduction.divisor != 1) {
     sum.div_(reduction.divisor);
   }
-  if (!reduction.accumulatesInPlace()) {
-    const at::Tensor rounded = sum.to(signedType(reduction.type));
-    dense(accumulator, num_elements, rounded.scalar_type(), device_).copy_(rounded);
-  }
+  for_each(part.dst, part.dst_begin, signedType(reduction.type), [](const at::Tensor& elements, const at::Tensor& value) {
+    if (elements.data_ptr() != value.data_ptr()) {
+      elements.copy_(value, /*non_blocking=*/true);
+    }
+  });
 }
 
 }  // namespace xmesh::c10d_backend

@@ -40,19 +40,13 @@ void StreamExecutor::orderItems() {
   }
 }
 
-/// Staging memory: one accumulator, one dense own contribution (only one reduction is under way at a time, a partial sum until it is sent), then
-/// the messages of one group.
+/// Staging memory: one accumulator (only one reduction is under way between groups, a partial sum until it is sent), then the messages of one group.
 void StreamExecutor::cutGroups(int64_t bound_bytes) {
   int64_t accumulator_bytes = 0;
-  int64_t own_bytes = 0;
   for (const ReduceStep& step : program_->reductions) {
     accumulator_bytes = std::max(accumulator_bytes, (step.end - step.begin) * step.reduction.accumulatorItemBytes());
-    if (step.own_box >= 0 && contiguousRun(boxOf(step.own_box), step.begin, step.end, step.reduction.itemBytes()) == nullptr) {
-      own_bytes = std::max(own_bytes, (step.end - step.begin) * step.reduction.itemBytes());
-    }
   }
-  own_offset_ = aligned(accumulator_bytes);
-  const int64_t messages_offset = own_offset_ + aligned(own_bytes);
+  const int64_t messages_offset = aligned(accumulator_bytes);
   staging_bytes_ = messages_offset;
   std::vector<size_t> ready_group(program_->sends.size(), 0);  // the first group that may hold a send
   int64_t used = messages_offset;
@@ -120,11 +114,7 @@ void StreamExecutor::enqueue(void* staging) {
     }
   }
   if (!program_->copies.empty()) {
-    transport_.enqueue([this](void* stream) {
-      for (const CopyStep& step : program_->copies) {
-        kernels_.copy(stream, boxOf(step.src_box), boxOf(step.dst_box), step.num_elements, itemBytes(step.src_box));
-      }
-    });
+    transport_.enqueue([this](void* stream) { copyLocally(stream); });
   }
 }
 
@@ -152,72 +142,87 @@ const std::byte* StreamExecutor::sendSource(const Item& item) const {
 }
 
 void StreamExecutor::packGroup(void* stream, const Group& group) const {
+  std::vector<PackedRange> ranges;
   for (size_t i = group.begin; i < group.end; ++i) {
     if (items_[i].is_send && items_[i].staging_offset >= 0) {
       const SendStep& step = program_->sends[static_cast<size_t>(items_[i].index)];
-      kernels_.pack(stream, boxOf(step.box), step.begin, step.end, itemBytes(step.box), staging_ + items_[i].staging_offset);
+      ranges.push_back({boxOf(step.box), step.begin, step.end, itemBytes(step.box), staging_ + items_[i].staging_offset});
     }
   }
+  kernels_.pack(stream, ranges);
 }
 
 void StreamExecutor::unpackGroup(void* stream, const Group& group) const {
+  std::vector<PackedRange> ranges;
+  std::vector<ReductionPart> parts;
   for (size_t i = group.begin; i < group.end; ++i) {
     if (items_[i].is_send || items_[i].staging_offset < 0) {
       continue;
     }
     const ReceiveStep& step = program_->receives[static_cast<size_t>(items_[i].index)];
-    const std::byte* data = staging_ + items_[i].staging_offset;
+    std::byte* data = staging_ + items_[i].staging_offset;
     if (step.reduction >= 0) {
-      takeContribution(stream, items_[i].index, data);
+      takeContribution(parts, items_[i].index, data);
     } else {
-      kernels_.unpack(stream, data, boxOf(step.box), step.begin, step.end, itemBytes(step.box));
+      ranges.push_back({boxOf(step.box), step.begin, step.end, itemBytes(step.box), data});
     }
+  }
+  if (!ranges.empty()) {
+    kernels_.unpack(stream, ranges);
+  }
+  if (!parts.empty()) {
+    reduceParts(stream, parts);
   }
 }
 
-/// Contributions come in order here: the program lists them so, and the stream keeps it.
-void StreamExecutor::takeContribution(void* stream, int32_t receive, const std::byte* contribution) const {
-  const ReduceStep& step = program_->reductions[static_cast<size_t>(program_->receives[static_cast<size_t>(receive)].reduction)];
-  const Reduction reduction = program_->receives[static_cast<size_t>(receive)].is_sum ? step.reduction.ofSums() : step.reduction;
-  const int64_t num_elements = step.end - step.begin;
+void StreamExecutor::copyLocally(void* stream) const {
+  std::vector<BoxPair> pairs;
+  for (const CopyStep& step : program_->copies) {
+    pairs.push_back({boxOf(step.src_box), boxOf(step.dst_box), step.num_elements, itemBytes(step.src_box)});
+  }
+  kernels_.copy(stream, pairs);
+}
+
+/// Contributions come in order here: the program lists them so. Those of one reduction in one group make one part.
+void StreamExecutor::takeContribution(std::vector<ReductionPart>& parts, int32_t receive, std::byte* data) const {
+  const ReceiveStep& received = program_->receives[static_cast<size_t>(receive)];
+  const ReduceStep& step = program_->reductions[static_cast<size_t>(received.reduction)];
   const int32_t turn = receive - step.first_receive;
-  std::byte* accumulator = accumulatorOf(step);
+  if (turn == 0 || parts.empty()) {
+    ReductionPart& part = parts.emplace_back();
+    part.reduction = step.reduction;
+    part.num_elements = step.end - step.begin;
+    part.accumulator = accumulatorOf(step);
+    part.goes_on = turn > 0;
+  }
+  ReductionPart& part = parts.back();
+  const auto take_own = [&] { part.contributions.push_back({boxOf(step.own_box), step.begin, false}); };
   if (step.own_after == turn) {
-    takeOwn(stream, step, accumulator);
+    take_own();
   }
-  if (turn == 0 && step.own_after != 0) {
-    kernels_.initAccumulator(stream, reduction, accumulator, contribution, num_elements);
-  } else {
-    kernels_.accumulate(stream, reduction, accumulator, contribution, num_elements);
-  }
+  const int64_t item_bytes = received.is_sum ? step.reduction.accumulatorItemBytes() : step.reduction.itemBytes();
+  part.contributions.push_back({denseBox(data, part.num_elements, item_bytes), 0, received.is_sum});
   if (turn + 1 < step.num_receives) {
     return;
   }
   if (step.own_after == step.num_receives) {
-    takeOwn(stream, step, accumulator);
+    take_own();
   }
-  if (step.box < 0) {
-    return;
-  }
-  kernels_.finishAccumulator(stream, step.reduction, accumulator, num_elements);
-  if (accumulator == staging_) {
-    kernels_.unpack(stream, accumulator, boxOf(step.box), step.begin, step.end, step.reduction.itemBytes());
+  if (step.box >= 0) {
+    part.ends = true;
+    part.dst = boxOf(step.box);
+    part.dst_begin = step.begin;
   }
 }
 
-void StreamExecutor::takeOwn(void* stream, const ReduceStep& step, std::byte* accumulator) const {
-  const int64_t num_elements = step.end - step.begin;
-  const StridedBox& box = boxOf(step.own_box);
-  const std::byte* own = contiguousRun(box, step.begin, step.end, step.reduction.itemBytes());
-  if (own == nullptr) {
-    kernels_.pack(stream, box, step.begin, step.end, step.reduction.itemBytes(), staging_ + own_offset_);
-    own = staging_ + own_offset_;
+/// At once, but where the first part needs what the accumulator holds and the last leaves something there.
+void StreamExecutor::reduceParts(void* stream, const std::vector<ReductionPart>& parts) const {
+  const std::span<const ReductionPart> all(parts);
+  if (parts.size() == 1 || !parts.front().goes_on || parts.back().ends) {
+    return kernels_.reduce(stream, all);
   }
-  if (step.own_after == 0) {
-    kernels_.initAccumulator(stream, step.reduction, accumulator, own, num_elements);
-  } else {
-    kernels_.accumulate(stream, step.reduction, accumulator, own, num_elements);
-  }
+  kernels_.reduce(stream, all.first(parts.size() - 1));
+  kernels_.reduce(stream, all.last(1));
 }
 
 /// In the destination where it is one run of the accumulator's type, else at the start of staging memory.

@@ -68,8 +68,9 @@ class StreamExecutor {
   const std::byte* sendSource(const Item& item) const;
   void packGroup(void* stream, const Group& group) const;
   void unpackGroup(void* stream, const Group& group) const;
-  void takeContribution(void* stream, int32_t receive, const std::byte* contribution) const;
-  void takeOwn(void* stream, const ReduceStep& step, std::byte* accumulator) const;
+  void copyLocally(void* stream) const;
+  void takeContribution(std::vector<ReductionPart>& parts, int32_t receive, std::byte* data) const;
+  void reduceParts(void* stream, const std::vector<ReductionPart>& parts) const;
   std::byte* accumulatorOf(const ReduceStep& step) const;
 
   std::shared_ptr<const Program> program_;
@@ -79,7 +80,6 @@ class StreamExecutor {
   std::vector<StridedBox> boxes_;  ///< by slice box
   std::vector<Item> items_;        ///< in plan order
   std::vector<Group> groups_;
-  int64_t own_offset_ = 0;  ///< of the dense copy of an own contribution, behind the accumulator
   int64_t staging_bytes_ = 0;
   std::byte* staging_ = nullptr;
 };

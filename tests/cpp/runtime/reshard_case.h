@@ -66,6 +66,9 @@ class OwnedTensor {
     return bytes_.data() + offset * item_bytes_;
   }
 
+  /// True when both, which are laid out alike, have the same bytes in elements and gaps.
+  bool hasBytesOf(const OwnedTensor& other) const { return bytes_ == other.bytes_; }
+
   /// True when only elements have changed since construction.
   bool gapsAreIntact(int64_t num_elements) {
     std::vector<uint8_t> is_element(bytes_.size(), 0);

@@ -13,10 +13,9 @@ namespace xmesh::replay {
 
 /// Runs a plan on the fake stream network; returns the first difference from the oracle, or an empty text.
 inline std::string runOnStreams(const core::ReshardingPlan& plan, MemoryLayout layout, uint64_t seed, int64_t staging_bytes,
-                                runtime::ProgramOptions options = {}) {
+                                runtime::ProgramOptions options = {}, const runtime::StreamKernels& kernels = runtime::HostKernels()) {
   const int64_t num_ranks = plan.topology.hostOfRanks().rbegin()->first + 1;
   transport::FakeStreamNetwork network(static_cast<int32_t>(num_ranks), seed);
-  const runtime::HostKernels kernels;
   ReshardCase data(plan, num_ranks, layout, seed);
   std::vector<std::unique_ptr<runtime::StreamExecutor>> executors;
   std::vector<std::vector<std::max_align_t>> staging;

@@ -1,0 +1,31 @@
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "cuda/loaded_library.h"
+
+namespace xmesh::bindings {
+namespace {
+
+std::pair<std::optional<std::string>, std::optional<std::string>> cudaKernels() {
+  const cuda::LoadedLibrary& loaded = cuda::loadedLibrary();
+  if (!loaded.library.has_value()) {
+    return {std::nullopt, loaded.reason};
+  }
+  const int error = loaded.library->look();
+  return {loaded.library->architectures(), error == 0 ? std::nullopt : std::optional<std::string>(loaded.library->error_text(error))};
+}
+
+}  // namespace
+
+void bindAbout(pybind11::module_& module) {
+  module.def("cuda_kernels", &cudaKernels,
+             "What the own CUDA kernels were compiled for (\"sm_80, sm_90\"; None without them), and why they are not used here (None where nothing "
+             "is known against it).",
+             pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace xmesh::bindings
