@@ -101,6 +101,11 @@ void Calls::makeExecutor(Call& call) {
   execution.on_failed = [this, key = call.key](const std::string& reason, int32_t peer) {
     network_->post([this, key, reason, peer] { breakOff(key, reason, peer); });
   };
+  execution.on_held = [this, key = call.key](uint64_t turn) {
+    if (const auto found = calls_.find(key); found != calls_.end()) {
+      peers_.tell(found->second.terms->participants.peers, encode(TurnRequest{key, turn, false}));
+    }
+  };
   Executors& executors = executors_->at(execution.movement.route);
   call.waits_for_agreement = executors.needsAgreement();
   call.executor = executors.make(std::move(execution));
@@ -120,29 +125,6 @@ void Calls::sendNotice(const Call& call) {
   const CallTerms& terms = *call.terms;
   peers_.tell(terms.participants.peerAt(call.rounds.distance()),
               encode(CallNotice{call.key, call.rounds.round(), call.start_terms, terms.fingerprint, terms.fields}));
-}
-
-void Calls::hear(int32_t peer, CallNotice notice) {
-  const CallKey key = notice.key;
-  const auto found = calls_.find(key);
-  if (found == calls_.end()) {
-    if (const Failure* failure = history_.failureOf(key)) {
-      peers_.tell(peer, encode(FailNotice{key, *failure, {}}));
-    } else if (EarlyNews* news = history_.newsFor(key)) {
-      news->notices.emplace_back(peer, std::move(notice));
-      refusals_.tellOnce(peer);
-    }
-    return;
-  }
-  Call& call = found->second;
-  if (notice.fingerprint != call.terms->fingerprint) {
-    const std::string what = firstDifference(call.terms->fields, peers_.myGlobalRank(), notice.fields, peers_.globalRank(peer));
-    fail(key, {FailureKind::kMistake, textOf(call) + ": ranks disagree on " + what, {}});
-    return;
-  }
-  call.start_terms.raiseTo(notice.start_terms);
-  call.rounds.hear(notice.round);
-  advanceAgreement(key);
 }
 
 void Calls::advanceAgreement(const CallKey& key) {
@@ -243,48 +225,6 @@ void Calls::release(const CallKey& watch, const std::optional<Failure>& farewell
   end(call, std::nullopt);
 }
 
-void Calls::hear(int32_t peer, FailNotice notice) {
-  if (notice.failure.kind == FailureKind::kPeer) {
-    peers_.heardFailure(peer, notice.failure);
-  }
-  const auto found = calls_.find(notice.key);
-  if (notice.failure.arrived_peer == peers_.groupRank() && found == calls_.end()) {
-    if (const auto failed = arrivals_.takeBlame(notice)) {
-      fail(failed->first, failed->second);
-    }
-    return;
-  }
-  arrivals_.settle(notice.failure.arrived_peer, notice.failure.arrival);
-  if (found != calls_.end()) {
-    if (found->second.kind != CallKind::kWatch || found->second.watched.isDue(peer, notice.failure)) {
-      fail(notice.key, notice.failure);  // passed on, so that nobody hears this rank's goodbye before the reason
-    }
-    return;
-  }
-  if (notice.failure.kind == FailureKind::kMistake && !notice.participants.empty()) {
-    refusals_.name(notice.key, notice.participants);  // both may have refused the same call
-  }
-  if (EarlyNews* news = history_.newsFor(notice.key)) {
-    news->failure = std::move(notice.failure);
-    news->participants = std::move(notice.participants);
-  }
-}
-
-void Calls::hear(int32_t peer, Arrival arrival) {
-  for (const auto& [watch, failure] : arrivals_.hear(peer, std::move(arrival))) {
-    fail(watch, failure);
-  }
-}
-
-void Calls::hear(int32_t peer, const UnnamedRefusals& unnamed) {
-  refusals_.hear(peer, unnamed);
-  for (const auto& [key, call] : calls_) {
-    if (call.kind == CallKind::kReshard) {
-      refusals_.ask(key, call.terms->participants, peer);
-    }
-  }
-}
-
 void Calls::lose(int32_t peer, const LostPeer& lost, bool is_goodbye) {
   std::vector<CallKey> hit;
   for (const auto& [key, call] : calls_) {
@@ -338,14 +278,6 @@ void Calls::askAround(const CallKey& key) {
   }
 }
 
-void Calls::hear(int32_t peer, Answer answer) {
-  const CallKey key = answer.key;
-  const auto found = calls_.find(key);
-  if (found != calls_.end() && found->second.inquiry.hear(peer, std::move(answer), found->second.terms->participants)) {
-    concludeInquiry(key);
-  }
-}
-
 void Calls::concludeInquiry(const CallKey& key) {
   const auto found = calls_.find(key);
   if (found == calls_.end()) {
@@ -355,22 +287,6 @@ void Calls::concludeInquiry(const CallKey& key) {
   const std::string head = textOf(call) + (call.kind == CallKind::kWatch ? " does not get on: a wait took longer than " : " did not end within ") +
                            std::to_string(call.timeout.count()) + " ms";
   fail(key, call.inquiry.conclude(head, progressOf(call), call.terms->participants, peers_));
-}
-
-Answer Calls::answerTo(const Question& question) const {
-  const auto found = calls_.find(question.key);
-  if (found != calls_.end()) {
-    return {question.key, true, (found->second.kind == CallKind::kWatch ? "" : "is in this call: ") + progressOf(found->second)};
-  }
-  const std::string last = history_.lastCall().empty() ? "has called no reshard yet" : "last called " + history_.lastCall();
-  return history_.isPast(question.key) ? Answer{question.key, true, "has ended this call; " + last}
-                                       : Answer{question.key, false, "has not made this call; it " + last};
-}
-
-void Calls::hear(int32_t peer, const Question& question) {
-  refusals_.heardQuestion(peer, question);
-  const Failure* failure = history_.failureOf(question.key);
-  peers_.tell(peer, failure != nullptr ? encode(FailNotice{question.key, *failure, question.participants}) : encode(answerTo(question)));
 }
 
 std::string Calls::progressOf(const Call& call) {

@@ -77,6 +77,7 @@ class Calls {
   void hear(int32_t peer, Answer answer);
   void hear(int32_t peer, Arrival arrival);
   void hear(int32_t peer, const UnnamedRefusals& unnamed);
+  void hear(int32_t peer, const TurnRequest& request);
   /// Fails the calls that still need the peer.
   void lose(int32_t peer, const LostPeer& lost, bool is_goodbye);
   /// Gives all up, after the network has been destroyed.

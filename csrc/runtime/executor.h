@@ -52,6 +52,9 @@ struct Execution {
   /// Runs instead of on_done, on the network's thread, where the device's stream was broken off; not after cancel(). `peer` is a group rank, or -1
   /// where none can be named.
   std::function<void(const std::string& reason, int32_t peer)> on_failed;
+  /// Runs on the network's thread when calls that are agreed, the last of them on `turn`, wait for this one, which is not: a rank that has not made
+  /// it can let it come behind them. See Executors::promise() and Executor::comesAfter().
+  std::function<void(uint64_t turn)> on_held;
 };
 
 /// Runs one rank's program once. Threading: the network's thread.
@@ -62,6 +65,8 @@ class Executor {
   virtual StartTerms proposal() const { return {}; }
   /// Begins. May call on_done before it returns.
   virtual void start(const StartTerms& agreed) = 0;
+  /// What will be agreed is a turn after this one: somebody has promised to propose no less.
+  virtual void comesAfter(uint64_t turn) { static_cast<void>(turn); }
   /// Gives up; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.
   virtual void cancel() = 0;
   /// Gives up after the network has been destroyed.
@@ -79,6 +84,8 @@ class Executors {
   virtual bool needsAgreement() const = 0;
   /// Throws InvalidArgument when the tensors' shapes are not what the plan says.
   virtual std::unique_ptr<Executor> make(Execution execution) = 0;
+  /// Executors that are made from now on propose turns after this one.
+  virtual void promise(uint64_t turn) { static_cast<void>(turn); }
   /// The network is about to be destroyed: from when this returns other threads post nothing to it. Any thread.
   virtual void disconnect() {}
   /// The network has been destroyed: nothing more may be asked of it.

@@ -1,5 +1,6 @@
 #include "runtime/executors_by_route.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -18,11 +19,19 @@ Executors& ExecutorsByRoute::at(const Route& route) {
     throw GroupError("nothing here moves the tensors of device kind " + std::to_string(route.device_kind));
   }
   std::unique_ptr<Executors> made = make_(route);
+  made->promise(promised_turn_);
   const std::lock_guard lock(mutex_);
   if (is_disconnected_) {
     throw GroupError("the process group is closed");
   }
   return *on_devices_.emplace(route, std::move(made)).first->second;
+}
+
+void ExecutorsByRoute::promise(uint64_t turn) {
+  promised_turn_ = std::max(promised_turn_, turn);
+  for (const auto& [route, executors] : on_devices_) {
+    executors->promise(turn);
+  }
 }
 
 void ExecutorsByRoute::disconnect() {

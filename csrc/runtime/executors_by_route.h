@@ -20,6 +20,8 @@ class ExecutorsByRoute {
   explicit ExecutorsByRoute(std::unique_ptr<Executors> host, Make make = nullptr) : host_(std::move(host)), make_(std::move(make)) {}
   /// Those of a route, made at its first call. Throws GroupError where nothing carries it.
   Executors& at(const Route& route);
+  /// As Executors', of every route.
+  void promise(uint64_t turn);
   /// As Executors'; none is made from now on.
   void disconnect();
   /// The network has been destroyed: nothing more may be asked of it.
@@ -32,6 +34,7 @@ class ExecutorsByRoute {
   const Make make_;
   mutable std::mutex mutex_;  ///< guards the two below against other threads
   bool is_disconnected_ = false;
+  uint64_t promised_turn_ = 0;  ///< the network's thread
   std::map<Route, std::unique_ptr<Executors>> on_devices_;
 };
 

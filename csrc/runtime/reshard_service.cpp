@@ -142,6 +142,8 @@ void ReshardService::onControl(int32_t peer, std::string message) {
         return calls_.hear(peer, decodeQuestion(message));
       case ControlKind::kAnswer:
         return calls_.hear(peer, decodeAnswer(message));
+      case ControlKind::kTurnRequest:
+        return calls_.hear(peer, decodeTurnRequest(message));
       case ControlKind::kUnnamedRefusals:
         return calls_.hear(peer, decodeUnnamedRefusals(message));
       case ControlKind::kArrival:

@@ -122,13 +122,4 @@ def test_calls() -> None:
 
 
 def test_gradients() -> None:
-    cases = [
-        test_reshard_autograd.gradient_comes_home,
-        test_reshard_autograd.spec_on_ranks_without_data,
-        test_reshard_autograd.partial_source_and_partial_gradient,
-        test_reshard_autograd.gradients_are_ordinary_tensors,
-        test_reshard_autograd.lists_with_integers,
-        test_reshard_autograd.asynchronous,
-        test_reshard_autograd.refusals,
-    ]
-    on_device(_each, 6, cases)
+    on_device(test_reshard_autograd.everything, 6)

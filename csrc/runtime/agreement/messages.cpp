@@ -183,6 +183,10 @@ std::string encode(const Introduction& introduction) {
   return begin(ControlKind::kIntroduction, {}).put(std::string_view(introduction.address)).take();
 }
 
+std::string encode(const TurnRequest& request) {
+  return begin(ControlKind::kTurnRequest, request.key).put(request.turn).put(static_cast<uint8_t>(request.is_promise)).take();
+}
+
 CallNotice decodeCallNotice(std::string_view message) {
   WireReader reader(message);
   CallNotice out;
@@ -244,6 +248,15 @@ Introduction decodeIntroduction(std::string_view message) {
   WireReader reader(message);
   readHead(reader);
   return {reader.getText()};
+}
+
+TurnRequest decodeTurnRequest(std::string_view message) {
+  WireReader reader(message);
+  TurnRequest out;
+  out.key = readHead(reader);
+  out.turn = reader.get<uint64_t>();
+  out.is_promise = reader.get<uint8_t>() != 0;
+  return out;
 }
 
 CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count) {

@@ -70,6 +70,13 @@ struct Answer {
   std::string state;
 };
 
+/// "If you have not made this call, let its turn be after this one." Who has not answers so, with the same message as a promise.
+struct TurnRequest {
+  CallKey key;
+  uint64_t turn = 0;
+  bool is_promise = false;
+};
+
 /// "I make my `count`-th pipeline of `ranks`", or, with a failure, "I could not": a rank outside of `ranks`, or one that cannot tell of which ranks
 /// the pipeline was (none then, and `count` is that of such failures).
 struct Arrival {
@@ -85,7 +92,16 @@ struct Introduction {
 /// The watch of the `count`-th pipeline of `ranks`.
 CallKey pipelineWatch(const std::vector<int64_t>& ranks, uint64_t count);
 
-enum class ControlKind : uint8_t { kCallNotice = 1, kFail = 2, kQuestion = 3, kAnswer = 4, kUnnamedRefusals = 5, kArrival = 6, kIntroduction = 7 };
+enum class ControlKind : uint8_t {
+  kCallNotice = 1,
+  kFail = 2,
+  kQuestion = 3,
+  kAnswer = 4,
+  kUnnamedRefusals = 5,
+  kArrival = 6,
+  kIntroduction = 7,
+  kTurnRequest = 8
+};
 ControlKind controlKind(std::string_view message);
 std::string encode(const CallNotice& notice);
 std::string encode(const FailNotice& notice);
@@ -94,6 +110,7 @@ std::string encode(const Question& question);
 std::string encode(const Answer& answer);
 std::string encode(const Arrival& arrival);
 std::string encode(const Introduction& introduction);
+std::string encode(const TurnRequest& request);
 /// Each throws std::runtime_error for a message that is not whole.
 CallNotice decodeCallNotice(std::string_view message);
 FailNotice decodeFail(std::string_view message);
@@ -102,5 +119,6 @@ Question decodeQuestion(std::string_view message);
 Answer decodeAnswer(std::string_view message);
 Arrival decodeArrival(std::string_view message);
 Introduction decodeIntroduction(std::string_view message);
+TurnRequest decodeTurnRequest(std::string_view message);
 
 }  // namespace xmesh::runtime

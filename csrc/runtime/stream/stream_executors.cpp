@@ -17,6 +17,7 @@ struct StreamExecutors::Call {
   bool may_start = false;
   StartTerms terms;            ///< proposed; agreed once it may start
   std::shared_ptr<void> hold;  ///< of the communicator that is proposed, until the call has it
+  uint64_t held_turn = 0;      ///< of the last call that was found to wait for this one
   bool is_launched = false;    ///< given to the line's thread
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
@@ -63,7 +64,9 @@ struct StreamExecutors::Shared {
 
   void propose(const std::shared_ptr<Call>& call);
   void agree(const std::shared_ptr<Call>& call, const StartTerms& agreed);
+  void setTurn(const std::shared_ptr<Call>& call, uint64_t turn);
   void launchWaiting(const std::shared_ptr<Shared>& self);
+  void tellHeld();
   void enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
   void end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure);
 };
@@ -76,11 +79,28 @@ void StreamExecutors::Shared::propose(const std::shared_ptr<Call>& call) {
 }
 
 void StreamExecutors::Shared::agree(const std::shared_ptr<Call>& call, const StartTerms& agreed) {
-  waiting.erase(turnOf(*call));
-  call->terms = agreed;
   call->may_start = true;
-  last_turn = std::max(last_turn, agreed.turn);
+  call->terms.generation = agreed.generation;
+  setTurn(call, agreed.turn);
+}
+
+void StreamExecutors::Shared::setTurn(const std::shared_ptr<Call>& call, uint64_t turn) {
+  waiting.erase(turnOf(*call));
+  call->terms.turn = turn;
+  last_turn = std::max(last_turn, turn);
   waiting.emplace(turnOf(*call), call);
+}
+
+/// Says so where the first call, not agreed, keeps calls that are.
+void StreamExecutors::Shared::tellHeld() {
+  const auto is_agreed = [](const auto& entry) { return entry.second->may_start; };
+  const auto last = std::find_if(waiting.rbegin(), waiting.rend(), is_agreed);
+  if (last != waiting.rend()) {
+    Call& first = *waiting.begin()->second;
+    if (const uint64_t turn = last->second->terms.turn; std::exchange(first.held_turn, turn) < turn && first.execution.on_held) {
+      first.execution.on_held(turn);
+    }
+  }
 }
 
 /// Launches what may start, up to the first that may not.
@@ -100,6 +120,7 @@ void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self)
       }
     });
   }
+  tellHeld();
 }
 
 void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call) {
@@ -185,6 +206,12 @@ class StreamRun final : public Executor {
     shared_->agree(call_, agreed);
     shared_->launchWaiting(shared_);
   }
+  void comesAfter(uint64_t turn) override {
+    if (!call_->may_start && !call_->is_canceled && call_->terms.turn <= turn) {
+      shared_->setTurn(call_, turn + 1);
+      shared_->launchWaiting(shared_);
+    }
+  }
   void cancel() override {
     if (call_->is_done || call_->is_canceled) {
       return;
@@ -235,6 +262,8 @@ std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
   shared_->propose(call);
   return std::make_unique<StreamRun>(shared_, std::move(call));
 }
+
+void StreamExecutors::promise(uint64_t turn) { shared_->last_turn = std::max(shared_->last_turn, turn); }
 
 void StreamExecutors::disconnect() {
   const std::lock_guard lock(shared_->mutex);

@@ -35,7 +35,8 @@ class Communicators {
 /// That order is the turns', by D. Skeen's total order (in K. Birman and T. Joseph, Reliable Communication in the Presence of Failures, ACM TOCS
 /// 5(1), 1987, section 5.2). A rank proposes one more than every turn that it has proposed or heard to be agreed; the most that a participant
 /// proposes is agreed; equal turns go by the call's name. A call is enqueued once nothing with an earlier turn, proposed or agreed, is left here:
-/// what comes later gets a later one.
+/// what comes later gets a later one. So that no call waits for one that a rank makes only later, perhaps when the first has ended, this rank then
+/// asks the others to put that one behind (Execution::on_held); who has not made it promises so.
 ///
 /// What is enqueued cannot be taken back. A call that fails then aborts its communicator, and with it all that is enqueued there: else its memory
 /// would stay for as long as the others do not come.
@@ -59,6 +60,7 @@ class StreamExecutors final : public Executors {
   ~StreamExecutors() override;
 
   bool needsAgreement() const override { return true; }
+  void promise(uint64_t turn) override;
   void disconnect() override;
   std::unique_ptr<Executor> make(Execution execution) override;
   void abandon() override {}

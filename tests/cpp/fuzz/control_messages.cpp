@@ -38,6 +38,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case ControlKind::kAnswer:
         expectComesBack(bytes, decodeAnswer);
         break;
+      case ControlKind::kTurnRequest:
+        expectComesBack(bytes, decodeTurnRequest);
+        break;
       case ControlKind::kUnnamedRefusals:
         expectComesBack(bytes, decodeUnnamedRefusals);
         break;

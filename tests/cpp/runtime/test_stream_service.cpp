@@ -223,6 +223,39 @@ TEST_P(StreamServiceTest, CallsMadeInOtherOrdersAreEnqueuedInOne) {
   }
 }
 
+/// Ranks 0 and 1 make the last call only when the device has done all before, ranks 2 and 3 at once.
+TEST_P(StreamServiceTest, NoCallWaitsForOneThatIsMadeWhenItHasEnded) {
+  constexpr uint64_t kNumCalls = 6;
+  const core::ReshardingPlan plan = planOf(Placement::replicate(), "broadcast");
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    std::vector<uint64_t> order(kNumCalls);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_);
+    for (const uint64_t name : order) {
+      calls.push_back(begin(rank, plan, 1 + name));
+    }
+    if (rank >= 2) {
+      calls.push_back(begin(rank, plan));
+    }
+    for (uint64_t steps = random_() % 20; steps > 0; --steps) {
+      static_cast<void>(random_() % 2 == 0 ? control_.step() : streams_.step());
+    }
+  }
+  runUntilIdle();
+  for (size_t i = 0; i < 2 * kNumCalls; ++i) {
+    ASSERT_TRUE(calls[i]->call->isCompleted()) << "of rank 0 or 1";
+  }
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    calls.push_back(begin(rank, plan));
+  }
+  runUntilIdle();
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_FALSE(made->call->failure().has_value());
+  }
+}
+
 TEST_P(StreamServiceTest, NothingIsEnqueuedForCallsThatDiffer) {
   std::vector<std::unique_ptr<Made>> calls;
   for (int32_t rank = 0; rank < kNumRanks; ++rank) {
