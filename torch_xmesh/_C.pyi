@@ -439,3 +439,7 @@ class PipelinePlace:
 def cuda_kernels() -> tuple[str | None, str | None]:
     """What the own CUDA kernels were compiled for ("sm_80, sm_90"; None without them), and why they are not used here
     (None where nothing is known against it)."""
+
+def device_communicators() -> tuple[int, int]:
+    """How many communicators of the library's own live in this process, and by how many bytes the devices' free memory
+    fell while they were made (0 where a device does not say)."""

@@ -15,11 +15,14 @@ class About:
         version: of torch_xmesh.
         torch_version: of the torch beside it.
         cuda_kernels: what packs, unpacks and adds on CUDA devices: own kernels, or torch's operators and why.
+        device_communicators: that reshards on devices have made and keep in this process, and the devices' memory that
+            went while they were made, in MiB.
     """
 
     version: str
     torch_version: str
     cuda_kernels: str
+    device_communicators: str
 
     def __str__(self) -> str:
         names = {field.name: field.name.replace("_", " ") for field in fields(self)}
@@ -31,7 +34,13 @@ def about() -> About:
     """Says what is installed here, for a report of an error; it needs no process group and touches no device."""
     from torch_xmesh import __version__
 
-    return About(__version__, torch.__version__, _cuda_kernels())
+    return About(__version__, torch.__version__, _cuda_kernels(), _device_communicators())
+
+
+def _device_communicators() -> str:
+    number, num_bytes = _C.device_communicators()
+    memory = f", which took {num_bytes / 2**20:.0f} MiB" if num_bytes > 0 else ""
+    return f"{number}{memory}"
 
 
 def _cuda_kernels() -> str:

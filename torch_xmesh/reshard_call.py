@@ -215,5 +215,5 @@ def _on_kind(gradient: DTensor, kind: str) -> DTensor:
     """
     if gradient.device.type == kind:
         return gradient
-    local = torch.empty_like(gradient._local_tensor, device=kind)
+    local = gradient._local_tensor.to(kind)
     return wrap_local(local, gradient.shape, gradient.device_mesh, gradient.placements)

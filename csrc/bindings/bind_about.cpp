@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "c10d/stream/communicator_use.h"
 #include "cuda/loaded_library.h"
 
 namespace xmesh::bindings {
@@ -19,9 +20,17 @@ std::pair<std::optional<std::string>, std::optional<std::string>> cudaKernels() 
   return {loaded.library->architectures(), error == 0 ? std::nullopt : std::optional<std::string>(loaded.library->error_text(error))};
 }
 
+std::pair<int64_t, int64_t> deviceCommunicators() {
+  const c10d_backend::CommunicatorUse& use = c10d_backend::communicatorUse();
+  return {use.count.load(), use.num_bytes.load()};
+}
+
 }  // namespace
 
 void bindAbout(pybind11::module_& module) {
+  module.def("device_communicators", &deviceCommunicators,
+             "How many communicators of the library's own live in this process, and by how many bytes the devices' free memory fell while they were "
+             "made (0 where a device does not say).");
   module.def("cuda_kernels", &cudaKernels,
              "What the own CUDA kernels were compiled for (\"sm_80, sm_90\"; None without them), and why they are not used here (None where nothing "
              "is known against it).",

@@ -50,7 +50,8 @@ struct HostHooks {
   std::vector<c10::DeviceType> accelerators;
 };
 
-/// Makes an inner backend of some of a group's ranks, for the library's own traffic, which connects it. `name` is alike on all of them, and used once.
+/// Makes an inner backend of some of a group's ranks, for the library's own traffic, which connects it. `name` is alike on all of them, and used
+/// once.
 using OwnInnerFactory = std::function<c10::intrusive_ptr<::c10d::Backend>(
     c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name, int rank, const std::vector<int64_t>& global_ranks)>;
 OwnInnerFactory ownInnerFactory(const HostHooks& hooks, const XmeshOptions& given);

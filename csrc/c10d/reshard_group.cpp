@@ -48,7 +48,7 @@ c10::intrusive_ptr<::c10d::Store> ownConnection(const c10::intrusive_ptr<::c10d:
   try {
     return store->clone();
   } catch (const std::exception&) {
-    return store;  // of a kind that has no second client
+    return store;  // no second client can be had
   }
 }
 
@@ -234,12 +234,18 @@ core::Topology ReshardGroup::topology(const std::vector<int64_t>& ranks, const c
 std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_ptr<const core::ReshardingPlan> plan,
                                                                    const CallDetails& details) const {
   auto out = std::make_shared<runtime::PreparedPlan>();
-  const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging)};
+  const bool is_on_device = std::any_of(details.devices.begin(), details.devices.end(), [](const auto& kinds) { return kinds.first != "cpu"; });
+  const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging),
+                                        is_on_device && core::parseStrategy(plan->strategy).isCollective()};
   out->terms.participants = participantsOf(plan->participants());
   out->program = runtime::compileProgram(*plan, globalRank(), options);
   out->devices.resize(plan->tensors.size());
   std::transform(details.devices.begin(), details.devices.end(), out->devices.begin(), kindsOf);
   out->program_peers = peersOf(out->program->peers());
+  for (const std::vector<int64_t>& circle : out->program->circles) {
+    const bool is_in_it = std::binary_search(circle.begin(), circle.end(), globalRank());
+    out->circles.push_back(is_in_it ? std::optional(participantsOf(circle)) : std::nullopt);
+  }
   if (options_.is_paced) {
     for (const auto& [rank, bytes_per_s] : runtime::pacingRates(*plan, globalRank())) {
       out->pacing.emplace_back(groupRankOf(rank), bytes_per_s);
@@ -292,6 +298,9 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
   }
   std::shared_ptr<CallOnDevice> on_device;
   if (const std::optional<c10::Device> device = deviceOf(*prepared, src, dst)) {
+    const c10::Device used = used_devices_.try_emplace(device->type(), *device).first->second;
+    TORCH_CHECK_VALUE(used == *device, "xmesh: the reshards of a group keep to one device of a kind on each rank: this rank's are on ", used,
+                      ", got a tensor on ", *device);
     on_device = std::make_shared<CallOnDevice>(*device);
     request.movement.caller = on_device;
     request.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0};

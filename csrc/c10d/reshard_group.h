@@ -112,8 +112,9 @@ class ReshardGroup final : public GroupAttachment {
   const runtime::ForkMark fork_;
   std::map<int64_t, int32_t> group_rank_of_;
   mutable std::mutex members_mutex_;
-  std::map<int64_t, Member> members_;   ///< by global rank; those found so far
-  std::shared_ptr<DeviceLines> lines_;  ///< before the service, which uses them
+  std::map<int64_t, Member> members_;                    ///< by global rank; those found so far
+  std::map<c10::DeviceType, c10::Device> used_devices_;  ///< by the caller's thread
+  std::shared_ptr<DeviceLines> lines_;                   ///< before the service, which uses them
   std::unique_ptr<runtime::ReshardService> service_;
 };
 

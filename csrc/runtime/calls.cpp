@@ -7,6 +7,7 @@ namespace xmesh::runtime {
 namespace {
 
 constexpr std::chrono::milliseconds kAnswerTime{2000};
+constexpr std::chrono::milliseconds kHeldTime{5};  ///< that a call may keep agreed ones back before the others are asked
 
 bool isCompared(CallKind kind) { return kind == CallKind::kReshard || kind == CallKind::kMeeting; }
 
@@ -102,9 +103,12 @@ void Calls::makeExecutor(Call& call) {
     network_->post([this, key, reason, peer] { breakOff(key, reason, peer); });
   };
   execution.on_held = [this, key = call.key](uint64_t turn) {
-    if (const auto found = calls_.find(key); found != calls_.end()) {
-      peers_.tell(found->second.terms->participants.peers, encode(TurnRequest{key, turn, false}));
-    }
+    // Most are agreed a moment later.
+    network_->startTimer(kHeldTime, [this, key, turn] {
+      if (const auto found = calls_.find(key); found != calls_.end() && !found->second.rounds.isDone()) {
+        peers_.tell(found->second.terms->participants.peers, encode(TurnRequest{key, turn, false}));
+      }
+    });
   };
   Executors& executors = executors_->at(execution.movement.route);
   call.waits_for_agreement = executors.needsAgreement();
@@ -146,6 +150,7 @@ void Calls::finishIfDone(const CallKey& key) {
   }
   Call call = std::move(found->second);
   calls_.erase(found);
+  history_.end(key);
   if (call.executor != nullptr) {
     call.executor->cancel();
   }
@@ -173,11 +178,11 @@ void Calls::fail(const CallKey& key, const Failure& failure, bool tell) {
   Call call = std::move(found->second);
   calls_.erase(found);
   history_.fail(call.key, failure);
+  if (tell) {  // first: to cancel may take long where a device is aborted
+    peers_.tell(call.terms->participants.peers, encode(FailNotice{call.key, failure, call.terms->participants.ranks}));
+  }
   if (call.executor != nullptr) {
     call.executor->cancel();
-  }
-  if (tell) {
-    peers_.tell(call.terms->participants.peers, encode(FailNotice{call.key, failure, call.terms->participants.ranks}));
   }
   failWithWatch(call, failure);
   end(call, failure);

@@ -26,6 +26,9 @@ class StreamTransport {
   virtual void groupEnd() = 0;
   virtual void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) = 0;
   virtual void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) = 0;
+  /// One entry of the stream: the memory of `root` comes into that of all other ranks of the communicator, who call with as many bytes. Their k-th
+  /// broadcasts are one. It may end before those of others do, but not before it has its bytes. Not inside a group.
+  virtual void enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) = 0;
   /// Puts work of this rank on the stream: `launch(stream)` must only do work, or start work on the native stream handle, that belongs behind all
   /// entries so far and before all later ones. It runs on the host at once (a device stream) or when the stream gets there (a host-run fake,
   /// which passes nullptr). Not inside a group.

@@ -27,6 +27,7 @@ import torch_xmesh as xm
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
 Case = Callable[[int, int], None]
+STRATEGIES = [*test_reshard.STRATEGIES, xm.Broadcast(collective=True), "broadcast:num_chunks=3,collective=1"]
 
 
 def random_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
@@ -37,7 +38,7 @@ def random_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
     rng = random.Random(seed)
     for i in range(count):
         layout = random_layout(rng, world_size)
-        strategy = test_reshard.STRATEGIES[i % len(test_reshard.STRATEGIES)]
+        strategy = STRATEGIES[i % len(STRATEGIES)]
         topology = rng.choice([None, xm.Topology(devices_per_host=2)])
         with torch.device("cpu"):
             weight, total = partial_weights(layout.src_mesh, layout.src, rank)
@@ -57,7 +58,7 @@ def same_bits_as_on_cpu(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         for op in ("sum", "avg", "product") if dtype.is_complex else ("sum", "avg", "min", "max", "product"):
             for placement in (Replicate(), Shard(0)):
-                for strategy in ("send_recv", "broadcast", "striped"):
+                for strategy in ("send_recv", "broadcast", "striped", xm.Broadcast(collective=True)):
                     with torch.device("cpu"):
                         generator = torch.Generator().manual_seed(rank)
                         part = torch.randn(33, 5, generator=generator).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch_xmesh.testing import spawn
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
 SOURCE, TARGET = xm.Mesh([0, 1], device_type="emu"), xm.Mesh([2, 3], device_type="emu")
 SHAPE = (64, 48)
+STRATEGIES = ["send_recv", "broadcast:collective=1", "striped"]
 
 
 def on_ranks(body: Callable[[int], None]) -> None:
@@ -89,6 +91,39 @@ def _gated(rank: int) -> None:
             assert torch.equal(seen.cpu(), torch.cat(halves))
 
 
+def _circles(rank: int) -> None:
+    """A collective broadcast has a communicator for each sender with its receivers, made once."""
+    import emu_device
+
+    local = _whole(0).chunk(2)[rank].to("emu") if rank in SOURCE.ranks else None
+    for strategy, number in (("broadcast", 1), ("broadcast:collective=1", 2 if rank in SOURCE.ranks else 3)):
+        for _ in range(3):
+            y = xm.reshard(_source(rank, local, torch.float32, Shard(0)), TARGET, [Replicate()], strategy=strategy)
+            _expect(y, rank, Replicate(), _whole(0))
+            assert emu_device.communicators() == number
+            assert xm.about().device_communicators == str(number)
+
+
+def _many_communicators(rank: int) -> None:
+    """More sets of ranks than a line keeps communicators for, in flight together; each again after it was given up."""
+    meshes = [xm.Mesh(list(ranks), device_type="emu") for ranks in itertools.permutations(range(4), 2)]
+    meshes += [xm.Mesh(list(ranks), device_type="emu") for ranks in itertools.permutations(range(4), 3)]
+    for turn in range(3):
+        whole = _whole(turn)
+        started = []
+        for mesh in meshes:
+            source = xm.Mesh([mesh.ranks[0]], device_type="emu")
+            x: Any = xm.Spec(SHAPE, torch.float32, source, [Replicate()])
+            if rank == mesh.ranks[0]:
+                x = DTensor.from_local(whole.to("emu"), device_mesh(source, "emu"), [Replicate()], run_check=False)
+            if rank in mesh.ranks:
+                started.append((mesh, *xm.reshard(x, mesh, [Shard(0)], async_op=True, strategy=STRATEGIES[turn])))
+        for mesh, y, work in started:
+            work.wait()
+            wanted = whole.chunk(len(mesh.ranks))[mesh.ranks.index(rank)]
+            assert torch.equal(y.to_local().cpu(), wanted)
+
+
 def _refused(rank: int) -> None:
     mixed = xm.Mesh([2, 3], device_type="cpu")
     with pytest.raises((NotImplementedError, ValueError), match="copy the tensor there first"):
@@ -99,6 +134,6 @@ def _refused(rank: int) -> None:
         )
 
 
-@pytest.mark.parametrize("body", [_every_strategy, _sums, _gated, _refused])
+@pytest.mark.parametrize("body", [_every_strategy, _sums, _gated, _circles, _many_communicators, _refused])
 def test_reshard(body: Callable[[int], None]) -> None:
     on_ranks(body)

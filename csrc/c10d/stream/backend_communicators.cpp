@@ -1,5 +1,6 @@
 #include "c10d/stream/backend_communicators.h"
 
+#include <exception>
 #include <stdexcept>
 #include <utility>
 
@@ -8,8 +9,7 @@ namespace xmesh::c10d_backend {
 runtime::Communicators::Proposal BackendCommunicators::propose(const runtime::Participants& participants) {
   const std::lock_guard lock(mutex_);
   const Entry& entry = entries_[participants.ranks];
-  const bool is_there = entry.transport != nullptr && !entry.transport->isAborted();
-  return {is_there ? entry.generation : entry.generation + 1, entry.hold};
+  return {entry.isUsable() ? entry.generation : entry.generation + 1, entry.hold};
 }
 
 std::shared_ptr<transport::StreamTransport> BackendCommunicators::of(const runtime::Participants& participants, uint64_t generation) {
@@ -18,36 +18,58 @@ std::shared_ptr<transport::StreamTransport> BackendCommunicators::of(const runti
   {
     const std::lock_guard lock(mutex_);
     Entry& entry = entries_[ranks];
-    if (entry.generation == generation && entry.transport != nullptr && !entry.transport->isAborted()) {
-      touch(ranks);
-      return entry.transport;
+    throwIfAborted(entry, generation);
+    if (const auto found = entry.all.find(generation); found != entry.all.end()) {
+      if (std::shared_ptr<BackendTransport> there = found->second.lock(); there != nullptr && !there->isAborted()) {
+        touch(ranks);
+        return there;
+      }
     }
-    if (entry.generation >= generation) {
-      throw std::runtime_error("the communicator of its ranks was given up after another call had failed");
+    if (generation <= entry.generation) {
+      throw std::runtime_error("the communicator of its ranks was given up");
     }
     entry.generation = generation;
-    entry.failure.reset();
-    gone.push_back(std::exchange(entry.transport, nullptr));
+    entry.is_making = true;
+    gone.push_back(std::exchange(entry.newest, nullptr));
     touch(ranks);
     makeRoom(gone);
   }
   // What is enqueued on those still has to run: they end when the stream has passed it.
   line_->whenPassed([gone = std::move(gone)](const std::string* /*error*/) {});
-  std::string name = std::to_string(generation) + ":";
-  for (const int64_t rank : ranks) {
-    name += "," + std::to_string(rank);
-  }
-  auto made = std::make_shared<BackendTransport>(make_(name, static_cast<int>(participants.my_index), ranks), line_);
-  {
-    const std::lock_guard lock(mutex_);
-    Entry& entry = entries_[ranks];
-    if (entry.failure.has_value()) {
-      throw std::runtime_error(entry.failure->reason);
-    }
-    entry.transport = made;  // from here on abort() reaches it
-  }
+  const std::shared_ptr<BackendTransport> made = make(participants, generation);
   made->connect();
   return made;
+}
+
+/// From its end on abort() reaches the communicator that it returns.
+std::shared_ptr<BackendTransport> BackendCommunicators::make(const runtime::Participants& participants, uint64_t generation) {
+  std::string name = std::to_string(generation) + ":";
+  for (const int64_t rank : participants.ranks) {
+    name += "," + std::to_string(rank);
+  }
+  std::shared_ptr<BackendTransport> made;
+  std::exception_ptr error;
+  try {
+    made = std::make_shared<BackendTransport>(make_(name, static_cast<int>(participants.my_index), participants.ranks), line_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard lock(mutex_);
+  Entry& entry = entries_[participants.ranks];
+  entry.is_making = false;
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+  throwIfAborted(entry, generation);
+  std::erase_if(entry.all, [](const auto& one) { return one.second.expired(); });
+  entry.all[generation] = made;
+  return entry.newest = made;
+}
+
+void BackendCommunicators::throwIfAborted(const Entry& entry, uint64_t generation) {
+  if (const auto found = entry.aborted.find(generation); found != entry.aborted.end()) {
+    throw std::runtime_error("the communicator of its ranks was given up: " + found->second.reason);
+  }
 }
 
 /// The lock is held.
@@ -57,7 +79,7 @@ void BackendCommunicators::makeRoom(Gone& gone) {
     if (entry.hold.use_count() > 1) {
       ++oldest;
     } else {
-      gone.push_back(std::exchange(entry.transport, nullptr));
+      gone.push_back(std::exchange(entry.newest, nullptr));
       oldest = used_.erase(oldest);
     }
   }
@@ -68,34 +90,38 @@ void BackendCommunicators::touch(const Ranks& ranks) {
   used_.push_back(ranks);
 }
 
-void BackendCommunicators::abort(const runtime::Participants& participants, const transport::StreamFailure& failure) noexcept {
-  Gone found;
+void BackendCommunicators::abort(const runtime::Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept {
+  std::shared_ptr<BackendTransport> found;
   {
     const std::lock_guard lock(mutex_);
-    if (const auto entry = entries_.find(participants.ranks); entry != entries_.end()) {
-      entry->second.failure = failure;
-      found.push_back(entry->second.transport);
+    Entry& entry = entries_[participants.ranks];
+    entry.aborted.emplace(generation, failure);
+    if (entry.aborted.size() > kMaxAborted) {
+      entry.aborted.erase(entry.aborted.begin());
+    }
+    if (const auto one = entry.all.find(generation); one != entry.all.end()) {
+      found = one->second.lock();
     }
   }
-  abortThose(found, failure);
+  if (found != nullptr) {
+    found->abort(failure);
+  }
 }
 
 void BackendCommunicators::abortAll(const transport::StreamFailure& failure) noexcept {
-  Gone all;
+  Gone found;
   {
     const std::lock_guard lock(mutex_);
     for (auto& [ranks, entry] : entries_) {
-      entry.failure = failure;
-      all.push_back(entry.transport);
+      entry.aborted.emplace(entry.generation, failure);
+      for (const auto& [generation, one] : entry.all) {
+        found.push_back(one.lock());
+      }
     }
   }
-  abortThose(all, failure);
-}
-
-void BackendCommunicators::abortThose(const Gone& those, const transport::StreamFailure& failure) noexcept {
-  for (const auto& transport : those) {
-    if (transport != nullptr) {
-      transport->abort(failure);
+  for (const std::shared_ptr<BackendTransport>& one : found) {
+    if (one != nullptr) {
+      one->abort(failure);
     }
   }
 }

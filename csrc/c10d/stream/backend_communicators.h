@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +20,7 @@ namespace xmesh::c10d_backend {
 class BackendCommunicators final : public runtime::Communicators {
  public:
   static constexpr size_t kMaxCommunicators = 8;
+  static constexpr size_t kMaxAborted = 64;  ///< that are remembered, of one set of ranks
   /// Makes the inner backend of some ranks, of which this one is the `rank`-th; it is connected later. `name` is alike on all of them and never used
   /// again.
   using Make = std::function<c10::intrusive_ptr<::c10d::Backend>(const std::string& name, int rank, const std::vector<int64_t>& global_ranks)>;
@@ -29,21 +29,26 @@ class BackendCommunicators final : public runtime::Communicators {
 
   Proposal propose(const runtime::Participants& participants) override;
   std::shared_ptr<transport::StreamTransport> of(const runtime::Participants& participants, uint64_t generation) override;
-  void abort(const runtime::Participants& participants, const transport::StreamFailure& failure) noexcept override;
+  void abort(const runtime::Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept override;
   void abortAll(const transport::StreamFailure& failure) noexcept;
 
  private:
   using Ranks = std::vector<int64_t>;
   struct Entry {
-    uint64_t generation = 0;                              ///< of the last one made
-    std::shared_ptr<BackendTransport> transport;          ///< null while it is made, and when it is gone
-    std::optional<transport::StreamFailure> failure;      ///< what it was aborted with while it was made
-    std::shared_ptr<int> hold = std::make_shared<int>();  ///< copies of it are proposals
+    uint64_t generation = 0;  ///< of the newest one
+    bool is_making = false;
+    std::shared_ptr<BackendTransport> newest;                 ///< null before it is made, and when it was given up
+    std::map<uint64_t, std::weak_ptr<BackendTransport>> all;  ///< by generation; those given up live until the stream has passed them
+    std::map<uint64_t, transport::StreamFailure> aborted;     ///< by generation; the last few
+    std::shared_ptr<int> hold = std::make_shared<int>();      ///< copies of it are proposals
+
+    bool isUsable() const { return !aborted.contains(generation) && (newest != nullptr ? !newest->isAborted() : is_making); }
   };
   using Gone = std::vector<std::shared_ptr<BackendTransport>>;
+  std::shared_ptr<BackendTransport> make(const runtime::Participants& participants, uint64_t generation);
+  static void throwIfAborted(const Entry& entry, uint64_t generation);
   void touch(const Ranks& ranks);
   void makeRoom(Gone& gone);
-  static void abortThose(const Gone& those, const transport::StreamFailure& failure) noexcept;
 
   const std::shared_ptr<DeviceLine> line_;
   const Make make_;

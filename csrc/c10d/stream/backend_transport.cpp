@@ -3,10 +3,13 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Logging.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "c10d/stream/communicator_use.h"
 
 namespace xmesh::c10d_backend {
 namespace {
@@ -21,12 +24,17 @@ void order(const c10::intrusive_ptr<::c10d::Work>& work) {
 }  // namespace
 
 BackendTransport::BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line)
-    : backend_(std::move(backend)), line_(std::move(line)) {}
+    : backend_(std::move(backend)), line_(std::move(line)) {
+  ++communicatorUse().count;
+}
 
 void BackendTransport::connect() {
   try {
+    const int64_t free_before = freeBytes(line_->device());
     backend_->setBoundDeviceId(line_->device());
     backend_->eagerConnectSingleDevice(line_->device());
+    num_bytes_ = free_before < 0 ? 0 : std::max<int64_t>(0, free_before - freeBytes(line_->device()));
+    communicatorUse().num_bytes += num_bytes_;
   } catch (const std::exception& error) {
     abort({error.what(), -1});
   }
@@ -35,7 +43,11 @@ void BackendTransport::connect() {
   }
 }
 
-BackendTransport::~BackendTransport() { abort({"its communicator was given up", -1}); }
+BackendTransport::~BackendTransport() {
+  abort({"its communicator was given up", -1});
+  --communicatorUse().count;
+  communicatorUse().num_bytes -= num_bytes_;
+}
 
 std::optional<transport::StreamFailure> BackendTransport::failure() const {
   const std::lock_guard lock(state_->mutex);
@@ -49,12 +61,20 @@ at::Tensor BackendTransport::bytesAt(void* data, int64_t num_bytes) const {
 void BackendTransport::groupBegin() {
   if (!isAborted()) {
     backend_->startCoalescing();
+    is_group_open_ = true;
   }
 }
 
 void BackendTransport::groupEnd() {
-  if (!isAborted()) {
+  if (!std::exchange(is_group_open_, false)) {
+    return;
+  }
+  try {
     order(backend_->endCoalescing());
+  } catch (const std::exception&) {
+    if (!isAborted()) {
+      throw;
+    }
   }
 }
 
@@ -69,6 +89,15 @@ void BackendTransport::enqueueRecv(int32_t peer, void* data, int64_t num_bytes) 
   if (!isAborted()) {
     std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
     backend_->recv(tensors, peer, 0);
+  }
+}
+
+void BackendTransport::enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) {
+  if (!isAborted()) {
+    std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
+    ::c10d::BroadcastOptions options;
+    options.rootRank = root;
+    order(backend_->broadcast(tensors, options));
   }
 }
 

@@ -25,6 +25,7 @@ class BackendTransport final : public transport::StreamTransport {
   void groupEnd() override;
   void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) override;
   void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override;
+  void enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) override;
   void enqueue(std::function<void(void* stream)> launch) override;
   void whenReached(std::function<void(const transport::StreamFailure* failure)> told) override;
   void abort(const transport::StreamFailure& failure) noexcept override;
@@ -40,6 +41,8 @@ class BackendTransport final : public transport::StreamTransport {
 
   const c10::intrusive_ptr<::c10d::Backend> backend_;
   const std::shared_ptr<DeviceLine> line_;
+  int64_t num_bytes_ = 0;       ///< of the device's memory, that it was seen to take
+  bool is_group_open_ = false;  ///< the line's thread; NCCL counts open groups per thread, so each that is opened is closed, whatever happens
   const std::shared_ptr<State> state_ = std::make_shared<State>();  ///< what is told of an end may outlive the transport
 };
 

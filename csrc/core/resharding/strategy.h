@@ -16,6 +16,11 @@ struct Strategy {
 
   const std::string& word(const std::string& slot) const { return words.at(slot); }
   int64_t option(const std::string& option_name) const { return options.at(option_name); }
+  /// Whether transports that can broadcast move values so, in chunks, among the sender and all receivers.
+  bool isCollective() const {
+    const auto found = options.find("collective");
+    return found != options.end() && found->second != 0;
+  }
   /// The one canonical spelling: defaults are left out; parseStrategy(str()) is the same value.
   std::string str() const;
   bool operator==(const Strategy&) const = default;

@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,10 +31,21 @@ class CallHistory {
       started_[key.participants] = key.count + 1;
     }
   }
-  /// Whether it began here at some time. Of calls outside lane 0 only failed ones are known.
+  /// The call ended well here.
+  void end(const CallKey& key) {
+    if (key.lane == 0 || !ended_.insert(key).second) {
+      return;
+    }
+    order_of_ended_.push_back(key);
+    if (order_of_ended_.size() > kMaxEnded) {
+      ended_.erase(order_of_ended_.front());
+      order_of_ended_.pop_front();
+    }
+  }
+  /// Whether it began here at some time. Of calls outside lane 0 only those are known that have ended, of which the oldest are forgotten.
   bool isPast(const CallKey& key) const {
     if (key.lane != 0) {
-      return failed_.contains(key);
+      return failed_.contains(key) || ended_.contains(key);
     }
     const auto started = started_.find(key.participants);
     return started != started_.end() && key.count < started->second;
@@ -71,10 +83,13 @@ class CallHistory {
  private:
   static constexpr size_t kMaxEarly = size_t{1} << 16;
   static constexpr size_t kMaxFailed = 4096;
+  static constexpr size_t kMaxEnded = 1024;
 
   std::map<uint64_t, uint64_t> started_;  ///< participants -> calls started or refused in lane 0
   std::map<CallKey, Failure> failed_;
   std::deque<CallKey> order_;
+  std::set<CallKey> ended_;
+  std::deque<CallKey> order_of_ended_;
   std::map<CallKey, EarlyNews> early_;
   std::string last_call_;
 };

@@ -140,13 +140,12 @@ std::string firstDifference(const std::string& mine, int64_t my_rank, const std:
 ControlKind controlKind(std::string_view message) { return WireReader(message).get<ControlKind>(); }
 
 std::string encode(const CallNotice& notice) {
-  return begin(ControlKind::kCallNotice, notice.key)
-      .put(notice.round)
-      .put(notice.start_terms.generation)
-      .put(notice.start_terms.turn)
-      .put(std::string_view(notice.fingerprint))
-      .put(std::string_view(notice.fields))
-      .take();
+  WireWriter writer = begin(ControlKind::kCallNotice, notice.key);
+  writer.put(notice.round).put(notice.start_terms.turn).put(static_cast<uint32_t>(notice.start_terms.generations.size()));
+  for (const uint64_t generation : notice.start_terms.generations) {
+    writer.put(generation);
+  }
+  return writer.put(std::string_view(notice.fingerprint)).put(std::string_view(notice.fields)).take();
 }
 
 std::string encode(const FailNotice& notice) {
@@ -192,8 +191,10 @@ CallNotice decodeCallNotice(std::string_view message) {
   CallNotice out;
   out.key = readHead(reader);
   out.round = reader.get<uint8_t>();
-  out.start_terms.generation = reader.get<uint64_t>();
   out.start_terms.turn = reader.get<uint64_t>();
+  for (auto left = reader.get<uint32_t>(); left > 0; --left) {
+    out.start_terms.generations.push_back(reader.get<uint64_t>());
+  }
   out.fingerprint = reader.getText();
   out.fields = reader.getText();
   return out;

@@ -2,17 +2,22 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace xmesh::runtime {
 
 /// What the ranks agree on besides a call: of each number the most that one of them says. Plain value; zeros on the host.
 struct StartTerms {
-  uint64_t generation = 0;  ///< how many-th communicator of its participants the call takes
-  uint64_t turn = 0;        ///< its place among the calls of one line: see StreamExecutors
+  uint64_t turn = 0;  ///< the call's place among those of one line: see StreamExecutors
+  /// How many-th communicator it takes of its participants, then of each circle of its program; zero says nothing.
+  std::vector<uint64_t> generations;
 
   void raiseTo(const StartTerms& other) {
-    generation = std::max(generation, other.generation);
     turn = std::max(turn, other.turn);
+    generations.resize(std::max(generations.size(), other.generations.size()));
+    for (size_t i = 0; i < other.generations.size(); ++i) {
+      generations[i] = std::max(generations[i], other.generations[i]);
+    }
   }
 };
 

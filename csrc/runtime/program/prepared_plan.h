@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,8 +23,9 @@ struct PreparedPlan {
   CallTerms terms;
   std::shared_ptr<const core::ReshardingPlan> plan;
   std::shared_ptr<const Program> program;
-  std::vector<DeviceKinds> devices;    ///< by tensor
-  std::vector<int32_t> program_peers;  ///< group ranks of program->peers()
+  std::vector<DeviceKinds> devices;                  ///< by tensor
+  std::vector<std::optional<Participants>> circles;  ///< of the program; empty where this rank is not in one
+  std::vector<int32_t> program_peers;                ///< group ranks of program->peers()
   /// (group rank, bytes per second) of the peers on other hosts; empty to let TCP share the NIC.
   std::vector<std::pair<int32_t, int64_t>> pacing;
 };

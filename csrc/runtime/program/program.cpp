@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "core/tiling.h"
+#include "runtime/program/broadcast_stars.h"
 #include "runtime/program/plan_checks.h"
 #include "runtime/program/program_order.h"
 
@@ -19,6 +20,8 @@ using core::Message;
 using core::Payload;
 using core::ReshardingPlan;
 using core::UnitTask;
+
+constexpr int64_t kMaxItemBytes = 16;
 
 /// Elements [begin, end) of a task that this rank has from `arrival` on.
 struct ArrivedRange {
@@ -43,8 +46,8 @@ std::optional<View> viewOf(const core::TensorSpec& spec, int64_t global_rank) {
 
 class Compiler {
  public:
-  Compiler(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options)
-      : plan_(plan), rank_(global_rank), options_(options), program_(std::make_shared<Program>()) {
+  Compiler(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options, const BroadcastStars* stars = nullptr)
+      : plan_(plan), stars_(stars), rank_(global_rank), options_(options), program_(std::make_shared<Program>()) {
     core::require(options.max_message_bytes > 0, "messages must be at least one byte long, got " + std::to_string(options.max_message_bytes));
     program_->global_rank = global_rank;
     for (const core::TensorPair& pair : plan.tensors) {
@@ -64,6 +67,9 @@ class Compiler {
   std::shared_ptr<const Program> compile() {
     const std::vector<Message> messages = orderedMessages(plan_, rank_, options_.max_message_bytes);
     collectPeers(messages);
+    if (stars_ != nullptr) {
+      program_->circles = stars_->circles;
+    }
     for (size_t position = 0; position < messages.size(); ++position) {
       const Message& message = messages[position];
       if (message.src_rank == rank_) {
@@ -83,6 +89,13 @@ class Compiler {
  private:
   static std::optional<std::vector<int64_t>> shapeOf(const std::optional<View>& view) {
     return view.has_value() ? std::optional(view->tiling.localShape(view->coord)) : std::nullopt;
+  }
+  int32_t circleOf(const Message& message) const {
+    if (stars_ == nullptr || message.payload != Payload::kValue) {
+      return -1;
+    }
+    const auto found = stars_->circle.find({message.task, message.begin, message.end, message.src_rank, message.dst_rank});
+    return found == stars_->circle.end() ? -1 : found->second;
   }
   const UnitTask& taskOf(const Message& message) const { return plan_.tasks[static_cast<size_t>(message.task)]; }
   int64_t numContributions(const UnitTask& task) const {
@@ -135,6 +148,7 @@ class Compiler {
     SendStep step;
     step.peer = peer_index_.at(message.dst_rank);
     step.track = trackOf(plan_, message);
+    step.circle = circleOf(message);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -200,6 +214,7 @@ class Compiler {
     const int32_t arrival = addArrival(message);
     ReceiveStep& step = addReceive(message, position);
     step.arrival = arrival;
+    step.circle = circleOf(message);
     step.box = boxOf(message.task, false);
   }
 
@@ -304,6 +319,7 @@ class Compiler {
   }
 
   const ReshardingPlan& plan_;
+  const BroadcastStars* stars_;  ///< of which it is the plan; or null
   const int64_t rank_;
   const ProgramOptions options_;
   std::shared_ptr<Program> program_;
@@ -362,7 +378,13 @@ void Program::checkLocalTensors(const std::vector<LocalTensor>& src, const std::
 }
 
 std::shared_ptr<const Program> compileProgram(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options) {
-  return Compiler(plan, global_rank, options).compile();
+  if (!options.broadcasts) {
+    return Compiler(plan, global_rank, options).compile();
+  }
+  ProgramOptions cut = options;
+  cut.max_message_bytes = std::max(options.max_message_bytes, kMaxItemBytes);  // so that the order of the stars stays
+  const BroadcastStars stars = starsOf(plan, cut.max_message_bytes);
+  return Compiler(stars.plan, global_rank, cut, &stars).compile();
 }
 
 }  // namespace xmesh::runtime

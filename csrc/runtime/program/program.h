@@ -17,6 +17,7 @@ namespace xmesh::runtime {
 struct ProgramOptions {
   /// No message is longer, longer ones are cut (at least one element each). At most an eighth of the staging bound keeps executors inside the bound.
   int64_t max_message_bytes = int64_t{4} << 20;
+  bool broadcasts = false;  ///< values go in broadcasts: see BroadcastStars
 };
 
 /// Where a task's box lies in this rank's part of a tensor.
@@ -36,6 +37,7 @@ struct SendStep {
   int32_t num_deps = 0;        ///< arrivals that must come first
   int32_t track = 0;           ///< see trackOf
   int32_t next_of_track = -1;  ///< the next send to the same peer in the same track
+  int32_t circle = -1;         ///< whose broadcast it belongs to, an index in circles; its other sends are its neighbors
   int64_t position = 0;        ///< in the plan's order over sends and receives
   int64_t begin = 0;
   int64_t end = 0;
@@ -49,6 +51,7 @@ struct ReceiveStep {
   bool is_sum = false;
   int32_t reduction = -1;  ///< index in reductions, or -1 for a value
   int32_t arrival = -1;    ///< told when a value has arrived
+  int32_t circle = -1;     ///< as SendStep's
   int64_t position = 0;
   int64_t begin = 0;
   int64_t end = 0;
@@ -113,6 +116,7 @@ class Program {
   std::vector<int32_t> first_send_of_track;  ///< by trackIndex; -1 when there is none
   std::vector<std::optional<std::vector<int64_t>>> src_shapes;
   std::vector<std::optional<std::vector<int64_t>>> dst_shapes;
+  std::vector<std::vector<int64_t>> circles;  ///< ascending global ranks; alike on every rank, also those that it is not in
   std::vector<SliceBox> boxes;
   std::vector<SendStep> sends;
   std::vector<ReceiveStep> receives;

@@ -11,12 +11,20 @@ namespace {
 
 int64_t aligned(int64_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
+bool isOfSameBroadcast(const SendStep& a, const SendStep& b) {
+  return a.circle == b.circle && a.box == b.box && a.begin == b.begin && a.end == b.end;
+}
+
 }  // namespace
 
 StreamExecutor::StreamExecutor(std::shared_ptr<const Program> program, transport::StreamTransport& transport, std::vector<int32_t> group_rank_of_peer,
                                const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels,
-                               Options options)
-    : program_(std::move(program)), transport_(transport), group_rank_of_peer_(std::move(group_rank_of_peer)), kernels_(kernels) {
+                               Options options, std::vector<transport::StreamTransport*> circles)
+    : program_(std::move(program)),
+      transport_(transport),
+      group_rank_of_peer_(std::move(group_rank_of_peer)),
+      circles_(std::move(circles)),
+      kernels_(kernels) {
   program_->checkLocalTensors(src, dst);
   core::require(
       group_rank_of_peer_.size() == program_->peer_ranks.size(),
@@ -29,14 +37,23 @@ StreamExecutor::StreamExecutor(std::shared_ptr<const Program> program, transport
   cutGroups(options.staging_bytes);
 }
 
-/// Sends and receives in the plan's order.
+/// Sends and receives in the plan's order; those of one broadcast are one item.
 void StreamExecutor::orderItems() {
   size_t send = 0;
   size_t receive = 0;
   while (send < program_->sends.size() || receive < program_->receives.size()) {
     const bool is_send = receive == program_->receives.size() ||
                          (send < program_->sends.size() && program_->sends[send].position < program_->receives[receive].position);
-    items_.push_back({is_send, static_cast<int32_t>(is_send ? send++ : receive++), -1});
+    if (!is_send) {
+      items_.push_back({false, static_cast<int32_t>(receive), program_->receives[receive].circle, -1});
+      ++receive;
+      continue;
+    }
+    const SendStep& first = program_->sends[send];
+    items_.push_back({true, static_cast<int32_t>(send), first.circle, -1});
+    do {
+      ++send;
+    } while (first.circle >= 0 && send < program_->sends.size() && isOfSameBroadcast(first, program_->sends[send]));
   }
 }
 
@@ -61,7 +78,8 @@ void StreamExecutor::cutGroups(int64_t bound_bytes) {
     const int64_t need = isStaged(item) ? aligned(numBytes(item)) : 0;
     const bool is_full = need > 0 && used > messages_offset && used + need > bound_bytes;
     const bool is_early = item.is_send && ready_group[static_cast<size_t>(item.index)] > groups_.size();
-    if (is_full || is_early) {
+    const bool is_apart = i > group.begin && (item.circle >= 0 || items_[i - 1].circle >= 0);
+    if (is_full || is_early || is_apart) {
       flush(i);
     }
     if (need > 0) {
@@ -106,9 +124,11 @@ void StreamExecutor::enqueue(void* staging) {
     if (groups_[i].has_packs) {
       transport_.enqueue([this, i](void* stream) { packGroup(stream, groups_[i]); });
     }
-    transport_.groupBegin();
-    enqueueMessages(groups_[i]);
-    transport_.groupEnd();
+    if (const Item& first = items_[groups_[i].begin]; first.circle >= 0) {
+      enqueueBroadcast(first);
+    } else {
+      enqueueGroup(groups_[i]);
+    }
     if (groups_[i].has_unpacks) {
       transport_.enqueue([this, i](void* stream) { unpackGroup(stream, groups_[i]); });
     }
@@ -116,6 +136,18 @@ void StreamExecutor::enqueue(void* staging) {
   if (!program_->copies.empty()) {
     transport_.enqueue([this](void* stream) { copyLocally(stream); });
   }
+}
+
+void StreamExecutor::enqueueGroup(const Group& group) {
+  transport_.groupBegin();
+  try {
+    enqueueMessages(group);
+  } catch (const std::exception& error) {
+    transport_.abort({error.what(), -1});
+    transport_.groupEnd();
+    throw;
+  }
+  transport_.groupEnd();
 }
 
 void StreamExecutor::enqueueMessages(const Group& group) {
@@ -126,11 +158,23 @@ void StreamExecutor::enqueueMessages(const Group& group) {
       transport_.enqueueSend(group_rank_of_peer_[static_cast<size_t>(step.peer)], sendSource(item), numBytes(item));
     } else {
       const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
-      std::byte* data =
-          item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.box), step.begin, step.end, itemBytes(step.box));
-      transport_.enqueueRecv(group_rank_of_peer_[static_cast<size_t>(step.peer)], data, numBytes(item));
+      transport_.enqueueRecv(group_rank_of_peer_[static_cast<size_t>(step.peer)], receiveTarget(item), numBytes(item));
     }
   }
+}
+
+void StreamExecutor::enqueueBroadcast(const Item& item) {
+  const std::vector<int64_t>& circle = program_->circles[static_cast<size_t>(item.circle)];
+  const int64_t root =
+      item.is_send ? program_->global_rank : program_->peer_ranks[static_cast<size_t>(program_->receives[static_cast<size_t>(item.index)].peer)];
+  const auto root_index = static_cast<int32_t>(std::lower_bound(circle.begin(), circle.end(), root) - circle.begin());
+  auto* data = item.is_send ? const_cast<std::byte*>(sendSource(item)) : receiveTarget(item);
+  circles_.at(static_cast<size_t>(item.circle))->enqueueBroadcast(root_index, data, numBytes(item));
+}
+
+std::byte* StreamExecutor::receiveTarget(const Item& item) const {
+  const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
+  return item.staging_offset >= 0 ? staging_ + item.staging_offset : contiguousRun(boxOf(step.box), step.begin, step.end, itemBytes(step.box));
 }
 
 const std::byte* StreamExecutor::sendSource(const Item& item) const {

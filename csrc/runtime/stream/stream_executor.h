@@ -15,7 +15,8 @@ namespace xmesh::runtime {
 /// Puts one rank's program on the in-order stream of a StreamTransport: groups of messages in plan order, packing before each group, unpacking
 /// and accumulating behind it.
 ///
-/// A group takes messages as long as none of them sends what the same group receives, and staging suffices. No deadlock under in-order
+/// A group takes messages as long as none of them sends what the same group receives, and staging suffices; a broadcast is alone in its group. No
+/// deadlock under in-order
 /// rendezvous, however each rank cuts its groups: look at the earliest message of the plan that is not complete. At both of its ends all earlier
 /// messages are complete, so all earlier groups have ended (they hold earlier messages only) and the message's own group has begun; messages of a
 /// group progress independently, hence it completes.
@@ -32,9 +33,11 @@ class StreamExecutor {
     int64_t staging_bytes = int64_t{64} << 20;  ///< bound of the staging memory; one message and one accumulator always fit
   };
 
-  /// As HostExecutor's. Throws InvalidArgument when shapes are not what the plan says.
+  /// As HostExecutor's. `circles` are the transports of the program's circles, on the same stream; null for those of others. Throws InvalidArgument
+  /// when shapes are not what the plan says.
   StreamExecutor(std::shared_ptr<const Program> program, transport::StreamTransport& transport, std::vector<int32_t> group_rank_of_peer,
-                 const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels, Options options);
+                 const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels, Options options,
+                 std::vector<transport::StreamTransport*> circles = {});
   StreamExecutor(const StreamExecutor&) = delete;
   StreamExecutor& operator=(const StreamExecutor&) = delete;
 
@@ -48,7 +51,8 @@ class StreamExecutor {
   /// A send or a receive with its offset in staging memory, or -1 when it moves in place.
   struct Item {
     bool is_send = false;
-    int32_t index = 0;
+    int32_t index = 0;  ///< the first of them, of a broadcast
+    int32_t circle = -1;
     int64_t staging_offset = -1;
   };
   struct Group {
@@ -64,7 +68,10 @@ class StreamExecutor {
   int64_t numBytes(const Item& item) const;
   int64_t itemBytes(int32_t box) const { return program_->boxes[static_cast<size_t>(box)].item_bytes; }
   const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
+  void enqueueGroup(const Group& group);
   void enqueueMessages(const Group& group);
+  void enqueueBroadcast(const Item& item);
+  std::byte* receiveTarget(const Item& item) const;
   const std::byte* sendSource(const Item& item) const;
   void packGroup(void* stream, const Group& group) const;
   void unpackGroup(void* stream, const Group& group) const;
@@ -76,6 +83,7 @@ class StreamExecutor {
   std::shared_ptr<const Program> program_;
   transport::StreamTransport& transport_;
   std::vector<int32_t> group_rank_of_peer_;
+  std::vector<transport::StreamTransport*> circles_;  ///< by the program's circles; null where this rank is in none
   const StreamKernels& kernels_;
   std::vector<StridedBox> boxes_;  ///< by slice box
   std::vector<Item> items_;        ///< in plan order

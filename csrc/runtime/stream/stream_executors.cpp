@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "runtime/stream/stream_executor.h"
 
@@ -15,17 +16,18 @@ namespace xmesh::runtime {
 struct StreamExecutors::Call {
   // The network's thread's.
   bool may_start = false;
-  StartTerms terms;            ///< proposed; agreed once it may start
-  std::shared_ptr<void> hold;  ///< of the communicator that is proposed, until the call has it
-  uint64_t held_turn = 0;      ///< of the last call that was found to wait for this one
-  bool is_launched = false;    ///< given to the line's thread
+  StartTerms terms;                          ///< proposed; agreed once it may start
+  std::vector<std::shared_ptr<void>> holds;  ///< of the communicators that are proposed, until the call has them
+  uint64_t held_turn = 0;                    ///< of the last call that was found to wait for this one
+  bool is_launched = false;                  ///< given to the line's thread
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
 
   // The line's thread's once the call is launched, then the network's again.
   Execution execution;
   std::unique_ptr<StreamExecutor> executor;
-  std::shared_ptr<transport::StreamTransport> transport;
+  /// Of the participants, then of each circle of the program; null where this rank is in none.
+  std::vector<std::shared_ptr<transport::StreamTransport>> transports;
   std::shared_ptr<void> staging;
 };
 
@@ -34,6 +36,17 @@ namespace {
 /// The call's turn, then what it is called alike on every rank.
 using Turn = std::pair<uint64_t, uint64_t>;
 Turn turnOf(const StreamExecutors::Call& call) { return {call.terms.turn, call.execution.call}; }
+
+/// Those that a call uses on this rank, in the order in which all ranks make them; with their places in StartTerms::generations.
+template <typename Visit>
+void forEachCommunicator(const PreparedPlan& prepared, Visit visit) {
+  visit(size_t{0}, prepared.terms.participants);
+  for (size_t i = 0; i < prepared.circles.size(); ++i) {
+    if (prepared.circles[i].has_value()) {
+      visit(i + 1, *prepared.circles[i]);
+    }
+  }
+}
 
 }  // namespace
 
@@ -72,15 +85,19 @@ struct StreamExecutors::Shared {
 };
 
 void StreamExecutors::Shared::propose(const std::shared_ptr<Call>& call) {
-  Communicators::Proposal proposal = communicators->propose(call->execution.movement.prepared->terms.participants);
-  call->terms = {proposal.generation, ++last_turn};
-  call->hold = std::move(proposal.hold);
+  const PreparedPlan& prepared = *call->execution.movement.prepared;
+  call->terms = {++last_turn, std::vector<uint64_t>(1 + prepared.circles.size())};
+  forEachCommunicator(prepared, [&](size_t i, const Participants& ranks) {
+    Communicators::Proposal proposal = communicators->propose(ranks);
+    call->terms.generations[i] = proposal.generation;
+    call->holds.push_back(std::move(proposal.hold));
+  });
   waiting.emplace(turnOf(*call), call);
 }
 
 void StreamExecutors::Shared::agree(const std::shared_ptr<Call>& call, const StartTerms& agreed) {
   call->may_start = true;
-  call->terms.generation = agreed.generation;
+  call->terms.generations = agreed.generations;
   setTurn(call, agreed.turn);
 }
 
@@ -105,12 +122,9 @@ void StreamExecutors::Shared::tellHeld() {
 
 /// Launches what may start, up to the first that may not.
 void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self) {
-  while (!waiting.empty() && (waiting.begin()->second->may_start || waiting.begin()->second->is_canceled)) {
+  while (!waiting.empty() && waiting.begin()->second->may_start) {
     const std::shared_ptr<Call> call = std::move(waiting.begin()->second);
     waiting.erase(waiting.begin());
-    if (call->is_canceled) {
-      continue;
-    }
     call->is_launched = true;
     line([self, call] {
       try {
@@ -134,11 +148,17 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   for (const int32_t group_rank : prepared.program_peers) {
     peers.push_back(static_cast<int32_t>(std::find(participants.peers.begin(), participants.peers.end(), group_rank) - participants.peers.begin()));
   }
-  call->transport = communicators->of(participants, call->terms.generation);
-  call->hold.reset();
-  transport::StreamTransport& transport = *call->transport;
+  std::vector<transport::StreamTransport*> circles;
+  call->transports.resize(1 + prepared.circles.size());
+  forEachCommunicator(prepared,
+                      [&](size_t i, const Participants& ranks) { call->transports[i] = communicators->of(ranks, call->terms.generations.at(i)); });
+  call->holds.clear();
+  for (size_t i = 1; i < call->transports.size(); ++i) {
+    circles.push_back(call->transports[i].get());
+  }
+  transport::StreamTransport& transport = *call->transports.front();
   call->executor = std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels,
-                                                    StreamExecutor::Options{staging_bytes});
+                                                    StreamExecutor::Options{staging_bytes}, std::move(circles));
   const int64_t num_bytes = call->executor->stagingBytes();
   if (num_bytes > 0) {
     call->staging = allocate(num_bytes);
@@ -159,11 +179,15 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
       call->execution.on_enqueued();
     }
   } catch (const std::exception& error) {
-    transport.abort({error.what(), -1});  // what is enqueued keeps its memory until the stream has passed it
+    for (const auto& used : call->transports) {
+      if (used != nullptr) {
+        used->abort({error.what(), -1});  // what is enqueued keeps its memory until the stream has passed it
+      }
+    }
   }
   transport.whenReached([self, call, num_bytes](const transport::StreamFailure* failure) {
     self->staged_bytes -= num_bytes;
-    call->transport.reset();  // here, not on the network's thread: the last one to hold a communicator ends it
+    call->transports.clear();  // here, not on the network's thread: the last one to hold a communicator ends it
     self->end(call, failure == nullptr ? std::nullopt : std::optional(*failure));
   });
 }
@@ -186,7 +210,8 @@ void StreamExecutors::Shared::end(const std::shared_ptr<Call>& call, std::option
       return call->execution.on_done();
     }
     const Participants& participants = movement.prepared->terms.participants;
-    communicators->abort(participants, *failure);
+    forEachCommunicator(*movement.prepared,
+                        [&](size_t i, const Participants& ranks) { communicators->abort(ranks, call->terms.generations.at(i), *failure); });
     call->execution.on_failed(failure->reason, failure->peer < 0 ? -1 : participants.peers.at(static_cast<size_t>(failure->peer)));
   });
 }
@@ -218,8 +243,12 @@ class StreamRun final : public Executor {
     }
     call_->is_canceled = true;
     if (call_->is_launched) {
-      shared_->communicators->abort(call_->execution.movement.prepared->terms.participants, {"a call on it has failed", -1});
+      forEachCommunicator(*call_->execution.movement.prepared, [this](size_t i, const Participants& ranks) {
+        shared_->communicators->abort(ranks, call_->terms.generations.at(i), {"a call on it has failed", -1});
+      });
+      return;
     }
+    shared_->waiting.erase(turnOf(*call_));
     shared_->launchWaiting(shared_);
   }
   void abandon() override { call_->is_canceled = true; }

@@ -25,8 +25,8 @@ class Communicators {
   /// That one, in which a peer is its index among the participants; made, which may wait for the others, where it is not there. Throws what that
   /// fails with, and where the communicator was given up or is aborted meanwhile. The line's thread.
   virtual std::shared_ptr<transport::StreamTransport> of(const Participants& participants, uint64_t generation) = 0;
-  /// Aborts the newest one of these participants, also while it is made. No-op where there is none. Any thread.
-  virtual void abort(const Participants& participants, const transport::StreamFailure& failure) noexcept = 0;
+  /// Aborts that one of these participants, also while it is made, or before. Any thread.
+  virtual void abort(const Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept = 0;
 };
 
 /// Executors of one line, on StreamTransports. What they enqueue meets its counterpart by order alone. So nothing is enqueued before the ranks have

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <deque>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -58,6 +59,23 @@ class FakeStream final : public StreamTransport {
   }
   void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override { add({false, peer, static_cast<char*>(data), num_bytes, false}); }
 
+  void enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) override {
+    std::vector<int64_t> all(static_cast<size_t>(num_ranks_));
+    std::iota(all.begin(), all.end(), 0);
+    pushBroadcast(root, all, data, num_bytes);
+  }
+  /// The root's entry ends when all have their bytes.
+  void pushBroadcast(int64_t root, const std::vector<int64_t>& members, void* data, int64_t num_bytes) {
+    groupBegin();
+    for (const int64_t member : members) {
+      if (root == rank_ && member != rank_) {
+        enqueueSend(static_cast<int32_t>(member), data, num_bytes);
+      } else if (root != rank_ && member == root) {
+        enqueueRecv(static_cast<int32_t>(root), data, num_bytes);
+      }
+    }
+    groupEnd();
+  }
   void enqueue(std::function<void(void* stream)> launch) override {
     if (in_group_) {
       throw std::logic_error("FakeStream: a launch inside a group");
@@ -152,6 +170,29 @@ class FakeStream final : public StreamTransport {
   int64_t num_ended_ = 0;
 };
 
+namespace {
+
+class FakeCircle final : public StreamTransport {
+ public:
+  FakeCircle(FakeStream& stream, std::vector<int64_t> members) : stream_(stream), members_(std::move(members)) {}
+  void groupBegin() override { throw std::logic_error("FakeCircle: it only broadcasts"); }
+  void groupEnd() override { groupBegin(); }
+  void enqueueSend(int32_t /*peer*/, const void* /*data*/, int64_t /*num_bytes*/) override { groupBegin(); }
+  void enqueueRecv(int32_t /*peer*/, void* /*data*/, int64_t /*num_bytes*/) override { groupBegin(); }
+  void enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) override {
+    stream_.pushBroadcast(members_.at(static_cast<size_t>(root)), members_, data, num_bytes);
+  }
+  void enqueue(std::function<void(void* stream)> launch) override { stream_.enqueue(std::move(launch)); }
+  void whenReached(std::function<void(const StreamFailure* failure)> told) override { stream_.whenReached(std::move(told)); }
+  void abort(const StreamFailure& failure) noexcept override { stream_.abort(failure); }
+
+ private:
+  FakeStream& stream_;
+  const std::vector<int64_t> members_;
+};
+
+}  // namespace
+
 FakeStreamNetwork::FakeStreamNetwork(int32_t num_ranks, uint64_t seed) : num_ranks_(num_ranks), random_(seed) {}
 FakeStreamNetwork::~FakeStreamNetwork() = default;
 
@@ -164,6 +205,11 @@ StreamTransport& FakeStreamNetwork::transport(int32_t rank, int32_t communicator
     stream = std::make_unique<FakeStream>(rank, num_ranks_);
   }
   return *stream;
+}
+
+std::unique_ptr<StreamTransport> FakeStreamNetwork::circle(int32_t rank, std::vector<int64_t> members) {
+  transport(rank);
+  return std::make_unique<FakeCircle>(*streams_.at({0, rank}), std::move(members));
 }
 
 void FakeStreamNetwork::run() {

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "transport/stream_transport.h"
 
@@ -33,6 +34,8 @@ class FakeStreamNetwork {
 
   /// The end of `communicator` at `rank`; lives as long as this object.
   StreamTransport& transport(int32_t rank, int32_t communicator = 0);
+  /// The end at `rank` of a communicator of `members` (ascending) that only broadcasts, on the rank's stream of communicator 0; an index is its rank.
+  std::unique_ptr<StreamTransport> circle(int32_t rank, std::vector<int64_t> members);
   /// Runs everything that is enqueued, also what launches enqueue meanwhile. Throws StreamDeadlock when the streams block each other,
   /// std::runtime_error when the sizes of a matched send and recv differ (naming both ends), std::logic_error when a group is left open.
   void run();

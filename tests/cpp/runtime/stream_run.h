@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -19,12 +20,18 @@ inline std::string runOnStreams(const core::ReshardingPlan& plan, MemoryLayout l
   ReshardCase data(plan, num_ranks, layout, seed);
   std::vector<std::unique_ptr<runtime::StreamExecutor>> executors;
   std::vector<std::vector<std::max_align_t>> staging;
+  std::vector<std::unique_ptr<transport::StreamTransport>> owned;
   for (int64_t rank : plan.participants()) {
     auto program = runtime::compileProgram(plan, rank, options);
     std::vector<int32_t> peers = sameRanks(*program);
+    std::vector<transport::StreamTransport*> circles;
+    for (const std::vector<int64_t>& ranks : program->circles) {
+      const bool is_in_it = std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+      circles.push_back(is_in_it ? owned.emplace_back(network.circle(static_cast<int32_t>(rank), ranks)).get() : nullptr);
+    }
     executors.push_back(std::make_unique<runtime::StreamExecutor>(std::move(program), network.transport(static_cast<int32_t>(rank)), std::move(peers),
                                                                   data.src(rank), data.dst(rank), kernels,
-                                                                  runtime::StreamExecutor::Options{staging_bytes}));
+                                                                  runtime::StreamExecutor::Options{staging_bytes}, std::move(circles)));
     staging.emplace_back((static_cast<size_t>(executors.back()->stagingBytes()) + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
     executors.back()->enqueue(staging.back().data());
   }

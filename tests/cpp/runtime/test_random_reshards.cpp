@@ -67,6 +67,9 @@ void checkOnStreams(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
   const MemoryLayout layout = randomLayout(rng);
   const uint64_t seed = rng();
   ASSERT_EQ(runOnStreams(plan, layout, seed, limits.staging_bytes, limits.program), "");
+  runtime::ProgramOptions in_broadcasts = limits.program;
+  in_broadcasts.broadcasts = true;
+  ASSERT_EQ(runOnStreams(plan, layout, seed, limits.staging_bytes, in_broadcasts), "") << "in broadcasts";
 }
 
 std::mt19937_64 rngOfRound(uint64_t salt, int64_t round) { return std::mt19937_64(mix(salt + static_cast<uint64_t>(round))); }

@@ -243,7 +243,7 @@ StrategyInfo broadcastStrategy() {
   return {"broadcast",
           "one sender per slice, a chunked chain over the receiving hosts, then over the devices of each",
           {{"senders", {"size", "naive"}}, {"order", {"best", "naive", "dfs", "greedy"}}},
-          {{"seed", 0, 0}, {"node_budget", 20'000, 0}, {"num_chunks", 0, 0}},
+          {{"seed", 0, 0}, {"node_budget", 20'000, 0}, {"num_chunks", 0, 0}, {"collective", 0, 0}},
           true,
           planBroadcast};
 }

@@ -18,6 +18,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr std::chrono::seconds kShutdownPatience{5};
 
+thread_local bool has_open_group = false;  // NCCL counts its open groups per thread
+
 const Tensor& single(const std::vector<Tensor>& tensors, const char* what) {
   TORCH_CHECK(tensors.size() == 1, "emunccl: ", what, " takes one tensor, but got ", tensors.size());
   return tensors[0];
@@ -139,12 +141,15 @@ bool EmuNccl::isCoalescing() {
 void EmuNccl::startCoalescing() {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(!coalescing_, "emunccl: startCoalescing was called twice without endCoalescing");
+  TORCH_CHECK(!has_open_group, "emunccl: startCoalescing while this thread has not ended a group of another backend");
+  has_open_group = true;
   coalescing_.emplace();
   coalescing_->thread = std::this_thread::get_id();
 }
 
 WorkPtr EmuNccl::endCoalescing() {
   TORCH_CHECK(isCoalescing(), "emunccl: endCoalescing was called without startCoalescing");
+  has_open_group = false;
   std::optional<Coalescing> ended;
   {
     std::lock_guard lock(mutex_);
