@@ -277,13 +277,15 @@ def gradients(rank: int, world_size: int) -> None:
     """The gradient comes back to the source's ranks, twice to the same leaf; as does that of a sum."""
     source, target = meshes(world_size)
     whole = _whole(0)
-    x = _sharded(whole, source, rank).requires_grad_()
+    x = _sharded(whole, source, rank)
+    x.requires_grad_()
     weight = local_part(whole.square() + 1, target, (Shard(1),), rank)
     for _ in range(2):
         (xm.reshard(x, target, (Shard(1),)).to_local() * weight).sum().backward()
     assert isinstance(x.grad, DTensor)
     assert_same_bytes(x.grad.to_local(), local_part(2 * (whole.square() + 1), source, (Shard(0),), rank), "gradient")
-    z = dtensor_of(torch.full((4,), float(rank + 1)), (4,), source, (Partial("sum"),)).requires_grad_()
+    z = dtensor_of(torch.full((4,), float(rank + 1)), (4,), source, (Partial("sum"),))
+    z.requires_grad_()
     y = xm.reshard(z, target, (Replicate(),))
     assert torch.equal(y.to_local().detach(), torch.full((4,), world_size * (world_size + 1) / 2))
     (3 * y.to_local()).sum().backward()
