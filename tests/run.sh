@@ -5,6 +5,7 @@
 #   --sanitize        C++ tests of transport, runtime and cuda also under ASan+UBSan and TSan
 #   --fuzz SECONDS    what strangers send, SECONDS each (tests/fuzz.sh)
 #   --soak            the long tests too
+#   --gpu             only what needs a GPU; fails where there is none
 #   -- ARGS           handed to pytest
 #   XMESH_PYTHON=/path/python uses that environment as it is.
 set -uo pipefail
@@ -18,8 +19,9 @@ while [ $# -gt 0 ]; do
   --sanitize) builds+=(address,undefined thread) ;;
   --fuzz) fuzz_seconds=$2 && shift ;;
   --soak) pytest_args+=(--soak) ;;
+  --gpu) stages=gpu ;;
   --) shift && pytest_args+=("$@") && break ;;
-  *) sed -n '2,11s/^# \?//p' "$0" && exit 2 ;;
+  *) sed -n '2,12s/^# \?//p' "$0" && exit 2 ;;
   esac
   shift
 done
@@ -28,10 +30,10 @@ started=$SECONDS
 wants() { [[ ,$stages, == *,$1,* ]]; }
 extras=(plot)
 ! wants lint || extras+=(lint)
-! wants python || extras+=(test)
+! { wants python || wants gpu; } || extras+=(test)
 ! wants python || [ "$TORCH_VERSION" != "$DEFAULT_TORCH" ] || extras+=(models)  # libraries are pinned for one torch
 TORCH_PYTHON=  # with it the C++ tests of rooms that include torch are built too
-if wants lint || wants python; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
+if wants lint || wants python || wants gpu; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
 if wants lint || wants cpp; then setup_cpp; fi
 [ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || lint_args+=(--no-mypy)
 
@@ -60,9 +62,20 @@ run_cpp() {
 run_python() {
   timeout -k 10 2400 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}
 }
+run_gpu() {
+  "$PYTHON" -c '
+import sys, torch
+if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+    sys.exit(f"error: --gpu needs a torch with CUDA and NCCL, {sys.executable} has torch {torch.__version__}")
+if torch.cuda.device_count() == 0:
+    sys.exit("error: --gpu needs a GPU: torch.cuda.device_count() is 0 here (no device, no driver, or CUDA_VISIBLE_DEVICES hides them)")
+print("\n".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+print(__import__("torch_xmesh").about())' || return 1
+  timeout -k 10 2400 "$PYTHON" -m pytest -q -rs ${pytest_args[@]+"${pytest_args[@]}"} tests/distributed/test_on_gpus.py tests/test_cuda.py
+}
 
 failed=()
-for stage in lint cpp python; do
+for stage in lint cpp python gpu; do
   wants "$stage" || continue
   say "$stage"
   began=$SECONDS

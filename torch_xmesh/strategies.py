@@ -12,7 +12,7 @@ class Broadcast:
         order: of the unit tasks: "best" of "dfs" (pruned) and "greedy" (randomized), one of them, or "naive".
         seed: of the randomized search.
         node_budget: search nodes, a measure that is the same on every CPU; None takes the default.
-        collective: on an accelerator the chunks of a unit task go to all its receivers by the inner backend's broadcast,
+        collective: on an accelerator a unit task's chunks go to all its receivers by the inner backend's broadcast,
             on a communicator of these ranks, instead of along the chain. Same bytes. Of no effect on cpu.
 
     Values that there are not are a ValueError where the strategy is used.

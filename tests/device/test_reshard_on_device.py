@@ -134,6 +134,60 @@ def _refused(rank: int) -> None:
         )
 
 
-@pytest.mark.parametrize("body", [_every_strategy, _sums, _gated, _circles, _many_communicators, _refused])
+def _refused_in_a_capture(rank: int) -> None:
+    """As in a CUDA graph's; the next call goes on."""
+    whole = _whole(0)
+    x = _source(rank, whole.chunk(2)[rank].to("emu") if rank in SOURCE.ranks else None, torch.float32, Shard(0))
+    module = torch.get_device_module("emu")
+    module.is_current_stream_capturing = lambda: True
+    with pytest.raises(NotImplementedError, match="cannot be captured in a graph"):
+        xm.reshard(x, TARGET, [Shard(0)])
+    del module.is_current_stream_capturing
+    _expect(xm.reshard(x, TARGET, [Shard(0)]), rank, Shard(0), whole)
+
+
+def _refused_by_other_options(rank: int) -> None:
+    """Those of a group count, not those of the default group."""
+    group = dist.new_group(backend="cpu:xmesh,emu:xmesh")
+    x = _source(rank, _whole(0).chunk(2)[rank].to("emu") if rank in SOURCE.ranks else None, torch.float32, Shard(0))
+    with pytest.raises(NotImplementedError, match="unless Options.inner names"):
+        xm.reshard(x, TARGET, [Shard(0)], group=group)
+
+
+def _refused_by_a_pipeline(rank: int) -> None:
+    """Its messages are cpu tensors: the first step is a ValueError on all ranks."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to("emu")
+    batch = torch.ones(4, 4, device="emu")
+    engine = (
+        xm.PipelineEngine(
+            model,
+            (batch[:2],),
+            meshes=[xm.Mesh([rank], device_type="emu") for rank in (0, 1)],
+            split=xm.split_at("1"),
+            num_microbatches=2,
+            loss_fn=torch.nn.functional.mse_loss,
+        )
+        if rank < 2
+        else None
+    )
+    if engine is not None:
+        with engine, pytest.raises(ValueError, match="expected a cpu tensor, as its mesh says, got one on emu:0"):
+            engine.step(batch, target=batch)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _every_strategy,
+        _sums,
+        _gated,
+        _circles,
+        _many_communicators,
+        _refused,
+        _refused_in_a_capture,
+        _refused_by_other_options,
+        _refused_by_a_pipeline,
+    ],
+)
 def test_reshard(body: Callable[[int], None]) -> None:
     on_ranks(body)

@@ -1,0 +1,150 @@
+"""Collectives and reshards of cuda tensors on real GPUs, a rank on each: the bytes that cpu gives.
+
+Where there is no GPU, all are skipped; with fewer than a test needs, that one. `bash tests/run.sh --gpu` runs these
+alone, and fails without a GPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from typing import Any
+
+import device_cases
+import pytest
+import test_reshard
+import test_reshard_autograd
+import test_reshard_many
+import torch
+import torch.distributed as dist
+from device_cases import Case, meshes
+from layouts import dtensor_of, local_part, whole_tensor
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_xmesh as xm
+from torch_xmesh import _C
+from torch_xmesh.testing import spawn
+
+NUM_GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
+pytestmark = [
+    pytest.mark.timeout(900),  # NCCL takes a second or more to connect each set of ranks
+    pytest.mark.skipif(NUM_GPUS == 0, reason="there is no GPU here, or no NCCL in this torch"),
+]
+
+
+def needs(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(count > NUM_GPUS, reason=f"needs {count} GPUs, here are {NUM_GPUS}")
+
+
+def on_gpus(body: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """``body(rank, world_size, *args)`` on each rank; in interpreters of their own: CUDA does not outlive a fork."""
+    return spawn(_run, world_size, body, *args, backend=None, timeout=600, env=env, fresh=True)
+
+
+def _run(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
+    torch.cuda.set_device(rank)
+    options = xm.Options()
+    options.inner = {"cuda": "nccl"}
+    dist.init_process_group("cpu:xmesh,cuda:xmesh", pg_options=options, timeout=datetime.timedelta(seconds=120))
+    torch.set_default_device("cuda")
+    value = body(rank, world_size, *args)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return value
+
+
+def _each(rank: int, world_size: int, cases: list[Case]) -> None:
+    for case in cases:
+        case(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
+def test_collectives(world_size: int) -> None:
+    on_gpus(device_cases.collectives, world_size)
+
+
+@needs(3)
+def test_collectives_on_all() -> None:
+    on_gpus(device_cases.collectives, NUM_GPUS)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
+def test_reshards(world_size: int) -> None:
+    on_gpus(_each, world_size, device_cases.CALLS)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "count"), [(1, 50), pytest.param(2, 100, marks=needs(2)), pytest.param(4, 60, marks=needs(4))]
+)
+def test_random_layouts(world_size: int, count: int) -> None:
+    on_gpus(device_cases.random_layouts, world_size, 1, count)
+
+
+@needs(4)
+def test_calls_of_the_tests_on_cpu() -> None:
+    cases = [
+        test_reshard.every_dtype,
+        test_reshard.many_in_flight,
+        test_reshard.into_out,
+        test_reshard.strided_sources,
+        test_reshard.lists_and_dicts,
+        test_reshard_many.order_of_a_dict_does_not_matter,
+        test_reshard_many.nested_with_other_entries,
+    ]
+    on_gpus(_each, 4, cases)
+
+
+@needs(6)
+def test_gradients_of_the_tests_on_cpu() -> None:
+    on_gpus(test_reshard_autograd.everything, 6)
+
+
+def blocks_when_told(rank: int, world_size: int) -> None:
+    """wait() returns when the device is done: nothing is left on the stream that it orders."""
+    source, target = meshes(world_size)
+    whole = whole_tensor((1024, 1024), torch.float32)
+    x = dtensor_of(local_part(whole, source, (Shard(0),), rank), whole.shape, source, (Shard(0),))
+    for _ in range(5):
+        device_cases.keep_busy()
+        _, work = xm.reshard(x, target, (Shard(1),), async_op=True)
+        work.wait()
+        assert work.is_completed()
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
+def test_blocking_wait(world_size: int) -> None:
+    on_gpus(blocks_when_told, world_size, env={"TORCH_NCCL_BLOCKING_WAIT": "1"})
+
+
+def refusals(rank: int, world_size: int) -> None:
+    """What is refused leaves the group as it was."""
+    source, target = meshes(world_size)
+    whole = whole_tensor((8, 4), torch.float32)
+    x = dtensor_of(local_part(whole, source, (Shard(0),), rank), (8, 4), source, (Shard(0),))
+    with pytest.raises(NotImplementedError, match="copy the tensor there first"):
+        xm.reshard(x, xm.Mesh(target, device_type="cpu"), (Replicate(),))
+    dist.barrier()
+    other = dist.new_group(backend="cpu:xmesh,cuda:xmesh")
+    with pytest.raises(NotImplementedError, match=re.escape("unless Options.inner names")):
+        xm.reshard(x, target, (Replicate(),), group=other)
+    dist.barrier()
+    torch.cuda.synchronize()
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with capture, pytest.raises(NotImplementedError, match="cannot be captured in a graph"):
+        xm.reshard(x, target, (Replicate(),))
+    y = xm.reshard(x, target, (Replicate(),))
+    assert torch.equal(y.to_local(), whole)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
+def test_refusals(world_size: int) -> None:
+    on_gpus(refusals, world_size)
+
+
+def test_the_kernels_run_here() -> None:
+    """Where the library was built, nothing keeps it from running."""
+    architectures, obstacle = _C.cuda_kernels()
+    if architectures is None:
+        pytest.skip(f"torch's operators pack here: {obstacle}")
+    assert obstacle is None
