@@ -261,7 +261,7 @@ def test_topology_json_has_every_field() -> None:
         (xm.Broadcast(), "broadcast"),
         (xm.Broadcast("naive", "naive"), "broadcast:naive+naive"),
         (xm.Broadcast(order="dfs", seed=3, node_budget=100), "broadcast:size+dfs,seed=3,node_budget=100"),
-        (xm.Broadcast(collective=True), "broadcast:size+best,collective=1"),
+        (xm.Broadcast(collective=True), "broadcast:collective=1"),
         ("broadcast:size+best", "broadcast"),
         ("auto", "auto"),
     ],

@@ -55,10 +55,10 @@ def check_devices(reshards: GroupReshards, request: PlanRequest) -> None:
     (kind,) = kinds
     if kind == "cpu":
         return
-    if kind not in reshards.backend.options.inner or not reshards.backend.carries(torch.device(kind)):
+    if not reshards.backend.carries(torch.device(kind)):
         raise NotImplementedError(
             "only cpu tensors can be resharded unless Options.inner names the c10d backend that moves those of another "
-            f"device, and that is there when the group is made: for {kind} it is not"
+            f"device (cuda's is nccl unless it says so), and that is there when the group is made: for {kind} it is not"
         )
     is_capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
     if is_capturing is not None and is_capturing():
