@@ -1,4 +1,4 @@
-"""What keeps a reshard's order on a device: with it none of 100 turns is wrong; without, all are: see `mutants.py`."""
+"""What keeps a reshard's order on a device: with it none of 100 turns is wrong. `mutants.py` counts them without it."""
 
 from __future__ import annotations
 
