@@ -49,7 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return built
     nvcc = build.find_nvcc()
     if nvcc is None:
-        pytest.skip("no nvcc: not on this machine (CUDA_HOME, PATH, /usr/local/cuda), nor in a wheel beside torch's")
+        pytest.skip("runs on machines with nvcc: in CUDA_HOME, PATH, /usr/local/cuda or a wheel beside torch's")
     out: Path = ROOT / "build" / "cuda" / build.LIBRARY
     build.build(nvcc, out)
     return out
@@ -75,7 +75,7 @@ def test_the_library_needs_no_other_of_cuda(library: Path) -> None:
     assert "cuda" not in needed
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on machines without a CUDA device")
 def test_a_launch_without_a_driver_is_refused(library: Path) -> None:
     loaded = _loaded(library)
     launch = (ctypes.c_char * 4096)()
@@ -129,10 +129,10 @@ def _nccl_program() -> Path:
     libraries = [folder for root in roots for folder in (root / "lib", root / "lib64") if folder.is_dir()]
     for header in ("nccl.h", "cuda_runtime_api.h", "cusparse.h"):
         if not any((folder / header).exists() for folder in includes):
-            pytest.skip(f"no {header}: neither in the CUDA toolkit of this machine nor in torch's wheels")
+            pytest.skip(f"runs on machines with {header}, in the CUDA toolkit or torch's wheels")
     cxx = shutil.which("g++")
     if cxx is None:
-        pytest.skip("no g++")
+        pytest.skip("runs on machines with g++")
     stream = ROOT / "csrc" / "c10d" / "stream"
     sources = [
         ROOT / "tests" / "cpp" / "nccl_program.cpp",
@@ -165,7 +165,7 @@ def _nccl_program() -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
+@pytest.mark.skipif(torch.version.cuda is None, reason="runs with a torch that has CUDA")
 @pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="runs from a clone of the repository")
 def test_nccl_links() -> None:
     """With the headers and libraries that torch's wheels bring; without a driver it is refused in words."""

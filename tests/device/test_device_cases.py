@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import device_cases
 import pytest
-import test_reshard
 import test_reshard_autograd
-import test_reshard_many
-from device_cases import Case
+from device_cases import each
 from device_ranks import on_device
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
@@ -21,11 +19,6 @@ def late_random_layouts(rank: int, world_size: int, seed: int, count: int) -> No
     device_cases.random_layouts(rank, world_size, seed, count)
 
 
-def _each(rank: int, world_size: int, cases: list[Case]) -> None:
-    for case in cases:
-        case(rank, world_size)
-
-
 @pytest.mark.parametrize(("world_size", "count"), [(4, 200), (2, 50), (3, 50)])
 def test_random_layouts(world_size: int, count: int) -> None:
     on_device(late_random_layouts, world_size, 1, count)
@@ -33,20 +26,11 @@ def test_random_layouts(world_size: int, count: int) -> None:
 
 @pytest.mark.parametrize("world_size", [4, 2, 1])
 def test_cases_of_every_accelerator(world_size: int) -> None:
-    on_device(_each, world_size, [device_cases.collectives, *device_cases.CALLS])
+    on_device(each, world_size, [device_cases.collectives, *device_cases.CALLS])
 
 
 def test_calls() -> None:
-    cases = [
-        test_reshard.every_dtype,
-        test_reshard.many_in_flight,
-        test_reshard.into_out,
-        test_reshard.strided_sources,
-        test_reshard.lists_and_dicts,
-        test_reshard_many.order_of_a_dict_does_not_matter,
-        test_reshard_many.nested_with_other_entries,
-    ]
-    on_device(_each, 4, cases)
+    on_device(each, 4, device_cases.CALLS_OF_CPU)
 
 
 def test_gradients() -> None:

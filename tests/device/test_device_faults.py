@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from device_ranks import on_device, start
 from layouts import Layout, source_of
+from test_faults import leave
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_xmesh as xm
@@ -40,9 +40,7 @@ def until_it_fails(rank: int, world_size: int, is_held: bool) -> str:
             work.wait(datetime.timedelta(seconds=60))
     if gate is not None:
         gate.release()
-    dist.destroy_process_group()
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    assert not [name for name in names if name.startswith("xmesh")], names
+    leave()
     return f"{caught.value.ranks}: {caught.value}"
 
 
@@ -74,9 +72,7 @@ def dies_in_the_making(rank: int, world_size: int) -> str | None:
         xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
         while True:
             xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
-    dist.destroy_process_group()
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    assert not [name for name in names if name.startswith("xmesh")], names
+    leave()
     return f"{caught.value.ranks}"
 
 

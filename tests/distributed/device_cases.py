@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import test_reshard
+import test_reshard_many
 import torch
 import torch.distributed as dist
 from layouts import (
@@ -20,14 +22,13 @@ from layouts import (
     random_layout,
     whole_tensor,
 )
-from test_reshard import STRATEGIES as CPU_STRATEGIES
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_xmesh as xm
 from torch_xmesh.backend import backend_of
 
 Case = Callable[[int, int], None]
-STRATEGIES = [*CPU_STRATEGIES, xm.Broadcast(collective=True), "broadcast:num_chunks=3,collective=1"]
+STRATEGIES = [*test_reshard.STRATEGIES, xm.Broadcast(collective=True), "broadcast:num_chunks=3,collective=1"]
 
 SHAPE = (64, 48)
 
@@ -350,3 +351,19 @@ CALLS: list[Case] = [
     a_training_loop,
     staging_is_bounded,
 ]
+
+CALLS_OF_CPU: list[Case] = [
+    test_reshard.every_dtype,
+    test_reshard.many_in_flight,
+    test_reshard.into_out,
+    test_reshard.strided_sources,
+    test_reshard.lists_and_dicts,
+    test_reshard_many.order_of_a_dict_does_not_matter,
+    test_reshard_many.nested_with_other_entries,
+]
+"""Those of the tests on cpu that hold on every accelerator; of 4 ranks."""
+
+
+def each(rank: int, world_size: int, cases: list[Case]) -> None:
+    for case in cases:
+        case(rank, world_size)

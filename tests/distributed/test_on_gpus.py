@@ -12,12 +12,10 @@ from typing import Any
 
 import device_cases
 import pytest
-import test_reshard
 import test_reshard_autograd
-import test_reshard_many
 import torch
 import torch.distributed as dist
-from device_cases import Case, meshes
+from device_cases import each, meshes
 from layouts import dtensor_of, local_part, whole_tensor
 from torch.distributed.tensor import Replicate, Shard
 
@@ -28,12 +26,12 @@ from torch_xmesh.testing import spawn
 NUM_GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
 pytestmark = [
     pytest.mark.timeout(900),  # NCCL takes a second or more to connect each set of ranks
-    pytest.mark.skipif(NUM_GPUS == 0, reason="there is no GPU here, or no NCCL in this torch"),
+    pytest.mark.skipif(NUM_GPUS == 0, reason="runs on machines with a GPU, with a torch that has NCCL"),
 ]
 
 
 def needs(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(count > NUM_GPUS, reason=f"needs {count} GPUs, here are {NUM_GPUS}")
+    return pytest.mark.skipif(count > NUM_GPUS, reason=f"runs on machines with {count} GPUs, here are {NUM_GPUS}")
 
 
 def on_gpus(body: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
@@ -53,11 +51,6 @@ def _run(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> An
     return value
 
 
-def _each(rank: int, world_size: int, cases: list[Case]) -> None:
-    for case in cases:
-        case(rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
 def test_collectives(world_size: int) -> None:
     on_gpus(device_cases.collectives, world_size)
@@ -70,7 +63,7 @@ def test_collectives_on_all() -> None:
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
 def test_reshards(world_size: int) -> None:
-    on_gpus(_each, world_size, device_cases.CALLS)
+    on_gpus(each, world_size, device_cases.CALLS)
 
 
 @pytest.mark.parametrize(
@@ -82,16 +75,7 @@ def test_random_layouts(world_size: int, count: int) -> None:
 
 @needs(4)
 def test_calls_of_the_tests_on_cpu() -> None:
-    cases = [
-        test_reshard.every_dtype,
-        test_reshard.many_in_flight,
-        test_reshard.into_out,
-        test_reshard.strided_sources,
-        test_reshard.lists_and_dicts,
-        test_reshard_many.order_of_a_dict_does_not_matter,
-        test_reshard_many.nested_with_other_entries,
-    ]
-    on_gpus(_each, 4, cases)
+    on_gpus(each, 4, device_cases.CALLS_OF_CPU)
 
 
 @needs(6)
@@ -144,5 +128,5 @@ def test_the_kernels_run_here() -> None:
     """Where the library was built, nothing keeps it from running."""
     architectures, obstacle = _C.cuda_kernels()
     if architectures is None:
-        pytest.skip(f"torch's operators pack here: {obstacle}")
+        pytest.skip(f"runs on machines with a GPU and nvcc: {obstacle}")
     assert obstacle is None
