@@ -47,24 +47,19 @@ def _meshes_of_sources(xs: Any) -> tuple[list[Any], bool]:
 def check_devices(reshards: GroupReshards, request: PlanRequest) -> None:
     """NotImplementedError for tensors on a device that nothing here moves."""
     kinds = {kind for move in request.moves for kind in (move.src_device, move.dst_device)}
-    if len(kinds) > 1:
-        raise NotImplementedError(
-            f"a reshard whose tensors are on {' and '.join(sorted(kinds))}: source and destination must be on one kind "
-            "of device; copy the tensor there first"
-        )
-    (kind,) = kinds
-    if kind == "cpu":
-        return
-    if not reshards.backend.carries(torch.device(kind)):
-        raise NotImplementedError(
-            "only cpu tensors can be resharded unless Options.inner names the c10d backend that moves those of another "
-            f"device (cuda's is nccl unless it says so), and that is there when the group is made: for {kind} it is not"
-        )
-    is_capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
-    if is_capturing is not None and is_capturing():
-        raise NotImplementedError(
-            "a reshard cannot be captured in a graph: its ranks first agree on it, which takes messages between hosts"
-        )
+    for kind in kinds - {"cpu"}:
+        if (len(kinds) == 1 or kind == "meta") and not reshards.backend.carries(torch.device(kind)):
+            raise NotImplementedError(
+                "only cpu tensors can be resharded unless Options.inner names the c10d backend that moves those of "
+                "another device (cuda's is nccl unless it says so), and that is there when the group is made: for "
+                f"{kind} it is not"
+            )
+        is_capturing = getattr(getattr(torch, kind, None), "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():
+            raise NotImplementedError(
+                "a reshard cannot be captured in a graph: its ranks first agree on it, which takes messages between "
+                "hosts"
+            )
 
 
 class Call:
@@ -107,7 +102,8 @@ class Call:
 
     def wait(self) -> None:
         self.work.wait()
-        if self._prepared.core is not None and self.request.moves[0].dst_device != "cpu":  # it may fail later
+        is_on_device = any(move.dst_device != "cpu" for move in self.request.moves)
+        if self._prepared.core is not None and is_on_device:  # it may fail later
             self._reshards.unwatched.append((self.work, []))
 
     def backward(self, gradients: Sequence[Any], zeros: Sequence[DTensor]) -> list[DTensor]:
@@ -184,7 +180,9 @@ class DifferentiableReshard(torch.autograd.Function):
         ctx.call = call
         ctx.source_devices = [x.device.type for x in xs]
         ctx.set_materialize_grads(False)
-        ctx.results = [(y.shape, y.dtype, y.device_mesh, y.placements, y._local_tensor.shape) for y in results]
+        ctx.results = [
+            (y.shape, y.dtype, y.device, y.device_mesh, y.placements, y._local_tensor.shape) for y in results
+        ]
         flags = [move.src.requires_grad for move in call.request.moves]
         ctx.mark_non_differentiable(*(y for y, wanted in zip(results, flags, strict=True) if not wanted))
         return tuple(results)
@@ -194,8 +192,8 @@ class DifferentiableReshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         zeros = [
-            wrap_local(torch.zeros(local_shape, dtype=dtype, device=mesh.device_type), shape, mesh, placements)
-            for shape, dtype, mesh, placements, local_shape in ctx.results
+            wrap_local(torch.zeros(local_shape, dtype=dtype, device=device), shape, mesh, placements)
+            for shape, dtype, device, mesh, placements, local_shape in ctx.results
         ]
         found = iter(call.backward(gradients, zeros))
         return (

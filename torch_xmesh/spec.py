@@ -408,8 +408,16 @@ def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placeme
 
 
 def empty_local(shape: torch.Size, dtype: torch.dtype, device_type: str) -> torch.Tensor:
-    """The local tensor of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for."""
-    return torch.empty([0] * max(len(shape), 1), dtype=dtype, device=device_type)
+    """The local tensor of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for. On
+    cpu where the rank has no such device."""
+    device = device_type if _is_here(device_type) else "cpu"
+    return torch.empty([0] * max(len(shape), 1), dtype=dtype, device=device)
+
+
+@functools.cache
+def _is_here(device_type: str) -> bool:
+    is_available = getattr(getattr(torch, device_type, None), "is_available", None)
+    return is_available is None or is_available()
 
 
 def stage_meshes(world_mesh: AnyMesh, axis: str | int) -> list[Mesh]:

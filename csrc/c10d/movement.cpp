@@ -11,10 +11,12 @@ runtime::LocalTensor localOf(const at::Tensor& tensor, int16_t kind) {
   const auto expected = static_cast<c10::DeviceType>(kind);
   TORCH_CHECK_VALUE(tensor.device().type() == expected, "xmesh: expected a ", c10::DeviceTypeName(expected, /*lower_case=*/true),
                     " tensor, as its mesh says, got one on ", tensor.device());
-  return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()};
+  return plainMemoryOf(tensor);
 }
 
 }  // namespace
+
+runtime::LocalTensor plainMemoryOf(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}; }
 
 runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
   const auto kind = [](const std::string& name) { return static_cast<int16_t>(at::Device(name).type()); };
@@ -24,6 +26,9 @@ runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
 std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
   std::optional<c10::Device> out;
   const auto look = [&out](const at::Tensor& tensor) {
+    if (tensor.is_cpu()) {
+      return;
+    }
     TORCH_CHECK_VALUE(!out.has_value() || *out == tensor.device(), "xmesh: expected the tensors of one call on one device, got ", *out, " and ",
                       tensor.device());
     out = tensor.device();
@@ -36,7 +41,7 @@ std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const
       look(dst.at(i));
     }
   }
-  return out.has_value() && out->is_cpu() ? std::nullopt : out;
+  return out;
 }
 
 runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,

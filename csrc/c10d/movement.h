@@ -15,7 +15,10 @@ namespace xmesh::c10d_backend {
 /// The names of two kinds of device, as numbers. Throws for what is none.
 runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names);
 
-/// The device that a call's tensors are on here; nothing on the host. Throws ValueError where they are on several.
+/// A tensor's memory as the service takes it.
+runtime::LocalTensor plainMemoryOf(const at::Tensor& tensor);
+
+/// The device that tensors of a call are on here; nothing where all are on the host. Throws ValueError where they are on several.
 std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst);
 
 /// Tensors as the service takes them: their memory without the tensors, one entry per tensor of the plan. Throws ValueError for one on another kind

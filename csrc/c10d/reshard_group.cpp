@@ -8,11 +8,14 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "c10d/call_details.h"
 #include "c10d/movement.h"
 #include "c10d/reshard_work.h"
+#include "c10d/stream/host_mirrors.h"
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
 #include "runtime/host/host_executors.h"
+#include "runtime/host/mirrored_executors.h"
 #include "runtime/interrupts.h"
 #include "transport/local_address.h"
 #include "transport/tcp/network.h"
@@ -59,42 +62,6 @@ void sortUnique(std::vector<int64_t>& ranks) {
 
 std::string memberKey(int32_t group_rank) { return "member/" + std::to_string(group_rank); }
 
-runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails& details, int64_t max_message_bytes) {
-  runtime::CallFields fields = details.entries;
-  fields.emplace_back("number of tensors", std::to_string(plan.tensors.size()));
-  for (size_t i = 0; i < plan.tensors.size(); ++i) {
-    const bool is_alone = plan.tensors.size() == 1 && details.labels.empty();
-    const std::string tensor = is_alone ? "" : " of tensor " + (details.labels.empty() ? std::to_string(i) : details.labels.at(i));
-    const auto& [src, dst] = plan.tensors[i];
-    fields.emplace_back("shape" + tensor, core::shapeStr(src.shape));
-    fields.emplace_back("dtype" + tensor, src.dtype.name);
-    fields.emplace_back("source mesh" + tensor, src.mesh.str());
-    fields.emplace_back("source placements" + tensor, core::placementsStr(src.placements));
-    fields.emplace_back("source device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).first);
-    fields.emplace_back("destination mesh" + tensor, dst.mesh.str());
-    fields.emplace_back("destination placements" + tensor, core::placementsStr(dst.placements));
-    fields.emplace_back("destination device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).second);
-    fields.emplace_back("requires_grad" + tensor, i < details.requires_grad.size() && details.requires_grad[i] == '1' ? "True" : "False");
-  }
-  std::string hosts;
-  for (const auto& [rank, host] : plan.topology.hostOfRanks()) {
-    hosts += std::to_string(rank) + "@" + std::to_string(host) + " ";
-  }
-  fields.emplace_back("topology (rank@host)", hosts);
-  fields.emplace_back("strategy", plan.strategy);
-  fields.emplace_back("staging_bytes", std::to_string(max_message_bytes * kMessagesPerStaging));
-  return fields;
-}
-
-std::string summaryOf(const core::ReshardingPlan& plan, const CallDetails& details) {
-  const auto& [src, dst] = plan.tensors.front();
-  std::string out = (details.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
-                    core::placementsStr(src.placements) + " -> " + core::placementsStr(dst.placements);
-  return plan.tensors.size() > 1
-             ? "tensor " + (details.labels.empty() ? "0" : details.labels.front()) + " of " + std::to_string(plan.tensors.size()) + ": " + out
-             : out;
-}
-
 /// TCP, told whom to bind to and whom to admit, for control and for cpu tensors; made inside the service, which it reports to.
 runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token,
                                                     const ReshardGroupOptions& group_options, std::shared_ptr<DeviceLines> lines) {
@@ -108,11 +75,16 @@ runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t 
     options.connect_timeout = kConnectTimeout;
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
     std::string address = network->address();
-    const auto on_devices = [lines, network = network.get(), staging_bytes = group_options.staging_bytes](const runtime::Route& route) {
-      return lines->executors(route, [network](std::function<void()> task) { network->post(std::move(task)); }, staging_bytes);
+    auto on_host = std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes);
+    const auto on_devices = [lines, network = network.get(), host = on_host.get(),
+                             staging_bytes = group_options.staging_bytes](const runtime::Route& route) -> std::unique_ptr<runtime::Executors> {
+      const auto post = [network](std::function<void()> task) { network->post(std::move(task)); };
+      if (route.through_host) {
+        return std::make_unique<runtime::MirroredExecutors>(*host, post);
+      }
+      return lines->executors(route, post, staging_bytes);
     };
-    auto executors =
-        std::make_unique<runtime::ExecutorsByRoute>(std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes), on_devices);
+    auto executors = std::make_unique<runtime::ExecutorsByRoute>(std::move(on_host), on_devices);
     return runtime::ReshardService::Networks{std::move(network), std::move(executors), std::move(address)};
   };
 }
@@ -234,13 +206,12 @@ core::Topology ReshardGroup::topology(const std::vector<int64_t>& ranks, const c
 std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_ptr<const core::ReshardingPlan> plan,
                                                                    const CallDetails& details) const {
   auto out = std::make_shared<runtime::PreparedPlan>();
-  const bool is_on_device = std::any_of(details.devices.begin(), details.devices.end(), [](const auto& kinds) { return kinds.first != "cpu"; });
-  const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging),
-                                        is_on_device && core::parseStrategy(plan->strategy).isCollective()};
-  out->terms.participants = participantsOf(plan->participants());
-  out->program = runtime::compileProgram(*plan, globalRank(), options);
   out->devices.resize(plan->tensors.size());
   std::transform(details.devices.begin(), details.devices.end(), out->devices.begin(), kindsOf);
+  const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging),
+                                        !moveThroughHost(out->devices) && core::parseStrategy(plan->strategy).isCollective()};
+  out->terms.participants = participantsOf(plan->participants());
+  out->program = runtime::compileProgram(*plan, globalRank(), options);
   out->program_peers = peersOf(out->program->peers());
   for (const std::vector<int64_t>& circle : out->program->circles) {
     const bool is_in_it = std::binary_search(circle.begin(), circle.end(), globalRank());
@@ -251,7 +222,7 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
       out->pacing.emplace_back(groupRankOf(rank), bytes_per_s);
     }
   }
-  out->terms.fields = runtime::packFields(fieldsOf(*plan, details, options.max_message_bytes));
+  out->terms.fields = runtime::packFields(fieldsOf(*plan, details, options.max_message_bytes * kMessagesPerStaging));
   out->terms.fingerprint = core::planFingerprint(*plan) + std::to_string(runtime::hashBytes(out->terms.fields));
   out->terms.summary = summaryOf(*plan, details);
   out->plan = std::move(plan);
@@ -302,8 +273,15 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
     TORCH_CHECK_VALUE(used == *device, "xmesh: the reshards of a group keep to one device of a kind on each rank: this rank's are on ", used,
                       ", got a tensor on ", *device);
     on_device = std::make_shared<CallOnDevice>(*device);
-    request.movement.caller = on_device;
-    request.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0};
+    const bool through_host = moveThroughHost(prepared->devices);
+    request.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0, through_host};
+    if (through_host) {
+      const auto mirrors = std::make_shared<HostMirrors>(lines_->mirrorLine(*device), on_device);
+      mirrors->standIn(request.movement, src, dst);
+      on_device = mirrors->hasDestinations() ? std::move(on_device) : nullptr;
+    } else {
+      request.movement.caller = on_device;
+    }
   }
   return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst), std::move(on_device), options_.blocking_wait);
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/call_details.h"
 #include "c10d/group_attachment.h"
 #include "c10d/inner_backends.h"
 #include "c10d/life_lines.h"
@@ -32,15 +33,6 @@ struct ReshardGroupOptions {
   std::string host_id = {};                   ///< which host this rank is on; empty to discover it. May differ from rank to rank.
   bool blocking_wait = false;                 ///< see XmeshOptions
   OwnInnerFactory make_inner = {};            ///< for tensors on a device
-};
-
-/// What ranks must agree on besides the plan.
-struct CallDetails {
-  std::string requires_grad;  ///< one letter per tensor
-  bool is_backward = false;
-  std::vector<std::string> labels = {};                           ///< one name per tensor; empty where they are numbered
-  std::vector<std::pair<std::string, std::string>> devices = {};  ///< kinds of source and destination of each tensor; empty: all on cpu
-  runtime::CallFields entries = {};  ///< what is compared before the tensors: the names and kinds of a container's entries
 };
 
 /// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain

@@ -112,6 +112,7 @@ void Calls::makeExecutor(Call& call) {
   };
   Executors& executors = executors_->at(execution.movement.route);
   call.waits_for_agreement = executors.needsAgreement();
+  call.knows_progress = executors.knowsProgress();
   call.executor = executors.make(std::move(execution));
   call.start_terms = call.executor->proposal();
 }
@@ -151,9 +152,6 @@ void Calls::finishIfDone(const CallKey& key) {
   Call call = std::move(found->second);
   calls_.erase(found);
   history_.end(key);
-  if (call.executor != nullptr) {
-    call.executor->cancel();
-  }
   if (call.watch.has_value()) {
     if (const auto watch = calls_.find(*call.watch); watch != calls_.end()) {
       watch->second.watched.leave(call.key);
@@ -182,7 +180,7 @@ void Calls::fail(const CallKey& key, const Failure& failure, bool tell) {
     peers_.tell(call.terms->participants.peers, encode(FailNotice{call.key, failure, call.terms->participants.ranks}));
   }
   if (call.executor != nullptr) {
-    call.executor->cancel();
+    call.executor->cancel(failure);
   }
   failWithWatch(call, failure);
   end(call, failure);
@@ -269,7 +267,7 @@ bool Calls::needs(const Call& call, int32_t peer, bool is_goodbye) const {
   if (is_missed || call.executor == nullptr) {
     return is_missed;
   }
-  if (is_goodbye && call.waits_for_agreement) {
+  if (is_goodbye && !call.knows_progress) {
     return false;  // it leaves when its own part has passed its stream, of which this rank's may not have told yet
   }
   const std::vector<int64_t> waiting = waitingFor(call.executor->progress());

@@ -42,6 +42,7 @@ struct Call {
 
   std::unique_ptr<Executor> executor;  ///< null where nothing moves
   bool waits_for_agreement = false;    ///< of that executor
+  bool knows_progress = true;          ///< of that executor
   StartTerms start_terms;              ///< the most that a participant has said
   bool is_moved = false;               ///< all messages sent and received
   AgreementRounds rounds;

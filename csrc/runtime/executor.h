@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/agreement/start_terms.h"
+#include "runtime/failure.h"
 #include "runtime/peer_progress.h"
 #include "runtime/program/prepared_plan.h"
 
@@ -15,9 +16,10 @@ namespace xmesh::runtime {
 
 /// Which executors move a call's bytes. Plain value.
 struct Route {
-  int16_t device_kind = 0;   ///< c10::DeviceType's number; 0: host memory
-  int16_t device_index = 0;  ///< of this rank's device; may differ from rank to rank
-  uint32_t line = 0;         ///< on a device: which in-order line of calls; those of different lines do not wait for each other
+  int16_t device_kind = 0;    ///< c10::DeviceType's number; 0: host memory
+  int16_t device_index = 0;   ///< of this rank's device; may differ from rank to rank
+  uint32_t line = 0;          ///< on a device: which in-order line of calls; those of different lines do not wait for each other
+  bool through_host = false;  ///< host memory carries them, and mirrors there stand for the tensors on the device
   auto operator<=>(const Route&) const = default;
 };
 
@@ -31,6 +33,19 @@ class CallerStreams {
   virtual void markEnd(void* stream) = 0;
 };
 
+/// Copies in host memory of a call's tensors on a device, where the call moves through host memory. Threading: asked on the network's thread.
+class Mirrors {
+ public:
+  /// Given nullptr, or what the device failed with. Any thread.
+  using Told = std::function<void(const std::string* error)>;
+  virtual ~Mirrors() = default;
+  /// Copies the sources to their mirrors, behind what the caller had enqueued when it called; tells once they are there.
+  virtual void fetch(Told told) = 0;
+  /// Copies the mirrors of the destinations to the device. Runs `enqueued` once the caller's streams may wait for that; tells once the device is
+  /// done.
+  virtual void store(std::function<void()> enqueued, Told told) = 0;
+};
+
 /// Tensors that move as a plan says.
 struct Movement {
   std::shared_ptr<const PreparedPlan> prepared;
@@ -39,6 +54,7 @@ struct Movement {
   std::shared_ptr<void> keep_alive;  ///< owns their memory; dropped on the network's thread
   Route route;
   std::shared_ptr<CallerStreams> caller;  ///< of a call on a device; null where no stream waits for it
+  std::shared_ptr<Mirrors> mirrors;       ///< whose memory is in src and dst; null where there are none
 };
 
 /// What a call has an executor do.
@@ -67,8 +83,8 @@ class Executor {
   virtual void start(const StartTerms& agreed) = 0;
   /// What will be agreed is a turn after this one: somebody has promised to propose no less.
   virtual void comesAfter(uint64_t turn) { static_cast<void>(turn); }
-  /// Gives up; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.
-  virtual void cancel() = 0;
+  /// Gives up, because of this; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.
+  virtual void cancel(const Failure& why) = 0;
   /// Gives up after the network has been destroyed.
   virtual void abandon() = 0;
   /// One entry per peer of the program.
@@ -82,6 +98,8 @@ class Executors {
   virtual ~Executors() = default;
   /// Whether an executor may start only once the ranks have agreed on its call, since its bytes could meet those of another plan.
   virtual bool needsAgreement() const = 0;
+  /// Whether Executor::progress() is up to date; else messages may be done of which it does not know yet.
+  virtual bool knowsProgress() const { return true; }
   /// Throws InvalidArgument when the tensors' shapes are not what the plan says.
   virtual std::unique_ptr<Executor> make(Execution execution) = 0;
   /// Executors that are made from now on propose turns after this one.

@@ -42,6 +42,11 @@ MUTANTS = [
     Mutant("target_memory", "csrc/c10d/movement.cpp", "alive->push_back(tensor.storage());"),
     Mutant("source_memory", "csrc/c10d/stream/device_line.cpp", "return mark.event.query();", "return true;"),
     Mutant("target_memory", "csrc/c10d/stream/device_line.cpp", "return mark.event.query();", "return true;"),
+    Mutant("mirrored_source", "csrc/c10d/stream/call_on_device.cpp", "ready_.block(currentStream(device_));"),
+    Mutant("mirrored_source", "csrc/c10d/stream/device_line.cpp", "return mark.event.query();", "return true;"),
+    Mutant("mirrored_target", "csrc/c10d/stream/call_on_device.cpp", "ready_.block(currentStream(device_));"),
+    Mutant("mirrored_consumer", "csrc/c10d/stream/call_on_device.cpp", "end_.block(currentStream(device_));"),
+    Mutant("mirrored_consumer", "csrc/c10d/stream/host_mirrors.cpp", "self->call_->markEnd(nullptr);"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import device_cases
+import mixed_cases
 import pytest
 import test_reshard_autograd
 from device_cases import each
@@ -27,6 +28,23 @@ def test_random_layouts(world_size: int, count: int) -> None:
 @pytest.mark.parametrize("world_size", [4, 2, 1])
 def test_cases_of_every_accelerator(world_size: int) -> None:
     on_device(each, world_size, [device_cases.collectives, *device_cases.CALLS])
+
+
+def late_mixed_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
+    import emu_device
+
+    emu_device.delays(0.3, 300, seed + rank)
+    mixed_cases.random_layouts(rank, world_size, seed, count)
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(4, 100), (2, 50)])
+def test_mixed_layouts(world_size: int, count: int) -> None:
+    on_device(late_mixed_layouts, world_size, 2, count)
+
+
+@pytest.mark.parametrize("world_size", [4, 1])
+def test_mixed(world_size: int) -> None:
+    on_device(each, world_size, mixed_cases.CASES)
 
 
 def test_calls() -> None:

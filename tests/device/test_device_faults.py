@@ -54,8 +54,7 @@ def test_peer_dies_or_stops(victim: int, number: int, is_held: bool) -> None:
         for rank in set(range(4)) - {victim}:
             outcome = world.wait(rank, 60)
             assert outcome.error is None, outcome.error
-            # A stopped rank is not always named: that a communicator was aborted may be told before why.
-            assert outcome.value.startswith((f"({victim},)", "()") if number == signal.SIGSTOP else f"({victim},)")
+            assert outcome.value.startswith(f"({victim},)"), outcome.value
             assert "float32" in outcome.value  # the tensor
         world.signal(victim, signal.SIGKILL)
         for outcome in world.join():

@@ -183,6 +183,74 @@ def target_memory(rank: int, turn: int) -> bool:
     return value_is(taken, -1)
 
 
+ON_HOST = {"source": xm.Mesh([0], device_type="cpu"), "target": xm.Mesh([1], device_type="cpu")}
+
+
+def mirrored_source(rank: int, turn: int) -> bool:
+    """What goes to the host waits for what the caller's stream held, and leaves once it is there."""
+    import emu_device
+
+    local = torch.zeros(SHAPE) if rank == 0 else None
+    torch.accelerator.synchronize()
+    gate = emu_device.hold() if rank == 0 else None
+    if local is not None:
+        local.fill_(turn + 1)
+    y, work = xm.reshard(source(rank, local, Replicate()), ON_HOST["target"], [Replicate()], async_op=True)
+    if gate is not None:
+        give_time(work.is_completed)
+        gate.release()
+    work.wait()
+    return rank == 0 or value_is(y.to_local(), turn + 1)
+
+
+def _from_host(rank: int, turn: int) -> Any:
+    if rank == 1:
+        return xm.Spec(SHAPE, torch.float32, ON_HOST["source"], [Replicate()])
+    local = torch.full(SHAPE, turn + 1.0, device="cpu")
+    return DTensor.from_local(local, xm.device_mesh(ON_HOST["source"], "cpu"), [Replicate()], run_check=False)
+
+
+def mirrored_target(rank: int, turn: int) -> bool:
+    """What comes from the host waits for what the caller's stream held."""
+    import emu_device
+
+    x = _from_host(rank, turn)
+    if rank == 0:
+        xm.reshard(x, TARGET, [Replicate()])
+        return True
+    local = torch.zeros(SHAPE)
+    out = DTensor.from_local(local, xm.device_mesh(TARGET, "emu"), [Replicate()], run_check=False)
+    torch.accelerator.synchronize()
+    gate = emu_device.hold()
+    before = local + 0
+    _, work = xm.reshard(x, TARGET, [Replicate()], out=out, async_op=True)
+    give_time(work.is_completed)
+    gate.release()
+    work.wait()
+    return value_is(before, 0) and value_is(local, turn + 1)
+
+
+def mirrored_consumer(rank: int, turn: int) -> bool:
+    """The caller's stream waits for what comes from the host."""
+    import emu_device
+
+    x = _from_host(rank, turn)
+    if rank == 0:
+        xm.reshard(x, TARGET, [Replicate()])
+        return True
+    local = torch.zeros(SHAPE)
+    out = DTensor.from_local(local, xm.device_mesh(TARGET, "emu"), [Replicate()], run_check=False)
+    torch.accelerator.synchronize()
+    with emu_device.own_stream():  # the call's, which is late
+        gate = emu_device.hold()
+        _, work = xm.reshard(x, TARGET, [Replicate()], out=out, async_op=True)
+    work.wait()
+    seen = local + 0
+    give_time(torch.accelerator.current_stream().query)
+    gate.release()
+    return value_is(seen, turn + 1)
+
+
 def _wait_enqueued(work: Any) -> None:
     """On a stream that nobody uses: what waits for the call there is of no account."""
     import emu_device
@@ -191,7 +259,17 @@ def _wait_enqueued(work: Any) -> None:
         work.wait()
 
 
-CASES = [producer, consumer, unpacking, gradient, source_memory, target_memory]
+CASES = [
+    producer,
+    consumer,
+    unpacking,
+    gradient,
+    source_memory,
+    target_memory,
+    mirrored_source,
+    mirrored_target,
+    mirrored_consumer,
+]
 
 
 def count_wrong(rank: int, world_size: int, case: Callable[[int, int], bool]) -> int:

@@ -68,9 +68,9 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
         lambda: xm.reshard(spec(), LAYOUT.dst_mesh, LAYOUT.dst, strategy="fastest"),
     ),
     (
-        "copy the tensor there first",
+        "only cpu tensors",
         lambda: xm.reshard(
-            spec(mesh=xm.Mesh([0, 1], device_type="cpu")), xm.Mesh([2, 3], device_type="xpu"), LAYOUT.dst
+            spec(mesh=xm.Mesh([0, 1], device_type="cpu")), xm.Mesh([2, 3], device_type="meta"), LAYOUT.dst
         ),
     ),
     (

@@ -32,11 +32,25 @@ std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route&
   return out;
 }
 
+std::shared_ptr<DeviceLine> DeviceLines::mirrorLine(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<DeviceLine>& line = mirror_lines_[device.type()];
+  if (line == nullptr) {
+    line = std::make_shared<DeviceLine>(device);
+  }
+  return line;
+}
+
 void DeviceLines::close() noexcept {
   std::map<runtime::Route, Line> lines;
+  std::map<c10::DeviceType, std::shared_ptr<DeviceLine>> mirror_lines;
   {
     const std::lock_guard lock(mutex_);
     lines = lines_;
+    mirror_lines = mirror_lines_;
+  }
+  for (auto& [type, line] : mirror_lines) {
+    line->close();
   }
   for (auto& [route, line] : lines) {
     line.communicators->abortAll({"the process group was closed", -1});

@@ -24,6 +24,8 @@ class DeviceLines {
 
   /// The executors of a route: of its line, which is made. Once per route.
   std::unique_ptr<runtime::Executors> executors(const runtime::Route& route, runtime::StreamExecutors::Post network, int64_t staging_bytes);
+  /// The line on which calls that move through host memory copy to it and from it; made at the first.
+  std::shared_ptr<DeviceLine> mirrorLine(c10::Device device);
   /// Aborts what is in flight and ends the lines' threads; after the executors have been abandoned.
   void close() noexcept;
 
@@ -36,6 +38,7 @@ class DeviceLines {
   const MakeInner make_inner_;
   std::mutex mutex_;
   std::map<runtime::Route, Line> lines_;
+  std::map<c10::DeviceType, std::shared_ptr<DeviceLine>> mirror_lines_;  ///< a group keeps to one device of a type
 };
 
 }  // namespace xmesh::c10d_backend

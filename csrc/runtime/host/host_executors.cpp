@@ -23,7 +23,7 @@ class PacedExecutor final : public Executor {
   ~PacedExecutor() override { pacer_.callEnded(); }
 
   void start(const StartTerms& /*agreed*/) override { executor_.start(); }
-  void cancel() override { executor_.cancel(); }
+  void cancel(const Failure& /*why*/) override { executor_.cancel(); }
   void abandon() override { executor_.transportGone(); }
   std::vector<PeerProgress> progress() const override { return executor_.progress(); }
 

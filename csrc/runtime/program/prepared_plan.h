@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -17,6 +18,13 @@ struct DeviceKinds {
   int16_t src = 0;
   int16_t dst = 0;
 };
+
+/// Whether host memory carries tensors on these: all but those that are on one kind of device, all of them, at both ends.
+inline bool moveThroughHost(const std::vector<DeviceKinds>& devices) {
+  return devices.empty() || devices.front().src == 0 || std::any_of(devices.begin(), devices.end(), [&](const DeviceKinds& kinds) {
+           return kinds.src != devices.front().src || kinds.dst != devices.front().src;
+         });
+}
 
 /// A plan made ready for one rank: computed once per set of arguments and shared by all calls with them. Immutable.
 struct PreparedPlan {

@@ -218,13 +218,20 @@ void StreamExecutors::Shared::end(const std::shared_ptr<Call>& call, std::option
 
 namespace {
 
+/// What the other calls on a communicator fail with when one is given up.
+transport::StreamFailure failureOfOthers(const Failure& why, const Participants& participants) {
+  const std::vector<int64_t>& ranks = participants.ranks;
+  const auto found = why.blamed_ranks.empty() ? ranks.end() : std::find(ranks.begin(), ranks.end(), why.blamed_ranks.front());
+  return {"another call on its communicator has failed: " + why.text, found == ranks.end() ? -1 : static_cast<int32_t>(found - ranks.begin())};
+}
+
 class StreamRun final : public Executor {
  public:
   StreamRun(std::shared_ptr<StreamExecutors::Shared> shared, std::shared_ptr<StreamExecutors::Call> call)
       : shared_(std::move(shared)), call_(std::move(call)) {}
   StreamRun(const StreamRun&) = delete;
   StreamRun& operator=(const StreamRun&) = delete;
-  ~StreamRun() override { cancel(); }
+  ~StreamRun() override { cancel({FailureKind::kGroup, "the call was given up", {}}); }
 
   StartTerms proposal() const override { return call_->terms; }
   void start(const StartTerms& agreed) override {
@@ -237,14 +244,14 @@ class StreamRun final : public Executor {
       shared_->launchWaiting(shared_);
     }
   }
-  void cancel() override {
+  void cancel(const Failure& why) override {
     if (call_->is_done || call_->is_canceled) {
       return;
     }
     call_->is_canceled = true;
     if (call_->is_launched) {
-      forEachCommunicator(*call_->execution.movement.prepared, [this](size_t i, const Participants& ranks) {
-        shared_->communicators->abort(ranks, call_->terms.generations.at(i), {"a call on it has failed", -1});
+      forEachCommunicator(*call_->execution.movement.prepared, [this, &why](size_t i, const Participants& ranks) {
+        shared_->communicators->abort(ranks, call_->terms.generations.at(i), failureOfOthers(why, ranks));
       });
       return;
     }

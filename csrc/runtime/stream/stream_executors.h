@@ -60,6 +60,7 @@ class StreamExecutors final : public Executors {
   ~StreamExecutors() override;
 
   bool needsAgreement() const override { return true; }
+  bool knowsProgress() const override { return false; }
   void promise(uint64_t turn) override;
   void disconnect() override;
   std::unique_ptr<Executor> make(Execution execution) override;

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raises ValueError for what is neither a module nor a list of them, and for one that averages gradients itself."""
+    """Raises ValueError for what is neither a module nor a list of them, averages gradients itself, or is not on cpu."""
     if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
         for stage, one in enumerate(model):
             if one is not None:
@@ -76,6 +77,18 @@ def check_model(model: Any, what: str) -> None:
             f"{what} is wrapped in {type(model).__name__}: pass the plain module; data_axis= says over which mesh axis "
             "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
         )
+    else:
+        _check_device(model, what)
+
+
+def _check_device(model: nn.Module, what: str) -> None:
+    """Messages between stages are cpu tensors."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{what} is on {tensor.device} ({name}): so far an engine's stages are on cpu, reshards alone move "
+                "tensors on other devices"
+            )
 
 
 def _fsdp1() -> tuple[type, ...]:

@@ -1,0 +1,44 @@
+#include "c10d/call_details.h"
+
+#include <cstdint>
+#include <string>
+
+namespace xmesh::c10d_backend {
+
+runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails& details, int64_t staging_bytes) {
+  runtime::CallFields fields = details.entries;
+  fields.emplace_back("number of tensors", std::to_string(plan.tensors.size()));
+  for (size_t i = 0; i < plan.tensors.size(); ++i) {
+    const bool is_alone = plan.tensors.size() == 1 && details.labels.empty();
+    const std::string tensor = is_alone ? "" : " of tensor " + (details.labels.empty() ? std::to_string(i) : details.labels.at(i));
+    const auto& [src, dst] = plan.tensors[i];
+    fields.emplace_back("shape" + tensor, core::shapeStr(src.shape));
+    fields.emplace_back("dtype" + tensor, src.dtype.name);
+    fields.emplace_back("source mesh" + tensor, src.mesh.str());
+    fields.emplace_back("source placements" + tensor, core::placementsStr(src.placements));
+    fields.emplace_back("source device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).first);
+    fields.emplace_back("destination mesh" + tensor, dst.mesh.str());
+    fields.emplace_back("destination placements" + tensor, core::placementsStr(dst.placements));
+    fields.emplace_back("destination device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).second);
+    fields.emplace_back("requires_grad" + tensor, i < details.requires_grad.size() && details.requires_grad[i] == '1' ? "True" : "False");
+  }
+  std::string hosts;
+  for (const auto& [rank, host] : plan.topology.hostOfRanks()) {
+    hosts += std::to_string(rank) + "@" + std::to_string(host) + " ";
+  }
+  fields.emplace_back("topology (rank@host)", hosts);
+  fields.emplace_back("strategy", plan.strategy);
+  fields.emplace_back("staging_bytes", std::to_string(staging_bytes));
+  return fields;
+}
+
+std::string summaryOf(const core::ReshardingPlan& plan, const CallDetails& details) {
+  const auto& [src, dst] = plan.tensors.front();
+  std::string out = (details.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
+                    core::placementsStr(src.placements) + " -> " + core::placementsStr(dst.placements);
+  return plan.tensors.size() > 1
+             ? "tensor " + (details.labels.empty() ? "0" : details.labels.front()) + " of " + std::to_string(plan.tensors.size()) + ": " + out
+             : out;
+}
+
+}  // namespace xmesh::c10d_backend

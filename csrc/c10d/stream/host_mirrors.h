@@ -1,0 +1,41 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "c10d/stream/call_on_device.h"
+#include "c10d/stream/device_line.h"
+#include "runtime/executor.h"
+
+namespace xmesh::c10d_backend {
+
+/// The mirrors of one call: host memory for each of its tensors that is on the device, copied on a line's stream. It keeps both until the stream
+/// has passed their copies. Threading: made and filled by the caller's thread.
+class HostMirrors final : public runtime::Mirrors, public std::enable_shared_from_this<HostMirrors> {
+ public:
+  HostMirrors(std::shared_ptr<DeviceLine> line, std::shared_ptr<CallOnDevice> call) : line_(std::move(line)), call_(std::move(call)) {}
+
+  /// Puts mirrors into the movement of these tensors, in the places of those on the device.
+  void standIn(runtime::Movement& movement, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst);
+  /// Whether anything is copied to the device.
+  bool hasDestinations() const { return !destinations_.empty(); }
+  void fetch(Told told) override;
+  void store(std::function<void()> enqueued, Told told) override;
+
+ private:
+  struct Pair {
+    at::Tensor host;
+    at::Tensor device;
+  };
+  runtime::LocalTensor mirror(std::vector<Pair>& pairs, const at::Tensor& tensor) const;
+
+  const std::shared_ptr<DeviceLine> line_;
+  const std::shared_ptr<CallOnDevice> call_;
+  std::vector<Pair> sources_;
+  std::vector<Pair> destinations_;
+};
+
+}  // namespace xmesh::c10d_backend

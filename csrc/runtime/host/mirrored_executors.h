@@ -1,0 +1,35 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "runtime/executor.h"
+
+namespace xmesh::runtime {
+
+/// Executors of calls that move through host memory though this rank has tensors of them on a device: the executors for host memory move their
+/// mirrors. Nothing is copied before the ranks have agreed, so that a caller who has waited for the copies knows that the call is the same on all.
+/// Threading: as Executors'.
+class MirroredExecutors final : public Executors {
+ public:
+  /// Runs a task on the network's thread. Any thread.
+  using Post = std::function<void(std::function<void()> task)>;
+
+  /// `host` outlives these and what they make.
+  MirroredExecutors(Executors& host, Post network);
+  ~MirroredExecutors() override;
+
+  bool needsAgreement() const override { return true; }
+  std::unique_ptr<Executor> make(Execution execution) override;
+  void disconnect() override;
+  void abandon() override {}  // `host` is told
+  int64_t peakStagingBytes() const override { return 0; }
+
+  struct Shared;
+
+ private:
+  Executors& host_;
+  const std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace xmesh::runtime
