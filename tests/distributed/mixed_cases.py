@@ -1,4 +1,4 @@
-"""What holds where some tensors of a call are on cpu and others on an accelerator, whose kind is torch's default device.
+"""What holds where some tensors of a call are on cpu and others on an accelerator, torch's default device.
 
 A case takes (rank, world_size) and any number of ranks, one included.
 """

@@ -65,7 +65,7 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raises ValueError for what is neither a module nor a list of them, averages gradients itself, or is not on cpu."""
+    """Raises ValueError for what is no module nor a list of them, averages gradients itself, or is not on cpu."""
     if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
         for stage, one in enumerate(model):
             if one is not None:
