@@ -1,9 +1,11 @@
 """Moves real sharded tensors between real processes on different meshes, and checks every byte.
 
-Run it with 8 processes: ``torchrun --nproc-per-node 8 examples/quickstart.py``.
+Run it with 8 processes: ``torchrun --nproc-per-node 8 examples/quickstart.py``, with ``--device cuda`` on GPUs, which
+processes share where they are more.
 """
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -94,30 +96,33 @@ def local_part(layout: Layout, mesh: xm.Mesh, placements: Placements, whole: tor
     return part.contiguous()
 
 
-def source_of(layout: Layout, whole: torch.Tensor) -> DTensor | xm.Spec:
+def source_of(layout: Layout, whole: torch.Tensor, device: str) -> DTensor | xm.Spec:
     """The source DTensor; a rank outside the source mesh has only the spec."""
     if dist.get_rank() not in layout.src_mesh.ranks:
-        return xm.Spec(layout.shape, layout.dtype, layout.src_mesh, layout.src)
-    mesh = xm.device_mesh(layout.src_mesh)
-    local = local_part(layout, layout.src_mesh, layout.src, whole)
+        return xm.Spec(layout.shape, layout.dtype, xm.Mesh(layout.src_mesh, device_type=device), layout.src)
+    mesh = xm.device_mesh(layout.src_mesh, device)
+    local = local_part(layout, layout.src_mesh, layout.src, whole).to(device)
     return DTensor.from_local(local, mesh, layout.src, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def show(layout: Layout, runs: int) -> int:
+def show(layout: Layout, runs: int, device: str) -> int:
     """Reshards a few times, prints the plan and a line, and returns the number of wrong elements over all ranks."""
     whole = global_tensor(layout)
-    source = source_of(layout, whole)
+    source = source_of(layout, whole, device)
+    target = xm.Mesh(layout.dst_mesh, device_type=device)
     has_partial = any(isinstance(placement, Partial) for placement in layout.src)
     expected = whole * len(layout.src_mesh.ranks) if has_partial else whole
     seconds, wrong = [], 0
     for _ in range(runs):
         dist.barrier()
         start = time.perf_counter()
-        result = xm.reshard(source, layout.dst_mesh, layout.dst, topology=HOSTS)
+        result = xm.reshard(source, target, layout.dst, topology=HOSTS)
+        if device != "cpu":
+            torch.accelerator.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         if dist.get_rank() in layout.dst_mesh.ranks:
-            mine = result.to_local()
+            mine = result.to_local().cpu()
             want = local_part(layout, layout.dst_mesh, layout.dst, expected)
             wrong += int((mine != want).sum()) if mine.shape == want.shape else want.numel()
     total = torch.tensor([wrong])
@@ -135,15 +140,28 @@ def show(layout: Layout, runs: int) -> int:
     return int(total)
 
 
+def use_gpu() -> None:
+    """This process's own GPU, or one that it shares: NCCL then has to take each process for a host of its own."""
+    rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if num_gpus == 0:
+        raise SystemExit("--device cuda needs a GPU, here is none")
+    if num_gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ.setdefault("NCCL_HOSTID", os.environ["RANK"])
+    torch.cuda.set_device(rank % num_gpus)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="times to reshard each layout (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     options = parser.parse_args()
-    dist.init_process_group("xmesh")
+    if options.device == "cuda":
+        use_gpu()
+    dist.init_process_group("cpu:xmesh,cuda:xmesh" if options.device == "cuda" else "xmesh")
     try:
         if dist.get_world_size() != 8:
             raise SystemExit(f"expected 8 processes (torchrun --nproc-per-node 8), got {dist.get_world_size()}")
-        wrong = sum(show(layout, options.runs) for layout in LAYOUTS)
+        wrong = sum(show(layout, options.runs, options.device) for layout in LAYOUTS)
         if dist.get_rank() == 0:
             print(f"\nall layouts: #wrong {wrong}")
         return 1 if wrong else 0

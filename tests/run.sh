@@ -71,7 +71,11 @@ if torch.cuda.device_count() == 0:
     sys.exit("error: --gpu needs a GPU: torch.cuda.device_count() is 0 here (no device, no driver, or CUDA_VISIBLE_DEVICES hides them)")
 print("\n".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
 print(__import__("torch_xmesh").about())' || return 1
-  timeout -k 10 2400 "$PYTHON" -m pytest -q -rs ${pytest_args[@]+"${pytest_args[@]}"} tests/distributed/test_on_gpus.py tests/test_cuda.py
+  timeout -k 10 2400 "$PYTHON" -m pytest -q -rs ${pytest_args[@]+"${pytest_args[@]}"} tests/distributed/test_on_gpus.py tests/test_cuda.py || return 1
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 8 examples/quickstart.py --device cuda || return 1
+  local results=${OUT:-build}/gpu-results
+  mkdir -p "$results"
+  "$PYTHON" benchmarks/device_perf.py --device cuda --ranks 4 --json "$results/device.json" | tee "$results/device.txt"
 }
 
 failed=()

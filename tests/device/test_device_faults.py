@@ -61,6 +61,53 @@ def test_peer_dies_or_stops(victim: int, number: int, is_held: bool) -> None:
             assert outcome.rank == victim or outcome.exitcode == 0, outcome
 
 
+def until_it_fails_through_the_host(rank: int, world_size: int, src: str, is_held: bool) -> str:
+    """From cpu to the device or back; in one of two cases a copy to the host waits for a stream that does not move."""
+    start(TIMEOUT)
+    import emu_device
+
+    dst = "cpu" if src == "emu" else "emu"
+    target = xm.Mesh(FOUR.dst_mesh, device_type=dst)
+    with torch.device(src):
+        source = source_of(FOUR)
+    xm.reshard(source, target, FOUR.dst).to_local().cpu()
+    mark("running")
+    gate = emu_device.hold(max_ms=20_000) if is_held and rank == 1 else None
+    with pytest.raises(xm.PeerError) as caught:  # noqa: PT012
+        while True:
+            xm.reshard(source, target, FOUR.dst)
+            torch.accelerator.synchronize()
+    if gate is not None:
+        gate.release()
+    leave()
+    return f"{caught.value.ranks}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("src", "victim", "number", "is_held"),
+    [
+        ("cpu", 0, signal.SIGKILL, False),
+        ("cpu", 3, signal.SIGKILL, False),
+        ("emu", 0, signal.SIGKILL, True),
+        ("emu", 2, signal.SIGKILL, False),
+        ("emu", 2, signal.SIGSTOP, True),
+    ],
+)
+def test_peer_dies_or_stops_through_the_host(src: str, victim: int, number: int, is_held: bool) -> None:
+    with World(until_it_fails_through_the_host, 4, src, is_held, backend=None) as world:
+        for rank in range(4):
+            world.wait_mark(rank, "running")
+        world.signal(victim, number)
+        for rank in set(range(4)) - {victim}:
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert str(victim) in outcome.value.split(":")[0], outcome.value
+            assert "float32" in outcome.value  # the tensor
+        world.signal(victim, signal.SIGKILL)
+        for outcome in world.join():
+            assert outcome.rank == victim or outcome.exitcode == 0, outcome
+
+
 def dies_in_the_making(rank: int, world_size: int) -> str | None:
     """Rank 1 has agreed to the first call, and ends before it makes its communicator."""
     start(TIMEOUT)

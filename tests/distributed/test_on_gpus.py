@@ -1,16 +1,18 @@
-"""Collectives and reshards of cuda tensors on real GPUs, a rank on each: the bytes that cpu gives.
+"""Collectives and reshards of cuda tensors on real GPUs: the bytes that cpu gives. Ranks that are more than the GPUs
+share them.
 
-Where there is no GPU, all are skipped; with fewer than a test needs, that one. `bash tests/run.sh --gpu` runs these
-alone, and fails without a GPU.
+Where there is no GPU, all are skipped. `bash tests/run.sh --gpu` runs these alone, and fails without a GPU.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from typing import Any
 
 import device_cases
+import mixed_cases
 import pytest
 import test_reshard_autograd
 import torch
@@ -30,17 +32,15 @@ pytestmark = [
 ]
 
 
-def needs(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(count > NUM_GPUS, reason=f"runs on machines with {count} GPUs, here are {NUM_GPUS}")
-
-
 def on_gpus(body: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
     """``body(rank, world_size, *args)`` on each rank; in interpreters of their own: CUDA does not outlive a fork."""
     return spawn(_run, world_size, body, *args, backend=None, timeout=600, env=env, fresh=True)
 
 
 def _run(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
-    torch.cuda.set_device(rank)
+    if world_size > NUM_GPUS:
+        os.environ["NCCL_HOSTID"] = str(rank)  # NCCL refuses two ranks of one host on one GPU
+    torch.cuda.set_device(rank % NUM_GPUS)
     options = xm.Options()
     options.inner = {"cuda": "nccl"}
     dist.init_process_group("cpu:xmesh,cuda:xmesh", pg_options=options, timeout=datetime.timedelta(seconds=120))
@@ -51,34 +51,38 @@ def _run(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> An
     return value
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_collectives(world_size: int) -> None:
     on_gpus(device_cases.collectives, world_size)
 
 
-@needs(3)
 def test_collectives_on_all() -> None:
-    on_gpus(device_cases.collectives, NUM_GPUS)
+    on_gpus(device_cases.collectives, max(NUM_GPUS, 3))
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_mixed(world_size: int) -> None:
+    on_gpus(each, world_size, mixed_cases.CASES)
+
+
+def test_mixed_layouts() -> None:
+    on_gpus(mixed_cases.random_layouts, 4, 2, 50)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_reshards(world_size: int) -> None:
     on_gpus(each, world_size, device_cases.CALLS)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "count"), [(1, 50), pytest.param(2, 100, marks=needs(2)), pytest.param(4, 60, marks=needs(4))]
-)
+@pytest.mark.parametrize(("world_size", "count"), [(1, 50), (2, 100), (4, 60)])
 def test_random_layouts(world_size: int, count: int) -> None:
     on_gpus(device_cases.random_layouts, world_size, 1, count)
 
 
-@needs(4)
 def test_calls_of_the_tests_on_cpu() -> None:
     on_gpus(each, 4, device_cases.CALLS_OF_CPU)
 
 
-@needs(6)
 def test_gradients_of_the_tests_on_cpu() -> None:
     on_gpus(test_reshard_autograd.everything, 6)
 
@@ -95,7 +99,7 @@ def blocks_when_told(rank: int, world_size: int) -> None:
         assert work.is_completed()
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_blocking_wait(world_size: int) -> None:
     on_gpus(blocks_when_told, world_size, env={"TORCH_NCCL_BLOCKING_WAIT": "1"})
 
@@ -116,7 +120,7 @@ def refusals(rank: int, world_size: int) -> None:
     assert torch.equal(y.to_local(), whole)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=needs(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_refusals(world_size: int) -> None:
     on_gpus(refusals, world_size)
 
