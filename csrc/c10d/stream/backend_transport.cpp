@@ -78,17 +78,24 @@ void BackendTransport::groupEnd() {
   }
 }
 
+/// A message outside groups; those of a group are ordered at its end.
+void BackendTransport::orderAlone(const c10::intrusive_ptr<::c10d::Work>& work) const {
+  if (!is_group_open_) {
+    order(work);
+  }
+}
+
 void BackendTransport::enqueueSend(int32_t peer, const void* data, int64_t num_bytes) {
   if (!isAborted()) {
     std::vector<at::Tensor> tensors{bytesAt(const_cast<void*>(data), num_bytes)};
-    backend_->send(tensors, peer, 0);
+    orderAlone(backend_->send(tensors, peer, 0));
   }
 }
 
 void BackendTransport::enqueueRecv(int32_t peer, void* data, int64_t num_bytes) {
   if (!isAborted()) {
     std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
-    backend_->recv(tensors, peer, 0);
+    orderAlone(backend_->recv(tensors, peer, 0));
   }
 }
 

@@ -37,6 +37,7 @@ class BackendTransport final : public transport::StreamTransport {
     std::optional<transport::StreamFailure> failure;
   };
   std::optional<transport::StreamFailure> failure() const;
+  void orderAlone(const c10::intrusive_ptr<::c10d::Work>& work) const;
   at::Tensor bytesAt(void* data, int64_t num_bytes) const;
 
   const c10::intrusive_ptr<::c10d::Backend> backend_;

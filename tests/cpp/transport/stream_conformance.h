@@ -32,7 +32,8 @@ struct StreamKind {
   std::function<std::unique_ptr<StreamCluster>(int32_t num_ranks)> make;
 };
 
-/// What every StreamTransport promises, checked over each kind of it. A new kind joins in stream_conformance_test.cpp.
+/// What every StreamTransport promises (stream_conformance.cpp), checked over each kind of it: the fake in stream_conformance_test.cpp, backends on
+/// the emulated accelerator in ../on_emu.
 class StreamConformance : public testing::TestWithParam<StreamKind> {
  protected:
   void start(int32_t num_ranks) { cluster_ = GetParam().make(num_ranks); }
