@@ -443,3 +443,54 @@ def cuda_kernels() -> tuple[str | None, str | None]:
 def device_communicators() -> tuple[int, int]:
     """How many communicators of the library's own live in this process, and by how many bytes the devices' free memory
     fell while they were made (0 where a device does not say)."""
+
+def collective_cost_models() -> list[tuple[str, str]]:
+    """Names and summaries of all cost models of collectives."""
+
+class ConversionCosts:
+    """What it costs to bring a value from one state on a mesh to another."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        num_bytes: float,
+        axes: Sequence[tuple[int, float, float]],
+        model: str,
+        is_direct: bool = False,
+    ) -> None:
+        """Of a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis
+        a dim, -1 (replicated) or -2 (a partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises
+        ValueError for a mesh of more than 3 axes and an unknown model."""
+    def cost(self, from_state: Sequence[int], to_state: Sequence[int]) -> float: ...
+    def steps(
+        self, from_state: Sequence[int], to_state: Sequence[int]
+    ) -> list[tuple[int, list[int], str | None, float]]:
+        """(axis, state afterwards, collective or None, bytes) of the cheapest way, in order."""
+
+class CostTable:
+    """What each pair of choices of two nodes costs."""
+
+    def __init__(self, num_rows: int, num_columns: int, costs: Sequence[float]) -> None:
+        """Raises ValueError for another number of costs."""
+    def at(self, row: int, column: int) -> float: ...
+
+def conversion_table(
+    costs: ConversionCosts,
+    made: Sequence[tuple[Sequence[int], Sequence[int]]],
+    taken: Sequence[tuple[Sequence[int], Sequence[int]]],
+    has_gradient: bool,
+) -> CostTable:
+    """Between the choices of who makes a value and of who takes it: pairs of the value's state and the gradient's."""
+
+class StrategyGraph:
+    """Sharding choices of operators, and what they cost alone and in pairs."""
+
+    def __init__(self) -> None: ...
+    def add_node(self, name: str, costs: Sequence[float]) -> int:
+        """Its number. Raises ValueError without a choice."""
+    def add_edge(self, from_node: int, to_node: int, table: CostTable) -> None:
+        """Raises ValueError where the table does not fit."""
+    def cost(self, choices: Sequence[int]) -> float:
+        """Of one choice per node."""
+    def least_cost(self) -> tuple[list[int], float]:
+        """The choices that cost least together, and their cost. Raises ValueError where there are none."""

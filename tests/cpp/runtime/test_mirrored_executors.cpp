@@ -168,8 +168,9 @@ TEST_F(MirroredExecutorsTest, DestinationOnADevice) {
   EXPECT_TRUE(target.call->waitEnqueued(milliseconds(1)));
   EXPECT_FALSE(target.call->isCompleted());
   target.memory->endStore();
+  second.memory->endStore();
   network_.runUntilIdle();
-  EXPECT_TRUE(target.call->isCompleted());
+  EXPECT_TRUE(target.call->isCompleted() && second.call->isCompleted());
   EXPECT_EQ(target.memory->dst, whole());
 }
 

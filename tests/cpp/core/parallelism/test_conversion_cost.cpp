@@ -137,7 +137,7 @@ TEST(ConversionCosts, AreTheCheapestWayOverAllChangesOfOneAxis) {
       for (size_t dim = 0; dim < mesh.num_dims; ++dim) {
         num_elements *= static_cast<double>(mesh.extent);
       }
-      const ConversionCosts found(mesh.num_dims, num_elements, linksOf(mesh.shape), model);
+      const ConversionCosts found(std::vector<int64_t>(mesh.num_dims, mesh.extent), num_elements, linksOf(mesh.shape), model);
       const std::vector<ValueState>& states = found.states();
       const size_t count = states.size();
       std::vector<double> wanted(count * count, std::numeric_limits<double>::infinity());
@@ -193,7 +193,7 @@ TEST(ConversionCosts, AreThoseOfAlpasTable2) {
   constexpr double kM = 4800;
   constexpr int64_t kN0 = 2;
   constexpr int64_t kN1 = 4;
-  const ConversionCosts costs(2, kM, {{kN0, 1e6, 1}, {kN1, 1e6, 0.125}}, alpaCosts());
+  const ConversionCosts costs({120, 40}, kM, {{kN0, 1e6, 1}, {kN1, 1e6, 0.125}}, alpaCosts());
   const auto only = [&](const ValueState& from, const ValueState& to) {
     std::vector<ConversionStep> out = costs.steps(from, to);
     std::erase_if(out, [](const ConversionStep& step) { return !step.collective.has_value(); });
@@ -213,7 +213,7 @@ TEST(ConversionCosts, AreThoseOfAlpasTable2) {
 
 /// Where one axis is slow, fewer bytes cross it: both take a part of the value along the other axis first.
 TEST(ConversionCosts, CrossASlowAxisWithFewerBytes) {
-  const ConversionCosts costs(2, 4800, {{2, 1, 1}, {4, 1, 0.125}}, alpaCosts());
+  const ConversionCosts costs({120, 40}, 4800, {{2, 1, 1}, {4, 1, 0.125}}, alpaCosts());
   const ValueState all{kReplicated, kReplicated};
   std::vector<std::string> way;
   for (const ConversionStep& step : costs.steps({0, kReplicated}, all)) {
@@ -225,13 +225,53 @@ TEST(ConversionCosts, CrossASlowAxisWithFewerBytes) {
   EXPECT_LT(costs.cost({0, kReplicated}, all), 1 + 0.5 * 4800);
 }
 
+/// An all-reduce over both axes, and what shards one dim over both, in the only order there is.
+TEST(ConversionCosts, GoDirectlyWhereTheyAreTold) {
+  const std::vector<AxisLinks> axes{{2, 1, 1}, {4, 1, 0.125}};
+  const CollectiveCostModel model = alpaCosts();
+  const ConversionCosts any({120, 40}, 4800, axes, model);
+  const ConversionCosts direct({120, 40}, 4800, axes, model, ConversionWays::kDirect);
+  const ValueState all{kReplicated, kReplicated};
+  const ValueState sums{kPartialSum, kPartialSum};
+  const double both = model.cost(Collective::kAllReduce, 4800, axes[0]) + model.cost(Collective::kAllReduce, 4800, axes[1]);
+  EXPECT_DOUBLE_EQ(direct.cost(sums, all), both);
+  EXPECT_LT(any.cost(sums, all), both);
+  for (const ValueState& from : any.states()) {
+    for (const ValueState& to : any.states()) {
+      EXPECT_GE(direct.cost(from, to) + 1e-9, any.cost(from, to)) << valueStateStr(from) << " -> " << valueStateStr(to);
+      double sum = 0;
+      ValueState state = from;
+      for (const ConversionStep& step : direct.steps(from, to)) {
+        sum += step.collective.has_value() ? model.cost(*step.collective, step.num_bytes, axes[step.axis]) : 0;
+        state = step.to;
+      }
+      EXPECT_EQ(state, to);
+      EXPECT_NEAR(sum, direct.cost(from, to), 1e-9);
+    }
+  }
+}
+
+/// A dim of 3 is not halved on the way, and one of 2 not quartered.
+TEST(ConversionCosts, ShardOnlyWhatDivides) {
+  const CollectiveCostModel model = alpaCosts();
+  const std::vector<AxisLinks> axes{{2, 1, 1}, {2, 1, 0.125}};
+  const ConversionCosts costs({3, 2}, 4800, axes, model);
+  EXPECT_EQ(costs.cost({kReplicated, kReplicated}, {0, kReplicated}), kForbidden);
+  EXPECT_EQ(costs.cost({kReplicated, kReplicated}, {1, 1}), kForbidden);
+  EXPECT_EQ(costs.cost({kReplicated, kReplicated}, {kReplicated, 1}), 0);
+  const ConversionCosts odd({3, 1}, 4800, axes, model);
+  EXPECT_DOUBLE_EQ(odd.cost({kPartialSum, kReplicated}, {kReplicated, kReplicated}), model.cost(Collective::kAllReduce, 4800, axes[0]));
+}
+
 TEST(ConversionCosts, RefusesWhatIsNoState) {
-  const ConversionCosts costs(2, 8, linksOf({2, 2}), ringCosts());
+  const ConversionCosts costs({4, 4}, 8, linksOf({2, 2}), ringCosts());
   EXPECT_THROW(costs.cost({0}, {0, 1}), InvalidArgument);
   EXPECT_THROW(costs.cost({0, 2}, {0, 1}), InvalidArgument);
   EXPECT_THROW(costs.cost({0, -3}, {0, 1}), InvalidArgument);
-  EXPECT_THROW(ConversionCosts(2, 8, {}, ringCosts()), InvalidArgument);
-  EXPECT_THROW(ConversionCosts(2, 8, linksOf({2, 2, 2, 2}), ringCosts()), InvalidArgument);
+  EXPECT_THROW(ConversionCosts({4, 4}, 8, {}, ringCosts()), InvalidArgument);
+  EXPECT_THROW(ConversionCosts({4, 4}, 8, linksOf({2, 2, 2, 2}), ringCosts()), InvalidArgument);
+  EXPECT_THROW(ConversionCosts({4, 4}, 8, {{0, 1, 1}}, ringCosts()), InvalidArgument);
+  EXPECT_THROW(ConversionCosts({4, 4}, 8, {{2, -1, 1}}, ringCosts()), InvalidArgument);
   EXPECT_THROW(collectiveCostModel("tree"), InvalidArgument);
   EXPECT_EQ(collectiveCostModel("gloo").name, "gloo");
 }

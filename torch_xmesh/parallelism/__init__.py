@@ -1,0 +1,1 @@
+"""Automatic plans: how a model's operators are sharded over a mesh, found by search."""

@@ -1,0 +1,85 @@
+"""Where rows are registered, and what they are given."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch_xmesh.parallelism.loops import Labels, Loops
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor among a call's arguments.
+
+    Attributes:
+        index: the how many-th of the call's tensors it is.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of an operator: arguments with a Tensor in the place of each tensor.
+
+    Attributes:
+        num_tensors: that it reads.
+        shape: of what it makes.
+    """
+
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    num_tensors: int
+    shape: tuple[int, ...]
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def tensor(self, position: int, name: str) -> Tensor:
+        """ValueError where that argument is no tensor: the row does not fit the call."""
+        found = self.get(position, name)
+        if not isinstance(found, Tensor):
+            raise ValueError(f"{self.name}: argument {name} is no tensor")
+        return found
+
+    def loops(self, inputs: Mapping[int, Labels], output: Labels, extents: Mapping[str, int], **flags: bool) -> Loops:
+        """Of the inputs by index; of those that are not named nothing is read but their shape or type."""
+        return Loops(tuple(inputs.get(i) for i in range(self.num_tensors)), output, extents, **flags)
+
+
+Row = Callable[[Call], Loops]
+rows: dict[str, Row] = {}
+"""By an operator's name: ``torch.nn.functional.linear`` and ``torch.linear`` are both "linear", as is a method."""
+
+
+def row(*names: str) -> Callable[[Row], Row]:
+    """Registers the loops of operators. A row raises ValueError for a call that it does not know."""
+
+    def register(function: Row) -> Row:
+        for name in names:
+            rows[name] = function
+        return function
+
+    return register
+
+
+def labels_like(shape: Sequence[int], prefix: str = "d") -> Labels:
+    """A label for each dim, numbered from the last: what broadcasting aligns has the same ones."""
+    return tuple(f"{prefix}{len(shape) - 1 - i}" for i in range(len(shape)))
+
+
+def extents_of(labels: Labels, shape: Sequence[int]) -> dict[str, int]:
+    return {label: extent for label, extent in zip(labels, shape, strict=True) if label is not None and extent > 1}
+
+
+def broadcast(tensor: Tensor, output: Labels, shape: Sequence[int]) -> Labels:
+    """An operand's labels where its dims are aligned with the output's from the right; None where it is repeated."""
+    offset = len(shape) - len(tensor.shape)
+    if offset < 0:
+        raise ValueError("an operand of more dims than the output")
+    return tuple(
+        output[offset + dim] if extent == shape[offset + dim] else None for dim, extent in enumerate(tensor.shape)
+    )
