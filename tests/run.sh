@@ -60,7 +60,7 @@ run_cpp() {
   [ "$fuzz_seconds" = 0 ] || FUZZ_SEED=1 bash tests/fuzz.sh "$fuzz_seconds"
 }
 run_python() {
-  timeout -k 10 2400 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}
+  timeout -k 10 3300 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}
 }
 run_gpu() {
   "$PYTHON" -c '

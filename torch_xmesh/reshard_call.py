@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
+from torch_xmesh.errors import PeerError
 from torch_xmesh.group import GroupReshards
 from torch_xmesh.plan_cache import Move, PlanRequest
 from torch_xmesh.spec import Spec, device_mesh, mesh_grid, wrap_local
@@ -80,19 +81,20 @@ class Call:
         moves = self.request.moves
         nothing = torch.empty(0, device="cpu")  # stands for the source of a rank that has none
         locals_in = [local_of(x) if isinstance(x, DTensor) else nothing for x in xs]
-        if outs is not None:
-            locals_out = [local_of(out) for out in outs]
-        else:
-            shapes = zip(moves, self._prepared.dst_shapes, strict=True)
-            locals_out = [move.empty_result(shape) for move, shape in shapes]
-        if self._prepared.core is not None:
-            try:
+        locals_out = [] if outs is None else [local_of(out) for out in outs]
+        try:
+            if outs is None:
+                shapes = zip(moves, self._prepared.dst_shapes, strict=True)
+                locals_out = [move.empty_result(shape) for move, shape in shapes]
+            if self._prepared.core is not None:
                 self.work = self._reshards.core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached)
-            except ValueError as error:
-                if forward is None:  # a backward is no call that the others count
-                    self._reshards.core.refuse(self.request.ranks(), str(error))
-                raise
-            self.key = _C.call_key(self.work)
+                self.key = _C.call_key(self.work)
+        except PeerError:
+            raise
+        except Exception as error:  # no memory, among others
+            if forward is None and self._prepared.core is not None:  # a backward is no call that the others count
+                self._reshards.core.refuse(self.request.ranks(), str(error))
+            raise
         if outs is not None:
             return list(outs)
         return [

@@ -44,6 +44,8 @@ class Mirrors {
   /// Copies the mirrors of the destinations to the device. Runs `enqueued` once the caller's streams may wait for that; tells once the device is
   /// done.
   virtual void store(std::function<void()> enqueued, Told told) = 0;
+  /// The call is over: copies that have not begun do not begin. What is on its way keeps its memory.
+  virtual void giveUp() noexcept = 0;
 };
 
 /// Tensors that move as a plan says.

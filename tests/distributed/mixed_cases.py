@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from device_cases import SHAPE, STRATEGIES, Case, keep_busy, kind, meshes
 from layouts import assert_same_bytes, dtensor_of, local_part, partial_weights, random_layout, whole_tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.plan_cache import Move
 
 
 def on(mesh: xm.Mesh, device: str) -> xm.Mesh:
@@ -150,4 +152,40 @@ def works(rank: int, world_size: int) -> None:
         assert work.is_success()
 
 
-CASES: list[Case] = [late_producer, target_in_use, gradients, state_dicts, works]
+def in_inference_mode(rank: int, world_size: int) -> None:
+    """Tensors that may be written in that mode only; and back to ones that it did not make."""
+    source, target = meshes(world_size)
+    wanted = _whole(3)
+    with torch.inference_mode():
+        x = dtensor_of(local_part(wanted, source, (Shard(0),), rank).to(kind()), SHAPE, on(source, kind()), (Shard(0),))
+        there = xm.reshard(x, on(target, "cpu"), (Shard(1),))
+        back = xm.reshard(there, on(source, kind()), (Shard(0),))
+        assert_same_bytes(there.to_local(), local_part(wanted, target, (Shard(1),), rank), "to cpu")
+        assert_same_bytes(back.to_local().cpu(), local_part(wanted, source, (Shard(0),), rank), "and back")
+    out = dtensor_of(torch.zeros_like(back.to_local()), SHAPE, on(source, kind()), (Shard(0),))
+    with torch.inference_mode():
+        xm.reshard(there, on(source, kind()), (Shard(0),), out=out)
+    assert_same_bytes(out.to_local().cpu(), local_part(wanted, source, (Shard(0),), rank), "into out")
+
+
+def without_memory(rank: int, world_size: int) -> None:
+    """A rank that cannot have the result's memory tells the others; the next call moves the next bytes."""
+    source, target = meshes(world_size)
+    for turn in range(2):
+        wanted = _whole(turn)
+        local = local_part(wanted, source, (Shard(0),), rank).to(kind())
+        x = dtensor_of(local, SHAPE, on(source, kind()), (Shard(0),))
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == world_size - 1:
+                patched.setattr(Move, "empty_result", _no_memory)
+            with pytest.raises((RuntimeError, ValueError), match="there is no memory"):
+                xm.reshard(x, on(target, "cpu"), (Shard(1),))
+        y = xm.reshard(x, on(target, "cpu"), (Shard(1),))
+        assert_same_bytes(y.to_local(), local_part(wanted, target, (Shard(1),), rank), turn)
+
+
+def _no_memory(*args: object, **kwargs: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("there is no memory")
+
+
+CASES: list[Case] = [late_producer, target_in_use, gradients, state_dicts, works, in_inference_mode, without_memory]

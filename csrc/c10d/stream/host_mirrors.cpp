@@ -2,6 +2,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <exception>
 #include <optional>
@@ -28,9 +29,21 @@ bool hasPinnedMemory(c10::DeviceType type) {
   return pins == type;
 }
 
+/// The memory alone: tensors that a caller made in inference mode may not be written outside of it.
+at::Tensor memoryOf(const at::Tensor& tensor) {
+  const at::TensorOptions options = at::TensorOptions(tensor.scalar_type()).device(tensor.device());
+  return at::for_blob(tensor.data_ptr(), tensor.sizes()).strides(tensor.strides()).options(options).target_device(tensor.device()).make_tensor();
+}
+
+void copy(const at::Tensor& to, const at::Tensor& from) {
+  if (to.numel() > 0) {
+    memoryOf(to).copy_(memoryOf(from), /*non_blocking=*/true);
+  }
+}
+
 }  // namespace
 
-runtime::LocalTensor HostMirrors::mirror(std::vector<Pair>& pairs, const at::Tensor& tensor) const {
+runtime::LocalTensor HostMirrors::mirror(std::vector<Pair>& pairs, const at::Tensor& tensor) {
   const at::Tensor host = at::empty(tensor.sizes(), hostMemory(hasPinnedMemory(tensor.device().type())).dtype(tensor.scalar_type()));
   // Without the caller's Python object: other threads drop it without the GIL.
   pairs.push_back({host, tensor.detach()});
@@ -51,22 +64,38 @@ void HostMirrors::standIn(runtime::Movement& movement, const std::vector<at::Ten
   movement.mirrors = shared_from_this();
 }
 
+void HostMirrors::onLine(std::function<void()> copy, Told told) {
+  line_->post([self = shared_from_this(), copy = std::move(copy), told = std::move(told)] {
+    if (self->is_given_up_) {
+      return;
+    }
+    std::optional<std::string> failure;
+    try {
+      self->call_->waitForCaller(nullptr);
+      copy();
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    try {  // also after a failure: what was enqueued before it still uses the memory
+      self->line_->whenPassed([self, told, failure](const std::string* error) { told(failure.has_value() ? &*failure : error); });
+    } catch (const std::exception& error) {
+      const std::string text = failure.value_or(error.what());
+      told(&text);
+    }
+  });
+}
+
 void HostMirrors::fetch(Told told) {
   if (sources_.empty()) {
     return told(nullptr);
   }
-  line_->post([self = shared_from_this(), told = std::move(told)] {
-    try {
-      self->call_->waitForCaller(nullptr);
-      for (const Pair& pair : self->sources_) {
-        pair.host.copy_(pair.device, /*non_blocking=*/true);
-      }
-      self->line_->whenPassed([self, told](const std::string* error) { told(error); });
-    } catch (const std::exception& error) {
-      const std::string text = error.what();
-      told(&text);
-    }
-  });
+  onLine(
+      [this] {
+        for (const Pair& pair : sources_) {
+          copy(pair.host, pair.device);
+        }
+      },
+      std::move(told));
 }
 
 void HostMirrors::store(std::function<void()> enqueued, Told told) {
@@ -74,20 +103,15 @@ void HostMirrors::store(std::function<void()> enqueued, Told told) {
     enqueued();
     return told(nullptr);
   }
-  line_->post([self = shared_from_this(), enqueued = std::move(enqueued), told = std::move(told)] {
-    try {
-      self->call_->waitForCaller(nullptr);
-      for (const Pair& pair : self->destinations_) {
-        pair.device.copy_(pair.host, /*non_blocking=*/true);
-      }
-      self->call_->markEnd(nullptr);
-      self->line_->whenPassed([self, told](const std::string* error) { told(error); });
-      enqueued();
-    } catch (const std::exception& error) {
-      const std::string text = error.what();
-      told(&text);
-    }
-  });
+  onLine(
+      [this, enqueued = std::move(enqueued)] {
+        for (const Pair& pair : destinations_) {
+          copy(pair.device, pair.host);
+        }
+        call_->markEnd(nullptr);
+        enqueued();
+      },
+      std::move(told));
 }
 
 }  // namespace xmesh::c10d_backend

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -24,18 +26,22 @@ class HostMirrors final : public runtime::Mirrors, public std::enable_shared_fro
   bool hasDestinations() const { return !destinations_.empty(); }
   void fetch(Told told) override;
   void store(std::function<void()> enqueued, Told told) override;
+  void giveUp() noexcept override { is_given_up_ = true; }
 
  private:
   struct Pair {
     at::Tensor host;
     at::Tensor device;
   };
-  runtime::LocalTensor mirror(std::vector<Pair>& pairs, const at::Tensor& tensor) const;
+  static runtime::LocalTensor mirror(std::vector<Pair>& pairs, const at::Tensor& tensor);
+  /// Runs `copy` on the line, behind what the caller had enqueued, and tells once the stream has passed it.
+  void onLine(std::function<void()> copy, Told told);
 
   const std::shared_ptr<DeviceLine> line_;
   const std::shared_ptr<CallOnDevice> call_;
   std::vector<Pair> sources_;
   std::vector<Pair> destinations_;
+  std::atomic<bool> is_given_up_ = false;
 };
 
 }  // namespace xmesh::c10d_backend

@@ -30,7 +30,13 @@ struct Mirrored {
   std::function<void()> on_enqueued;
   std::function<void(const std::string& reason, int32_t peer)> on_failed;
   std::unique_ptr<Executor> host;
+  int32_t own_group_rank = -1;
   bool is_over = false;
+
+  void giveUp() {
+    is_over = true;
+    mirrors->giveUp();
+  }
 };
 
 /// Goes on with `next` on the network's thread once the device is done, unless the call is over by then.
@@ -41,8 +47,8 @@ Mirrors::Told then(const std::shared_ptr<Mirrored>& call, std::function<void()> 
         return;
       }
       if (failed) {
-        call->is_over = true;
-        call->on_failed(reason, -1);
+        call->giveUp();
+        call->on_failed(reason, call->own_group_rank);
       } else {
         next();
       }
@@ -64,7 +70,7 @@ class MirroredExecutor final : public Executor {
   MirroredExecutor(const MirroredExecutor&) = delete;
   MirroredExecutor& operator=(const MirroredExecutor&) = delete;
   ~MirroredExecutor() override {
-    call_->is_over = true;
+    call_->giveUp();
     call_->host.reset();
   }
 
@@ -72,11 +78,11 @@ class MirroredExecutor final : public Executor {
     call_->mirrors->fetch(then(call_, [call = call_.get(), agreed] { call->host->start(agreed); }));
   }
   void cancel(const Failure& why) override {
-    call_->is_over = true;
+    call_->giveUp();
     call_->host->cancel(why);
   }
   void abandon() override {
-    call_->is_over = true;
+    call_->giveUp();
     call_->host->abandon();
   }
   std::vector<PeerProgress> progress() const override { return call_->host->progress(); }
@@ -97,6 +103,8 @@ std::unique_ptr<Executor> MirroredExecutors::make(Execution execution) {
   auto call = std::make_shared<Mirrored>();
   call->shared = shared_;
   call->mirrors = execution.movement.mirrors;
+  const Participants& participants = execution.movement.prepared->terms.participants;
+  call->own_group_rank = participants.peers.at(static_cast<size_t>(participants.my_index));
   call->on_enqueued = std::move(execution.on_enqueued);
   call->on_failed = std::move(execution.on_failed);
   call->on_done = std::exchange(execution.on_done, [weak = std::weak_ptr(call)] {

@@ -45,6 +45,7 @@ struct ManualMirrors final : Mirrors {
     enqueued();
     stored = std::move(told);
   }
+  void giveUp() noexcept override { is_given_up = true; }
   /// The device has copied the source.
   void endFetch() {
     src_mirror = src;
@@ -60,6 +61,7 @@ struct ManualMirrors final : Mirrors {
   std::vector<int32_t> dst_mirror;
   Told fetched;  ///< what is waited for now
   Told stored;
+  bool is_given_up = false;
 };
 
 /// Ranks 0 and 1 have a half each, rank 2 gets the whole. The tensors of some are on a device.
@@ -186,6 +188,7 @@ TEST_F(MirroredExecutorsTest, ADeviceThatFailsFailsTheCallWhereItIsNotDone) {
     ASSERT_TRUE(made->call->isCompleted());
     ASSERT_TRUE(made->call->failure().has_value());
     EXPECT_NE(made->call->failure()->text.find("out of order"), std::string::npos) << made->call->failure()->text;
+    EXPECT_EQ(made->call->failure()->blamed_ranks, std::vector<int64_t>{0});
   }
 }
 
@@ -200,6 +203,7 @@ TEST_F(MirroredExecutorsTest, AFailedCallOutlivesItsCopy) {
   network_.runUntilIdle();
   ASSERT_TRUE(first.call->isCompleted());
   EXPECT_TRUE(first.call->failure().has_value());
+  EXPECT_TRUE(first.memory->is_given_up);
   EXPECT_GT(first.memory.use_count(), 1) << "the device still uses the mirrors";
   first.memory->endFetch();
   network_.runUntilIdle();
