@@ -27,6 +27,10 @@ def tell(what: str) -> None:
     dist.distributed_c10d._get_default_store().set(what, "")
 
 
+def is_told(what: str) -> bool:
+    return bool(dist.distributed_c10d._get_default_store().check([what]))
+
+
 def await_told(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what], datetime.timedelta(seconds=60))
 
@@ -83,6 +87,7 @@ def _looked_at_early(rank: int, turn: int, placement: Placement) -> bool:
         torch.accelerator.synchronize()
         gate = emu_device.hold()
         local.fill_(turn + 1)
+        give_time(lambda: is_told(f"{turn} has returned"))  # not before this rank has called
         _, work = xm.reshard(source(rank, local, placement), TARGET, [placement], async_op=True)
         await_told(f"{turn} has looked")
         gate.release()
@@ -100,6 +105,7 @@ def _looked_at_early(rank: int, turn: int, placement: Placement) -> bool:
         out=DTensor.from_local(out, mesh, [placement], run_check=False),
     )
     seen = out + 0
+    tell(f"{turn} has returned")
     give_time(torch.accelerator.current_stream().query)
     tell(f"{turn} has looked")
     return value_is(seen, turn + 1)
@@ -175,6 +181,7 @@ def target_memory(rank: int, turn: int) -> bool:
         return True
     y, work = xm.reshard(source(rank, None, Replicate()), TARGET, [Replicate()], async_op=True)
     _wait_enqueued(work)
+    give_time(work.is_completed)
     del y, work
     taken = torch.full(SHAPE, -1.0)
     torch.accelerator.current_stream().synchronize()
