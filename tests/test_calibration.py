@@ -161,7 +161,7 @@ def test_shaped_links_are_measured_as_they_are(tmp_path: Path) -> None:
     rate_of = {host: f"{rate}mbit" for host, rate in megabits.items()}
     with Cluster(hosts=3, devices=1, rate_of=rate_of) as cluster:
         if not cluster.is_shaped:
-            pytest.skip(f"needs root and iproute2 (Linux network namespaces): {cluster.unshaped_reason}")
+            pytest.skip(f"runs on Linux as root, with iproute2 (network namespaces): {cluster.unshaped_reason}")
         path = tmp_path / "topology.json"
         command = ["-m", "torch_xmesh", "calibrate", "--out", str(path), "--num-bytes", str(4 << 20)]
         job = cluster.run(*command, timeout=150)

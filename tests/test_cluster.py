@@ -61,7 +61,7 @@ def own_namespaces(pid: int) -> set[str]:
 def shaped() -> Iterator[Cluster]:
     with Cluster(hosts=2, devices=2, rate="100mbit", rate_of={1: "50mbit"}) as cluster:
         if not cluster.is_shaped:
-            pytest.skip(f"needs root and iproute2 (Linux network namespaces): {cluster.unshaped_reason}")
+            pytest.skip(f"runs on Linux as root, with iproute2 (network namespaces): {cluster.unshaped_reason}")
         yield cluster
 
 

@@ -14,7 +14,7 @@ from wait_until import wait_until
 from torch_xmesh.testing.cluster import Cluster, Job, network
 
 pytestmark = pytest.mark.skipif(
-    network.unavailable_reason() is not None, reason="needs root, iproute2 and tc: network namespaces with shaped links"
+    network.unavailable_reason() is not None, reason="runs on Linux as root, with iproute2 and tc"
 )
 
 HOSTS = 3

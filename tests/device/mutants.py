@@ -1,6 +1,6 @@
 """Takes each guard of a reshard's order on a device out of the sources, builds that, and counts its test's wrong turns.
 
-    python tests/device/mutants.py            # all of MUTANTS: half a minute each, behind a build of the whole
+    python tests/device/mutants.py            # all of MUTANTS, behind a build of the whole
     python tests/device/mutants.py producer   # those of one test
 
 Ends with 1 where a test of `test_device_guards.py` finds fewer than 100 of 100 turns wrong.

@@ -217,6 +217,12 @@ def _from_host(rank: int, turn: int) -> Any:
     return DTensor.from_local(local, xm.device_mesh(ON_HOST["source"], "cpu"), [Replicate()], run_check=False)
 
 
+def _zeros_to_fill() -> DTensor:
+    local = torch.zeros(SHAPE)
+    torch.accelerator.synchronize()
+    return DTensor.from_local(local, xm.device_mesh(TARGET, "emu"), [Replicate()], run_check=False)
+
+
 def mirrored_target(rank: int, turn: int) -> bool:
     """What comes from the host waits for what the caller's stream held."""
     import emu_device
@@ -225,9 +231,8 @@ def mirrored_target(rank: int, turn: int) -> bool:
     if rank == 0:
         xm.reshard(x, TARGET, [Replicate()])
         return True
-    local = torch.zeros(SHAPE)
-    out = DTensor.from_local(local, xm.device_mesh(TARGET, "emu"), [Replicate()], run_check=False)
-    torch.accelerator.synchronize()
+    out = _zeros_to_fill()
+    local = out.to_local()
     gate = emu_device.hold()
     before = local + 0
     _, work = xm.reshard(x, TARGET, [Replicate()], out=out, async_op=True)
@@ -245,14 +250,12 @@ def mirrored_consumer(rank: int, turn: int) -> bool:
     if rank == 0:
         xm.reshard(x, TARGET, [Replicate()])
         return True
-    local = torch.zeros(SHAPE)
-    out = DTensor.from_local(local, xm.device_mesh(TARGET, "emu"), [Replicate()], run_check=False)
-    torch.accelerator.synchronize()
+    out = _zeros_to_fill()
     with emu_device.own_stream():  # the call's, which is late
         gate = emu_device.hold()
         _, work = xm.reshard(x, TARGET, [Replicate()], out=out, async_op=True)
     work.wait()
-    seen = local + 0
+    seen = out.to_local() + 0
     give_time(torch.accelerator.current_stream().query)
     gate.release()
     return value_is(seen, turn + 1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import Layout, source_of
+from own_threads import own_threads
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from wait_until import wait_until
 
@@ -28,8 +29,8 @@ FOUR = Layout((1 << 12, 64), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mes
 def leave() -> None:
     """Destroys the group; only this thread may be left afterwards."""
     dist.destroy_process_group()
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    assert not [name for name in names if name.startswith("xmesh")], names
+    names = own_threads().values()
+    assert not [name for name in names if name.startswith("xmesh")], list(names)
 
 
 def meet(rank: int, world_size: int) -> None:
@@ -121,8 +122,7 @@ def fill_a_ring(rank: int, world_size: int, go: Path) -> str | None:
     assert len(rings()) == 1, Path("/proc/self/maps").read_text()
     if rank == 1:
         _, work = xm.reshard(source, BULK.dst_mesh, BULK.dst, async_op=True)
-        tasks = Path("/proc/self/task").iterdir()
-        (network,) = (task for task in tasks if (task / "comm").read_text() == "xmesh_network\n")
+        (network,) = (task for task, name in own_threads().items() if name == "xmesh_network")
         wait_until(lambda: "(sleeping)" in (network / "status").read_text())  # it has nothing left to do
         mark("posted")
         work.wait()

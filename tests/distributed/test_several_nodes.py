@@ -43,7 +43,7 @@ os.execvp("unshare", ["unshare", "--mount", "--uts", "sh", "-c", as_debian, "sh"
 def nodes() -> Iterator[Cluster]:
     with Cluster(hosts=2, devices=1, rate="1gbit") as cluster:
         if not cluster.is_shaped:
-            pytest.skip(f"needs root and iproute2 (Linux network namespaces): {cluster.unshaped_reason}")
+            pytest.skip(f"runs on Linux as root, with iproute2 (network namespaces): {cluster.unshaped_reason}")
         yield cluster
 
 
