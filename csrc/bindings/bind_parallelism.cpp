@@ -68,9 +68,8 @@ void bindCosts(py::module_& module) {
   py::class_<core::ConversionCosts>(module, "ConversionCosts", "What it costs to bring a value from one state on a mesh to another.")
       .def(py::init(&makeConversionCosts), py::arg("shape"), py::arg("num_bytes"), py::arg("axes"), py::arg("model"), py::arg("is_direct") = false,
            "Of a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis a dim, -1 (replicated) or "
-           "-2 (a "
-           "partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises ValueError for a mesh of more than 3 axes and an unknown "
-           "model.")
+           "-2 (a partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises ValueError for a mesh of more than 3 axes and an "
+           "unknown model.")
       .def("cost", &core::ConversionCosts::cost, py::arg("from_state"), py::arg("to_state"))
       .def("steps", &stepsOf, py::arg("from_state"), py::arg("to_state"),
            "(axis, state afterwards, collective or None, bytes) of the cheapest way, in order.");

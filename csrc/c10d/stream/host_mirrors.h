@@ -15,7 +15,7 @@
 namespace xmesh::c10d_backend {
 
 /// The mirrors of one call: host memory for each of its tensors that is on the device, copied on a line's stream. It keeps both until the stream
-/// has passed their copies. Threading: made and filled by the caller's thread.
+/// has passed their copies. Threading: made, and given its tensors, by the caller's thread.
 class HostMirrors final : public runtime::Mirrors, public std::enable_shared_from_this<HostMirrors> {
  public:
   HostMirrors(std::shared_ptr<DeviceLine> line, std::shared_ptr<CallOnDevice> call) : line_(std::move(line)), call_(std::move(call)) {}

@@ -1,30 +1,16 @@
 #include "runtime/host/mirrored_executors.h"
 
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace xmesh::runtime {
 
-/// The way back to the network's thread.
-struct MirroredExecutors::Shared {
-  std::mutex mutex;
-  Post network;  ///< guarded by mutex, also while it runs; empty once the network is gone
-
-  void post(std::function<void()> task) {
-    const std::lock_guard lock(mutex);
-    if (network) {
-      network(std::move(task));
-    }
-  }
-};
-
 namespace {
 
 /// One call between its mirrors and the executor that moves them. The network's thread.
 struct Mirrored {
-  std::shared_ptr<MirroredExecutors::Shared> shared;
+  std::shared_ptr<ClosablePost> network;
   std::shared_ptr<Mirrors> mirrors;
   std::function<void()> on_done;
   std::function<void()> on_enqueued;
@@ -42,7 +28,7 @@ struct Mirrored {
 /// Goes on with `next` on the network's thread once the device is done, unless the call is over by then.
 Mirrors::Told then(const std::shared_ptr<Mirrored>& call, std::function<void()> next) {
   return [call, next = std::move(next)](const std::string* error) {
-    call->shared->post([call, next, reason = error == nullptr ? std::string() : *error, failed = error != nullptr] {
+    (*call->network)([call, next, reason = error == nullptr ? std::string() : *error, failed = error != nullptr] {
       if (call->is_over) {
         return;
       }
@@ -93,15 +79,14 @@ class MirroredExecutor final : public Executor {
 
 }  // namespace
 
-MirroredExecutors::MirroredExecutors(Executors& host, Post network) : host_(host), shared_(std::make_shared<Shared>()) {
-  shared_->network = std::move(network);
-}
+MirroredExecutors::MirroredExecutors(Executors& host, ClosablePost::Post network)
+    : host_(host), network_(std::make_shared<ClosablePost>(std::move(network))) {}
 
 MirroredExecutors::~MirroredExecutors() { disconnect(); }
 
 std::unique_ptr<Executor> MirroredExecutors::make(Execution execution) {
   auto call = std::make_shared<Mirrored>();
-  call->shared = shared_;
+  call->network = network_;
   call->mirrors = execution.movement.mirrors;
   const Participants& participants = execution.movement.prepared->terms.participants;
   call->own_group_rank = participants.peers.at(static_cast<size_t>(participants.my_index));
@@ -116,9 +101,6 @@ std::unique_ptr<Executor> MirroredExecutors::make(Execution execution) {
   return std::make_unique<MirroredExecutor>(std::move(call));
 }
 
-void MirroredExecutors::disconnect() {
-  const std::lock_guard lock(shared_->mutex);
-  shared_->network = nullptr;
-}
+void MirroredExecutors::disconnect() { network_->close(); }
 
 }  // namespace xmesh::runtime

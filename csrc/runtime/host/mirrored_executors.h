@@ -1,8 +1,8 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 
+#include "runtime/closable_post.h"
 #include "runtime/executor.h"
 
 namespace xmesh::runtime {
@@ -12,11 +12,8 @@ namespace xmesh::runtime {
 /// Threading: as Executors'.
 class MirroredExecutors final : public Executors {
  public:
-  /// Runs a task on the network's thread. Any thread.
-  using Post = std::function<void(std::function<void()> task)>;
-
-  /// `host` outlives these and what they make.
-  MirroredExecutors(Executors& host, Post network);
+  /// `host` outlives these and what they make; `network` runs a task on the network's thread.
+  MirroredExecutors(Executors& host, ClosablePost::Post network);
   ~MirroredExecutors() override;
 
   bool needsAgreement() const override { return true; }
@@ -25,11 +22,9 @@ class MirroredExecutors final : public Executors {
   void abandon() override {}  // `host` is told
   int64_t peakStagingBytes() const override { return 0; }
 
-  struct Shared;
-
  private:
   Executors& host_;
-  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<ClosablePost> network_;
 };
 
 }  // namespace xmesh::runtime

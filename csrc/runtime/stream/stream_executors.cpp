@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "runtime/closable_post.h"
 #include "runtime/stream/stream_executor.h"
 
 namespace xmesh::runtime {
@@ -64,8 +64,7 @@ struct StreamExecutors::Shared {
   const StreamKernels& kernels;
   const Allocate allocate;
   const Post line;
-  std::mutex mutex;
-  Post network;  ///< guarded by mutex, also while it runs; empty once the network is gone
+  ClosablePost network;
   const int64_t staging_bytes;
 
   // The network's thread only.
@@ -194,10 +193,6 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
 
 /// Any thread.
 void StreamExecutors::Shared::end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure) {
-  const std::lock_guard lock(mutex);
-  if (!network) {
-    return;
-  }
   network([call, failure = std::move(failure), communicators = communicators] {
     call->is_done = true;
     call->staging.reset();
@@ -301,10 +296,7 @@ std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
 
 void StreamExecutors::promise(uint64_t turn) { shared_->last_turn = std::max(shared_->last_turn, turn); }
 
-void StreamExecutors::disconnect() {
-  const std::lock_guard lock(shared_->mutex);
-  shared_->network = nullptr;
-}
+void StreamExecutors::disconnect() { shared_->network.close(); }
 
 int64_t StreamExecutors::peakStagingBytes() const { return shared_->peak_staged_bytes; }
 

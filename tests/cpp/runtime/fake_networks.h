@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "core/resharding/fingerprint.h"
 #include "runtime/host/host_executors.h"
 #include "runtime/reshard_service.h"
 #include "transport/fakes/fake_host_network.h"
@@ -29,6 +31,34 @@ inline Participants participantsOf(std::vector<int64_t> ranks, int64_t me) {
   out.my_index = std::find(ranks.begin(), ranks.end(), me) - ranks.begin();
   out.ranks = std::move(ranks);
   return out;
+}
+
+inline std::shared_ptr<PreparedPlan> preparedFor(const core::ReshardingPlan& plan, int64_t rank) {
+  auto out = std::make_shared<PreparedPlan>();
+  out->terms.participants = participantsOf(plan.participants(), rank);
+  out->terms.fingerprint = core::planFingerprint(plan);
+  out->program = compileProgram(plan, rank);
+  out->program_peers.assign(out->program->peers().begin(), out->program->peers().end());
+  out->plan = std::make_shared<core::ReshardingPlan>(plan);
+  return out;
+}
+
+/// A rank's service knows where the others are.
+inline void introduce(ReshardService& service, int32_t rank, int32_t num_ranks) {
+  for (int32_t peer = 0; peer < num_ranks; ++peer) {
+    if (peer != rank) {
+      service.network().setAddress(peer, "fake");
+    }
+  }
+}
+
+/// A rank's part of a tensor of one dim, in `memory`, which is filled with -1; nothing where it has none.
+inline LocalTensor localIn(std::vector<int32_t>& memory, const std::optional<std::vector<int64_t>>& shape) {
+  if (!shape.has_value()) {
+    return {};
+  }
+  memory.assign(static_cast<size_t>(shape->front()), -1);
+  return {memory.data(), *shape, {1}};
 }
 
 }  // namespace xmesh::runtime

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/resharding/fingerprint.h"
 #include "core/resharding/plan_resharding.h"
 #include "runtime/fake_networks.h"
 #include "runtime/host/host_executors.h"
@@ -77,11 +76,7 @@ class MirroredExecutorsTest : public testing::Test {
         };
         return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
       }));
-      for (int32_t peer = 0; peer < 3; ++peer) {
-        if (peer != rank) {
-          services_.back()->network().setAddress(peer, "fake");
-        }
-      }
+      introduce(*services_.back(), rank, 3);
     }
   }
 
@@ -91,19 +86,13 @@ class MirroredExecutorsTest : public testing::Test {
   };
 
   Made begin(int32_t rank, bool is_on_device) {
-    const core::ReshardingPlan made_plan = plan();
-    auto prepared = std::make_shared<PreparedPlan>();
-    prepared->terms.participants = participantsOf(made_plan.participants(), rank);
-    prepared->program = compileProgram(made_plan, rank);
-    prepared->program_peers.assign(prepared->program->peers().begin(), prepared->program->peers().end());
-    prepared->terms.fingerprint = core::planFingerprint(made_plan);
-    prepared->plan = std::make_shared<core::ReshardingPlan>(made_plan);
+    const auto prepared = preparedFor(plan(), rank);
     Made out;
     ManualMirrors& memory = *out.memory;
     ReshardRequest request;
     request.timeout = milliseconds(5000);
-    request.movement.src = {local(prepared->program->srcShape(0), is_on_device ? memory.src_mirror : memory.src)};
-    request.movement.dst = {local(prepared->program->dstShape(0), is_on_device ? memory.dst_mirror : memory.dst)};
+    request.movement.src = {localIn(is_on_device ? memory.src_mirror : memory.src, prepared->program->srcShape(0))};
+    request.movement.dst = {localIn(is_on_device ? memory.dst_mirror : memory.dst, prepared->program->dstShape(0))};
     if (rank < 2) {
       memory.src.resize(kExtent / 2);
       std::iota(memory.src.begin(), memory.src.end(), rank * kExtent / 2);
@@ -115,14 +104,6 @@ class MirroredExecutorsTest : public testing::Test {
     }
     out.call = services_.at(static_cast<size_t>(rank))->reshard(std::move(request));
     return out;
-  }
-
-  static LocalTensor local(const std::optional<std::vector<int64_t>>& shape, std::vector<int32_t>& memory) {
-    if (!shape.has_value()) {
-      return {};
-    }
-    memory.assign(static_cast<size_t>(shape->front()), -1);
-    return {memory.data(), *shape, {1}};
   }
 
   static std::vector<int32_t> whole() {

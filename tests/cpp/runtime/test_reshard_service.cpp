@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "core/error.h"
-#include "core/resharding/fingerprint.h"
 #include "core/resharding/plan_resharding.h"
 #include "runtime/fake_networks.h"
 
@@ -25,14 +24,9 @@ core::ReshardingPlan planOf(Placement dst) {
 }
 
 std::shared_ptr<const PreparedPlan> prepare(const core::ReshardingPlan& plan, int64_t rank) {
-  auto out = std::make_shared<PreparedPlan>();
-  out->terms.participants = participantsOf(plan.participants(), rank);
-  out->program = compileProgram(plan, rank);
-  out->program_peers.assign(out->program->peers().begin(), out->program->peers().end());
+  std::shared_ptr<PreparedPlan> out = preparedFor(plan, rank);
   out->terms.fields = packFields({{"destination placements", core::placementsStr(plan.tensors[0].dst.placements)}});
-  out->terms.fingerprint = core::planFingerprint(plan);
   out->terms.summary = "a test's tensor";
-  out->plan = std::make_shared<core::ReshardingPlan>(plan);
   return out;
 }
 
@@ -43,11 +37,7 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
     std::iota(ranks.begin(), ranks.end(), 0);
     for (int32_t rank = 0; rank < kNumRanks; ++rank) {
       services_.push_back(hostService(network_, ranks, rank));
-      for (int32_t peer = 0; peer < kNumRanks; ++peer) {
-        if (peer != rank) {
-          services_.back()->network().setAddress(peer, "fake");
-        }
-      }
+      introduce(*services_.back(), rank, kNumRanks);
     }
   }
 
@@ -81,19 +71,11 @@ class ReshardServiceTest : public testing::TestWithParam<uint64_t> {
 
   static Movement lend(Made& made, std::shared_ptr<const PreparedPlan> prepared) {
     Movement out;
-    out.src = {local(prepared->program->srcShape(0), made.src)};
-    out.dst = {local(prepared->program->dstShape(0), made.dst)};
+    out.src = {localIn(made.src, prepared->program->srcShape(0))};
+    out.dst = {localIn(made.dst, prepared->program->dstShape(0))};
     std::iota(made.src.begin(), made.src.end(), prepared->program->globalRank() == 1 ? kExtent / 2 : 0);
     out.prepared = std::move(prepared);
     return out;
-  }
-
-  static LocalTensor local(const std::optional<std::vector<int64_t>>& shape, std::vector<int32_t>& memory) {
-    if (!shape.has_value()) {
-      return {};
-    }
-    memory.assign(static_cast<size_t>(shape->front()), -1);
-    return {memory.data(), *shape, {1}};
   }
 
   std::vector<std::unique_ptr<Made>> beginAll(const core::ReshardingPlan& plan, milliseconds timeout = milliseconds(0)) {

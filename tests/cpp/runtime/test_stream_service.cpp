@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "core/resharding/fingerprint.h"
 #include "core/resharding/plan_resharding.h"
 #include "runtime/executors_by_route.h"
 #include "runtime/fake_networks.h"
@@ -92,11 +91,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
         auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
         return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
       }));
-      for (int32_t peer = 0; peer < kNumRanks; ++peer) {
-        if (peer != rank) {
-          services_.back()->network().setAddress(peer, "fake");
-        }
-      }
+      introduce(*services_.back(), rank, kNumRanks);
     }
   }
 
@@ -109,17 +104,12 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
   };
 
   std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, uint64_t lane = 0) {
-    auto prepared = std::make_shared<PreparedPlan>();
-    prepared->terms.participants = participantsOf(plan.participants(), rank);
-    prepared->program = compileProgram(plan, rank);
-    prepared->program_peers.assign(prepared->program->peers().begin(), prepared->program->peers().end());
+    const auto prepared = preparedFor(plan, rank);
     prepared->terms.fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
-    prepared->terms.fingerprint = core::planFingerprint(plan);
-    prepared->plan = std::make_shared<core::ReshardingPlan>(plan);
     auto made = std::make_unique<Made>();
     ReshardRequest request;
-    request.movement.src = {local(prepared->program->srcShape(0), made->src)};
-    request.movement.dst = {local(prepared->program->dstShape(0), made->dst)};
+    request.movement.src = {localIn(made->src, prepared->program->srcShape(0))};
+    request.movement.dst = {localIn(made->dst, prepared->program->dstShape(0))};
     request.movement.keep_alive = made->alive;
     request.movement.prepared = prepared;
     request.movement.route = {1, 0, 0};
@@ -128,14 +118,6 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
     made->call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
     return made;
-  }
-
-  static LocalTensor local(const std::optional<std::vector<int64_t>>& shape, std::vector<int32_t>& memory) {
-    if (!shape.has_value()) {
-      return {};
-    }
-    memory.assign(static_cast<size_t>(shape->front()), -1);
-    return {memory.data(), *shape, {1}};
   }
 
   /// Messages and streams go on in any order, until neither can.
