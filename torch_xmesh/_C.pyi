@@ -447,6 +447,9 @@ def device_communicators() -> tuple[int, int]:
 def collective_cost_models() -> list[tuple[str, str]]:
     """Names and summaries of all cost models of collectives."""
 
+def collective_cost(model: str, collective: str, num_bytes: float, axis: tuple[int, float, float]) -> float:
+    """Of one along an axis (size, latency, seconds per byte). Raises ValueError for names that are unknown."""
+
 class ConversionCosts:
     """What it costs to bring a value from one state on a mesh to another."""
 

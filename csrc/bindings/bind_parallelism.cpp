@@ -65,6 +65,13 @@ void bindCosts(py::module_& module) {
         return out;
       },
       "Names and summaries of all cost models of collectives.");
+  module.def(
+      "collective_cost",
+      [](const std::string& model, const std::string& collective, double num_bytes, const Axis& axis) {
+        return core::collectiveCostModel(model).cost(core::collectiveOf(collective), num_bytes, linksOf(axis));
+      },
+      py::arg("model"), py::arg("collective"), py::arg("num_bytes"), py::arg("axis"),
+      "Of one along an axis (size, latency, seconds per byte). Raises ValueError for names that are unknown.");
   py::class_<core::ConversionCosts>(module, "ConversionCosts", "What it costs to bring a value from one state on a mesh to another.")
       .def(py::init(&makeConversionCosts), py::arg("shape"), py::arg("num_bytes"), py::arg("axes"), py::arg("model"), py::arg("is_direct") = false,
            "Of a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis a dim, -1 (replicated) or "

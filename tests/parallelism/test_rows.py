@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, State, choices_of
-from torch_xmesh.parallelism.operators import forward_of
+from torch_xmesh.parallelism.loops import PARTIAL, PASS, REPLICATED, Choice, End, State, choices_of
+from torch_xmesh.parallelism.operators import Operator, forward_of
 
 Function = Callable[..., torch.Tensor]
+Sizes = tuple[int, ...]
 
 
 class Applied(nn.Module):
@@ -33,6 +37,10 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
+PICKS, PLACES, ZEROS = torch.tensor([0, 3, 3, 1]), torch.tensor([[0, 7, 1]] * 4), random(4, 8)
+FIRST_PICKS = PICKS[:2]
+STATISTICS = random(8), random(8).abs()
+
 CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "linear": (F.linear, [random(4, 8, 12), random(16, 12), random(16)]),
     "linear without a bias": (F.linear, [random(8, 4), random(12, 4)]),
@@ -50,7 +58,100 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "softmax": (lambda x: x.softmax(-2), [random(4, 8, 12)]),
     "transpose": (lambda x: x.transpose(0, -1), [random(4, 8, 12)]),
     "permute": (lambda x: x.permute(2, 0, 1), [random(4, 8, 12)]),
+    "movedim": (lambda x: x.movedim(0, 2), [random(4, 8, 12)]),
+    "T": (lambda x: x.T, [random(4, 8)]),
+    "mT": (lambda x: x.mT, [random(4, 8, 12)]),
+    "number minus": (lambda x: 1.5 - x, [random(4, 8)]),
+    "mm": (torch.mm, [random(4, 8), random(8, 12)]),
+    "addmm": (torch.addmm, [random(12), random(4, 8), random(8, 12)]),
+    "einsum": (lambda a, b: torch.einsum("bik,bkj->ijb", a, b), [random(4, 8, 12), random(4, 12, 8)]),
+    "einsum of one": (lambda a: torch.einsum("ijk->ki", a), [random(4, 8, 12)]),
+    "einsum that sums alone": (lambda a, b: torch.einsum("ti,ei->t", a, b), [random(4, 8), random(12, 8)]),
+    "sum": (lambda x: x.sum(1), [random(4, 8, 12)]),
+    "sum of all": (torch.sum, [random(4, 8)]),
+    "mean": (lambda x: x.mean(-1, keepdim=True), [random(4, 8, 12)]),
+    "mean of all": (lambda x: x.mean(), [random(4, 8)]),
+    "amax": (lambda x: x.amax(1), [random(4, 8)]),
+    "cumsum": (lambda x: x.cumsum(1), [random(4, 8)]),
+    "cat": (lambda a, b: torch.cat([a, b], 1), [random(4, 8), random(4, 4)]),
+    "stack": (lambda a, b: torch.stack([a, b], 1), [random(4, 8), random(4, 8)]),
+    "expand": (lambda x: x.expand(-1, 3, -1), [random(4, 1, 8)]),
+    "one of the last dim": (lambda x: x[..., 0], [random(4, 8, 12)]),
+    "some of a dim": (lambda x: x[:, 2:6], [random(4, 8, 12)]),
+    "pad": (lambda x: F.pad(x, (1, 2)), [random(4, 8, 12)]),
+    "picked": (lambda x: x[:, PICKS], [random(4, 8, 12)]),
+    "index_select": (lambda x: x.index_select(0, FIRST_PICKS), [random(4, 8)]),
+    "gather": (lambda x: x.gather(1, PLACES), [random(4, 8)]),
+    "attention": (F.scaled_dot_product_attention, [random(4, 8, 4, 3), random(4, 8, 6, 3), random(4, 8, 6, 5)]),
+    "causal attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [random(4, 8, 4, 3), random(4, 8, 4, 3), random(4, 8, 4, 5)],
+    ),
+    "grouped attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        [random(2, 8, 4, 3), random(2, 4, 4, 3), random(2, 4, 4, 5)],
+    ),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [random(4, 8, 5, 5), random(12, 8, 3, 3), random(12)]),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), [random(4, 8, 6, 6)]),
+    "batch_norm in evaluation": (
+        lambda x, w, b: F.batch_norm(x, *STATISTICS, w, b),
+        [random(4, 8, 3), random(8), random(8)],
+    ),
+    "mse_loss that adds up": (
+        lambda x: F.mse_loss(x, ZEROS, reduction="sum"),
+        [random(4, 8)],
+    ),
 }
+
+LOCAL: dict[str, Callable[[Function, list[Any], Choice, Sizes, Sizes], torch.Tensor]] = {}
+"""How a device computes its part, where that is not the function of its parts."""
+
+
+def local(*names: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        LOCAL.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@local("linear", "addmm", "conv2d")
+def adds_once(function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes) -> torch.Tensor:
+    """The first device along an axis that adds up adds the bias; the others do so with nothing of its value."""
+    place = 0 if parts[0].dim() == 1 else 2
+    if any(label == "k" for label in choice.axes):
+        first = all(device == 0 for device, label in zip(devices, choice.axes, strict=True) if label == "k")
+        parts[place] = parts[place] if first else parts[place] - parts[place].detach()
+    return function(*parts)
+
+
+@local("mean", "mean of all")
+def of_the_whole(function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes) -> torch.Tensor:
+    """A mean of a part counts as much as its share."""
+    held = zip(sizes, choice.axes, choice.outputs[0].value, strict=True)
+    share = math.prod(size for size, label, state in held if state == PARTIAL and label != PASS)
+    return function(*parts) / share
+
+
+@local("picked", "index_select", "gather", "batch_norm in evaluation", "mse_loss that adds up")
+def with_part_of_the_index(
+    function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes
+) -> torch.Tensor:
+    """Tensors in the function that are no parameters are cut as it says."""
+    states = {id(one): choice.inputs[1].value for one in (PICKS, FIRST_PICKS, PLACES, ZEROS)}
+    states |= {id(one): choice.inputs[-1].value for one in STATISTICS}
+
+    class Cut(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def cut(one: Any) -> Any:
+                if not isinstance(one, torch.Tensor) or any(one is mine for mine in parts):
+                    return one
+                return part(one, states[id(one)], devices, sizes, 0)
+
+            return func(*pytree.tree_map(cut, args), **(kwargs or {}))
+
+    with Cut():
+        return function(*parts)
 
 
 def part(
@@ -86,12 +187,17 @@ def joined(parts: dict[tuple[int, ...], torch.Tensor], state: State, sizes: tupl
     return rest[()]
 
 
+def own_ends(operator: Operator, choice: Choice) -> list[End]:
+    """Of the tensors that are parameters."""
+    return [end for value, end in zip(operator.reads, choice.inputs, strict=True) if value.is_parameter]
+
+
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_parts_make_the_whole(name: str, sizes: tuple[int, ...]) -> None:
     function, tensors = CASES[name]
     forward = forward_of(Applied(function, tensors), ())
-    (operator,) = forward.operators
+    (operator,) = (one for one in forward.operators if not one.is_constant)
     assert operator.is_known
     # The operator reads its tensors in the order of the call.
     whole_inputs = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -100,29 +206,28 @@ def test_parts_make_the_whole(name: str, sizes: tuple[int, ...]) -> None:
     whole.backward(gradient)  # type: ignore[no-untyped-call]
     choices = choices_of(operator.loops, sizes)
     assert len(choices) > 1
+    alone = {one.label for one in operator.loops.within}
     for choice in choices:
+        if alone & {*choice.axes}:
+            continue
         outputs: dict[tuple[int, ...], torch.Tensor] = {}
         gradients: list[dict[tuple[int, ...], torch.Tensor]] = [{} for _ in tensors]
         for devices in itertools.product(*map(range, sizes)):
             parts: list[Any] = [
                 part(tensor, end.value, devices, sizes, seed).requires_grad_()
-                for seed, (tensor, end) in enumerate(zip(tensors, choice.inputs, strict=True))
+                for seed, (tensor, end) in enumerate(zip(tensors, own_ends(operator, choice), strict=True))
             ]
-            if name == "linear" and any(label == "k" for label in choice.axes):
-                first = all(device == 0 for device, label in zip(devices, choice.axes, strict=True) if label == "k")
-                scaled = parts[2] if first else parts[2] * 1.0 - parts[2].detach()  # one device adds the bias
-                output = function(*parts[:2], scaled)
-            else:
-                output = function(*parts)
+            given = list(parts)
+            output = LOCAL[name](function, given, choice, devices, sizes) if name in LOCAL else function(*given)
             outputs[devices] = output.detach()
             output.backward(  # type: ignore[no-untyped-call]
-                part(gradient, choice.output.gradient, devices, sizes, 0)
+                part(gradient, choice.outputs[0].gradient, devices, sizes, 0)
             )
             for place, one in enumerate(parts):
                 gradients[place][devices] = one.grad
         text = f"{name}, {choice}"
-        torch.testing.assert_close(joined(outputs, choice.output.value, sizes), whole.detach(), msg=text)
-        for place, (tensor, end) in enumerate(zip(whole_inputs, choice.inputs, strict=True)):
+        torch.testing.assert_close(joined(outputs, choice.outputs[0].value, sizes), whole.detach(), msg=text)
+        for place, (tensor, end) in enumerate(zip(whole_inputs, own_ends(operator, choice), strict=True)):
             found = joined(gradients[place], end.gradient, sizes)
             torch.testing.assert_close(found, tensor.grad, msg=f"{text}, gradient {place}")
 
@@ -140,7 +245,7 @@ def test_views_name_the_dims_that_go_together() -> None:
     ]
     for function, wanted in cases:
         (operator,) = forward_of(Applied(function, [x]), ()).operators
-        (before,), after = operator.loops.inputs, operator.loops.output
+        (before,), after = operator.loops.inputs, operator.loops.outputs[0]
         assert before is not None
         pairs = {(before.index(label), after.index(label)) for label in operator.loops.extents}
         assert pairs == wanted
@@ -168,7 +273,7 @@ def test_what_is_unknown_is_whole(function: Function, shape: tuple[int, ...]) ->
     """So is what a row does not know of its operator."""
     (operator,) = forward_of(Applied(function, [random(*shape)]), ()).operators
     assert not operator.is_known
-    assert [choice.output.value for choice in choices_of(operator.loops, (2,))] == [(REPLICATED,)]
+    assert [choice.outputs[0].value for choice in choices_of(operator.loops, (2,))] == [(REPLICATED,)]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +290,9 @@ def test_a_table_is_sharded_by_rows_where_devices_add_zeros() -> None:
     table, indices = random(12, 8), torch.tensor([[1, 11, 5], [0, 7, 5]])
     (operator,) = forward_of(Applied(lambda x: F.embedding(indices, x), [table]), ()).operators
     by = {choice.axes[0]: choice for choice in choices_of(operator.loops, (4,))}
-    assert by["v"].output.value == (PARTIAL,)
+    assert by["v"].outputs[0].value == (PARTIAL,)
     assert by["v"].inputs[-1].value == (0,)
-    assert by["j"].output.value == (2,)
+    assert by["j"].outputs[0].value == (2,)
     assert by["j"].inputs[-1].gradient == (1,)
     rows = [F.embedding(indices, table * (torch.arange(12) // 3 == device)[:, None]) for device in range(4)]
     torch.testing.assert_close(torch.stack(rows).sum(0), F.embedding(indices, table))

@@ -9,7 +9,8 @@ REPLICATED, PARTIAL = -1, -2
 """What a mesh axis does with a value that it does not shard; in C++ kReplicated and kPartialSum."""
 
 Labels = tuple[str | None, ...]
-"""One per dim of a tensor: the loop that runs over the dim, None where each device needs all of it."""
+"""One per dim of a tensor: the loop that runs over the dim, None where each device needs all of it. Where one of
+several loops may run over it, they are joined by a "|"."""
 State = tuple[int, ...]
 """One per mesh axis: the dim that it shards, REPLICATED or PARTIAL."""
 
@@ -18,37 +19,78 @@ WHOLE, PASS = "-", "+"
 
 
 @dataclasses.dataclass(frozen=True)
+class Within:
+    """Collectives that an operator runs by itself where a loop of it is sharded: a softmax's over its own dim.
+
+    Attributes:
+        label: the loop.
+        collective: "all-reduce" or "all-to-all", along the axis that shards the loop.
+        num_bytes: of the value that it moves, whole.
+        cut_by: loops of other axes that cut this value.
+        num_forward: how many there are forward.
+        num_backward: backward.
+    """
+
+    label: str
+    collective: str
+    num_bytes: float
+    cut_by: tuple[str, ...] = ()
+    num_forward: int = 1
+    num_backward: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Loops:
     """One operator, as einsum's labels say it: ``b k, j k -> b j`` is a linear layer's.
 
-    A label in the output is a loop whose iterations make other elements; one in the inputs alone is a loop that adds
-    up.
+    A label in the outputs is a loop whose iterations make other elements; one in the inputs alone is a loop that adds
+    up. A label is in all outputs or in none.
 
     Attributes:
         inputs: labels of each tensor among its arguments; None of one that it does not read.
-        output: of the tensor that it makes.
+        outputs: of each tensor that it makes.
         extents: of each label, by which an axis that shards it must divide.
-        is_linear: partial sums of the inputs give partial sums of the output.
+        is_linear: partial sums of the inputs give partial sums of the outputs.
         is_heavy: it computes so much that it is sharded over as many devices as it can be.
+        flops: floating-point operations of the forward, of matrix products and what is like them; else 0: bytes count.
+        within: its own collectives.
+        once: inputs, by number, that stand outside of the loops that add up: a bias is added once.
     """
 
     inputs: tuple[Labels | None, ...]
-    output: Labels
+    outputs: tuple[Labels, ...]
     extents: Mapping[str, int]
     is_linear: bool = False
     is_heavy: bool = False
+    flops: float = 0
+    within: tuple[Within, ...] = ()
+    once: frozenset[int] = frozenset()
 
 
-def check_loops(loops: Loops, inputs: Sequence[Sequence[int]], output: Sequence[int]) -> None:
+def dim_of(labels: Labels, label: str) -> int | None:
+    """The dim that a loop runs over, None where it runs over none of this tensor's."""
+    found = [dim for dim, own in enumerate(labels) if own is not None and label in own.split("|")]
+    return found[0] if found else None
+
+
+def _named(labels: Labels) -> list[str]:
+    return [label for own in labels if own is not None for label in own.split("|")]
+
+
+def check_loops(loops: Loops, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> None:
     """ValueError where the labels do not fit tensors of these shapes."""
-    for labels, shape in [*zip(loops.inputs, inputs, strict=True), (loops.output, output)]:
+    if any({*_named(labels)} != {*_named(loops.outputs[0])} for labels in loops.outputs):
+        raise ValueError(f"outputs of other loops: {loops.outputs}")
+    pairs = [*zip(loops.inputs, inputs, strict=True), *zip(loops.outputs, outputs, strict=True)]
+    for labels, shape in pairs:
         if labels is None:
             continue
-        named = [label for label in labels if label is not None]
+        named = _named(labels)
         if len(labels) != len(shape) or len(named) != len(set(named)):
             raise ValueError(f"labels {labels} of a tensor of shape {list(shape)}")
-        for label, extent in zip(labels, shape, strict=True):
-            if label is not None and label in loops.extents and extent % loops.extents[label] != 0:
+        for label in named:
+            extent = shape[dim_of(labels, label) or 0]
+            if label in loops.extents and extent % loops.extents[label] != 0:
                 raise ValueError(f"loop {label} of {loops.extents[label]} over {extent} elements")
 
 
@@ -67,12 +109,12 @@ class Choice:
     Attributes:
         axes: per mesh axis a label of its loops, WHOLE or PASS.
         inputs: how it takes each tensor that it reads, and the gradient that it gives for it.
-        output: what it makes, and the gradient that it needs.
+        outputs: what it makes, and the gradients that it needs.
     """
 
     axes: tuple[str, ...]
     inputs: tuple[End, ...]
-    output: End
+    outputs: tuple[End, ...]
 
     def __str__(self) -> str:
         return " ".join(self.axes)
@@ -107,13 +149,17 @@ def _fits(loops: Loops, axes: Sequence[str], mesh_shape: Sequence[int]) -> bool:
 
 
 def _choice(loops: Loops, axes: tuple[str, ...]) -> Choice:
-    output = End(_state(loops.output, axes, PARTIAL), _state(loops.output, axes, REPLICATED, passing=REPLICATED))
+    outputs = tuple(
+        End(_state(labels, axes, PARTIAL), _state(labels, axes, REPLICATED, passing=REPLICATED))
+        for labels in loops.outputs
+    )
+    made = loops.outputs[0] if loops.outputs else ()
     inputs = tuple(
-        End(_state(labels, axes, REPLICATED), _gradient_state(labels, loops.output, axes))
-        for labels in loops.inputs
+        End(_state(labels, axes, REPLICATED), _gradient_state(labels, made, axes, is_once=number in loops.once))
+        for number, labels in enumerate(loops.inputs)
         if labels is not None
     )
-    return Choice(axes, inputs, output)
+    return Choice(axes, inputs, outputs)
 
 
 def _state(labels: Labels, axes: Sequence[str], otherwise: int, passing: int = PARTIAL) -> State:
@@ -124,16 +170,29 @@ def _state(labels: Labels, axes: Sequence[str], otherwise: int, passing: int = P
             return REPLICATED
         if label == PASS:
             return passing
-        return labels.index(label) if label in labels else otherwise
+        dim = dim_of(labels, label)
+        return otherwise if dim is None else dim
 
     return tuple(map(of, axes))
 
 
-def _gradient_state(labels: Labels, output: Labels, axes: Sequence[str]) -> State:
-    """Of an input's gradient: a sum over the devices where these made other elements of the output from all of it."""
-    return tuple(
-        _state(labels, (label,), PARTIAL if label in output else REPLICATED, passing=REPLICATED)[0] for label in axes
-    )
+def _gradient_state(labels: Labels, output: Labels, axes: Sequence[str], *, is_once: bool) -> State:
+    """Of an input's gradient: a sum over the devices where these made something else of all of it."""
+
+    def otherwise(label: str) -> int:
+        return REPLICATED if is_once and dim_of(output, label) is None else PARTIAL
+
+    return tuple(_state(labels, (label,), otherwise(label), passing=REPLICATED)[0] for label in axes)
+
+
+def whole_choice(loops: Loops, num_axes: int) -> Choice:
+    """Every device does all of it."""
+    return _choice(loops, (WHOLE,) * num_axes)
+
+
+def num_devices_used(choice: Choice, mesh_shape: Sequence[int]) -> int:
+    """Among how many devices the operator's work is divided."""
+    return math.prod(size for label, size in zip(choice.axes, mesh_shape, strict=True) if label not in (WHOLE, PASS))
 
 
 def num_parts(state: State, mesh_shape: Sequence[int]) -> int:

@@ -25,13 +25,13 @@ class MeshPlan:
         width = max((len(operator.name) for operator in operators), default=0)
         lines = [f"{self.title} on {' x '.join(map(str, self.mesh_shape))} devices, cost {self.sharded.cost:.6g}"]
         lines += [
-            f"  {operator.name:{width}}  {_described(choice.axes, operator.makes.shape)}"
+            f"  {operator.name:{width}}  {_described(choice.axes, operator.makes[0].shape)}"
             for operator, choice in zip(operators, choices, strict=True)
         ]
         lines += ["collectives of a step", *(f"  {line}" for line in self._collectives())]
         held, whole = bytes_of_parameters(self.sharded, self.mesh_shape), bytes_of_parameters(self.sharded, ())
         lines.append(f"parameters {held / 2**20:.2f} MiB a device of {whole / 2**20:.2f} MiB")
-        unknown = Counter(operator.kind for operator in operators if not operator.is_known)
+        unknown = Counter(operator.kind for operator in operators if not operator.is_known and not operator.is_constant)
         if unknown:
             counted = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
             lines.append(f"operators without a row, which every device computes whole: {counted}")

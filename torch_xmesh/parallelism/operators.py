@@ -1,7 +1,7 @@
 """A recorded forward as operators that read tensors: what the search looks at."""
 
 import dataclasses
-import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch_xmesh.parallelism.loops import Labels, Loops, check_loops
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
 from torch_xmesh.pipeline.capture.recorded import RecordedModel
-from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording
+from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,28 +49,45 @@ class Operator:
     Attributes:
         name: the innermost module's that it is in, and the operator's own; unique.
         kind: the operator's own name.
+        module: the innermost module that it is in; empty in the model itself.
         reads: the tensors, in the order of those of `loops.inputs` that are read.
+        makes: one tensor, or several of the same loops.
         is_known: it has a row; else every device does all of it.
+        is_constant: no parameter and no matrix product is behind what it makes: every device does all of it, and parts
+            of that are taken as they are needed.
+        draws: it draws random numbers.
     """
 
     name: str
     kind: str
+    module: str
     reads: tuple[Value, ...]
-    makes: Value
+    makes: tuple[Value, ...]
     loops: Loops
     is_known: bool
+    is_constant: bool = False
+    draws: bool = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(value.requires_grad for value in self.makes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What a model does: operators in the order in which they ran, and the tensors that it returns."""
+    """What a model does: operators in the order in which they ran, and the tensors that it returns.
+
+    Attributes:
+        parameters: all that are trained, also those that the forward does not read.
+    """
 
     operators: tuple[Operator, ...]
     outputs: tuple[Value, ...]
+    parameters: tuple[Value, ...] = ()
 
 
 def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:
-    """The operators of a forward. Modules are looked into, all of them; nothing of the model is changed.
+    """The operators of a forward. Modules are looked into, all of them that can be; nothing of the model is changed.
 
     Raises:
         CaptureError: (a ValueError) the model cannot be recorded.
@@ -78,49 +95,100 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
     arguments = (tuple(args), dict(kwargs or {}))
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     names = [f"input {i}" for i in range(len(tensors))]
-    opened = frozenset(name for name, _ in model.named_modules())
     device = torch.device("cpu")
     stand_ins = [torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor for tensor in tensors]
-    recorded = RecordedModel(model, arguments, names=names, opened=opened, batch=(), device=device)
+    recorded = RecordedModel(
+        model, arguments, names=names, opened=_opened(model), batch=(), device=device, closes_what_fails=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recorded.switch_caches_off()
     with torch.enable_grad():
-        return _Reader(recorded.record(stand_ins, None)).read()
+        return _Reader(recorded.record(stand_ins, None), model).read()
+
+
+def _opened(model: nn.Module) -> frozenset[str]:
+    """The modules that are looked into: all but those whose class has a row."""
+    out: set[str] = set()
+    closed: list[str] = []
+    for name, module in model.named_modules():
+        if name and type(module).__name__ in rows:
+            closed.append(f"{name}.")
+        elif not any(name.startswith(outer) for outer in closed):
+            out.add(name)
+    return frozenset(out)
 
 
 class _Reader:
     """Walks over a recording's nodes."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
+        self._recording, self._model = recording, model
         self._values: dict[fx.Node, Value] = {}
-        self._several: dict[fx.Node, fx.Node] = {}
         self._operators: list[Operator] = []
         self._count_of: dict[str, int] = {}
+        self._parts: dict[fx.Node, list[fx.Node]] = {}
+        self._is_varied: set[Value] = set()  # parameters and products are behind them
 
     def read(self) -> Forward:
-        for node in self._recording.graph.nodes:
-            facts = self._recording.facts.get(node)
-            if facts is None or not facts.tensors:
-                continue
+        nodes = list(self._recording.graph.nodes)
+        for node in nodes:
+            source = structure_of(node)
+            if source is not None:
+                self._parts.setdefault(source, []).append(node)
+        attributes = {str(node.target): node for node in nodes if node.op == "get_attr"}
+        changed = self._changed(nodes)
+        for node in nodes:
+            facts = self._recording.facts[node]
             if node.op in ("placeholder", "get_attr"):
-                value = self._value(str(node.target), facts)
-                self._values[node] = dataclasses.replace(value, is_parameter=node.op == "get_attr")
-            elif node.target is operator.getitem and node.args[0] in self._several:
-                self._add(node, facts, self._several[node.args[0]])
-            elif not facts.structure.is_leaf():
-                self._several[node] = node
-            else:
-                self._add(node, facts, node)
+                if facts.tensors:
+                    self._values[node] = self._given(node, facts)
+            elif structure_of(node) is None:
+                self._add(node, facts, attributes, changed.get(node))
         leaves = pytree.tree_leaves(self._recording.output)
         outputs = {self._values[leaf]: None for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._values}
-        return Forward(tuple(self._operators), tuple(outputs))
+        parameters = tuple(
+            Value(name, tuple(one.shape), one.dtype, True, is_parameter=True)
+            for name, one in self._model.named_parameters()
+            if one.requires_grad
+        )
+        return Forward(tuple(self._operators), tuple(outputs), parameters)
 
-    @staticmethod
-    def _value(name: str, facts: NodeFacts, maker: int | None = None) -> Value:
-        tensor = facts.tensors[0]
-        return Value(name, tensor.shape, tensor.dtype, tensor.requires_grad, maker)
+    def _given(self, node: fx.Node, facts: NodeFacts) -> Value:
+        (tensor,) = facts.tensors
+        name = str(node.target)
+        is_parameter = node.op == "get_attr" and name not in self._recording.constants
+        value = Value(name, tensor.shape, tensor.dtype, tensor.requires_grad, None, is_parameter)
+        if is_parameter and tensor.requires_grad:
+            self._is_varied.add(value)
+        return value
 
-    def _add(self, node: fx.Node, facts: NodeFacts, called: fx.Node) -> None:
-        """The operator that `called` calls, as far as it makes `node`."""
+    def _changed(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[list[fx.Node], bool]]:
+        """By node that changes memory in place: the nodes that have been made of this memory, the model's own tensors
+        left out, and whether it can be seen as a new value of its first argument: nobody reads the others later."""
+        order = {node: i for i, node in enumerate(nodes)}
+        out: dict[fx.Node, tuple[list[fx.Node], bool]] = {}
+        for memory, _, changer in self._recording.mutations:
+            made = [
+                node
+                for node in nodes[: order[changer]]
+                if memory in self._recording.facts[node].memory and node.op != "get_attr"
+            ]
+            first = changer.args[0] if changer.args else None
+            others = [node for node in made if node is not first]
+            is_read = any(order.get(user, len(order)) > order[changer] for node in others for user in node.users)
+            if made:
+                out[changer] = made, first in made and not is_read
+        return out
+
+    def _add(
+        self,
+        node: fx.Node,
+        facts: NodeFacts,
+        attributes: dict[str, fx.Node],
+        changed: tuple[list[fx.Node], bool] | None,
+    ) -> None:
+        """The operator that `node` calls."""
         reads: list[Value] = []
 
         def given(argument: Any) -> Any:
@@ -130,19 +198,89 @@ class _Reader:
             if value is None:
                 return None
             reads.append(value)
-            return Tensor(len(reads) - 1, value.shape)
+            return Tensor(len(reads) - 1, value.shape, value.dtype)
 
-        args = fx.node.map_aggregate(called.args, given)
-        kwargs = fx.node.map_aggregate(called.kwargs, given)
-        name = called.target if isinstance(called.target, str) else called.target.__name__
-        call = Call(name, args, kwargs, len(reads), facts.tensors[0].shape)
-        shapes = [value.shape for value in reads]
-        loops, is_known = self._loops(call, shapes)
+        args = list(fx.node.map_aggregate(tuple(node.args), given))
+        kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, given))
+        name = self._kind(node, args)
+        if node.op == "call_module":
+            kwargs |= self._own_tensors(str(node.target), reads)
+        first = node.args[0] if node.args else None
+        places, tensors = self._made(node, facts)
+        if changed is not None and not tensors and isinstance(first, fx.Node):
+            places, tensors = [first], self._recording.facts[first].tensors
+        if not tensors:
+            return
+        call = Call(name, args, kwargs, len(reads), tuple(tensor.shape for tensor in tensors))
+        loops, is_known = self._loops(call, [value.shape for value in reads])
+        if changed is not None and not changed[1]:
+            loops, is_known = _whole(call, [value.shape for value in reads]), False
+            self._make_whole(changed[0])
+        self._append(node, name, places, tensors, reads, loops, is_known, facts.draws)
+        if changed is not None and isinstance(first, fx.Node) and first in changed[0]:
+            self._values[first] = self._operators[-1].makes[0]
+
+    def _append(
+        self,
+        node: fx.Node,
+        name: str,
+        places: Sequence[fx.Node],
+        tensors: Sequence[TensorFacts],
+        reads: Sequence[Value],
+        loops: Loops,
+        is_known: bool,
+        draws: bool,
+    ) -> None:
         read = tuple(value for value, labels in zip(reads, loops.inputs, strict=True) if labels is not None)
-        full_name = self._name(called, name)
-        makes = self._value(full_name, facts, len(self._operators))
-        self._operators.append(Operator(full_name, name, read, makes, loops, is_known))
-        self._values[node] = makes
+        number, full_name = len(self._operators), self._name(node, name)
+        makes = tuple(
+            Value(full_name if len(tensors) == 1 else f"{full_name}[{i}]", *tensor, maker=number)
+            for i, tensor in enumerate(tensors)
+        )
+        is_constant = not loops.is_heavy and not any(value in self._is_varied for value in read)
+        if not is_constant:
+            self._is_varied.update(makes)
+        module = self._module(node)
+        self._operators.append(Operator(full_name, name, module, read, makes, loops, is_known, is_constant, draws))
+        self._values.update(zip(places, makes, strict=False))
+
+    def _kind(self, node: fx.Node, args: list[Any]) -> str:
+        """The operator's name: of a module its class's, of an attribute of a tensor the attribute's."""
+        if node.op == "call_module":
+            return type(self._model.get_submodule(str(node.target))).__name__
+        if node.target is getattr:
+            return str(args.pop())
+        return node.target if isinstance(node.target, str) else node.target.__name__
+
+    def _own_tensors(self, name: str, reads: list[Value]) -> dict[str, Tensor]:
+        """The parameters of a module that is called as one, as arguments under their names."""
+        out = {}
+        for key, one in self._model.get_submodule(name).named_parameters():
+            value = Value(f"{name}.{key}", tuple(one.shape), one.dtype, one.requires_grad, is_parameter=True)
+            if value.requires_grad:
+                self._is_varied.add(value)
+            out[key] = Tensor(len(reads), value.shape, value.dtype)
+            reads.append(value)
+        return out
+
+    def _made(self, node: fx.Node, facts: NodeFacts) -> tuple[list[fx.Node], list[TensorFacts]]:
+        """The nodes of the tensors that a node makes: it is one, or these are parts of what it gives."""
+        parts = self._parts.get(node, [])
+        if not parts:
+            return [node], facts.tensors
+        held = [(part, tensor) for part in parts for tensor in self._recording.facts[part].tensors[:1]]
+        return [part for part, _ in held], [tensor for _, tensor in held]
+
+    def _make_whole(self, nodes: Sequence[fx.Node]) -> None:
+        """What shares its memory with something that is changed later is not sharded."""
+        for node in nodes:
+            value = self._values.get(node)
+            if value is not None and value.maker is not None:
+                operator = self._operators[value.maker]
+                shapes = [read.shape for read in operator.reads]
+                call = Call(operator.kind, (), {}, len(shapes), tuple(made.shape for made in operator.makes))
+                whole = dataclasses.replace(operator, loops=_whole(call, shapes), is_known=False)
+                self._operators[value.maker] = whole
 
     @staticmethod
     def _loops(call: Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Loops, bool]:
@@ -150,15 +288,27 @@ class _Reader:
         if call.name in rows:
             try:
                 found = rows[call.name](call)
-                check_loops(found, shapes, call.shape)
+                check_loops(found, shapes, call.shapes)
                 return found, True
             except ValueError:
                 pass
-        inputs: list[Labels] = [(None,) * len(shape) for shape in shapes]
-        return Loops(tuple(inputs), (None,) * len(call.shape), {}), False
+        return _whole(call, shapes), False
+
+    @staticmethod
+    def _module(node: fx.Node) -> str:
+        modules = [module for module in node.meta.get("modules", []) if module]
+        if node.op == "call_module":
+            modules.append(str(node.target))
+        return modules[-1] if modules else ""
 
     def _name(self, node: fx.Node, name: str) -> str:
-        modules = [module for module in node.meta.get("modules", []) if module]
-        full = ".".join([*modules[-1:], name])
+        module = self._module(node)
+        full = f"{module}.{name}" if module else name
         count = self._count_of[full] = self._count_of.get(full, 0) + 1
         return full if count == 1 else f"{full}.{count}"
+
+
+def _whole(call: Call, shapes: Sequence[tuple[int, ...]]) -> Loops:
+    """Every device does all of it."""
+    inputs: list[Labels] = [(None,) * len(shape) for shape in shapes]
+    return Loops(tuple(inputs), tuple((None,) * len(shape) for shape in call.shapes), {})

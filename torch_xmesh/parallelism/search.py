@@ -7,10 +7,11 @@ operators --> choices of each --> StrategyGraph --> least cost --> a choice per 
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, num_parts
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, num_parts, whole_choice
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 
 Links = tuple[int, float, float]
@@ -107,14 +108,16 @@ class _Search:
                 readers.setdefault(value, []).append((number, place))
         tied = {value for value, places in readers.items() if value.is_trained and len(places) > 1}
         for operator in self._operators:
-            found = [choice for choice in choices_of(operator.loops, self._shape) if self._allowed(operator, choice)]
+            found = self._choices_of(operator)
             if not found:
                 raise ValueError(f"no sharding of {operator.name} is left")
             self._choices.append(found)
-            self._graph.add_node(operator.name, [self._gradient_cost(operator, choice, tied) for choice in found])
+            self._graph.add_node(operator.name, [self._own_cost(operator, choice, tied) for choice in found])
         outputs = set(self._forward.outputs)
         for maker, operator in enumerate(self._operators):
-            self._join(maker, readers.get(operator.makes, []), is_output=operator.makes in outputs)
+            for number, value in enumerate(operator.makes):
+                if not operator.is_constant:
+                    self._join(maker, number, readers.get(value, []), is_output=value in outputs)
         for value in readers:  # in the order of their first reader
             if value in tied:
                 self._keep(value, readers[value])
@@ -133,10 +136,15 @@ class _Search:
         for reader, place in places:
             self._edge(value, number, hub, reader, [choice.inputs[place] for choice in self._choices[reader]])
 
-    def _join(self, maker: int, places: Sequence[tuple[int, int]], is_output: bool) -> None:
+    def _choices_of(self, operator: Operator) -> list[Choice]:
+        if operator.is_constant:
+            return [whole_choice(operator.loops, len(self._shape))]
+        return [choice for choice in choices_of(operator.loops, self._shape) if self._allowed(operator, choice)]
+
+    def _join(self, maker: int, number: int, places: Sequence[tuple[int, int]], is_output: bool) -> None:
         """From who makes a value to who reads it; over a node of its own where these are several, and for the loss."""
-        value = self._operators[maker].makes
-        node, made = maker, [choice.output for choice in self._choices[maker]]
+        value = self._operators[maker].makes[number]
+        node, made = maker, [choice.outputs[number] for choice in self._choices[maker]]
         if len(places) > 1 or is_output:
             hub = self._hub(value)
             number = self._graph.add_node(f"value of {value.name}", [0.0] * len(hub))
@@ -155,7 +163,8 @@ class _Search:
 
     def _hub(self, value: Value) -> list[End]:
         """How a value that several read may be held: whole, with its gradient whole or in summands; or sharded."""
-        per_axis = [(REPLICATED, REPLICATED), (REPLICATED, PARTIAL), *((dim, dim) for dim in range(len(value.shape)))]
+        summands = [(REPLICATED, PARTIAL)] if value.requires_grad else []
+        per_axis = [(REPLICATED, REPLICATED), *summands, *((dim, dim) for dim in range(len(value.shape)))]
         ends = (
             End(tuple(held for held, _ in pairs), tuple(gradient for _, gradient in pairs))
             for pairs in itertools.product(per_axis, repeat=len(self._shape))
@@ -170,7 +179,7 @@ class _Search:
         return all(value.shape[dim] % count == 0 for dim, count in parts.items())
 
     def _edge(self, value: Value, node: int, made: list[End], reader: int, taken: list[End]) -> None:
-        gives_gradient = reader >= len(self._operators) or self._operators[reader].makes.requires_grad
+        gives_gradient = reader >= len(self._operators) or self._operators[reader].requires_grad
         has_gradient = value.requires_grad and gives_gradient
         key = (value.shape, value.num_bytes, has_gradient, tuple(made), tuple(taken))
         if key not in self._tables:
@@ -189,13 +198,36 @@ class _Search:
             self._costs[key] = _C.ConversionCosts(*key, self._axes, self._model, self._is_direct)
         return self._costs[key]
 
-    def _gradient_cost(self, operator: Operator, choice: Choice, tied: set[Value]) -> float:
-        """Of adding up the gradients of its parameters, which lie as the parameters do then."""
-        return sum(
+    def _own_cost(self, operator: Operator, choice: Choice, tied: set[Value]) -> float:
+        """Of its own collectives, and of adding up the gradients of its parameters, which lie as the parameters do
+        then."""
+        within = sum(
+            _C.collective_cost(self._model, use.collective, use.num_bytes, self._axes[use.axis])
+            for use in self._within(operator, choice)
+        )
+        return within + sum(
             self._conversions(value).cost(end.gradient, end.value)
             for value, end in zip(operator.reads, choice.inputs, strict=True)
             if value.is_trained and value not in tied
         )
+
+    def _within(self, operator: Operator, choice: Choice) -> list[CollectiveUse]:
+        """The collectives that an operator runs by itself."""
+        out: list[CollectiveUse] = []
+        name = operator.makes[0].name
+        for axis, label in enumerate(choice.axes):
+            for own in operator.loops.within:
+                if own.label != label:
+                    continue
+                others = zip(choice.axes, self._shape, strict=True)
+                cuts = math.prod(
+                    size for place, (other, size) in enumerate(others) if place != axis and other in own.cut_by
+                )
+                once = CollectiveUse(name, "forward", own.collective, axis, own.num_bytes / cuts)
+                out += [once] * own.num_forward
+                if operator.requires_grad:
+                    out += [dataclasses.replace(once, why="backward")] * own.num_backward
+        return out
 
     def _uses(self, choices: Sequence[Choice], chosen: Sequence[int]) -> list[CollectiveUse]:
         out: list[CollectiveUse] = []
@@ -213,6 +245,7 @@ class _Search:
         for value, (number, hub) in self._kept.items():
             add(value, "gradient", hub[chosen[number]].gradient, hub[chosen[number]].value)
         for operator, choice in zip(self._operators, choices, strict=True):
+            out += self._within(operator, choice)
             for value, end in zip(operator.reads, choice.inputs, strict=True):
                 if value.is_trained and value not in self._kept:
                     add(value, "gradient", end.gradient, end.value)

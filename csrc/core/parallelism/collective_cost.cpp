@@ -38,4 +38,13 @@ std::string_view collectiveName(Collective collective) {
   return "";
 }
 
+Collective collectiveOf(std::string_view name) {
+  for (const Collective one : {Collective::kAllReduce, Collective::kAllGather, Collective::kReduceScatter, Collective::kAllToAll}) {
+    if (collectiveName(one) == name) {
+      return one;
+    }
+  }
+  throw InvalidArgument("there is no collective named '" + std::string(name) + "'");
+}
+
 }  // namespace xmesh::core

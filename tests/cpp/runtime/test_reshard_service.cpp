@@ -19,7 +19,7 @@ constexpr int64_t kExtent = 96;
 core::ReshardingPlan planOf(Placement dst) {
   const core::DType dtype = core::DType::parse("int32");
   return core::planResharding(
-      {{{{kExtent}, dtype, core::Mesh({2}, {0, 1}), {Placement::shard(0)}}, {{kExtent}, dtype, core::Mesh({2}, {2, 3}), {std::move(dst)}}}},
+      {{{{kExtent}, dtype, core::Mesh({2}, {0, 1}), {Placement::shard(0)}}, {{kExtent}, dtype, core::Mesh({2}, {2, 3}), {dst}}}},
       core::Topology::uniform(kNumRanks, 1), core::parseStrategy("broadcast"));
 }
 

@@ -1,7 +1,9 @@
-"""Tables that are looked into."""
+"""Tables that are looked into, and elements that are picked by numbers in tensors."""
 
-from torch_xmesh.parallelism.loops import Loops
-from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like, row
+import torch
+
+from torch_xmesh.parallelism.loops import Labels, Loops
+from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
 
 
 @row("embedding")
@@ -11,3 +13,56 @@ def embedding(call: Call) -> Loops:
     batch = labels_like(indices.shape, "b")
     extents = {**extents_of(batch, indices.shape), **extents_of(("v", "j"), weight.shape)}
     return call.loops({indices.index: batch, weight.index: ("v", "j")}, (*batch, "j"), extents)
+
+
+@row("gather", "take_along_dim", "scatter", "scatter_", "scatter_add", "scatter_add_")
+def gather(call: Call) -> Loops:
+    """The dim that is picked from stays whole; others are loops where all tensors are as long along them."""
+    dim = call.get(1, "dim")
+    tensors = call.tensors
+    if not isinstance(dim, int) or any(len(one.shape) != len(call.shape) for one in tensors):
+        raise ValueError(f"{call.name} along no dim that is named")
+    dim %= len(call.shape)
+    labels = tuple(
+        None if place == dim or any(one.shape[place] != call.shape[place] for one in tensors) else label
+        for place, label in enumerate(labels_like(call.shape))
+    )
+    return call.loops({one.index: labels for one in tensors}, labels, extents_of(labels, call.shape))
+
+
+@row("index_select")
+def index_select(call: Call) -> Loops:
+    x, index = call.tensor(0, "input"), call.tensor(2, "index")
+    dim = call.get(1, "dim")
+    labels = list(labels_like(x.shape))
+    labels[dim] = None
+    output = list(labels)
+    output[dim] = "picked"
+    extents = {**extents_of(tuple(labels), x.shape), **extents_of(tuple(output), call.shape)}
+    return call.loops({x.index: tuple(labels), index.index: ("picked",)}, tuple(output), extents)
+
+
+@row("one_hot")
+def one_hot(call: Call) -> Loops:
+    x = call.tensor(0, "input")
+    labels = labels_like(x.shape)
+    return call.loops({x.index: labels}, (*labels, None), extents_of(labels, x.shape))
+
+
+def picked(call: Call, x: Tensor, index: tuple[object, ...]) -> Loops:
+    """An index with tensors in it: the dims that they pick from stay whole, those that they make are loops."""
+    found = [one for one in index if isinstance(one, Tensor)]
+    at = [place for place, one in enumerate(index) if isinstance(one, Tensor)]
+    plain = all(one == slice(None) for one in index if not isinstance(one, Tensor))
+    if not plain or any(one.dtype in (torch.bool, torch.uint8) for one in found) or at[-1] - at[0] + 1 != len(at):
+        raise ValueError("an index of masks, or of tensors among other things")
+    num_made = len(call.shape) - len(x.shape) + len(at)
+    made = labels_like(call.shape[at[0] : at[0] + num_made], "i")
+    labels = list(labels_like(x.shape))
+    for place in at:
+        labels[place] = None
+    output: Labels = (*labels[: at[0]], *made, *labels[at[-1] + 1 :])
+    inputs: dict[int, Labels] = {x.index: tuple(labels)}
+    for one in found:
+        inputs[one.index] = broadcast(one, made, call.shape[at[0] : at[0] + num_made])
+    return call.loops(inputs, output, extents_of(output, call.shape))

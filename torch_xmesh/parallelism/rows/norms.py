@@ -1,7 +1,12 @@
-"""What needs whole rows: normalizations and softmax shard every other dim."""
+"""What needs whole rows: normalizations and softmax shard every other dim, or bring the row's statistics together."""
 
-from torch_xmesh.parallelism.loops import Labels, Loops
+import math
+
+from torch_xmesh.parallelism.loops import Labels, Loops, Within
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
+
+_STATISTIC = 4
+"""Bytes of one: norms and softmax compute in 32 bits."""
 
 
 @row("layer_norm", "rms_norm")
@@ -18,12 +23,67 @@ def layer_norm(call: Call) -> Loops:
     return call.loops(inputs, labels, extents_of(labels, x.shape))
 
 
+@row("group_norm", "instance_norm")
+def group_norm(call: Call) -> Loops:
+    """Samples are a loop."""
+    x = call.tensor(0, "input")
+    labels: Labels = ("n", *[None] * (len(x.shape) - 1))
+    inputs: dict[int, Labels] = {one.index: (None,) * len(one.shape) for one in call.tensors}
+    inputs[x.index] = labels
+    return call.loops(inputs, labels, extents_of(labels, x.shape))
+
+
+@row("batch_norm")
+def batch_norm(call: Call) -> Loops:
+    """Channels are a loop, and samples, whose statistics are brought together as if the batch were whole."""
+    x = call.tensor(0, "input")
+    labels: Labels = ("n", "c", *[None] * (len(x.shape) - 2))
+    inputs: dict[int, Labels] = {one.index: ("c",) for one in call.tensors}
+    inputs[x.index] = labels
+    uses_batch = bool(call.get(5, "training", False)) or not isinstance(call.get(1, "running_mean"), Tensor)
+    statistics = Within("n", "all-reduce", 2 * _STATISTIC * x.shape[1], ("c",))
+    return call.loops(inputs, labels, extents_of(labels, x.shape), within=(statistics,) if uses_batch else ())
+
+
 @row("softmax", "log_softmax")
 def softmax(call: Call) -> Loops:
+    """Over its own dim devices bring together the greatest element and the sum, and backward one sum."""
     x = call.tensor(0, "input")
     dim = call.get(1, "dim")
     if not x.shape or not isinstance(dim, int):
         raise ValueError("softmax over no dim that is named")
-    labels = list(labels_like(x.shape))
-    labels[dim] = None
-    return call.loops({x.index: tuple(labels)}, tuple(labels), extents_of(tuple(labels), x.shape))
+    labels = labels_like(x.shape)
+    own = labels[dim]
+    assert own is not None
+    rest = tuple(label for label in labels if label is not None and label != own)
+    row_bytes = _STATISTIC * math.prod(x.shape) / max(x.shape[dim], 1)
+    together = Within(own, "all-reduce", row_bytes, rest, num_forward=2)
+    return call.loops({x.index: labels}, labels, extents_of(labels, x.shape), within=(together,))
+
+
+@row("cross_entropy", "nll_loss")
+def cross_entropy(call: Call) -> Loops:
+    """Samples add up, and classes: each device has the logits of some, and the greatest element and the sum of all are
+    brought together."""
+    x, target = call.tensor(0, "input"), call.tensor(1, "target")
+    if len(x.shape) < 2 or target.shape != (x.shape[0], *x.shape[2:]) or len(call.tensors) > 2:
+        raise ValueError("class probabilities or weights")
+    samples = labels_like(target.shape, "n")
+    labels: Labels = (samples[0], "c", *samples[1:])
+    output = samples if call.shape == target.shape else ()
+    names = tuple(label for label in samples if label is not None)
+    own = Within("c", "all-reduce", _STATISTIC * math.prod(target.shape), names, num_forward=2, num_backward=0)
+    within = (own,) if call.name == "cross_entropy" else ()
+    extents = extents_of(labels, x.shape)
+    return call.loops({x.index: labels, target.index: samples}, output, extents, within=within)
+
+
+@row("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+def distances(call: Call) -> Loops:
+    """Elements add up, or stay."""
+    x, target = call.tensor(0, "input"), call.tensor(1, "target")
+    if x.shape != target.shape or len(call.tensors) > 2:
+        raise ValueError("a loss that broadcasts")
+    labels = labels_like(x.shape)
+    output = labels if call.shape == x.shape else ()
+    return call.loops({x.index: labels, target.index: labels}, output, extents_of(labels, x.shape))

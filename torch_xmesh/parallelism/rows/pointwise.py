@@ -1,57 +1,70 @@
 """Operators on elements: every dim of the output is a loop; operands broadcast."""
 
 from torch_xmesh.parallelism.loops import Loops
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import Call, broadcast, extents_of, labels_like, row
 
-_SUMS = ("add", "sub", "__add__", "__radd__", "__sub__", "add_", "iadd")
-_PRODUCTS = ("mul", "div", "truediv", "__mul__", "__rmul__", "__truediv__", "mul_", "neg")
-_SAME = ("contiguous", "clone", "detach")
+_SUMS = "add sub subtract __add__ __radd__ __sub__ __rsub__ add_ sub_ iadd isub __iadd__ __isub__"
+_PRODUCTS = "mul multiply div divide truediv __mul__ __rmul__ __truediv__ mul_ div_ neg negative __neg__ __imul__"
+_SAME = "contiguous clone detach alias positive requires_grad_ lift_fresh"
+_FUNCTIONS = """
+    relu relu_ relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid tanh
+    sigmoid logsigmoid exp exp2 expm1 log log2 log10 log1p square sqrt rsqrt reciprocal pow __pow__ __rpow__ abs
+    absolute sign sin cos tan asin acos atan sinh cosh erf floor ceil round trunc frac clamp clamp_ clip
+    clamp_min clamp_max minimum maximum dropout dropout_ alpha_dropout feature_dropout where masked_fill masked_fill_
+    nan_to_num lerp addcmul addcdiv fmod remainder floor_divide __rtruediv__ __floordiv__ __mod__ atan2 hypot logaddexp
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite logical_and logical_or logical_xor
+    logical_not bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __invert__ __rand__ __ror__
+    zeros_like ones_like full_like empty_like rand_like randn_like bernoulli fill_ zero_ copy_
+"""
 
 
 def _elementwise(call: Call, *, is_linear: bool) -> Loops:
     output = labels_like(call.shape)
-    tensors = [value for value in [*call.args, *call.kwargs.values()] if isinstance(value, Tensor)]
-    inputs = {tensor.index: broadcast(tensor, output, call.shape) for tensor in tensors}
+    inputs = {tensor.index: broadcast(tensor, output, call.shape) for tensor in call.tensors}
     return call.loops(inputs, output, extents_of(output, call.shape), is_linear=is_linear)
 
 
-@row(*_SUMS)
+@row(*_SUMS.split())
 def sums(call: Call) -> Loops:
     """A partial sum and a number do not add up: it would be added on each device."""
     return _elementwise(call, is_linear=call.num_tensors == 2)
 
 
-@row(*_PRODUCTS)
+@row(*_PRODUCTS.split())
 def products(call: Call) -> Loops:
     """By a number partial sums stay partial sums, unless they are rounded; a product of two has none."""
     return _elementwise(call, is_linear=call.num_tensors == 1 and call.kwargs.get("rounding_mode") is None)
 
 
-@row(*_SAME)
+@row(*_SAME.split())
 def same(call: Call) -> Loops:
     return _elementwise(call, is_linear=True)
 
 
-@row(
-    "relu",
-    "gelu",
-    "silu",
-    "tanh",
-    "sigmoid",
-    "exp",
-    "square",
-    "sqrt",
-    "rsqrt",
-    "pow",
-    "dropout",
-    "where",
-    "masked_fill",
-)
+@row(*_FUNCTIONS.split())
 def functions(call: Call) -> Loops:
     return _elementwise(call, is_linear=False)
 
 
-@row("to", "float", "double", "half", "bfloat16", "type_as")
+@row("tril", "triu", "tril_", "triu_")
+def triangles(call: Call) -> Loops:
+    """The last two dims stay whole: whether an element is kept follows from its place."""
+    x = call.tensor(0, "input")
+    labels = (*labels_like(x.shape)[:-2], None, None)
+    return call.loops({x.index: labels}, labels, extents_of(labels, x.shape), is_linear=True)
+
+
+@row("min", "max")
+def either(call: Call) -> Loops:
+    """The smaller or greater one of two; along a dim they are no functions of elements (see reductions)."""
+    if len(call.tensors) != 2:
+        from torch_xmesh.parallelism.rows.reductions import extremes
+
+        return extremes(call)
+    return _elementwise(call, is_linear=False)
+
+
+@row("to", "float", "double", "half", "bfloat16", "type_as", "type", "long", "int", "bool")
 def casts(call: Call) -> Loops:
     """Summands are not cast: what they add up to would be rounded otherwise."""
     x = call.tensor(0, "input")

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from torch_xmesh.parallelism.loops import Labels, Loops
 
 
@@ -17,6 +19,11 @@ class Tensor:
 
     index: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +32,25 @@ class Call:
 
     Attributes:
         num_tensors: that it reads.
-        shape: of what it makes.
+        shapes: of what it makes.
     """
 
     name: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     num_tensors: int
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the one tensor, or the first, that it makes."""
+        return self.shapes[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are arguments themselves, or in a list that is one."""
+        flat = [one for value in [*self.args, *self.kwargs.values()] for one in _listed(value)]
+        return [one for one in flat if isinstance(one, Tensor)]
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, by position or by name."""
@@ -45,9 +63,15 @@ class Call:
             raise ValueError(f"{self.name}: argument {name} is no tensor")
         return found
 
-    def loops(self, inputs: Mapping[int, Labels], output: Labels, extents: Mapping[str, int], **flags: bool) -> Loops:
-        """Of the inputs by index; of those that are not named nothing is read but their shape or type."""
-        return Loops(tuple(inputs.get(i) for i in range(self.num_tensors)), output, extents, **flags)
+    def loops(self, inputs: Mapping[int, Labels], output: Labels, extents: Mapping[str, int], **more: Any) -> Loops:
+        """Of the inputs by index; of those that are not named nothing is read but their shape or type. Where it makes
+        several tensors, all have the labels of `output`."""
+        reads = tuple(inputs.get(i) for i in range(self.num_tensors))
+        return Loops(reads, (output,) * len(self.shapes), extents, **more)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
 
 
 Row = Callable[[Call], Loops]

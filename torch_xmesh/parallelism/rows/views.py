@@ -1,4 +1,4 @@
-"""Operators that move no element: dims are renamed, split, joined or left out."""
+"""Operators that move no element: dims are renamed, split or joined."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,9 @@ from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like, row
 
 
-@row("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as")
+@row(
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as", "ravel"
+)
 def view(call: Call) -> Loops:
     """Dims that are joined or split share the loop over the first of them, as far as both divide."""
     x = call.tensor(0, "input")
@@ -39,13 +41,17 @@ def _matched(before: Sequence[int], after: Sequence[int]) -> tuple[Labels, Label
     return tuple(labels[0]), tuple(labels[1]), extents
 
 
-@row("transpose", "swapaxes", "t")
+@row("transpose", "swapaxes", "swapdims", "t", "T", "mT", "adjoint", "H", "mH")
 def transpose(call: Call) -> Loops:
+    """Of two dims; `t` and the attributes of that meaning swap the last two, or the only two that there are."""
     x = call.tensor(0, "input")
     order = list(range(len(x.shape)))
-    a, b = (0, 1) if call.name == "t" else (call.get(1, "dim0"), call.get(2, "dim1"))
+    is_named = call.name in ("transpose", "swapaxes", "swapdims")
+    a, b = (call.get(1, "dim0"), call.get(2, "dim1")) if is_named else (-2, -1)
     if not isinstance(a, int) or not isinstance(b, int) or len(order) < 2:
         raise ValueError("a transpose without two dims")
+    if call.name in ("t", "T", "H") and len(order) != 2:
+        raise ValueError("a transpose of no matrix")
     order[a], order[b] = order[b], order[a]
     return _permuted(call, order)
 
@@ -57,22 +63,20 @@ def permute(call: Call) -> Loops:
     return _permuted(call, [dim % len(order) for dim in order])
 
 
+@row("movedim", "moveaxis")
+def movedim(call: Call) -> Loops:
+    """Of one dim."""
+    x, source, target = call.tensor(0, "input"), call.get(1, "source"), call.get(2, "destination")
+    if not isinstance(source, int) or not isinstance(target, int):
+        raise ValueError("movedim of several dims")
+    order = [dim for dim in range(len(x.shape)) if dim != source % len(x.shape)]
+    order.insert(target % len(x.shape), source % len(x.shape))
+    return _permuted(call, order)
+
+
 def _permuted(call: Call, order: Sequence[int]) -> Loops:
     x = call.tensor(0, "input")
     labels = labels_like(x.shape)
     return call.loops(
         {x.index: labels}, tuple(labels[dim] for dim in order), extents_of(labels, x.shape), is_linear=True
     )
-
-
-@row("chunk", "split", "expand")
-def pieces(call: Call) -> Loops:
-    """One of them; of `expand` the repeated tensor. Dims whose length stays are loops."""
-    x = call.tensor(0, "input")
-    if len(x.shape) != len(call.shape):
-        raise ValueError(f"{call.name} that changes the number of dims")
-    labels = tuple(
-        label if before == after else None
-        for label, before, after in zip(labels_like(x.shape), x.shape, call.shape, strict=True)
-    )
-    return call.loops({x.index: labels}, labels, extents_of(labels, call.shape), is_linear=True)

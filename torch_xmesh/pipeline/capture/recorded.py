@@ -21,6 +21,7 @@ from torch_xmesh.pipeline.capture.errors import (
     LeafFailedError,
     LookInsideError,
 )
+from torch_xmesh.pipeline.capture.library_models import without_caches
 from torch_xmesh.pipeline.capture.opened import why_closed
 from torch_xmesh.pipeline.capture.recorder import Recorder
 from torch_xmesh.pipeline.capture.recording import Recording, difference
@@ -54,8 +55,10 @@ class RecordedModel:
         opened: frozenset[str],
         batch: Collection[str],
         device: torch.device,
+        closes_what_fails: bool = False,
     ) -> None:
-        """`batch` names the arguments that are cut into microbatches."""
+        """`batch` names the arguments that are cut into microbatches. `closes_what_fails`: a module whose insides
+        cannot be run on fakes is not looked into, nor are others of its class."""
         self.names, self.opened, self._batch = list(names), opened, batch
         self.type_name = type(model).__name__
         self._shadow = Shadow(model, device)
@@ -66,6 +69,7 @@ class RecordedModel:
         self._as_fakes: frozenset[str] = frozenset()
         self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
         self._leaves, self._structure = pytree.tree_flatten(arguments)
+        self._closes_what_fails, self._failed_in = closes_what_fails, ""
         self.device = device
         self._begun, self._num_recorded = time.monotonic(), 0
 
@@ -73,6 +77,10 @@ class RecordedModel:
     def training(self) -> bool | None:
         """The mode of the modules that are looked into when this was made; None where they had several."""
         return self._own_mode
+
+    def switch_caches_off(self) -> None:
+        """What is recorded fills no caches for generation; the model itself stays as it is."""
+        without_caches(self._shadow.model)
 
     def record(self, inputs: Sequence[torch.Tensor], training: bool | None) -> Recording:
         """The forward with `inputs` as the tensor arguments, in training mode or not, or (None) as the model came.
@@ -108,10 +116,27 @@ class RecordedModel:
                 self._look_into(found)
             except FakeNeededError as needed:
                 self._as_fakes |= {needed.node}
-            except CaptureError:
-                raise
+            except CaptureError as error:
+                if not self._close(error):
+                    raise
             except Exception as error:
-                raise self._refusal(error) from error
+                if not self._close(error):
+                    raise self._refusal(error) from error
+
+    def _close(self, error: Exception) -> bool:
+        """From now on the module in which that was raised is called as one, as are those of its class; False where it
+        cannot be."""
+        if not self._closes_what_fails or not self._failed_in:
+            return False
+        modules = dict(self._shadow.model.named_modules())
+        kind = type(modules[self._failed_in])
+        alike = [name for name in self.opened if type(modules[name]) is kind]
+        reason = (
+            f"cannot be looked into ({type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]})"
+        )
+        self._closed |= dict.fromkeys(alike, reason)
+        self.opened -= {name for name in self.opened for outer in alike if f"{name}.".startswith(f"{outer}.")}
+        return True
 
     def _tell_progress(self) -> None:
         """A line, on the first rank, where recording takes long."""
@@ -134,7 +159,10 @@ class RecordedModel:
         recorder = Recorder(
             self._shadow, opened=self.opened, on_memory=self._on_memory, as_fakes=self._as_fakes, batch=self._batch
         )
-        return recorder.record(self.names, pytree.tree_unflatten(leaves, self._structure))
+        try:
+            return recorder.record(self.names, pytree.tree_unflatten(leaves, self._structure))
+        finally:
+            self._failed_in = recorder.failed_in
 
     def _refusal(self, error: Exception, what: str = "the model", called: str = "") -> CaptureError:
         where = source_line(error) or called

@@ -73,6 +73,8 @@ class Recorder(TorchFunctionMode):
         self._mutations: list[tuple[int, int, fx.Node]] = []
         self._changed_buffers: dict[str, fx.Node] = {}
         self._is_paused = False
+        self.failed_in = ""  # the innermost module that is looked into and raised what went through all around it
+        self._failed: Exception | None = None
         self._watch = OperatorWatch()
         self._writer = GraphWriter(shadow, self._watch, opened)
         self._random = RandomStates()
@@ -125,6 +127,10 @@ class Recorder(TorchFunctionMode):
             self._writer.stack.append(name)
             try:
                 return run(*args, **kwargs)
+            except Exception as error:
+                if error is not self._failed:
+                    self._failed, self.failed_in = error, name
+                raise
             finally:
                 self._writer.stack.pop()
         with self._paused():

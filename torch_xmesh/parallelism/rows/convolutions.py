@@ -1,0 +1,48 @@
+"""Convolutions and what else goes over space, whose dims stay whole."""
+
+import math
+
+from torch_xmesh.parallelism.loops import Labels, Loops
+from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
+
+
+@row("conv1d", "conv2d", "conv3d")
+def convolution(call: Call) -> Loops:
+    """Samples, output channels, and input channels, which add up; of a grouped one the groups."""
+    x, weight, bias = call.tensor(0, "input"), call.tensor(1, "weight"), call.get(2, "bias")
+    groups = call.get(6, "groups", 1)
+    num_space = len(weight.shape) - 2
+    if len(x.shape) != len(weight.shape):
+        raise ValueError("a convolution of one sample without a batch")
+    space: Labels = (None,) * num_space
+    if groups == 1:
+        inputs: dict[int, Labels] = {x.index: ("n", "k", *space), weight.index: ("c", "k", *space)}
+        output: Labels = ("n", "c", *space)
+        extents = {"n": x.shape[0], "c": weight.shape[0], "k": weight.shape[1]}
+    else:
+        inputs = {x.index: ("n", "g", *space), weight.index: ("g", None, *space)}
+        output = ("n", "g", *space)
+        extents = {"n": x.shape[0], "g": groups}
+    once = frozenset({bias.index} if isinstance(bias, Tensor) else ())
+    inputs |= {number: (output[1],) for number in once}
+    flops = 2.0 * math.prod(call.shape) * math.prod(weight.shape[1:])
+    usable = {label: extent for label, extent in extents.items() if extent > 1}
+    return call.loops(inputs, output, usable, is_heavy=True, flops=flops, once=once)
+
+
+_OVER_SPACE = """
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    interpolate upsample dropout1d dropout2d dropout3d unfold
+"""
+
+
+@row(*_OVER_SPACE.split())
+def over_space(call: Call) -> Loops:
+    """Samples and channels are loops."""
+    x = call.tensor(0, "input")
+    if len(x.shape) < 3 or call.shape[:2] != x.shape[:2]:
+        raise ValueError(f"{call.name} without batch and channels")
+    labels: Labels = (*labels_like(x.shape)[:2], *[None] * (len(x.shape) - 2))
+    output: Labels = (*labels[:2], *[None] * (len(call.shape) - 2))
+    return call.loops({x.index: labels}, output, extents_of(labels[:2], x.shape[:2]))

@@ -1,0 +1,125 @@
+"""Operators that take tensors apart and put them together along a dim, which stays whole."""
+
+from torch_xmesh.parallelism.loops import Labels, Loops
+from torch_xmesh.parallelism.rows.lookups import picked
+from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
+
+
+@row("chunk", "split", "split_with_sizes", "tensor_split", "expand", "expand_as", "broadcast_to", "narrow", "repeat")
+def pieces(call: Call) -> Loops:
+    """Dims whose length stays are loops; of `expand` new ones are none."""
+    x = call.tensor(0, "input")
+    num_new = len(call.shape) - len(x.shape)
+    if num_new < 0 or any(len(shape) != len(call.shape) for shape in call.shapes):
+        raise ValueError(f"{call.name} that takes dims away")
+    labels = tuple(
+        label if all(shape[num_new + dim] == extent for shape in call.shapes) else None
+        for dim, (label, extent) in enumerate(zip(labels_like(x.shape), x.shape, strict=True))
+    )
+    output: Labels = (*[None] * num_new, *labels)
+    return call.loops({x.index: labels}, output, extents_of(labels, x.shape), is_linear=True)
+
+
+@row("unbind", "select")
+def unbind(call: Call) -> Loops:
+    """The dim goes."""
+    x = call.tensor(0, "input")
+    dim = call.get(1, "dim", 0) % len(x.shape)
+    labels = list(labels_like(x.shape))
+    labels[dim] = None
+    output = tuple(label for place, label in enumerate(labels) if place != dim)
+    return call.loops({x.index: tuple(labels)}, output, extents_of(tuple(labels), x.shape), is_linear=True)
+
+
+@row("cat", "concat", "concatenate")
+def cat(call: Call) -> Loops:
+    """An empty vector among the tensors is nothing."""
+    tensors, dim = call.tensors, call.get(1, "dim", 0)
+    labels = list(labels_like(call.shape))
+    labels[dim] = None
+    joined = tuple(labels)
+    inputs = {one.index: joined for one in tensors if one.shape != (0,)}
+    if any(len(one.shape) != len(joined) for one in tensors if one.shape != (0,)):
+        raise ValueError("cat of tensors of other dims")
+    return call.loops(inputs, joined, extents_of(joined, call.shape), is_linear=len(inputs) == len(tensors))
+
+
+@row("stack")
+def stack(call: Call) -> Loops:
+    """The new dim stays whole."""
+    dim = call.get(1, "dim", 0) % len(call.shape)
+    labels = labels_like(call.tensors[0].shape)
+    output: Labels = (*labels[:dim], None, *labels[dim:])
+    inputs = {one.index: labels for one in call.tensors}
+    return call.loops(inputs, output, extents_of(output, call.shape), is_linear=True)
+
+
+@row("pad")
+def pad(call: Call) -> Loops:
+    """Dims that are not padded are loops."""
+    x, padding = call.tensor(0, "input"), call.get(1, "pad")
+    if not isinstance(padding, tuple | list):
+        raise ValueError("padding that is no list")
+    labels = list(labels_like(x.shape))
+    for place in range(len(padding) // 2):
+        labels[-1 - place] = None
+    is_zero = call.get(2, "mode", "constant") == "constant" and not call.get(3, "value")
+    output = tuple(labels)
+    return call.loops({x.index: output}, output, extents_of(output, x.shape), is_linear=is_zero)
+
+
+@row("repeat_interleave", "tile")
+def repeat_interleave(call: Call) -> Loops:
+    """Dims whose length stays are loops."""
+    x = call.tensor(0, "input")
+    if len(x.shape) != len(call.shape):
+        raise ValueError(f"{call.name} of all elements")
+    pairs = zip(labels_like(x.shape), x.shape, call.shape, strict=True)
+    labels = tuple(label if before == after else None for label, before, after in pairs)
+    return call.loops({x.index: labels}, labels, extents_of(labels, x.shape), is_linear=True)
+
+
+@row("__getitem__", "getitem")
+def getitem(call: Call) -> Loops:
+    """Dims that are taken whole are loops; of tensors in the index see lookups."""
+    x, index = call.tensor(0, "input"), call.args[1]
+    index = tuple(index) if isinstance(index, tuple | list) else (index,)
+    if any(isinstance(one, Tensor) for one in index):
+        return picked(call, x, index)
+    num_taken = sum(one is not None and one is not Ellipsis for one in index)
+    rest = (slice(None),) * (len(x.shape) - num_taken)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *rest, *index[at + 1 :])
+    else:
+        index = (*index, *rest)
+    before: list[str | None] = []
+    after: list[str | None] = []
+    labels = labels_like(x.shape)
+    for one in index:
+        if one is None:
+            after.append(None)
+        elif isinstance(one, int) and not isinstance(one, bool):
+            before.append(None)
+        elif isinstance(one, slice):
+            dim = len(before)
+            is_whole = one.indices(x.shape[dim]) == (0, x.shape[dim], 1)
+            before.append(labels[dim] if is_whole else None)
+            after.append(before[-1])
+        else:
+            raise ValueError(f"an index of {one!r}")
+    return call.loops({x.index: tuple(before)}, tuple(after), extents_of(tuple(before), x.shape), is_linear=True)
+
+
+@row("__setitem__")
+def setitem(call: Call) -> Loops:
+    """A number is written into a part: dims that are whole in the index are loops."""
+    x, index = call.tensor(0, "input"), call.args[1]
+    index = tuple(index) if isinstance(index, tuple | list) else (index,)
+    if len(call.tensors) > 1 or any(not isinstance(one, slice | int) for one in index):
+        raise ValueError("tensors are written, or an index of other things")
+    labels = list(labels_like(x.shape))
+    for dim, one in enumerate(index):
+        if not isinstance(one, slice) or one.indices(x.shape[dim]) != (0, x.shape[dim], 1):
+            labels[dim] = None
+    return call.loops({x.index: tuple(labels)}, tuple(labels), extents_of(tuple(labels), x.shape))

@@ -1,0 +1,62 @@
+"""Operators that make one element of many: along a dim, or of all."""
+
+from collections.abc import Sequence
+
+from torch_xmesh.parallelism.loops import Labels, Loops
+from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like, row
+
+
+def reduced_dims(call: Call, position: int = 1) -> tuple[list[int], bool]:
+    """The dims that a reduction is over, and whether they stay, with one element each."""
+    x = call.tensor(0, "input")
+    dim = call.get(position, "dim", call.kwargs.get("axis"))
+    dims: Sequence[int] = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if not all(type(one) is int for one in dims):
+        raise ValueError("dims that are no numbers")
+    whole = [one % max(len(x.shape), 1) for one in dims] if len(dims) > 0 else list(range(len(x.shape)))
+    return whole, len(call.shape) == len(x.shape) and bool(x.shape)
+
+
+def without(labels: Labels, dims: Sequence[int], *, keeps: bool) -> Labels:
+    """What a reduction leaves of a tensor's labels."""
+    if keeps:
+        return tuple(None if dim in dims else label for dim, label in enumerate(labels))
+    return tuple(label for dim, label in enumerate(labels) if dim not in dims)
+
+
+@row("sum", "mean", "nansum")
+def sums(call: Call) -> Loops:
+    """All dims are loops; those that are reduced add up. (Of a mean each device's part is divided by the whole.)"""
+    x = call.tensor(0, "input")
+    dims, keeps = reduced_dims(call)
+    labels = labels_like(x.shape)
+    is_linear = call.kwargs.get("dtype") is None
+    return call.loops(
+        {x.index: labels}, without(labels, dims, keeps=keeps), extents_of(labels, x.shape), is_linear=is_linear
+    )
+
+
+@row("amax", "amin", "argmax", "argmin", "all", "any", "var", "std", "norm", "logsumexp", "prod", "median")
+def extremes(call: Call) -> Loops:
+    """Dims that are reduced stay whole."""
+    x = call.tensor(0, "input")
+    dims, keeps = reduced_dims(call, 2 if call.name == "norm" else 1)
+    labels = tuple(None if dim in dims else label for dim, label in enumerate(labels_like(x.shape)))
+    return call.loops({x.index: labels}, without(labels, dims, keeps=keeps), extents_of(labels, x.shape))
+
+
+@row("cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll", "kthvalue", "renorm")
+def along(call: Call) -> Loops:
+    """Along a dim, which stays whole; the others are loops."""
+    x = call.tensor(0, "input")
+    position = 2 if call.name in ("topk", "kthvalue", "roll", "renorm") else 1
+    dim = call.get(position, "dim", call.get(position, "dims", -1))
+    dims = [dim] if isinstance(dim, int) else list(dim) if dim is not None else []
+    if not dims or call.name == "flip":
+        flipped = call.args[1:] if call.name == "flip" and isinstance(call.get(1, "dims"), int) else dims
+        dims = list(flipped)
+    if not dims:
+        raise ValueError(f"{call.name} along no dim that is named")
+    whole = {one % len(x.shape) for one in dims}
+    labels = tuple(None if place in whole else label for place, label in enumerate(labels_like(x.shape)))
+    return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))
