@@ -1,6 +1,7 @@
 """An operator as nested loops: which of its dims may be sharded, and what follows for its other tensors."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,12 @@ class Loops:
     flops: float = 0
     within: tuple[Within, ...] = ()
     once: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def key(self) -> tuple[object, ...]:
+        """What equal loops have in common, to be looked up by."""
+        flags = self.is_linear, self.is_heavy, self.flops, self.within, self.once
+        return self.inputs, self.outputs, tuple(self.extents.items()), flags
 
 
 def dim_of(labels: Labels, label: str) -> int | None:

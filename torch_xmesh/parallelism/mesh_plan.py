@@ -9,7 +9,7 @@ from torch import nn
 
 from torch_xmesh.parallelism.loops import WHOLE
 from torch_xmesh.parallelism.operators import forward_of
-from torch_xmesh.parallelism.search import Links, Sharded, bytes_of_parameters, shard
+from torch_xmesh.parallelism.search import Links, Sharded, shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,10 @@ class MeshPlan:
             for operator, choice in zip(operators, choices, strict=True)
         ]
         lines += ["collectives of a step", *(f"  {line}" for line in self._collectives())]
-        held, whole = bytes_of_parameters(self.sharded, self.mesh_shape), bytes_of_parameters(self.sharded, ())
-        lines.append(f"parameters {held / 2**20:.2f} MiB a device of {whole / 2**20:.2f} MiB")
+
+        held = self.sharded.bytes
+        whole = sum(value.num_bytes for value, _ in self.sharded.parameters.values())
+        lines.append(f"parameters {held.parameters / 2**20:.2f} MiB a device of {whole / 2**20:.2f} MiB")
         unknown = Counter(operator.kind for operator in operators if not operator.is_known and not operator.is_constant)
         if unknown:
             counted = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))

@@ -56,6 +56,7 @@ class Operator:
         is_constant: no parameter and no matrix product is behind what it makes: every device does all of it, and parts
             of that are taken as they are needed.
         draws: it draws random numbers.
+        views: what it makes is the memory of the first tensor that it reads.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Operator:
     is_known: bool
     is_constant: bool = False
     draws: bool = False
+    views: bool = False
 
     @property
     def requires_grad(self) -> bool:
@@ -216,7 +218,7 @@ class _Reader:
         if changed is not None and not changed[1]:
             loops, is_known = _whole(call, [value.shape for value in reads]), False
             self._make_whole(changed[0])
-        self._append(node, name, places, tensors, reads, loops, is_known, facts.draws)
+        self._append(node, name, places, tensors, reads, loops, is_known, facts)
         if changed is not None and isinstance(first, fx.Node) and first in changed[0]:
             self._values[first] = self._operators[-1].makes[0]
 
@@ -229,7 +231,7 @@ class _Reader:
         reads: Sequence[Value],
         loops: Loops,
         is_known: bool,
-        draws: bool,
+        facts: NodeFacts,
     ) -> None:
         read = tuple(value for value, labels in zip(reads, loops.inputs, strict=True) if labels is not None)
         number, full_name = len(self._operators), self._name(node, name)
@@ -240,8 +242,12 @@ class _Reader:
         is_constant = not loops.is_heavy and not any(value in self._is_varied for value in read)
         if not is_constant:
             self._is_varied.update(makes)
+        held = [self._recording.facts[source].memory for source in node.all_input_nodes[:1]]
+        views = bool(held and held[0] & facts.memory)
         module = self._module(node)
-        self._operators.append(Operator(full_name, name, module, read, makes, loops, is_known, is_constant, draws))
+        self._operators.append(
+            Operator(full_name, name, module, read, makes, loops, is_known, is_constant, facts.draws, views)
+        )
         self._values.update(zip(places, makes, strict=False))
 
     def _kind(self, node: fx.Node, args: list[Any]) -> str:

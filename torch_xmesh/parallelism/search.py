@@ -1,4 +1,4 @@
-"""The cheapest sharding of a model's operators on one mesh: L. Zheng et al., Alpa (OSDI 2022), section 4, eq. 1.
+"""The cheapest sharding of operators on one mesh: L. Zheng et al., Alpa (OSDI 2022), section 4, eq. 1.
 
 operators --> choices of each --> StrategyGraph --> least cost --> a choice per operator, and its collectives
                                   nodes: operators (gradients of their parameters), values that several read, outputs
@@ -6,51 +6,105 @@ operators --> choices of each --> StrategyGraph --> least cost --> a choice per 
 """
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, num_parts, whole_choice
+from torch_xmesh.parallelism.loops import Choice, End, State, num_parts
+from torch_xmesh.parallelism.memory import Bytes, Kept, bytes_of, kept_by
+from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
+from torch_xmesh.parallelism.space import Allowed, CollectiveUse, Links, Space
 
-Links = tuple[int, float, float]
-"""Of a mesh axis: its size, the latency of a message, what a byte takes."""
-Allowed = Callable[[Operator, Choice], bool]
+__all__ = ["Allowed", "Links", "Prices", "Sharded", "Stretch", "shard", "shard_stretch"]
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectiveUse:
-    """A collective that a plan runs.
+class Prices:
+    """What a byte of a device's memory is taken to cost, in the unit of the objective: the more, the less is held.
 
     Attributes:
-        value: what it moves.
-        why: "forward", "backward", or "gradient", of a parameter, once a step.
-        axis: of the mesh.
-        num_bytes: see the C++ CollectiveCostModel.
+        fixed: of parameters and what belongs to them.
+        per_microbatch: of what backward needs.
     """
 
-    value: str
-    why: str
-    collective: str
-    axis: int
-    num_bytes: float
+    fixed: float = 0.0
+    per_microbatch: float = 0.0
+
+
+FREE = Prices()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A model's operators, each with the choice that was found for it.
+    """Operators, each with the choice that was found for it.
 
     Attributes:
-        parameters: how each of those that are trained is kept, by name.
-        cost: of all collectives together, in the unit of the links.
+        parameters: how each that they read is kept, by name.
+        gradients: how those of trained parameters are made, by name; along axes where they are in summands and the
+            parameter is not they are added up, once a step.
+        entering: how values that others make are taken from these; their gradients are sent back so too.
+        leaving: how values are left for others.
+        collectives: that they run.
+        spent: what each operator spends, with what brings it its tensors.
+        bytes: what a device holds.
+        cost: the objective's, without prices of memory.
+        zero_levels: of parameters that are in parts (see zero.py), by name.
+        zero_states: how these parts lie.
     """
 
     operators: tuple[Operator, ...]
     choices: tuple[Choice, ...]
     parameters: dict[str, tuple[Value, State]]
+    gradients: dict[str, State]
+    entering: dict[Value, State]
+    leaving: dict[Value, State]
     collectives: tuple[CollectiveUse, ...]
+    spent: tuple[Seconds, ...]
+    bytes: Bytes
     cost: float
+    zero_levels: dict[str, int] = dataclasses.field(default_factory=dict)
+    zero_states: dict[str, State] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seconds(self) -> Seconds:
+        return sum(self.spent, Seconds())
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Operators that run together, in order, with what is around them.
+
+    Attributes:
+        entering: values that they read and others make.
+        leaving: values that they make and others read, or that are the model's outputs.
+        kept: what backward needs.
+    """
+
+    operators: tuple[Operator, ...]
+    entering: tuple[Value, ...]
+    leaving: tuple[Value, ...]
+    kept: tuple[Kept, ...]
+
+    @staticmethod
+    def of(forward: Forward, numbers: Sequence[int] | None = None) -> "Stretch":
+        """Those of the operators with these numbers, ascending; by default all. Of constants each stretch has its
+        own: they are no values on the way."""
+        chosen = set(range(len(forward.operators)) if numbers is None else numbers)
+        operators = tuple(one for number, one in enumerate(forward.operators) if number in chosen)
+        makers = {one.makes[0].maker for one in operators}
+        constant = {one.makes[0].maker for one in forward.operators if one.is_constant}
+        entering = {
+            value: None
+            for one in operators
+            for value in one.reads
+            if value.maker is not None and value.maker not in makers and value.maker not in constant
+        }
+        outside = (one for number, one in enumerate(forward.operators) if number not in chosen)
+        wanted = {value for one in outside for value in one.reads} | set(forward.outputs)
+        made = (value for one in operators if not one.is_constant for value in one.makes)
+        leaving = tuple(value for value in made if value in wanted)
+        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators)))
 
 
 def shard(
@@ -58,27 +112,26 @@ def shard(
     axes: Sequence[Links],
     model: str,
     *,
-    allowed: Allowed = lambda operator, choice: True,
+    allowed: Allowed | None = None,
     is_direct: bool = False,
 ) -> Sharded:
-    """The cheapest choices.
+    """The cheapest choices for a model where only collectives cost anything: see Space and shard_stretch."""
+    space = Space(axes, model, allowed=allowed, is_direct=is_direct)
+    return shard_stretch(Stretch.of(forward), space)
 
-    Args:
-        forward: the model's operators.
-        axes: of the mesh, one or two.
-        model: of what collectives cost.
-        allowed: leaves choices of operators out.
-        is_direct: values are brought from one sharding to another axis by axis, as in Alpa, not over a third one.
+
+def shard_stretch(stretch: Stretch, space: Space, prices: Prices = FREE) -> Sharded:
+    """The cheapest choices for some operators on a mesh.
 
     Raises:
-        ValueError: no choice of an operator is left, or an unknown model.
+        ValueError: no choice of an operator is left.
     """
-    return _Search(forward, axes, model, allowed, is_direct).run()
+    return _Search(stretch, space, prices).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Edge:
-    """A value between two nodes of the graph."""
+    """A value between two nodes of the graph; `owner`: the operator whose expense that is."""
 
     value: Value
     node: int
@@ -86,183 +139,187 @@ class _Edge:
     reader: int
     taken: list[End]
     has_gradient: bool
+    owner: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hub:
+    """A node that is a value, or a parameter, held in one way."""
+
+    node: int
+    ends: list[End]
+    owner: int
 
 
 class _Search:
-    def __init__(self, forward: Forward, axes: Sequence[Links], model: str, allowed: Allowed, is_direct: bool) -> None:
-        self._forward, self._axes, self._model, self._is_direct = forward, list(axes), model, is_direct
-        self._operators = forward.operators
-        self._shape = [size for size, _, _ in axes]
-        self._costs: dict[tuple[tuple[int, ...], int], _C.ConversionCosts] = {}
-        self._tables: dict[object, _C.CostTable] = {}
+    """One graph; nodes are numbered as the operators, then come values."""
+
+    def __init__(self, stretch: Stretch, space: Space, prices: Prices) -> None:
+        self._stretch, self._space, self._prices = stretch, space, prices
+        self._operators = stretch.operators
         self._graph = _C.StrategyGraph()
         self._edges: list[_Edge] = []
-        self._choices: list[list[Choice]] = []
-        self._kept: dict[Value, tuple[int, list[End]]] = {}
-        self._allowed = allowed
-
-    def run(self) -> Sharded:
-        readers: dict[Value, list[tuple[int, int]]] = {}
+        self._choices = [space.choices(operator) for operator in self._operators]
+        self._tied: dict[Value, _Hub] = {}
+        self._entering: dict[Value, _Hub] = {}
+        self._leaving: dict[Value, _Hub] = {}
+        self._readers: dict[Value, list[tuple[int, int]]] = {}
         for number, operator in enumerate(self._operators):
             for place, value in enumerate(operator.reads):
-                readers.setdefault(value, []).append((number, place))
-        tied = {value for value, places in readers.items() if value.is_trained and len(places) > 1}
-        for operator in self._operators:
-            found = self._choices_of(operator)
-            if not found:
-                raise ValueError(f"no sharding of {operator.name} is left")
-            self._choices.append(found)
-            self._graph.add_node(operator.name, [self._own_cost(operator, choice, tied) for choice in found])
-        outputs = set(self._forward.outputs)
+                self._readers.setdefault(value, []).append((number, place))
+        self._charges = self._charge_kept()
+
+    def run(self) -> Sharded:
+        tied = {value for value, places in self._readers.items() if value.is_trained and len(places) > 1}
+        summed = [
+            [place for place, value in enumerate(one.reads) if value.is_trained and value not in tied]
+            for one in self._operators
+        ]
+        for number, operator in enumerate(self._operators):
+            self._graph.add_node(operator.name, self._node_costs(number, summed[number], tied))
+        leaving = set(self._stretch.leaving)
         for maker, operator in enumerate(self._operators):
-            for number, value in enumerate(operator.makes):
-                if not operator.is_constant:
-                    self._join(maker, number, readers.get(value, []), is_output=value in outputs)
-        for value in readers:  # in the order of their first reader
+            if not operator.is_constant:
+                for number, value in enumerate(operator.makes):
+                    self._join(maker, number, self._readers.get(value, []), is_leaving=value in leaving)
+        for value in self._stretch.entering:
+            self._enter(value, self._readers[value])
+        for value in self._readers:  # in the order of their first reader
             if value in tied:
-                self._keep(value, readers[value])
-        chosen, cost = self._graph.least_cost()
+                self._keep(value, self._readers[value])
+        chosen, _ = self._graph.least_cost()
         choices = tuple(self._choices[i][chosen[i]] for i in range(len(self._operators)))
-        collectives = tuple(self._uses(choices, chosen))
-        return Sharded(self._operators, choices, self._parameters(choices, chosen), collectives, cost)
+        return self._found(choices, chosen, summed)
+
+    # Nodes and edges.
+
+    def _charge_kept(self) -> dict[int, list[tuple[Kept, float]]]:
+        """What of backward's tensors each operator pays: where several need one they share its price."""
+        out: dict[int, list[tuple[Kept, float]]] = {}
+        count = Counter(one.memory for one in self._stretch.kept)
+        for one in self._stretch.kept if self._prices.per_microbatch else ():
+            price = self._prices.per_microbatch * one.memory.num_bytes / count[one.memory]
+            out.setdefault(one.operator, []).append((one, price))
+        return out
+
+    def _node_costs(self, number: int, summed: Sequence[int], tied: set[Value]) -> list[float]:
+        operator, choices = self._operators[number], self._choices[number]
+        costs = self._space.node_costs(operator, choices, summed)
+        kept = self._charges.get(number, ())
+        if self._prices.fixed == 0 and not kept:
+            return costs
+        places = [place for place, value in enumerate(operator.reads) if value.is_parameter and value not in tied]
+
+        def priced(choice: Choice) -> float:
+            ends = [(operator.reads[place], choice.inputs[place].value) for place in places]
+            fixed = sum(self._fixed_bytes(value, state) for value, state in ends)
+            of_kept = sum(price / num_parts(one.state(choice), self._space.shape) for one, price in kept)
+            return self._prices.fixed * fixed + of_kept
+
+        return [cost + priced(choice) for cost, choice in zip(costs, choices, strict=True)]
+
+    def _fixed_bytes(self, value: Value, state: State) -> float:
+        return bytes_of((), (), [(value, state)], self._space.shape).fixed
+
+    def _add_hub(self, name: str, ends: list[End], owner: int) -> _Hub:
+        return _Hub(self._graph.add_node(name, [0.0] * len(ends)), ends, owner)
 
     def _keep(self, value: Value, places: Sequence[tuple[int, int]]) -> None:
         """A parameter that several operators read: it is kept in one way, and its gradients are added up once."""
-        hub = self._hub(value)
-        number = self._graph.add_node(
-            f"parameter {value.name}", [self._conversions(value).cost(end.gradient, end.value) for end in hub]
-        )
-        self._kept[value] = number, hub
+        ends = self._space.hub(value)
+        sums = [self._space.conversions(value).cost(end.gradient, end.value) for end in ends]
+        costs = [self._space.cost(Seconds(step_collectives=seconds)) for seconds in sums]
+        if self._prices.fixed:
+            held = [self._prices.fixed * self._fixed_bytes(value, end.value) for end in ends]
+            costs = [cost + price for cost, price in zip(costs, held, strict=True)]
+        hub = self._tied[value] = _Hub(self._graph.add_node(f"parameter {value.name}", costs), ends, places[0][0])
         for reader, place in places:
-            self._edge(value, number, hub, reader, [choice.inputs[place] for choice in self._choices[reader]])
+            self._edge(value, hub.node, ends, reader, self._taken(reader, place), reader)
 
-    def _choices_of(self, operator: Operator) -> list[Choice]:
-        if operator.is_constant:
-            return [whole_choice(operator.loops, len(self._shape))]
-        return [choice for choice in choices_of(operator.loops, self._shape) if self._allowed(operator, choice)]
+    def _enter(self, value: Value, places: Sequence[tuple[int, int]]) -> None:
+        """Others make it: it comes as it is wanted, and its gradient goes back added up."""
+        hub = self._add_hub(f"entering {value.name}", self._space.hub(value, is_whole=True), places[0][0])
+        self._entering[value] = hub
+        for reader, place in places:
+            self._edge(value, hub.node, hub.ends, reader, self._taken(reader, place), reader)
 
-    def _join(self, maker: int, number: int, places: Sequence[tuple[int, int]], is_output: bool) -> None:
-        """From who makes a value to who reads it; over a node of its own where these are several, and for the loss."""
+    def _join(self, maker: int, number: int, places: Sequence[tuple[int, int]], *, is_leaving: bool) -> None:
+        """From who makes a value to who reads it; over a node of its own where these are several, and for others."""
         value = self._operators[maker].makes[number]
-        node, made = maker, [choice.outputs[number] for choice in self._choices[maker]]
-        if len(places) > 1 or is_output:
-            hub = self._hub(value)
-            number = self._graph.add_node(f"value of {value.name}", [0.0] * len(hub))
-            self._edge(value, node, made, number, hub)
-            node, made = number, hub
+        node, made = maker, self._space.made_ends(self._choices[maker], number)
+        if len(places) > 1 or is_leaving:
+            hub = self._add_hub(f"value of {value.name}", self._space.hub(value), maker)
+            self._edge(value, node, made, hub.node, hub.ends, maker)
+            node, made = hub.node, hub.ends
         for reader, place in places:
-            self._edge(value, node, made, reader, [choice.inputs[place] for choice in self._choices[reader]])
-        if is_output:
-            self._add_output(value, node, made)
+            self._edge(value, node, made, reader, self._taken(reader, place), reader)
+        if is_leaving:  # others give gradients that are added up
+            hub = self._add_hub(f"leaving {value.name}", self._space.hub(value, is_whole=True), maker)
+            self._leaving[value] = hub
+            self._edge(value, node, made, hub.node, hub.ends, maker)
 
-    def _add_output(self, value: Value, node: int, made: list[End]) -> None:
-        """The loss takes whole elements, and gives gradients where they are."""
-        taken = [end for end in self._hub(value) if PARTIAL not in end.gradient]
-        number = self._graph.add_node(f"output {value.name}", [0.0] * len(taken))
-        self._edge(value, node, made, number, taken)
+    def _taken(self, reader: int, place: int) -> list[End]:
+        return self._space.taken_ends(self._choices[reader], place)
 
-    def _hub(self, value: Value) -> list[End]:
-        """How a value that several read may be held: whole, with its gradient whole or in summands; or sharded."""
-        summands = [(REPLICATED, PARTIAL)] if value.requires_grad else []
-        per_axis = [(REPLICATED, REPLICATED), *summands, *((dim, dim) for dim in range(len(value.shape)))]
-        ends = (
-            End(tuple(held for held, _ in pairs), tuple(gradient for _, gradient in pairs))
-            for pairs in itertools.product(per_axis, repeat=len(self._shape))
-        )
-        return [end for end in ends if self._divides(value, end.value)]
-
-    def _divides(self, value: Value, state: State) -> bool:
-        parts: dict[int, int] = {}
-        for held, size in zip(state, self._shape, strict=True):
-            if held >= 0:
-                parts[held] = parts.get(held, 1) * size
-        return all(value.shape[dim] % count == 0 for dim, count in parts.items())
-
-    def _edge(self, value: Value, node: int, made: list[End], reader: int, taken: list[End]) -> None:
+    def _edge(self, value: Value, node: int, made: list[End], reader: int, taken: list[End], owner: int) -> None:
         gives_gradient = reader >= len(self._operators) or self._operators[reader].requires_grad
         has_gradient = value.requires_grad and gives_gradient
-        key = (value.shape, value.num_bytes, has_gradient, tuple(made), tuple(taken))
-        if key not in self._tables:
-            self._tables[key] = _C.conversion_table(
-                self._conversions(value),
-                [(end.value, end.gradient) for end in made],
-                [(end.value, end.gradient) for end in taken],
-                has_gradient,
-            )
-        self._graph.add_edge(node, reader, self._tables[key])
-        self._edges.append(_Edge(value, node, made, reader, taken, has_gradient))
+        self._graph.add_edge(node, reader, self._space.table(value, made, taken, has_gradient))
+        self._edges.append(_Edge(value, node, made, reader, taken, has_gradient, owner))
 
-    def _conversions(self, value: Value) -> _C.ConversionCosts:
-        key = (value.shape, value.num_bytes)
-        if key not in self._costs:
-            self._costs[key] = _C.ConversionCosts(*key, self._axes, self._model, self._is_direct)
-        return self._costs[key]
+    # What was found.
 
-    def _own_cost(self, operator: Operator, choice: Choice, tied: set[Value]) -> float:
-        """Of its own collectives, and of adding up the gradients of its parameters, which lie as the parameters do
-        then."""
-        within = sum(
-            _C.collective_cost(self._model, use.collective, use.num_bytes, self._axes[use.axis])
-            for use in self._within(operator, choice)
-        )
-        return within + sum(
-            self._conversions(value).cost(end.gradient, end.value)
-            for value, end in zip(operator.reads, choice.inputs, strict=True)
-            if value.is_trained and value not in tied
-        )
-
-    def _within(self, operator: Operator, choice: Choice) -> list[CollectiveUse]:
-        """The collectives that an operator runs by itself."""
-        out: list[CollectiveUse] = []
-        name = operator.makes[0].name
-        for axis, label in enumerate(choice.axes):
-            for own in operator.loops.within:
-                if own.label != label:
-                    continue
-                others = zip(choice.axes, self._shape, strict=True)
-                cuts = math.prod(
-                    size for place, (other, size) in enumerate(others) if place != axis and other in own.cut_by
-                )
-                once = CollectiveUse(name, "forward", own.collective, axis, own.num_bytes / cuts)
-                out += [once] * own.num_forward
-                if operator.requires_grad:
-                    out += [dataclasses.replace(once, why="backward")] * own.num_backward
-        return out
-
-    def _uses(self, choices: Sequence[Choice], chosen: Sequence[int]) -> list[CollectiveUse]:
-        out: list[CollectiveUse] = []
-
-        def add(value: Value, why: str, before: State, after: State) -> None:
-            for axis, _, collective, num_bytes in self._conversions(value).steps(before, after):
-                if collective is not None and self._shape[axis] > 1:
-                    out.append(CollectiveUse(value.name, why, collective, axis, num_bytes))
-
+    def _found(self, choices: tuple[Choice, ...], chosen: Sequence[int], summed: Sequence[Sequence[int]]) -> Sharded:
+        space = self._space
+        collectives: list[CollectiveUse] = []
+        spent = [
+            space.node_seconds(operator, choice, places)
+            for operator, choice, places in zip(self._operators, choices, summed, strict=True)
+        ]
         for edge in self._edges:
             left, right = edge.made[chosen[edge.node]], edge.taken[chosen[edge.reader]]
-            add(edge.value, "forward", left.value, right.value)
-            if edge.has_gradient:
-                add(edge.value, "backward", right.gradient, left.gradient)
-        for value, (number, hub) in self._kept.items():
-            add(value, "gradient", hub[chosen[number]].gradient, hub[chosen[number]].value)
+            ways = [space.steps(edge.value, "forward", left.value, right.value)]
+            ways.append(space.steps(edge.value, "backward", right.gradient, left.gradient) if edge.has_gradient else [])
+            collectives += [use for way in ways for use in way]
+            forward, backward = (sum(map(space.collective_seconds, way)) for way in ways)
+            spent[edge.owner] += Seconds(forward_collectives=forward, backward_collectives=backward)
+        for value, hub in self._tied.items():
+            end = hub.ends[chosen[hub.node]]
+            sums = space.steps(value, "gradient", end.gradient, end.value)
+            collectives += sums
+            spent[hub.owner] += Seconds(step_collectives=sum(map(space.collective_seconds, sums)))
+        for operator, choice, places in zip(self._operators, choices, summed, strict=True):
+            collectives += space.within(operator, choice)
+            for place in places:
+                end = choice.inputs[place]
+                collectives += space.steps(operator.reads[place], "gradient", end.gradient, end.value)
+        parameters, gradients = self._parameters(choices, chosen)
+        held = bytes_of(self._stretch.kept, choices, list(parameters.values()), space.shape)
+        cost = space.cost(sum(spent, Seconds()))
+        entering, leaving = (
+            {value: hub.ends[chosen[hub.node]].value for value, hub in hubs.items()}
+            for hubs in (self._entering, self._leaving)
+        )
+        return Sharded(
+            self._operators,
+            choices,
+            parameters,
+            gradients,
+            entering,
+            leaving,
+            tuple(collectives),
+            tuple(spent),
+            held,
+            cost,
+        )
+
+    def _parameters(
+        self, choices: Sequence[Choice], chosen: Sequence[int]
+    ) -> tuple[dict[str, tuple[Value, State]], dict[str, State]]:
+        ends = {value: hub.ends[chosen[hub.node]] for value, hub in self._tied.items()}
         for operator, choice in zip(self._operators, choices, strict=True):
-            out += self._within(operator, choice)
             for value, end in zip(operator.reads, choice.inputs, strict=True):
-                if value.is_trained and value not in self._kept:
-                    add(value, "gradient", end.gradient, end.value)
-        return out
-
-    def _parameters(self, choices: Sequence[Choice], chosen: Sequence[int]) -> dict[str, tuple[Value, State]]:
-        out = {value.name: (value, hub[chosen[number]].value) for value, (number, hub) in self._kept.items()}
-        for operator, choice in zip(self._operators, choices, strict=True):
-            for value, end in zip(operator.reads, choice.inputs, strict=True):
-                if value.is_trained:
-                    out.setdefault(value.name, (value, end.value))
-        return out
-
-
-def bytes_of_parameters(sharded: Sharded, mesh_shape: Sequence[int]) -> float:
-    """What each device of the mesh holds of them; of an empty mesh shape, what there is."""
-    return sum(
-        value.num_bytes / (num_parts(state, mesh_shape) if mesh_shape else 1)
-        for value, state in sharded.parameters.values()
-    )
+                if value.is_parameter:
+                    ends.setdefault(value, end)
+        states = {value.name: (value, end.value) for value, end in ends.items()}
+        return states, {value.name: end.gradient for value, end in ends.items() if value.is_trained}

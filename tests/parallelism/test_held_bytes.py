@@ -1,0 +1,142 @@
+"""What devices hold: against what autograd keeps, and what shardings that hold less cost."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from library_models import MODELS
+from small_models import Gpt, Mlp
+from torch import nn
+
+from torch_xmesh.parallelism.compute import Compute
+from torch_xmesh.parallelism.loops import Choice
+from torch_xmesh.parallelism.operators import Operator, forward_of
+from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
+from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.trade import trade_offs, variants, within_limit
+from torch_xmesh.parallelism.zero import with_zero
+
+ALONE = [(1, 0.0, 0.0)]
+FOUR = [(4, 1.0, 1.0)]
+
+
+def kept_by_autograd(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of the storages that backward needs, those of parameters and arguments left out."""
+    given = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(*args, **kwargs)
+    return sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize("name", ["GPT", "GPT-2", "Llama", "BERT", "ViT", "T5", "ResNet-50"])
+def test_what_backward_keeps(name: str) -> None:
+    """Within a fifth of what autograd keeps: of masks and statistics only the large ones are counted."""
+    model, args, kwargs = (Gpt(), (torch.zeros(8, 16, dtype=torch.int64),), {}) if name == "GPT" else MODELS[name]()
+    sharded = shard_stretch(Stretch.of(forward_of(model, args, kwargs)), Space(ALONE, "ring"))
+    assert sharded.bytes.per_microbatch == pytest.approx(kept_by_autograd(model, args, kwargs), rel=0.2)
+    size = sum(one.numel() * one.element_size() for one in model.parameters())
+    assert sharded.bytes.gradients == pytest.approx(size, rel=1e-6)
+    assert sharded.bytes.states == pytest.approx(2 * size, rel=1e-6)
+
+
+def kinds(sharded: Sharded) -> Counter[str]:
+    return Counter(f"{use.why} {use.collective}" for use in sharded.collectives)
+
+
+def by_batch(operator: Operator, choice: Choice) -> bool:
+    """Samples are sharded."""
+    return choice.axes == (operator.loops.outputs[0][0],)
+
+
+def test_zero_collectives() -> None:
+    """Of one parameter and a step of one microbatch as in Alpa's tests: ZeRO-2 has a reduce-scatter and an all-gather,
+    ZeRO-3 a reduce-scatter and two all-gathers."""
+    space = Space(FOUR, "ring", allowed=by_batch)
+    model = nn.Linear(32, 32, bias=False)
+    plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32),))), space)
+    assert kinds(plain) == {"gradient all-reduce": 1}
+    size = 32 * 32 * 4
+    wanted = {
+        1: ({"gradient reduce-scatter": 1, "parameter all-gather": 1}, (size, size, 2 * size / 4)),
+        2: ({"backward reduce-scatter": 1, "parameter all-gather": 1}, (size, size / 4, 2 * size / 4)),
+        3: (
+            {"backward reduce-scatter": 1, "forward all-gather": 1, "backward all-gather": 1},
+            (size / 4, size / 4, 2 * size / 4),
+        ),
+    }
+    for level, (collectives, held) in wanted.items():
+        found = with_zero(plain, space, level)
+        assert kinds(found) == collectives
+        assert (found.bytes.parameters, found.bytes.gradients, found.bytes.states) == held
+        assert found.zero_levels == {"weight": level}
+        assert found.zero_states == {"weight": (0,)}
+        assert found.cost == pytest.approx(space.cost(found.seconds))
+    assert with_zero(plain, space, 1).cost == pytest.approx(plain.cost)
+
+
+def test_zero_where_it_pays() -> None:
+    """Where a reduce-scatter takes as long as an all-reduce, level 1 takes longer and is left; a bias that does not
+    divide stays whole; what is sharded already has no summands."""
+    gloo = Space(FOUR, "gloo", allowed=by_batch)
+    model = nn.Linear(32, 30)
+    plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32),))), gloo)
+    assert with_zero(plain, gloo, 1) == plain
+    assert set(with_zero(plain, gloo, 3).zero_levels) == {"weight"}
+    ring = Space(FOUR, "ring")
+    split = shard_stretch(Stretch.of(forward_of(Mlp(256, 2), (torch.zeros(32, 256),))), ring)
+    assert with_zero(split, ring, 3).zero_levels == {}
+    with pytest.raises(ValueError, match=r"a level of ZeRO is one of \(1, 2, 3\), got 4"):
+        with_zero(plain, gloo, 4)
+
+
+def test_microbatches_make_gradients_cheap_and_level_3_dear() -> None:
+    model, x = Mlp(64, 2), torch.zeros(4096, 64)
+    one, many = (Space(FOUR, "ring", num_microbatches=number, allowed=by_batch) for number in (1, 8))
+    found = [shard_stretch(Stretch.of(forward_of(model, (x,))), space) for space in (one, many)]
+    assert found[0].cost == pytest.approx(8 * found[1].cost)
+    third = [with_zero(sharded, space, 3) for sharded, space in zip(found, (one, many), strict=True)]
+    assert third[1].cost == pytest.approx(third[0].cost), "each microbatch fetches its parameters"
+
+
+def test_trade_offs_hold_less_and_cost_more() -> None:
+    """And no sharding found at any price is better than what lies between two of them."""
+    space = Space([(2, 1e-5, 1e-9), (2, 1e-6, 1e-10)], "ring", compute=Compute(1e12, 1e11), num_microbatches=4)
+    stretch = Stretch.of(forward_of(Gpt(), (torch.zeros(64, 16, dtype=torch.int64),)))
+    found = trade_offs(stretch, space, 4)
+    assert len(found) > 1
+    for before, after in itertools.pairwise(found):
+        assert after.bytes.total(4) < before.bytes.total(4)
+        assert after.cost > before.cost
+    all_of_them = variants(stretch, space, 4)
+    assert all_of_them[0].cost == pytest.approx(min(one.cost for one in all_of_them))
+    assert min(one.bytes.total(4) for one in all_of_them) <= found[-1].bytes.total(4)
+
+
+def test_a_limit_is_kept() -> None:
+    space = Space([(4, 1e-5, 1e-9)], "ring", compute=Compute(1e12, 1e11))
+    stretch = Stretch.of(forward_of(Gpt(), (torch.zeros(64, 16, dtype=torch.int64),)))
+    free, proof = within_limit(stretch, space, 1e12)
+    assert proof.gap == 0
+    limit = 0.95 * free.bytes.total(1)
+    found, proof = within_limit(stretch, space, limit)
+    assert found.bytes.total(1) <= limit
+    assert proof.least_cost <= free.cost <= found.cost
+    assert proof.gap >= 0
+    with pytest.raises(
+        ValueError, match=r"no sharding keeps 10 bytes a device: the smallest limit that one keeps is \d+"
+    ):
+        within_limit(stretch, space, 10)

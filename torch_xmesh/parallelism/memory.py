@@ -1,0 +1,127 @@
+"""What a device holds: parameters with all that belongs to them, and what backward needs of a microbatch."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch_xmesh.parallelism.loops import Choice, State, num_parts
+from torch_xmesh.parallelism.operators import Operator, Value
+
+STATES = 2
+"""Optimizer states of a parameter, each as large: Adam's."""
+
+_KEEP_WHAT_THEY_MAKE = frozenset(
+    "relu relu_ relu6 tanh sigmoid hardsigmoid exp exp2 sqrt rsqrt reciprocal softmax log_softmax dropout dropout_ "
+    "logsumexp norm".split()
+)
+_KEEP_BOTH = frozenset("scaled_dot_product_attention multi_head_attention_forward max_pool1d max_pool2d".split())
+_KEEP_NOTHING = frozenset(
+    "add sub subtract __add__ __radd__ __sub__ __rsub__ add_ sub_ iadd __iadd__ neg to float double half bfloat16 "
+    "type_as sum mean expand cat stack pad gather index_select __getitem__ getitem unbind chunk split where "
+    "masked_fill masked_fill_ repeat_interleave tril triu roll flip clone contiguous __setitem__".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """What a device holds.
+
+    Attributes:
+        parameters: and buffers.
+        gradients: of parameters.
+        states: of the optimizer.
+        per_microbatch: what backward keeps, of each microbatch in flight.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+    per_microbatch: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """However many microbatches are in flight."""
+        return self.parameters + self.gradients + self.states
+
+    def total(self, in_flight: int) -> float:
+        """With so many microbatches."""
+        return self.fixed + in_flight * self.per_microbatch
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Bytes(*(mine + theirs for mine, theirs in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A tensor that backward needs, where it is read or made.
+
+    Attributes:
+        operator: which needs it, by its place among the operators.
+        place: of the tensor among what that reads, or, where it `is_made`, makes.
+        memory: the value whose memory it is; views of one are kept once.
+    """
+
+    operator: int
+    place: int
+    is_made: bool
+    value: Value
+    memory: Value
+
+    def state(self, choice: Choice) -> State:
+        """How a device holds it, with the operator's choice."""
+        return (choice.outputs if self.is_made else choice.inputs)[self.place].value
+
+
+def kept_by(operators: Sequence[Operator]) -> list[Kept]:
+    """What backward needs of these operators' tensors; parameters are there anyway."""
+    root: dict[Value, Value] = {}
+    out: list[Kept] = []
+    for number, operator in enumerate(operators):
+        for value in operator.makes:
+            root[value] = root.get(operator.reads[0], operator.reads[0]) if operator.views and operator.reads else value
+        reads, makes = _needs(operator)
+        wanted = [(place, False, operator.reads[place]) for place in reads]
+        wanted += [(place, True, operator.makes[place]) for place in makes]
+        for place, is_made, value in wanted:
+            memory = root.get(value, value)
+            if not memory.is_parameter:
+                out.append(Kept(number, place, is_made, value, memory))
+    return out
+
+
+def _needs(operator: Operator) -> tuple[Sequence[int], Sequence[int]]:
+    """Places of what its backward needs, among what it reads and what it makes."""
+    if not operator.requires_grad or operator.kind in _KEEP_NOTHING:
+        return (), ()
+    if operator.loops.is_linear and not operator.loops.is_heavy:
+        return (), ()
+    makes = [place for place, value in enumerate(operator.makes) if value.dtype.is_floating_point]
+    if operator.kind in _KEEP_WHAT_THEY_MAKE:
+        return (), makes[:1]
+    reads = [place for place, value in enumerate(operator.reads) if _is_needed(operator, place, value)]
+    return reads, makes[:1] if operator.kind in _KEEP_BOTH else ()
+
+
+def _is_needed(operator: Operator, place: int, value: Value) -> bool:
+    """Of a product each factor is needed for the others' gradients, of what is added once nothing."""
+    others = [one for other, one in enumerate(operator.reads) if other != place]
+    if len(operator.reads) == 1 or not value.dtype.is_floating_point:
+        return True
+    return place not in operator.loops.once and (
+        not operator.loops.is_heavy or any(one.requires_grad for one in others)
+    )
+
+
+def bytes_of(
+    kept: Sequence[Kept],
+    choices: Sequence[Choice],
+    parameters: Sequence[tuple[Value, State]],
+    mesh_shape: Sequence[int],
+) -> Bytes:
+    """Of operators with their choices; `parameters` with how each is kept."""
+    held = [value.num_bytes / num_parts(state, mesh_shape) for value, state in parameters if value.is_trained]
+    whole = [value.num_bytes / num_parts(state, mesh_shape) for value, state in parameters if not value.is_trained]
+    tensors = {(one.memory, one.state(choices[one.operator])): one for one in kept}
+    per_microbatch = sum(memory.num_bytes / num_parts(state, mesh_shape) for memory, state in tensors)
+    trained = sum(held)
+    return Bytes(trained + sum(whole), trained, STATES * trained, per_microbatch)

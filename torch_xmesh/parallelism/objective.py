@@ -1,0 +1,68 @@
+"""What a sharding is judged by: the seconds of a microbatch as one number, to be made least."""
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """What a device spends.
+
+    Attributes:
+        forward: computing, of one microbatch.
+        backward_input: computing inputs' gradients.
+        backward_weight: computing parameters' gradients.
+        forward_collectives: of one microbatch.
+        backward_collectives: of one microbatch.
+        step_collectives: once a step, of gradients and parameters.
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    forward_collectives: float = 0.0
+    backward_collectives: float = 0.0
+    step_collectives: float = 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.forward_collectives + other.forward_collectives,
+            self.backward_collectives + other.backward_collectives,
+            self.step_collectives + other.step_collectives,
+        )
+
+    def __neg__(self) -> "Seconds":
+        return Seconds(*(-own for own in dataclasses.astuple(self)))
+
+    @property
+    def backward(self) -> float:
+        return self.backward_input + self.backward_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A registered way to judge.
+
+    Attributes:
+        of: seconds of what a node does, and the number of microbatches of a step, to its cost. Costs of nodes and of
+            conversions between them add up; a conversion's is what its collectives take, forward and backward.
+    """
+
+    name: str
+    summary: str
+    of: Callable[[Seconds, int], float]
+
+
+def _serial(seconds: Seconds, num_microbatches: int) -> float:
+    collectives = seconds.forward_collectives + seconds.backward_collectives
+    return seconds.forward + seconds.backward + collectives + seconds.step_collectives / num_microbatches
+
+
+objectives = {
+    one.name: one
+    for one in (Objective("serial", "a device computes or communicates; what is once a step is shared out", _serial),)
+}
+"""By name. One that hides collectives under computation would be another entry."""

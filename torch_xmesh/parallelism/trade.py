@@ -1,0 +1,103 @@
+"""Shardings that take longer and hold less: what a memory limit is met with."""
+
+import dataclasses
+from collections.abc import Callable
+
+from torch_xmesh.parallelism.search import FREE, Prices, Sharded, Stretch, shard_stretch
+from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.zero import with_zero
+
+_MOST_POINTS = 6
+_LARGE = 1e3
+"""Times what all costs for what all weighs: at such a price only memory counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What is proven of a sharding within a memory limit: none within it costs less than `least_cost`.
+
+    Attributes:
+        gap: by how much the sharding may cost more than the best, as a part of it.
+    """
+
+    least_cost: float
+    gap: float
+
+
+def trade_offs(stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
+    """Shardings by what a device holds with so many microbatches in flight: the fastest first, each later one holds
+    less. They are the corners of the convex hull of (cost, bytes), found with prices of memory, at most six."""
+
+    def at(price: float) -> Sharded:
+        return shard_stretch(stretch, space, Prices(price, price * in_flight))
+
+    fastest = shard_stretch(stretch, space, FREE)
+    weight = fastest.bytes.total(in_flight)
+    if weight <= 0:
+        return [fastest]
+    smallest = at(_LARGE * max(fastest.cost, 1e-9) / weight)
+    found = [fastest]
+    if smallest.bytes.total(in_flight) < weight * (1 - 1e-9):
+        found.append(smallest)
+        _between(found, 0, at, in_flight)
+    return found
+
+
+def _between(found: list[Sharded], place: int, at: Callable[[float], Sharded], in_flight: int) -> None:
+    """Corners between two neighbours, at the price at which these are equal."""
+    left, right = found[place], found[place + 1]
+    saved = left.bytes.total(in_flight) - right.bytes.total(in_flight)
+    more = right.cost - left.cost
+    if len(found) >= _MOST_POINTS or saved <= 0 or more <= 0:
+        return
+    middle = at(more / saved)
+    value = middle.cost + more / saved * middle.bytes.total(in_flight)
+    known = left.cost + more / saved * left.bytes.total(in_flight)
+    if value < known * (1 - 1e-9):
+        found.insert(place + 1, middle)
+        _between(found, place + 1, at, in_flight)
+        _between(found, place, at, in_flight)
+
+
+def variants(stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
+    """Trade-offs, each also with parameters in parts where that holds less: of equal ones the faster."""
+    out: list[Sharded] = []
+    for one in trade_offs(stretch, space, in_flight):
+        plain = with_zero(one, space, 1)
+        out.append(plain)
+        for level in (2, 3):
+            other = with_zero(one, space, level)
+            if other.bytes.total(in_flight) < plain.bytes.total(in_flight) * (1 - 1e-9):
+                out.append(other)
+    return [
+        one
+        for one in out
+        if not any(
+            other is not one
+            and other.cost <= one.cost
+            and other.bytes.fixed <= one.bytes.fixed
+            and other.bytes.per_microbatch <= one.bytes.per_microbatch
+            and (other.cost, other.bytes) != (one.cost, one.bytes)
+            for other in out
+        )
+    ]
+
+
+def within_limit(stretch: Stretch, space: Space, limit: float, in_flight: int = 1) -> tuple[Sharded, Bound]:
+    """The cheapest sharding that is found with which a device holds at most `limit` bytes, and how far from the best
+    it can be at most: none within the limit is cheaper than the cheapest without one. Found by prices of memory and
+    parameters in parts.
+
+    Raises:
+        ValueError: none is found; the message says the least that a device would hold.
+    """
+    fastest = shard_stretch(stretch, space, FREE)
+    found = variants(stretch, space, in_flight)
+    fitting = [one for one in found if one.bytes.total(in_flight) <= limit]
+    if not fitting:
+        least = min(one.bytes.total(in_flight) for one in found)
+        raise ValueError(
+            f"no sharding keeps {limit:.0f} bytes a device: the smallest limit that one keeps is {least:.0f}"
+        )
+    best = min(fitting, key=lambda one: (one.cost, one.bytes.total(in_flight)))
+    return best, Bound(fastest.cost, best.cost / fastest.cost - 1 if fastest.cost > 0 else 0.0)
