@@ -1,0 +1,172 @@
+"""The devices that a plan is for: hosts, what each can do, and how fast a mesh of some of them communicates."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_xmesh.parallelism.compute import Compute
+from torch_xmesh.parallelism.space import Links
+from torch_xmesh.spec import Mesh
+from torch_xmesh.topology import Topology
+
+ASSUMED = Compute(flops=100e12, bytes_per_s=1e12)
+"""What a device is taken to do where nothing is said."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostKind:
+    """Hosts that are alike: what one of their devices does and holds, and their network.
+
+    Attributes:
+        memory_bytes: of a device; None: as much as is wanted.
+    """
+
+    num_devices: int
+    compute: Compute
+    memory_bytes: int | None
+    nic_bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One host's devices, by global rank."""
+
+    ranks: tuple[int, ...]
+    kind: HostKind
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Hosts in order.
+
+    Attributes:
+        is_assumed: nothing was said of what devices do.
+    """
+
+    hosts: tuple[Host, ...]
+    local_bytes_per_s: float
+    local_latency_s: float
+    latency_s: float
+    is_assumed: bool = False
+
+    @property
+    def kinds(self) -> list[HostKind]:
+        """By class, in the order of their first host."""
+        return list(dict.fromkeys(host.kind for host in self.hosts))
+
+    @property
+    def num_devices(self) -> int:
+        return sum(len(host.ranks) for host in self.hosts)
+
+    def hosts_of(self, kind: HostKind) -> list[Host]:
+        """Those of a class."""
+        return [host for host in self.hosts if host.kind == kind]
+
+    def links(self, ranks: Sequence[int], shape: Sequence[int]) -> list[Links]:
+        """Of each axis of a mesh of some devices: a message's latency, and what a byte takes one device, where all
+        groups along the axis communicate at once. Groups that leave a host share its network interface."""
+        host_of = {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
+        out: list[Links] = []
+        for axis, size in enumerate(shape):
+            stride = math.prod(shape[axis + 1 :])
+            groups: dict[int, set[int]] = {}
+            for place, rank in enumerate(ranks):
+                group = place // (stride * size) * stride + place % stride
+                groups.setdefault(group, set()).add(host_of[rank])
+            leaving: dict[int, int] = {}
+            for hosts in groups.values():
+                for host in hosts if len(hosts) > 1 else ():
+                    leaving[host] = leaving.get(host, 0) + 1
+            if leaving:
+                slowest = max(count / self.hosts[host].kind.nic_bytes_per_s for host, count in leaving.items())
+                out.append((size, self.latency_s, max(slowest, 1 / self.local_bytes_per_s)))
+            else:
+                out.append((size, self.local_latency_s, 1 / self.local_bytes_per_s))
+        return out
+
+    def kind_of(self, ranks: Sequence[int]) -> HostKind:
+        """What the slowest and smallest of some devices do and hold."""
+        chosen = set(ranks)
+        kinds = {host.kind for host in self.hosts if chosen & set(host.ranks)}
+        limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes is not None]
+        return HostKind(
+            min(kind.num_devices for kind in kinds),
+            Compute(min(kind.compute.flops for kind in kinds), min(kind.compute.bytes_per_s for kind in kinds)),
+            min(limits, default=None),
+            min(kind.nic_bytes_per_s for kind in kinds),
+        )
+
+
+def cluster_of(
+    devices: Mesh | DeviceMesh,
+    topology: Topology | None,
+    compute: Compute | Mapping[int, Compute] | None,
+    memory_limit_bytes: int | Mapping[int, int] | None,
+) -> Cluster:
+    """The cluster that `devices` are. Without a topology that knows hosts each row of a mesh of two axes is one, and
+    the whole of a mesh of one axis. `compute` and `memory_limit_bytes` may differ from host to host, by its number.
+
+    Raises:
+        ValueError: a mesh of no or more axes, a rank without a host, or a host for which something is missing.
+    """
+    mesh = devices if isinstance(devices, Mesh) else Mesh(devices)
+    if not mesh.ranks:
+        raise ValueError("devices has no ranks")
+    links = topology or Topology(devices_per_host=1)
+    if topology is not None and topology.knows_hosts:
+        host_of: dict[int, int] = dict(links.to_core(list(mesh.ranks)).host_of)
+    elif mesh.ndim in (1, 2):
+        row = mesh.shape[-1]
+        host_of = {rank: place // row for place, rank in enumerate(mesh.ranks)}
+    else:
+        raise ValueError(f"devices is a mesh of one or two axes (hosts, devices of each), got {mesh.ndim}")
+    rates: dict[int, int] = dict(links.to_core(list(mesh.ranks)).nic_of_host)
+    names = list(dict.fromkeys(host_of[rank] for rank in mesh.ranks))
+    hosts = []
+    for name in names:
+        ranks = tuple(rank for rank in mesh.ranks if host_of[rank] == name)
+        rate = rates.get(name, links.links.nic_bytes_per_s)
+        kind = HostKind(
+            len(ranks), _of_host(compute, name, "compute") or ASSUMED, _limit(memory_limit_bytes, name), float(rate)
+        )
+        hosts.append(Host(ranks, kind))
+    return Cluster(
+        tuple(hosts),
+        float(links.links.local_bytes_per_s),
+        links.links.local_latency_us * 1e-6,
+        links.links.latency_us * 1e-6,
+        compute is None,
+    )
+
+
+def _of_host(given: Any, host: int, what: str) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    if host not in given:
+        raise ValueError(f"{what} says nothing of host {host}: it has {', '.join(map(str, sorted(given))) or 'none'}")
+    return given[host]
+
+
+def _limit(given: int | Mapping[int, int] | None, host: int) -> int | None:
+    found = _of_host(given, host, "memory_limit_bytes")
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+        raise ValueError(f"memory_limit_bytes is a positive int or None, got {found!r} ({type(found).__name__})")
+    return None if found is None else int(found)
+
+
+def logical_shapes(num_hosts: int, devices_per_host: int) -> list[tuple[int, ...]]:
+    """Meshes of one and two axes that a submesh is looked at as: all in a row, hosts by devices, and with an axis that
+    is half and twice as long as a host, or two."""
+    total = num_hosts * devices_per_host
+    out: list[tuple[int, ...]] = [(total,)]
+    for inner in (devices_per_host, devices_per_host // 2, devices_per_host * 2, 2):
+        if (
+            1 < inner < total
+            and total % inner == 0
+            and (devices_per_host % inner == 0 or inner % devices_per_host == 0)
+        ):
+            out.append((total // inner, inner))
+    return list(dict.fromkeys(out))
