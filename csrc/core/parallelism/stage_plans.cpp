@@ -80,12 +80,12 @@ AcceptedPlan leastAcceptedPlan(const StageTable<double>& table, const DeviceCoun
     if (begun.stages_left == 0) {
       TimedPlan plan = planOf(all, next.begun, next.least_sum);
       if (limits.accepts(plan)) {
-        return {std::move(plan), next.least_sum};
+        return {std::move(plan), next.least_sum, all.size()};
       }
       continue;
     }
     if (all.size() > limits.most_tries) {
-      return {std::nullopt, next.least_sum};
+      return {std::nullopt, next.least_sum, all.size()};
     }
     for (const StageMove& move : moves.moves.from(begun.stage.end_layer)) {
       const MoveChoice* const choice = moves.choice(move, begun.stages_left);
@@ -103,7 +103,7 @@ AcceptedPlan leastAcceptedPlan(const StageTable<double>& table, const DeviceCoun
       }
     }
   }
-  return {};
+  return {std::nullopt, kNoTime, all.size()};
 }
 
 }  // namespace xmesh::core

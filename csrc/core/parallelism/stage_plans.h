@@ -43,6 +43,7 @@ TimedPlan leastSumPlan(const StageTable<double>& table, const DeviceCounts& coun
 struct AcceptedPlan {
   std::optional<TimedPlan> plan;
   double least_sum = kNoTime;
+  size_t num_tries = 0;
 };
 struct AcceptedPlanLimits {
   double most_sum = kNoTime;

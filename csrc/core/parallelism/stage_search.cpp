@@ -15,6 +15,10 @@ namespace {
 
 /// A sum of the same seconds in another order is no larger than this many times as large.
 constexpr double kOtherOrder = 1 - 1e-12;
+/// Of the tries that are left, one limit and number of stages gets this part.
+constexpr size_t kShareOfTries = 16;
+/// Times the slowest stage of the best plan: where to look for others.
+constexpr double kLooserLimits[] = {1.02, 1.05, 1.1, 1.2, 1.4, 2};
 
 /// The least sums for the first layers, as eq. 3 from the front and without s: each stage takes the fastest of all its options.
 class RelaxedTable {
@@ -90,14 +94,17 @@ class StageSearch {
         counts_(problem),
         t_maxes_(limitsOnSlowest(moves_, limits.epsilon)),
         relaxed_(moves_, counts_, problem.num_layers),
-        table_(problem, moves_, counts_, kNoTime) {}
+        table_(problem, moves_, counts_, kNoTime),
+        tries_left_(limits.most_tries) {}
 
   std::vector<StagePlan> run() {
     if (!t_maxes_.empty()) {
       searchAll();
     }
     if (!best_.empty()) {
-      best_.front().is_proven = !is_stopped_ && best_.front().seconds <= least_missed_;
+      const bool is_proven = !is_stopped_ && best_.front().seconds <= least_missed_;
+      addSlower();
+      best_.front().is_proven = is_proven;
     }
     return std::move(best_);
   }
@@ -118,6 +125,20 @@ class StageSearch {
     }
     search(first, tried_index, tried.least_sum);
     search(tried_index + 1, t_maxes_.size(), 0);
+  }
+
+  /// Plans other than the best, if there are too few: those within looser limits.
+  void addSlower() {
+    const double slowest = best_.front().slowest;
+    for (const double factor : kLooserLimits) {
+      const auto after = std::upper_bound(t_maxes_.begin(), t_maxes_.end(), factor * slowest);
+      if (best_.size() >= limits_.count || after == t_maxes_.begin()) {
+        return;
+      }
+      const size_t index = static_cast<size_t>(after - t_maxes_.begin()) - 1;
+      relax(index);
+      tryLimit(index, 0);
+    }
   }
 
   /// The first limit with which stages that ignore s use all devices.
@@ -188,9 +209,10 @@ class StageSearch {
     }
     AcceptedPlanLimits limits;
     limits.most_sum = bestSeconds() - wait(t_maxes_[lowest]);
-    limits.most_tries = limits_.most_tries;
+    limits.most_tries = goOn() ? tries_left_ / kShareOfTries : 0;
     limits.accepts = [this](const TimedPlan& plan) { return offer(plan); };
     const AcceptedPlan found = leastAcceptedPlan(table_, counts_, moves, num_stages, limits);
+    tries_left_ -= std::min(tries_left_, found.num_tries);
     if (found.plan) {
       return {found.plan->sum, found.plan->slowest};
     }
@@ -200,7 +222,7 @@ class StageSearch {
 
   /// Keeps the plan if it is among the best. False where it is refused.
   bool offer(const TimedPlan& plan) {
-    StagePlan offered{plan.stages, plan.sum + wait(plan.slowest), false};
+    StagePlan offered{plan.stages, plan.sum + wait(plan.slowest), plan.slowest, false};
     if (limits_.accepts && !limits_.accepts(offered)) {
       return false;
     }
@@ -230,6 +252,7 @@ class StageSearch {
   StageTable<double> table_;
   std::vector<StagePlan> best_;    ///< best first
   double least_missed_ = kNoTime;  ///< no plan that was missed, among those that might be accepted, takes less
+  size_t tries_left_;
   bool is_stopped_ = false;
 };
 

@@ -51,6 +51,7 @@ struct PlannedStage {
 struct StagePlan {
   std::vector<PlannedStage> stages;
   double seconds = 0;      ///< of all microbatches: eq. 2
+  double slowest = 0;      ///< seconds of its slowest stage, for one microbatch
   bool is_proven = false;  ///< no plan that is accepted takes less than this one, by more than num_microbatches * epsilon
 };
 
@@ -58,7 +59,7 @@ struct StageSearchLimits {
   size_t count = 1;                               ///< of plans returned, at most
   double epsilon = 0;                             ///< seconds: slowest stages that differ by less count as equally slow
   std::function<bool(const StagePlan&)> accepts;  ///< plans it refuses are not returned; none refuses nothing
-  size_t most_tries = 20000;                      ///< stages looked at, each time that a plan was refused, for one that is accepted
+  size_t most_tries = 500000;                     ///< stages looked at, in all, for other plans where one is refused
   std::function<bool()> go_on;                    ///< asked now and then: once it says no, what was found is returned; none never does
 };
 
@@ -72,7 +73,8 @@ struct StageSearchLimits {
 /// all in it. The same F without s, where each stage takes an option that fits as the last one, is a weaker bound, and cheap.
 ///
 /// The best plan is first, and is exact: is_proven. The others are what was met on the way: for each t_max that was tried, the best plan of each
-/// number of stages; of these, all different, the cheapest. Nothing is returned where no plan fits. A plan's seconds are added up from its last stage
+/// number of stages; of these, all different, the cheapest. Where that is too few, up to six larger t_max are tried for them, up to twice the best
+/// plan's. Nothing is returned where no plan fits. A plan's seconds are added up from its last stage
 /// on, in doubles; of plans that take equally long always the same is found, on every machine.
 ///
 /// Where the best plan of some t_max is refused, the next best ones are tried, up to limits.most_tries. is_proven is false where that did not do, and

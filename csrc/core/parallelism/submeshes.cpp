@@ -98,49 +98,90 @@ Spots placeInOrder(const HostClass& hosts, const std::vector<Piece>& pieces) {
   return out;
 }
 
-/// Puts sizes, largest first, into equal hosts. Each goes to the first host that leads to a placement.
+/// Puts pieces of one host each into equal hosts, which it fills one after the other: the largest piece left goes to the next host, and with it what
+/// fills that host best. What cannot be completed so is tried with less in this host; what was found to be in vain is not tried again.
 class HostPacking {
  public:
-  HostPacking(std::vector<size_t> sizes, size_t num_hosts, size_t devices_per_host)
-      : sizes_(std::move(sizes)), devices_per_host_(devices_per_host), free_(num_hosts, devices_per_host) {}
-
-  Spots find() { return placeFrom(0) ? Spots(spots_) : std::nullopt; }
-
- private:
-  bool placeFrom(size_t index) {
-    if (index == sizes_.size()) {
-      return true;
+  /// `sizes` fall.
+  HostPacking(const std::vector<size_t>& sizes, size_t num_hosts, size_t devices_per_host)
+      : sizes_(sizes), devices_per_host_(devices_per_host), num_left_(devices_per_host + 1, 0), sizes_of_(num_hosts) {
+    num_spare_ = num_hosts * devices_per_host;
+    for (const size_t size : sizes) {
+      ++num_left_[size];
+      is_possible_ = is_possible_ && size <= num_spare_;
+      num_spare_ -= is_possible_ ? size : 0;
     }
-    std::vector<size_t> tried;
-    for (size_t host = 0; host < free_.size(); ++host) {
-      const size_t free = free_[host];
-      if (free < sizes_[index] || std::find(tried.begin(), tried.end(), free) != tried.end()) {
-        continue;
-      }
-      tried.push_back(free);
-      free_[host] -= sizes_[index];
-      spots_.push_back({host, devices_per_host_ - free});
-      if (!isHopeless(index + 1) && placeFrom(index + 1)) {
-        return true;
-      }
-      spots_.pop_back();
-      free_[host] = free;
-    }
-    hopeless_.insert({index, sortedFree()});
-    return false;
   }
-  bool isHopeless(size_t index) const { return !hopeless_.empty() && hopeless_.contains({index, sortedFree()}); }
-  std::vector<size_t> sortedFree() const {
-    std::vector<size_t> out = free_;
-    std::sort(out.begin(), out.end());
+
+  Spots find() {
+    if (!is_possible_ || !fillFrom(0)) {
+      return std::nullopt;
+    }
+    std::vector<std::vector<Spot>> spots_of(devices_per_host_ + 1);
+    for (size_t host = 0; host < sizes_of_.size(); ++host) {
+      size_t first_device = 0;
+      for (const size_t size : sizes_of_[host]) {
+        spots_of[size].push_back({host, first_device});
+        first_device += size;
+      }
+    }
+    std::vector<size_t> num_given(devices_per_host_ + 1, 0);
+    std::vector<Spot> out;
+    for (const size_t size : sizes_) {
+      out.push_back(spots_of[size][num_given[size]++]);
+    }
     return out;
   }
 
-  std::vector<size_t> sizes_;
+ private:
+  bool fillFrom(size_t host) {
+    size_t largest = devices_per_host_;
+    while (largest > 0 && num_left_[largest] == 0) {
+      --largest;
+    }
+    if (largest == 0) {
+      return true;
+    }
+    if (host == sizes_of_.size() || hopeless_.contains({host, num_left_})) {
+      return false;
+    }
+    if (fillWith(host, largest, devices_per_host_, 1)) {
+      return true;
+    }
+    hopeless_.insert({host, num_left_});
+    return false;
+  }
+  /// Adds pieces of at most `size` to a host that has `num_free` devices, at least `least` of that size.
+  bool fillWith(size_t host, size_t size, size_t num_free, size_t least) {
+    if (size == 0) {
+      if (num_free > num_spare_) {
+        return false;
+      }
+      num_spare_ -= num_free;
+      const bool is_done = fillFrom(host + 1);
+      num_spare_ += num_free;
+      return is_done;
+    }
+    std::vector<size_t>& here = sizes_of_[host];
+    for (size_t number = std::min(num_left_[size], num_free / size) + 1; number-- > least;) {
+      num_left_[size] -= number;
+      here.insert(here.end(), number, size);
+      if (fillWith(host, size - 1, num_free - number * size, 0)) {
+        return true;
+      }
+      here.resize(here.size() - number);
+      num_left_[size] += number;
+    }
+    return false;
+  }
+
+  const std::vector<size_t>& sizes_;
   size_t devices_per_host_;
-  std::vector<size_t> free_;  ///< by host
-  std::vector<Spot> spots_;
-  std::set<std::pair<size_t, std::vector<size_t>>> hopeless_;  ///< first size not placed, and what is free
+  size_t num_spare_ = 0;  ///< devices that may stay free
+  bool is_possible_ = true;
+  std::vector<size_t> num_left_;               ///< pieces, by size
+  std::vector<std::vector<size_t>> sizes_of_;  ///< by host
+  std::set<std::pair<size_t, std::vector<size_t>>> hopeless_;
 };
 
 Spots placeLargestFirst(const HostClass& hosts, const std::vector<Piece>& pieces) {
@@ -167,7 +208,7 @@ Spots placeLargestFirst(const HostClass& hosts, const std::vector<Piece>& pieces
   if (num_used_hosts > hosts.num_hosts) {
     return std::nullopt;
   }
-  const Spots shared = HostPacking(std::move(sizes), hosts.num_hosts - num_used_hosts, hosts.devices_per_host).find();
+  const Spots shared = HostPacking(sizes, hosts.num_hosts - num_used_hosts, hosts.devices_per_host).find();
   if (!shared) {
     return std::nullopt;
   }
