@@ -497,3 +497,57 @@ class StrategyGraph:
         """Of one choice per node."""
     def least_cost(self) -> tuple[list[int], float]:
         """The choices that cost least together, and their cost. Raises ValueError where there are none."""
+
+_SubmeshPart = tuple[int, int, int]
+_PlannedStage = tuple[int, int, int, int]
+
+def cluster_operators(
+    operators: Sequence[tuple[int, Sequence[int]]],
+    values: Sequence[tuple[int | None, int]],
+    num_layers: int,
+    slack: float,
+) -> tuple[list[int], int, int]:
+    """Operators (FLOPs, values that they read) and values (maker or None, bytes) cut into layers: (first operator of
+    each, most bytes that one receives, FLOPs that none exceeds). Raises ValueError for fewer operators than layers."""
+
+def submesh_shapes(
+    classes: Sequence[tuple[int, int]], powers_of_two: bool = False, is_mixed: bool = False
+) -> list[list[_SubmeshPart]]:
+    """The shapes that stages may have on hosts of these classes (hosts, devices of each): lists of parts (class, hosts,
+    devices of each)."""
+
+def place_submeshes(
+    classes: Sequence[tuple[int, int]], submeshes: Sequence[Sequence[_SubmeshPart]]
+) -> list[list[tuple[int, int, int, int]]] | None:
+    """Of each submesh its devices: (class, host within it, first device, devices). None where they cannot be placed."""
+
+class StageProblem:
+    """Layers to cut into stages, and what each would take on each submesh."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_microbatches: int,
+        num_devices: Sequence[int],
+        submeshes: Sequence[tuple[Sequence[int], int]],
+        in_flight: Sequence[int],
+    ) -> None:
+        """`num_devices` by class; a submesh is (devices of each class, bytes of a device); `in_flight` says how many
+        microbatches a stage holds, by the number of stages behind it."""
+    def add_options(
+        self,
+        submesh: int,
+        seconds: Sequence[float],
+        stage_bytes: Sequence[int],
+        bytes_per_microbatch: Sequence[int],
+    ) -> None:
+        """One more way to run each stretch of layers: lists by first and last layer."""
+    def best_plans(
+        self,
+        count: int,
+        accepts: Callable[[list[_PlannedStage]], bool] | None = None,
+        go_on: Callable[[], bool] | None = None,
+    ) -> list[tuple[float, bool, list[_PlannedStage]]]:
+        """The cheapest ones: (seconds, whether that is proven, stages (first layer, end, submesh, option))."""
+    def smallest_memory(self) -> tuple[int, list[_PlannedStage], int] | None:
+        """The least bytes of a device that leave a plan, its stages, and which of them needs so much."""

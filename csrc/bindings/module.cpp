@@ -10,6 +10,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   xmesh::bindings::bindReshard(module);
   xmesh::bindings::bindPipelineCore(module);
   xmesh::bindings::bindParallelism(module);
+  xmesh::bindings::bindStageSearch(module);
   xmesh::bindings::bindSplitBackward(module);
   xmesh::bindings::bindPipeline(module);
   xmesh::bindings::bindAbout(module);
