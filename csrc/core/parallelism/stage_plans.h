@@ -35,21 +35,23 @@ struct TimedPlan {
   double slowest = 0;
 };
 
-/// Where a table of least sums of seconds, filled with `moves`, has plans of `num_stages` stages that use all devices: the best of them.
+/// The plan of least sum among those of `num_stages` stages that use all devices. `table` was filled with `moves`, adds up seconds, and has such
+/// plans.
 TimedPlan leastSumPlan(const StageTable<double>& table, const DeviceCounts& counts, const TimedMoves& moves, size_t num_layers, size_t num_stages);
 
-/// The same plans, all, by their sums: the first that `accepts`. Where there is none whose sum is less than `most_sum`, or none after `most_tries`
-/// stages were looked at, nothing; `least_sum` is then what no plan that it left out falls below.
-struct AcceptedPlan {
-  std::optional<TimedPlan> plan;
-  double least_sum = kNoTime;
-  size_t num_tries = 0;
-};
 struct AcceptedPlanLimits {
-  double most_sum = kNoTime;
-  size_t most_tries = 0;
+  double most_sum = kNoTime;  ///< plans with this sum, or a larger one, are not looked at
+  size_t most_tries = 0;      ///< of stages; what is begun at that point ends the search
   std::function<bool(const TimedPlan&)> accepts;
 };
+
+struct AcceptedPlan {
+  std::optional<TimedPlan> plan;
+  double least_sum = kNoTime;  ///< no accepted plan has a lower sum, of those that limits.most_sum allows
+  size_t num_tries = 0;
+};
+
+/// The first of the same plans, by their sums, that is accepted: best first, with the table as an exact estimate of what is to come.
 AcceptedPlan leastAcceptedPlan(const StageTable<double>& table, const DeviceCounts& counts, const TimedMoves& moves, size_t num_stages,
                                const AcceptedPlanLimits& limits);
 

@@ -74,11 +74,12 @@ struct StageSearchLimits {
 ///
 /// The best plan is first, and is exact: is_proven. The others are what was met on the way: for each t_max that was tried, the best plan of each
 /// number of stages; of these, all different, the cheapest. Where that is too few, up to six larger t_max are tried for them, up to twice the best
-/// plan's. Nothing is returned where no plan fits. A plan's seconds are added up from its last stage
-/// on, in doubles; of plans that take equally long always the same is found, on every machine.
+/// plan's. Nothing is returned where no plan fits. A plan's seconds are added up from its last stage on, in doubles. Of plans that take equally long
+/// the same is found on every machine.
 ///
-/// Where the best plan of some t_max is refused, the next best ones are tried, up to limits.most_tries. is_proven is false where that did not do, and
-/// where go_on said no. accepts() is to judge layers and submeshes alone: of options, only the fastest that fits is tried.
+/// Where the best plan of some t_max is refused, the next best ones are tried, by their sums. limits.most_tries bounds that: a sixteenth of what is
+/// left of it goes to each t_max and number of stages. accepts() is to judge layers and submeshes alone: of options, only the fastest that fits is
+/// tried. is_proven is false where plans were left out that may be better, and where go_on said no.
 ///
 /// Throws InvalidArgument, which names what is wrong, for sizes that do not fit together, and for costs or bytes that are negative or no number.
 std::vector<StagePlan> bestStagePlans(const StageProblem& problem, const StageSearchLimits& limits = {});

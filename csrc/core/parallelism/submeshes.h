@@ -55,7 +55,8 @@ struct HostDevices {
 ///
 /// Stages next to each other get devices next to each other where all fit in order, one after the other. Else the largest submeshes get theirs
 /// first, and equal ones in the order of stages. Shapes (1, 2^p) and (n, M) that fill hosts of M = 2^m devices always have a placement (Theorem 1 of
-/// Appendix A), which this finds at once. For others it tries all, and leaves out what it tried before.
+/// Appendix A), which this finds at once. For others it fills one host after the other, and goes back where that leaves devices without use that are
+/// needed.
 ///
 /// Throws InvalidArgument for a submesh that is none of this cluster's.
 std::optional<std::vector<std::vector<HostDevices>>> placeSubmeshes(const std::vector<HostClass>& cluster, const std::vector<Submesh>& submeshes);

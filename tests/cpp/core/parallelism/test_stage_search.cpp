@@ -192,6 +192,80 @@ TEST(StageSearch, IsTheBestOfAllPlans) {
   EXPECT_GT(num_found, 300U);
 }
 
+/// Algorithm 1 without what spares work, for one class of devices: every t_max, from the smallest on.
+double leastSecondsOfAllLimits(const StageProblem& problem) {
+  std::set<double> limits;
+  for (const std::vector<StageOption>& options : problem.options) {
+    for (const StageOption& option : options) {
+      limits.insert(option.seconds);
+    }
+  }
+  const size_t num_layers = problem.num_layers;
+  const size_t num_devices = problem.num_devices[0];
+  double out = kNone;
+  for (const double t_max : limits) {
+    std::vector<std::vector<double>> rest(num_layers + 1, std::vector<double>(num_devices + 1, kNone));
+    rest[num_layers][0] = 0;
+    for (size_t stages = 1; stages <= std::min(num_layers, problem.in_flight.size()); ++stages) {
+      std::vector<std::vector<double>> sums(num_layers + 1, std::vector<double>(num_devices + 1, kNone));
+      for (size_t first = 0; first < num_layers; ++first) {
+        for (size_t last = first; last < num_layers; ++last) {
+          for (size_t submesh = 0; submesh < problem.submeshes.size(); ++submesh) {
+            for (const StageOption& option : problem.optionsOf(first, last, submesh)) {
+              const int64_t num_bytes = option.stage_bytes + problem.in_flight[stages - 1] * option.bytes_per_microbatch;
+              for (size_t used = problem.submeshes[submesh].num_devices[0]; used <= num_devices; ++used) {
+                if (option.seconds <= t_max && num_bytes <= problem.submeshes[submesh].memory_bytes) {
+                  sums[first][used] = std::min(sums[first][used], option.seconds + rest[last + 1][used - problem.submeshes[submesh].num_devices[0]]);
+                }
+              }
+            }
+          }
+        }
+      }
+      rest = std::move(sums);
+      out = std::min(out, rest[0][num_devices] + static_cast<double>(problem.num_microbatches - 1) * t_max);
+    }
+  }
+  return out;
+}
+
+/// Larger than what all plans can be tried of: 4 hosts of 4 devices.
+TEST(StageSearch, SparesNoLimitThatMatters) {
+  size_t num_found = 0;
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    StageProblem problem;
+    problem.num_layers = 5 + random() % 4;
+    problem.num_microbatches = 1 + random() % 64;
+    problem.num_devices = {16};
+    for (const Submesh& submesh : submeshShapes({{4, 4}})) {
+      problem.submeshes.push_back({submesh.numDevices(1), 100 + static_cast<int64_t>(random() % 100)});
+    }
+    problem.in_flight = inFlight(static_cast<InFlight>(random() % 3), problem.num_microbatches, problem.num_layers);
+    for (size_t first = 0; first < problem.num_layers; ++first) {
+      for (size_t last = first; last < problem.num_layers; ++last) {
+        for (size_t submesh = 0; submesh < problem.submeshes.size(); ++submesh) {
+          const double devices = std::sqrt(static_cast<double>(problem.submeshes[submesh].num_devices[0]));
+          const double work = static_cast<double>((last - first + 1) * (100 + random() % 100));
+          problem.addOption(first, last, submesh, {work / devices, static_cast<int64_t>(20 * (last - first)), static_cast<int64_t>(random() % 60)});
+          problem.addOption(first, last, submesh, {1.2 * work / devices, static_cast<int64_t>(20 * (last - first)), 5});
+        }
+      }
+    }
+    const std::vector<StagePlan> plans = bestStagePlans(problem);
+    const double expected = leastSecondsOfAllLimits(problem);
+    ASSERT_EQ(plans.empty(), expected == kNone);
+    if (!plans.empty()) {
+      expectValid(problem, plans[0]);
+      EXPECT_EQ(plans[0].seconds, expected);
+      EXPECT_TRUE(plans[0].is_proven);
+      num_found += plans[0].stages.size() > 1 ? 1 : 0;
+    }
+  }
+  EXPECT_GT(num_found, 30U);
+}
+
 TEST(StageSearch, IsTheBestOfThePlansAccepted) {
   size_t num_found = 0;
   size_t num_refused = 0;
