@@ -38,12 +38,25 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "xm.ScheduleChoice": xm.ScheduleChoice,
         "Candidate": Candidate,
     },
+    "Automatic plans": {
+        **{f"xm.{name}": getattr(xm, name) for name in ("plan_parallel", "ParallelPlan", "Compute")},
+        **{f"xm.presets.{name}": getattr(xm.presets, name) for name in xm.presets.__all__},
+    },
     "The backend": {"xm.Options": xm.Options, "xm.about": xm.about, "xm.About": xm.About},
     "Errors": {"xm.PeerError": xm.PeerError, "xm.StageError": xm.StageError},
     "Tests on real processes": {f"xm.testing.{name}": getattr(testing, name) for name in testing.__all__},
 }
 """By section: how a name is written, and what it is. Without "xm." are those that calls return."""
-MADE_BY_CALLS = {"About", "PipelineScaler", "RankError", "ReshardingPlan", "Schedule", "ScheduleChoice", "Simulation"}
+MADE_BY_CALLS = {
+    "About",
+    "ParallelPlan",
+    "PipelineScaler",
+    "RankError",
+    "ReshardingPlan",
+    "Schedule",
+    "ScheduleChoice",
+    "Simulation",
+}
 """Classes that nobody calls: they have no signature here."""
 INTERNAL = {"core", "from_core", "links", "to_core", "unchecked"}
 """Members through which the package's own layers talk."""

@@ -120,7 +120,7 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
     text = PAGES["docs/api.md"].read_text()
     assert text == script["page"](), "run python scripts/api_docs.py"
     headings = set(re.findall(r"^####? `(.*)`$", text, re.MULTILINE))
-    expected = {f"xm.{name}" for name in xm.__all__ if name not in ("testing", "__version__")}
+    expected = {f"xm.{name}" for name in xm.__all__ if name not in ("testing", "presets", "__version__")}
     expected |= {f"xm.testing.{name}" for name in xm.testing.__all__}
     expected |= {f"PipelineEngine.{name}" for name in vars(xm.PipelineEngine) if not name.startswith("_")}
     assert expected <= headings

@@ -24,6 +24,7 @@ from torch_xmesh import backend as _backend
 from torch_xmesh.about import About, about
 from torch_xmesh.backend import Options
 from torch_xmesh.errors import PeerError, StageError
+from torch_xmesh.parallelism import Compute, ParallelPlan, plan_parallel, presets
 from torch_xmesh.pipeline import (
     Costs,
     EdgeCosts,
@@ -59,10 +60,12 @@ __version__ = "0.1.0"
 __all__ = [
     "About",
     "Broadcast",
+    "Compute",
     "Costs",
     "EdgeCosts",
     "Mesh",
     "Options",
+    "ParallelPlan",
     "PeerError",
     "PipelineEngine",
     "ReshardingPlan",
@@ -77,7 +80,9 @@ __all__ = [
     "about",
     "choose_schedule",
     "device_mesh",
+    "plan_parallel",
     "plan_resharding",
+    "presets",
     "reshard",
     "reshard_many",
     "simulate",

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from torch_xmesh import _C
+from torch_xmesh.cli_parallelize import add_parallelize_command
 from torch_xmesh.cli_schedule import add_schedule_command
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.spec import Mesh, Spec, placement_of
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the transfer that measures a rate, inside a host 4 times as many (default: 32 MiB)",
     )
     add_schedule_command(commands)
+    add_parallelize_command(commands)
     return parser
 
 

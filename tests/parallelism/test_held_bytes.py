@@ -134,7 +134,7 @@ def test_a_limit_is_kept() -> None:
     limit = 0.95 * free.bytes.total(1)
     found, proof = within_limit(stretch, space, limit)
     assert found.bytes.total(1) <= limit
-    assert proof.least_cost <= free.cost <= found.cost
+    assert proof.least_cost <= free.cost * (1 + 1e-12) <= found.cost * (1 + 2e-12)
     assert proof.gap >= 0
     with pytest.raises(
         ValueError, match=r"no sharding keeps 10 bytes a device: the smallest limit that one keeps is \d+"

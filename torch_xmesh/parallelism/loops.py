@@ -15,8 +15,12 @@ several loops may run over it, they are joined by a "|"."""
 State = tuple[int, ...]
 """One per mesh axis: the dim that it shards, REPLICATED or PARTIAL."""
 
-WHOLE, PASS = "-", "+"
-"""Choices for a mesh axis that are no loop: every device does the same; partial sums go through as they are."""
+WHOLE, PASS, LATER = "-", "+", "~"
+"""Choices for a mesh axis that are no loop: every device does the same; partial sums go through as they are; every
+device does the same forward, and backward, which is linear in the gradient, with its summand of that: they are added up
+later."""
+
+_NO_LOOPS = (WHOLE, PASS, LATER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Choice:
 
 def choices_of(loops: Loops, mesh_shape: Sequence[int]) -> list[Choice]:
     """All ways to shard the operator over a mesh, in a fixed order; at least one."""
-    per_axis = [*loops.extents, *([PASS] if loops.is_linear else []), WHOLE]
+    per_axis = [*loops.extents, *([PASS] if loops.is_linear else []), *([] if loops.is_heavy else [LATER]), WHOLE]
     found = [
         _choice(loops, axes)
         for axes in itertools.product(per_axis, repeat=len(mesh_shape))
@@ -152,12 +156,12 @@ def _fits(loops: Loops, axes: Sequence[str], mesh_shape: Sequence[int]) -> bool:
         if size == 1 and label != WHOLE:
             return False
         parts[label] = parts.get(label, 1) * size
-    return all(loops.extents[label] % count == 0 for label, count in parts.items() if label not in (WHOLE, PASS))
+    return all(loops.extents[label] % count == 0 for label, count in parts.items() if label not in _NO_LOOPS)
 
 
 def _choice(loops: Loops, axes: tuple[str, ...]) -> Choice:
     outputs = tuple(
-        End(_state(labels, axes, PARTIAL), _state(labels, axes, REPLICATED, passing=REPLICATED))
+        End(_state(labels, axes, PARTIAL), _state(labels, axes, REPLICATED, passing=REPLICATED, later=PARTIAL))
         for labels in loops.outputs
     )
     made = loops.outputs[0] if loops.outputs else ()
@@ -169,12 +173,16 @@ def _choice(loops: Loops, axes: tuple[str, ...]) -> Choice:
     return Choice(axes, inputs, outputs)
 
 
-def _state(labels: Labels, axes: Sequence[str], otherwise: int, passing: int = PARTIAL) -> State:
+def _state(
+    labels: Labels, axes: Sequence[str], otherwise: int, passing: int = PARTIAL, later: int = REPLICATED
+) -> State:
     """Of a tensor with these labels: what an axis does with one that does not have its loop."""
 
     def of(label: str) -> int:
         if label == WHOLE:
             return REPLICATED
+        if label == LATER:
+            return later
         if label == PASS:
             return passing
         dim = dim_of(labels, label)
@@ -189,7 +197,7 @@ def _gradient_state(labels: Labels, output: Labels, axes: Sequence[str], *, is_o
     def otherwise(label: str) -> int:
         return REPLICATED if is_once and dim_of(output, label) is None else PARTIAL
 
-    return tuple(_state(labels, (label,), otherwise(label), passing=REPLICATED)[0] for label in axes)
+    return tuple(_state(labels, (label,), otherwise(label), REPLICATED, PARTIAL)[0] for label in axes)
 
 
 def whole_choice(loops: Loops, num_axes: int) -> Choice:
@@ -199,7 +207,7 @@ def whole_choice(loops: Loops, num_axes: int) -> Choice:
 
 def num_devices_used(choice: Choice, mesh_shape: Sequence[int]) -> int:
     """Among how many devices the operator's work is divided."""
-    return math.prod(size for label, size in zip(choice.axes, mesh_shape, strict=True) if label not in (WHOLE, PASS))
+    return math.prod(size for label, size in zip(choice.axes, mesh_shape, strict=True) if label not in _NO_LOOPS)
 
 
 def num_parts(state: State, mesh_shape: Sequence[int]) -> int:

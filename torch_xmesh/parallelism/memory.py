@@ -47,8 +47,12 @@ class Bytes:
         return self.fixed + in_flight * self.per_microbatch
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Bytes(*(mine + theirs for mine, theirs in pairs))
+        return Bytes(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.states + other.states,
+            self.per_microbatch + other.per_microbatch,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +114,11 @@ def _is_needed(operator: Operator, place: int, value: Value) -> bool:
     return place not in operator.loops.once and (
         not operator.loops.is_heavy or any(one.requires_grad for one in others)
     )
+
+
+def fixed_bytes(value: Value, state: State, mesh_shape: Sequence[int]) -> float:
+    """Of a parameter, with its gradient and states where it is trained."""
+    return value.num_bytes / num_parts(state, mesh_shape) * (2 + STATES if value.is_trained else 1)
 
 
 def bytes_of(

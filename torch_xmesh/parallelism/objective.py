@@ -35,7 +35,14 @@ class Seconds:
         )
 
     def __neg__(self) -> "Seconds":
-        return Seconds(*(-own for own in dataclasses.astuple(self)))
+        return Seconds(
+            -self.forward,
+            -self.backward_input,
+            -self.backward_weight,
+            -self.forward_collectives,
+            -self.backward_collectives,
+            -self.step_collectives,
+        )
 
     @property
     def backward(self) -> float:

@@ -6,12 +6,13 @@ operators --> choices of each --> StrategyGraph --> least cost --> a choice per 
 """
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.loops import Choice, End, State, num_parts
-from torch_xmesh.parallelism.memory import Bytes, Kept, bytes_of, kept_by
+from torch_xmesh.parallelism.loops import Choice, End, State
+from torch_xmesh.parallelism.memory import Bytes, Kept, bytes_of, fixed_bytes, kept_by
 from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 from torch_xmesh.parallelism.space import Allowed, CollectiveUse, Links, Space
@@ -47,6 +48,7 @@ class Sharded:
         leaving: how values are left for others.
         collectives: that they run.
         spent: what each operator spends, with what brings it its tensors.
+        kept: what backward needs.
         bytes: what a device holds.
         cost: the objective's, without prices of memory.
         zero_levels: of parameters that are in parts (see zero.py), by name.
@@ -61,6 +63,7 @@ class Sharded:
     leaving: dict[Value, State]
     collectives: tuple[CollectiveUse, ...]
     spent: tuple[Seconds, ...]
+    kept: tuple[Kept, ...]
     bytes: Bytes
     cost: float
     zero_levels: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -120,13 +123,15 @@ def shard(
     return shard_stretch(Stretch.of(forward), space)
 
 
-def shard_stretch(stretch: Stretch, space: Space, prices: Prices = FREE) -> Sharded:
-    """The cheapest choices for some operators on a mesh.
+def shard_stretch(
+    stretch: Stretch, space: Space, prices: Prices = FREE, *, only: Mapping[int, int] | None = None
+) -> Sharded:
+    """The cheapest choices for some operators on a mesh; `only`: of those at these places the choices of these numbers.
 
     Raises:
         ValueError: no choice of an operator is left.
     """
-    return _Search(stretch, space, prices).run()
+    return _Search(stretch, space, prices, only or {}).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +159,8 @@ class _Hub:
 class _Search:
     """One graph; nodes are numbered as the operators, then come values."""
 
-    def __init__(self, stretch: Stretch, space: Space, prices: Prices) -> None:
+    def __init__(self, stretch: Stretch, space: Space, prices: Prices, only: Mapping[int, int]) -> None:
+        self._only = only
         self._stretch, self._space, self._prices = stretch, space, prices
         self._operators = stretch.operators
         self._graph = _C.StrategyGraph()
@@ -176,7 +182,10 @@ class _Search:
             for one in self._operators
         ]
         for number, operator in enumerate(self._operators):
-            self._graph.add_node(operator.name, self._node_costs(number, summed[number], tied))
+            costs = self._node_costs(number, summed[number], tied)
+            if number in self._only:
+                costs = [cost if i == self._only[number] else math.inf for i, cost in enumerate(costs)]
+            self._graph.add_node(operator.name, costs)
         leaving = set(self._stretch.leaving)
         for maker, operator in enumerate(self._operators):
             if not operator.is_constant:
@@ -196,10 +205,10 @@ class _Search:
     def _charge_kept(self) -> dict[int, list[tuple[Kept, float]]]:
         """What of backward's tensors each operator pays: where several need one they share its price."""
         out: dict[int, list[tuple[Kept, float]]] = {}
-        count = Counter(one.memory for one in self._stretch.kept)
-        for one in self._stretch.kept if self._prices.per_microbatch else ():
-            price = self._prices.per_microbatch * one.memory.num_bytes / count[one.memory]
-            out.setdefault(one.operator, []).append((one, price))
+        if self._prices.per_microbatch:
+            count = Counter(one.memory for one in self._stretch.kept)
+            for one in self._stretch.kept:
+                out.setdefault(one.operator, []).append((one, 1 / count[one.memory]))
         return out
 
     def _node_costs(self, number: int, summed: Sequence[int], tied: set[Value]) -> list[float]:
@@ -208,18 +217,14 @@ class _Search:
         kept = self._charges.get(number, ())
         if self._prices.fixed == 0 and not kept:
             return costs
-        places = [place for place, value in enumerate(operator.reads) if value.is_parameter and value not in tied]
-
-        def priced(choice: Choice) -> float:
-            ends = [(operator.reads[place], choice.inputs[place].value) for place in places]
-            fixed = sum(self._fixed_bytes(value, state) for value, state in ends)
-            of_kept = sum(price / num_parts(one.state(choice), self._space.shape) for one, price in kept)
-            return self._prices.fixed * fixed + of_kept
-
-        return [cost + priced(choice) for cost, choice in zip(costs, choices, strict=True)]
-
-    def _fixed_bytes(self, value: Value, state: State) -> float:
-        return bytes_of((), (), [(value, state)], self._space.shape).fixed
+        places = tuple(i for i, value in enumerate(operator.reads) if value.is_parameter and value not in tied)
+        held = self._space.held_bytes(operator, choices, places)
+        rows = [self._space.part_bytes(one, choices) for one, _ in kept]
+        prices = [self._prices.per_microbatch * share for _, share in kept]
+        return [
+            cost + self._prices.fixed * held[i] + sum(price * row[i] for price, row in zip(prices, rows, strict=True))
+            for i, cost in enumerate(costs)
+        ]
 
     def _add_hub(self, name: str, ends: list[End], owner: int) -> _Hub:
         return _Hub(self._graph.add_node(name, [0.0] * len(ends)), ends, owner)
@@ -230,7 +235,7 @@ class _Search:
         sums = [self._space.conversions(value).cost(end.gradient, end.value) for end in ends]
         costs = [self._space.cost(Seconds(step_collectives=seconds)) for seconds in sums]
         if self._prices.fixed:
-            held = [self._prices.fixed * self._fixed_bytes(value, end.value) for end in ends]
+            held = [self._prices.fixed * fixed_bytes(value, end.value, self._space.shape) for end in ends]
             costs = [cost + price for cost, price in zip(costs, held, strict=True)]
         hub = self._tied[value] = _Hub(self._graph.add_node(f"parameter {value.name}", costs), ends, places[0][0])
         for reader, place in places:
@@ -273,8 +278,8 @@ class _Search:
         space = self._space
         collectives: list[CollectiveUse] = []
         spent = [
-            space.node_seconds(operator, choice, places)
-            for operator, choice, places in zip(self._operators, choices, summed, strict=True)
+            space.all_seconds(operator, self._choices[number], summed[number])[chosen[number]]
+            for number, operator in enumerate(self._operators)
         ]
         for edge in self._edges:
             left, right = edge.made[chosen[edge.node]], edge.taken[chosen[edge.reader]]
@@ -309,6 +314,7 @@ class _Search:
             leaving,
             tuple(collectives),
             tuple(spent),
+            self._stretch.kept,
             held,
             cost,
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.compute import Compute, ComputeSeconds, compute_seconds
-from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, whole_choice
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, num_parts, whole_choice
+from torch_xmesh.parallelism.memory import Kept, fixed_bytes
 from torch_xmesh.parallelism.objective import Objective, Seconds, objectives
 from torch_xmesh.parallelism.operators import Operator, Value
 
@@ -203,15 +204,47 @@ class Space:
     def cost(self, seconds: Seconds) -> float:
         return self._objective.of(seconds, self.num_microbatches)
 
+    def all_seconds(self, operator: Operator, choices: list[Choice], summed: Sequence[int]) -> list[Seconds]:
+        """The same of each choice."""
+
+        def make() -> list[Seconds]:
+            self._alive.append(choices)
+            return [self.node_seconds(operator, choice, summed) for choice in choices]
+
+        out: list[Seconds] = self.once(("seconds", *self._kind(operator, choices), tuple(summed)), make)
+        return out
+
     def node_costs(self, operator: Operator, choices: list[Choice], summed: Sequence[int]) -> list[float]:
-        """Of each choice."""
+        """What they cost."""
+        seconds = self.all_seconds(operator, choices, summed)
+        out: list[float] = self.once(("costs", id(seconds)), lambda: [self.cost(one) for one in seconds])
+        return out
+
+    def _kind(self, operator: Operator, choices: list[Choice]) -> tuple[Any, ...]:
+        """What operators have in common that cost the same."""
+        read = tuple((value.shape, value.dtype, value.requires_grad, value.is_parameter) for value in operator.reads)
+        made = tuple((value.shape, value.dtype, value.requires_grad) for value in operator.makes)
+        return id(choices), operator.loops.key, read, made, operator.views
+
+    def held_bytes(self, operator: Operator, choices: list[Choice], places: tuple[int, ...]) -> list[float]:
+        """What a device holds of the parameters at these places among what the operator reads, by choice."""
 
         def make() -> list[float]:
             self._alive.append(choices)
-            return [self.cost(self.node_seconds(operator, choice, summed)) for choice in choices]
+            return [
+                sum(fixed_bytes(operator.reads[place], choice.inputs[place].value, self.shape) for place in places)
+                for choice in choices
+            ]
 
-        read = tuple((value.shape, value.dtype, value.requires_grad, value.is_parameter) for value in operator.reads)
-        made = tuple((value.shape, value.dtype, value.requires_grad) for value in operator.makes)
-        key = ("costs", id(choices), operator.loops.key, read, made, operator.views, tuple(summed))
-        out: list[float] = self.once(key, make)
+        out: list[float] = self.once(("held", *self._kind(operator, choices), places), make)
+        return out
+
+    def part_bytes(self, kept: Kept, choices: list[Choice]) -> list[float]:
+        """What a device keeps of a tensor, by choice."""
+
+        def make() -> list[float]:
+            self._alive.append(choices)
+            return [kept.memory.num_bytes / num_parts(kept.state(choice), self.shape) for choice in choices]
+
+        out: list[float] = self.once(("part", id(choices), kept.is_made, kept.place, kept.memory.num_bytes), make)
         return out

@@ -8,6 +8,7 @@ from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.zero import with_zero
 
 _MOST_POINTS = 6
+_ROUNDING = 1e-12
 _LARGE = 1e3
 """Times what all costs for what all weighs: at such a price only memory counts."""
 
@@ -100,4 +101,5 @@ def within_limit(stretch: Stretch, space: Space, limit: float, in_flight: int = 
             f"no sharding keeps {limit:.0f} bytes a device: the smallest limit that one keeps is {least:.0f}"
         )
     best = min(fitting, key=lambda one: (one.cost, one.bytes.total(in_flight)))
-    return best, Bound(fastest.cost, best.cost / fastest.cost - 1 if fastest.cost > 0 else 0.0)
+    gap = best.cost / fastest.cost - 1 if fastest.cost > 0 else 0.0
+    return best, Bound(fastest.cost, gap if gap > _ROUNDING else 0.0)

@@ -28,7 +28,8 @@ def with_zero(sharded: Sharded, space: Space, level: int) -> Sharded:
     """
     if level not in LEVELS:
         raise ValueError(f"a level of ZeRO is one of {LEVELS}, got {level!r}")
-    collectives = list(sharded.collectives)
+    collectives: list[CollectiveUse] = []
+    replaced: set[str] = set()
     spent = list(sharded.spent)
     held = sharded.bytes
     levels, states = dict(sharded.zero_levels), dict(sharded.zero_states)
@@ -40,19 +41,23 @@ def with_zero(sharded: Sharded, space: Space, level: int) -> Sharded:
             continue
         before = space.steps(value, "gradient", gradient, state)
         after = _collectives(space, value, gradient, parts, state, level)
-        takes_longer = _seconds(space, after).step_collectives - _seconds(space, before).step_collectives
-        if level == 1 and takes_longer > 1e-9 * _seconds(space, before).step_collectives:
+        old, new = _seconds(space, before), _seconds(space, after)
+        if level == 1 and new.step_collectives > old.step_collectives * (1 + 1e-9):
             continue
-        for use in before:
-            collectives.remove(use)
+        replaced.add(name)
         collectives += after
-        spent[first[name]] += _seconds(space, after) + -_seconds(space, before)
+        spent[first[name]] += new
+        spent[first[name]] += -old
         held += _saved(value, state, parts, space.shape, level)
         levels[name], states[name] = level, parts
+
+    def is_replaced(use: CollectiveUse) -> bool:
+        return use.why == "gradient" and use.value in replaced
+
     total = sum(spent, Seconds())
     return dataclasses.replace(
         sharded,
-        collectives=tuple(collectives),
+        collectives=(*(one for one in sharded.collectives if not is_replaced(one)), *collectives),
         spent=tuple(spent),
         bytes=held,
         cost=space.cost(total),

@@ -1,0 +1,156 @@
+"""Plans as people write them, and the command that sets them beside the one that is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Gpt, Mlp
+
+import torch_xmesh as xm
+from torch_xmesh.cli import main
+from torch_xmesh.parallelism.layers import layers_of
+from torch_xmesh.parallelism.operators import forward_of
+from torch_xmesh.parallelism.presets import batch_loops, even_stages
+
+TOKENS = torch.zeros(8, 16, dtype=torch.int64)
+OPTIONS: dict[str, Any] = {
+    "devices": xm.Mesh(torch.arange(8).reshape(2, 4)),
+    "num_microbatches": 4,
+    "compute": xm.Compute(flops=1e11, bytes_per_s=1e10),
+    "topology": xm.Topology(devices_per_host=4, nic_bytes_per_s=10**8, local_bytes_per_s=10**10),
+}
+MODEL = Gpt(num_layers=4)
+
+
+def collectives(plan: xm.ParallelPlan) -> set[str]:
+    return {f"{one.why} {one.collective}" for stage in plan.stages for one in stage.collectives}
+
+
+def test_data_parallel_only_adds_gradients() -> None:
+    plan = xm.presets.data_parallel(MODEL, (TOKENS,), **OPTIONS)
+    assert [stage.mesh_shape for stage in plan.stages] == [(8,)]
+    assert collectives(plan) == {"gradient all-reduce"}
+    size = sum(one.numel() * one.element_size() for one in MODEL.parameters())
+    assert sum(one.num_bytes for one in plan.stages[0].collectives) == size
+    assert plan.stages[0].bytes.parameters >= size
+
+
+def test_zero_holds_less_and_fetches_more() -> None:
+    plain, second, third = (
+        preset(MODEL, (TOKENS,), **OPTIONS)
+        for preset in (xm.presets.data_parallel, xm.presets.zero_2, xm.presets.zero_3)
+    )
+    assert plain.stages[0].bytes.total(1) > second.stages[0].bytes.total(1) > third.stages[0].bytes.total(1)
+    assert collectives(second) >= {"backward reduce-scatter", "parameter all-gather"}
+    assert collectives(third) >= {"backward reduce-scatter", "forward all-gather", "backward all-gather"}
+    assert second.title == "ZeRO-2"
+
+
+def test_megatron_shards_matrices() -> None:
+    plan = xm.presets.megatron(MODEL, (TOKENS,), tensor_parallel=4, **OPTIONS)
+    assert plan.stages[0].mesh_shape == (2, 4)
+    heavy = [one for one in plan.stages[0].operators if one.is_heavy]
+    assert all(one.axes[0] != one.axes[1] for one in heavy)
+    up = next(one for one in heavy if one.name == "layers.1.up.linear")
+    assert up.axes[0] == "b1"
+
+
+def test_pipelines() -> None:
+    plan = xm.presets.pipeline(MODEL, (TOKENS,), num_stages=2, tensor_parallel=2, zero=2, **OPTIONS)
+    assert [stage.mesh_shape for stage in plan.stages] == [(2, 2), (2, 2)]
+    assert [stage.ranks for stage in plan.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert plan.values
+    assert "layers.0.query.linear" in plan.explain("layers.0.query")
+    deep = xm.presets.pipeline(MODEL, (TOKENS,), num_stages=8, **OPTIONS)
+    assert [len(stage.ranks) for stage in deep.stages] == [1] * 8
+
+
+def test_no_preset_beats_what_is_found() -> None:
+    """Under the same costs."""
+    found = xm.plan_parallel(MODEL, (TOKENS,), **OPTIONS)
+    made = [
+        xm.presets.data_parallel(MODEL, (TOKENS,), **OPTIONS),
+        xm.presets.zero_2(MODEL, (TOKENS,), **OPTIONS),
+        xm.presets.megatron(MODEL, (TOKENS,), tensor_parallel=4, **OPTIONS),
+        xm.presets.pipeline(MODEL, (TOKENS,), num_stages=2, **OPTIONS),
+        xm.presets.pipeline(MODEL, (TOKENS,), num_stages=8, **OPTIONS),
+    ]
+    assert found.predicted_seconds <= 1.02 * min(plan.predicted_seconds for plan in made)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="8 devices in 3 stages of 1 x n devices each"):
+        xm.presets.pipeline(MODEL, (TOKENS,), num_stages=3, **OPTIONS)
+    with pytest.raises(ValueError, match="8 devices in 1 stages of 3 x n devices each"):
+        xm.presets.megatron(MODEL, (TOKENS,), tensor_parallel=3, **OPTIONS)
+    with pytest.raises(ValueError, match=r"does not keep memory_limit_bytes: a device would hold about \d+ bytes"):
+        xm.presets.data_parallel(MODEL, (TOKENS,), memory_limit_bytes=1000, **OPTIONS)
+    with pytest.raises(ValueError, match=r"no sharding of .* is left"):
+        xm.presets.data_parallel(MODEL, (TOKENS[:6],), **OPTIONS)
+
+
+def test_the_loop_over_samples_is_followed() -> None:
+    forward = forward_of(MODEL, (TOKENS,))
+    loops = batch_loops(forward)
+    for operator in forward.operators:
+        if operator.loops.is_heavy:
+            (dim,) = (i for i, label in enumerate(operator.loops.outputs[0]) if label == loops[operator.name])
+            assert operator.makes[0].shape[dim] in (8, 128)
+    assert all(loops[one.name] is not None for one in forward.operators if one.kind == "transpose")
+
+
+def test_even_stages() -> None:
+    layers = layers_of(forward_of(Mlp(32, 9), (torch.zeros(8, 32),)))
+    for count in range(1, len(layers) + 1):
+        stages = even_stages(layers, count)
+        assert len(stages) == count
+        assert stages[0][0] == 0
+        assert stages[-1][1] == len(layers)
+        assert all(first < end for first, end in stages)
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), torch.zeros(32, 64)
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL_FILE)
+    saved = tmp_path / "plan.json"
+    command = ["parallelize", f"{path}:make", "--mesh", "2x2", "--flops", "1e11", "--bytes-per-s", "1e10"]
+    assert main([*command, "--compare", "--explain", "3", "--save", str(saved), "--plot", str(tmp_path / "p.png")]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[0] for line in out.splitlines()[:8]]
+    assert rows[:3] == ["plan", "found", "data"]
+    assert "3.linear [32, 64] on stage" in out
+    assert xm.ParallelPlan.load(saved).devices == 4
+    assert (tmp_path / "p.png").exists()
+    assert main([*command, "--json"]) == 0
+    assert xm.ParallelPlan.from_json(capsys.readouterr().out) == xm.ParallelPlan.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nofile.py:make", "--mesh", "2x2"], "there is no Python file 'nofile.py'"),
+        (["model.py", "--mesh", "2x2"], "model is file:function, got 'model.py'"),
+        (["{path}:build", "--mesh", "2x2"], "has no function 'build'"),
+        (["{path}:make", "--mesh", "two"], "--mesh is hosts x devices of each, as 2x4, got 'two'"),
+        (["{path}:make", "--mesh", "2x2", "--flops", "1"], "give --flops and --bytes-per-s, or neither"),
+    ],
+)
+def test_mistakes_in_the_command(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL_FILE)
+    assert main(["parallelize", *(one.format(path=path) for one in arguments)]) == 2
+    assert message in capsys.readouterr().err

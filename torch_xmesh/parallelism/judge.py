@@ -1,0 +1,191 @@
+"""What a plan's step takes: its schedule played with what stages and the values between them take."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from torch_xmesh.parallelism.cluster import Cluster
+from torch_xmesh.parallelism.loops import State
+from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.stages import FoundPlan, FoundStage
+from torch_xmesh.pipeline.schedule.choice import choose_schedule
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, Simulation, StageCosts, simulate
+from torch_xmesh.plan import plan_resharding
+from torch_xmesh.spec import Mesh, Spec
+from torch_xmesh.topology import Topology
+
+_MOST_PLANNED_RANKS = 64
+"""Values between more devices are not planned, but taken to use all network interfaces evenly."""
+_MOST_CHOSEN_ACTIONS = 4096
+"""Of a step with more actions only the two schedules that hold least are tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A value from one stage to a later one.
+
+    Attributes:
+        seconds: forward, and its gradient's backward.
+    """
+
+    from_stage: int
+    to_stage: int
+    value: Value
+    src: State
+    dst: State
+    seconds: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A plan with its schedule.
+
+    Attributes:
+        step_seconds: of a step, gradients' sums at its end included.
+        simulation: of the schedule, without them.
+        peak_bytes: by stage.
+    """
+
+    plan: FoundPlan
+    schedule: Schedule
+    transfers: tuple[Transfer, ...]
+    simulation: Simulation
+    step_seconds: float
+    peak_bytes: tuple[int, ...]
+
+
+class Judge:
+    """Plays plans on a cluster; what moves between equal meshes is planned once."""
+
+    def __init__(self, cluster: Cluster, num_microbatches: int, schedule: str) -> None:
+        self._cluster, self._num_microbatches, self._schedule = cluster, num_microbatches, schedule
+        self._seconds: dict[tuple[object, ...], float] = {}
+        host_of = {rank: number for number, host in enumerate(cluster.hosts) for rank in host.ranks}
+        self._host_of = host_of
+        rates = {number: round(host.kind.nic_bytes_per_s) for number, host in enumerate(cluster.hosts)}
+        self._topology = Topology(
+            host_of,
+            nic_of_host=rates,
+            local_bytes_per_s=round(cluster.local_bytes_per_s),
+            latency_us=cluster.latency_s * 1e6,
+            local_latency_us=cluster.local_latency_s * 1e6,
+        )
+
+    def judged(self, plan: FoundPlan) -> Judged | None:
+        """A plan with the fastest schedule, or the one that is asked for; None where none keeps the memory."""
+        transfers = self._transfers(plan.stages)
+        limits = [stage.shape.kind.memory_bytes for stage in plan.stages]
+        most = max((limit for limit in limits if limit is not None), default=None)
+        spare = [0 if limit is None or most is None else most - limit for limit in limits]
+        costs = self._costs(plan.stages, transfers, spare)
+        schedule = self._scheduled(len(plan.stages), costs, most)
+        if schedule is None:
+            return None
+        simulation = simulate(schedule, costs)
+        ends = [0.0] * len(plan.stages)
+        for action in simulation.actions:
+            ends[action.place] = max(ends[action.place], action.end_seconds)
+        sums = [stage.sharded.seconds.step_collectives for stage in plan.stages]
+        step = max(end + own for end, own in zip(ends, sums, strict=True))
+        peak = tuple(held - extra for held, extra in zip(simulation.peak_bytes, spare, strict=True))
+        return Judged(plan, schedule, tuple(transfers), simulation, step, peak)
+
+    def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[Transfer], spare: Sequence[int]) -> Costs:
+        edges: dict[tuple[int, int], EdgeCosts | float] = {}
+        for ends in dict.fromkeys((one.from_stage, one.to_stage) for one in transfers):
+            mine = [one for one in transfers if (one.from_stage, one.to_stage) == ends]
+            edges[ends] = EdgeCosts(
+                forward_seconds=sum(one.seconds[0] for one in mine),
+                backward_seconds=sum(one.seconds[1] for one in mine),
+                has_gradient=any(one.value.requires_grad for one in mine),
+            )
+        for number in range(len(stages) - 1):
+            edges.setdefault((number, number + 1), 0.0)
+        rows = [stage_costs(stage, extra) for stage, extra in zip(stages, spare, strict=True)]
+        return Costs(stages=rows, edges=edges, blocks_receiver=False)
+
+    def _scheduled(self, num_stages: int, costs: Costs, limit: int | None) -> Schedule | None:
+        """The schedule by name, or the best."""
+        if self._schedule == "auto" and 2 * num_stages * self._num_microbatches <= _MOST_CHOSEN_ACTIONS:
+            try:
+                return choose_schedule(
+                    costs, num_stages=num_stages, num_microbatches=self._num_microbatches, memory_limit_bytes=limit
+                ).schedule
+            except ValueError:
+                return None
+        names = ["1f1b", "eager_1f1b"] if self._schedule == "auto" else [self._schedule]
+        found = []
+        for name in names:
+            schedule = Schedule.make(name, num_stages, self._num_microbatches)
+            played = simulate(schedule, costs)
+            if limit is None or max(played.peak_bytes) <= limit:
+                found.append((played.makespan_seconds, name, schedule))
+        return min(found, key=lambda one: one[:2])[2] if found else None
+
+    def _transfers(self, stages: Sequence[FoundStage]) -> list[Transfer]:
+        maker = {value: number for number, stage in enumerate(stages) for value in stage.sharded.leaving}
+        out = []
+        for number, stage in enumerate(stages):
+            for value, dst in stage.sharded.entering.items():
+                source = maker[value]
+                src = stages[source].sharded.leaving[value]
+                ways = (stages[source], src), (stage, dst)
+                backward = self._moved(value, ways[1], ways[0]) if value.requires_grad else 0.0
+                seconds = self._moved(value, *ways), backward
+                out.append(Transfer(source, number, value, src, dst, seconds))
+        return out
+
+    def _moved(self, value: Value, src: tuple[FoundStage, State], dst: tuple[FoundStage, State]) -> float:
+        """Seconds that a value takes from one mesh to another."""
+        names: dict[int, int] = {}
+        hosts = tuple(
+            tuple(names.setdefault(self._host_of[rank], len(names)) for rank in stage.ranks) for stage, _ in (src, dst)
+        )
+        rates = tuple(self._cluster.hosts[host].kind.nic_bytes_per_s for host in names)
+        shapes = tuple(stage.space.shape for stage, _ in (src, dst))
+        key = (value.shape, value.dtype, src[1], dst[1], shapes, hosts, rates)
+        if key not in self._seconds:
+            self._seconds[key] = self._planned(value, src, dst)
+        return self._seconds[key]
+
+    def _planned(self, value: Value, src: tuple[FoundStage, State], dst: tuple[FoundStage, State]) -> float:
+        if len(src[0].ranks) + len(dst[0].ranks) > _MOST_PLANNED_RANKS:
+            sides = ({self._host_of[rank] for rank in stage.ranks} for stage, _ in (src, dst))
+            return self._cluster.latency_s + value.num_bytes / min(
+                sum(self._cluster.hosts[host].kind.nic_bytes_per_s for host in side) for side in sides
+            )
+        spec = Spec(value.shape, value.dtype, mesh_of(src[0]), placements_of(src[1]))
+        plan = plan_resharding(spec, mesh_of(dst[0]), placements_of(dst[1]), topology=self._topology)
+        return plan.predicted_seconds
+
+
+def stage_costs(stage: FoundStage, extra_bytes: int = 0) -> StageCosts:
+    """Of one microbatch: inputs' gradients come with what the stage's collectives take backward."""
+    seconds, held = stage.sharded.seconds, stage.sharded.bytes
+    return StageCosts(
+        forward_seconds=seconds.forward + seconds.forward_collectives,
+        backward_input_seconds=seconds.backward_input + seconds.backward_collectives,
+        backward_weight_seconds=seconds.backward_weight,
+        activation_bytes=round(held.per_microbatch),
+        fixed_bytes=round(held.fixed) + extra_bytes,
+    )
+
+
+def mesh_of(stage: FoundStage) -> Mesh:
+    """The mesh that a stage's devices are."""
+    return Mesh(grid_of(stage.ranks, stage.space.shape))
+
+
+def grid_of(ranks: Sequence[int], shape: Sequence[int]) -> list[object]:
+    """Ranks as nested lists, row-major."""
+    if len(shape) <= 1:
+        return list(ranks)
+    step = len(ranks) // shape[0]
+    return [grid_of(ranks[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+def placements_of(state: State) -> list[Placement]:
+    """As torch says it."""
+    return [Shard(held) if held >= 0 else Replicate() for held in state]

@@ -1,0 +1,349 @@
+"""A plan as plain data: what runs where, sharded how, and what that is predicted to take. Printed, saved, compared."""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_xmesh.parallelism.loops import State
+from torch_xmesh.parallelism.memory import Bytes
+from torch_xmesh.parallelism.objective import Seconds
+from torch_xmesh.parallelism.plan_text import diff_text, plan_text
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedOperator:
+    """How an operator is sharded.
+
+    Attributes:
+        axes: per mesh axis the loop that it shards, "-" where every device does the same, "+" where partial sums
+            pass, "~" where those of gradients do.
+        outputs: how each tensor that it makes is held.
+        layer: of the plan's layers; None of a constant.
+    """
+
+    name: str
+    kind: str
+    module: str
+    axes: tuple[str, ...]
+    outputs: tuple[State, ...]
+    shape: tuple[int, ...]
+    layer: int | None
+    is_heavy: bool
+    is_known: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedParameter:
+    """How a parameter is kept.
+
+    Attributes:
+        state: per mesh axis the dim that it shards, -1 where it is whole.
+        zero_level: 1: optimizer states are in parts; 2: gradients too; 3: the parameter too; 0: none.
+        zero_state: how these parts lie.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    state: State
+    zero_level: int = 0
+    zero_state: State | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedValue:
+    """A tensor that goes from one stage to a later one.
+
+    Attributes:
+        src, dst: how it lies before and afterwards.
+        forward_seconds, backward_seconds: of it, and of its gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    from_stage: int
+    to_stage: int
+    src: State
+    dst: State
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCollective:
+    """Collectives of a kind: what for ("forward", "backward" of a microbatch, "gradient", "parameter" of a step), along
+    which axis, how many, how many bytes all together."""
+
+    why: str
+    collective: str
+    axis: int
+    count: int
+    num_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStage:
+    """A stage.
+
+    Attributes:
+        ranks: its devices, row-major in a mesh of `mesh_shape`.
+        layers: the first of the plan's layers that it has, and the one behind its last.
+        seconds: of a microbatch.
+        bytes: of a device; `peak_bytes` is the most that it holds.
+    """
+
+    ranks: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    layers: tuple[int, int]
+    operators: tuple[PlannedOperator, ...]
+    parameters: tuple[PlannedParameter, ...]
+    collectives: tuple[PlannedCollective, ...]
+    seconds: Seconds
+    bytes: Bytes
+    in_flight: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a step is predicted to take, seconds.
+
+    Attributes:
+        total: of all.
+        compute: of the stage that computes longest.
+        collectives: of that stage, of microbatches.
+        sums: of that stage, of gradients and parameters at the end.
+        transfers: of all values, were they sent one after the other.
+        bubble: the rest of `total`: that stage waits.
+    """
+
+    total: float
+    compute: float
+    collectives: float
+    sums: float
+    transfers: float
+    bubble: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelPlan:
+    """How a model runs on devices: stages, each sharded operator by operator on its mesh, and a schedule. Immutable;
+    ``str(plan)`` is for people, :meth:`to_json` is all of it.
+
+    Made by :func:`plan_parallel`, ``xm.presets`` or :meth:`from_json`.
+
+    Attributes:
+        model: the model's class.
+        fingerprint: of its operators and their shapes: a plan is for this model and this size of microbatch.
+        stages: in order.
+        layers: where each layer begins, by module.
+        values: that go from stage to stage.
+        num_microbatches: of a step.
+        schedule: its name.
+        schedule_csv: its actions, in torch's notation.
+        step: prediction.
+        devices: number of all.
+        collectives: the cost model.
+        notes: what is to be known of the plan: what was assumed, what is not sharded.
+    """
+
+    model: str
+    fingerprint: str
+    stages: tuple[PlannedStage, ...]
+    layers: tuple[str, ...]
+    values: tuple[PlannedValue, ...]
+    num_microbatches: int
+    schedule: str
+    schedule_csv: str
+    step: Step
+    devices: int
+    collectives: str
+    title: str = "found"
+    notes: tuple[str, ...] = ()
+    _explainer: Callable[["ParallelPlan", str], str] | None = dataclasses.field(
+        default=None, repr=False, compare=False, kw_only=True
+    )
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of a step."""
+        return self.step.total
+
+    def predicted_bytes(self, device: int) -> int:
+        """The most that a device holds.
+
+        Raises:
+            ValueError: the plan does not use it.
+        """
+        for stage in self.stages:
+            if device in stage.ranks:
+                return stage.peak_bytes
+        raise ValueError(f"no stage is on device {device}")
+
+    def stage_of(self, name: str) -> int:
+        """The stage of an operator, a module or a parameter.
+
+        Raises:
+            ValueError: nothing of the plan has that name.
+        """
+        for number, stage in enumerate(self.stages):
+            names = {one.name for one in stage.operators} | {one.module for one in stage.operators}
+            if name in names or any(one.name == name for one in stage.parameters):
+                return number
+        for number, stage in enumerate(self.stages):
+            if any(f"{one.module}.".startswith(f"{name}.") for one in stage.operators):
+                return number
+        raise ValueError(f"the plan has no operator, module or parameter named {name!r}")
+
+    def explain(self, name: str) -> str:
+        """How an operator, or those of a module, could be sharded otherwise, and what the stage would then take and
+        hold, everything else chosen anew.
+
+        Raises:
+            ValueError: nothing has that name; or the plan was read or made by hand: it knows no alternatives.
+        """
+        if self._explainer is None:
+            raise ValueError("only a plan that was made in this process can be explained, not one that was read")
+        return self._explainer(self, name)
+
+    def diff(self, other: "ParallelPlan") -> str:
+        """What `other` does otherwise, and what that is predicted to change; empty where nothing differs."""
+        return diff_text(self, other)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws devices over the time of a step, layers colored by how they are sharded (format by suffix).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from torch_xmesh.parallelism.plan_plot import plot_plan
+
+        plot_plan(self, Path(path))
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        stages = " | ".join("x".join(map(str, stage.mesh_shape)) for stage in self.stages)
+        return f"ParallelPlan({self.model}: {stages}, {self.schedule}, predicted_seconds={self.predicted_seconds:.6g})"
+
+    def save(self, path: str | Path) -> None:
+        """Writes :meth:`to_json` into a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ParallelPlan":
+        """Reads a file that :meth:`save` has written. Raises ValueError naming what is wrong."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def to_json(self) -> str:
+        """One JSON object with a ``version``: every field by its name."""
+        return json.dumps({"version": _VERSION, **_plain(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ParallelPlan":
+        """Reads :meth:`to_json`. Raises ValueError naming what is wrong."""
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"plan: not JSON: {error}") from None
+        if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
+            raise ValueError(f"plan: expected a JSON object of version {_VERSION}")
+        made = _built(cls, fields, "plan")
+        assert isinstance(made, cls)
+        _check(made)
+        return made
+
+
+_PARTS: Mapping[tuple[str, str], Any] = {
+    ("ParallelPlan", "stages"): PlannedStage,
+    ("ParallelPlan", "values"): PlannedValue,
+    ("ParallelPlan", "step"): Step,
+    ("PlannedStage", "operators"): PlannedOperator,
+    ("PlannedStage", "parameters"): PlannedParameter,
+    ("PlannedStage", "collectives"): PlannedCollective,
+    ("PlannedStage", "seconds"): Seconds,
+    ("PlannedStage", "bytes"): Bytes,
+}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _built(kind: Any, fields: Any, where: str) -> Any:
+    """An object of a class from its fields by name."""
+    names = {field.name: field for field in dataclasses.fields(kind) if not field.name.startswith("_")}
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: expected an object")
+    unknown = sorted(set(fields) - set(names))
+    missing = sorted(
+        name
+        for name, field in names.items()
+        if name not in fields and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+    if unknown or missing:
+        what = f"an unknown field {unknown[0]!r}" if unknown else f"no field {missing[0]!r}"
+        raise ValueError(f"{where}: {what}")
+    given = {}
+    for name, value in fields.items():
+        part = _PARTS.get((kind.__name__, name))
+        if part is None:
+            given[name] = _tupled(value)
+        elif isinstance(value, list):
+            given[name] = tuple(_built(part, one, f"{where}.{name}[{i}]") for i, one in enumerate(value))
+        else:
+            given[name] = _built(part, value, f"{where}.{name}")
+    return kind(**given)
+
+
+def _check(plan: ParallelPlan) -> None:
+    """Raises ValueError for a plan that no devices could run."""
+    used = Counter(rank for stage in plan.stages for rank in stage.ranks)
+    twice = sorted(rank for rank, count in used.items() if count > 1)
+    if twice:
+        raise ValueError(f"plan: device {twice[0]} is in two stages")
+    for number, stage in enumerate(plan.stages):
+        size = 1
+        for extent in stage.mesh_shape:
+            size *= extent
+        if size != len(stage.ranks):
+            raise ValueError(f"plan.stages[{number}]: {len(stage.ranks)} ranks in a mesh of {list(stage.mesh_shape)}")
+        _check_states(stage, number)
+
+
+def _check_states(stage: PlannedStage, number: int) -> None:
+    for parameter in stage.parameters:
+        where = f"plan.stages[{number}]: parameter {parameter.name}"
+        parts: dict[int, int] = {}
+        if len(parameter.state) != len(stage.mesh_shape):
+            raise ValueError(f"{where} has {len(parameter.state)} states on a mesh of {len(stage.mesh_shape)} axes")
+        for held, size in zip(parameter.state, stage.mesh_shape, strict=True):
+            if held >= len(parameter.shape) or held < -1:
+                raise ValueError(f"{where} has no dim {held}")
+            if held >= 0:
+                parts[held] = parts.get(held, 1) * size
+        for dim, count in parts.items():
+            if parameter.shape[dim] % count != 0:
+                raise ValueError(f"{where}: dim {dim} of {parameter.shape[dim]} in {count} parts")
+
+
+def fingerprint_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
+    """Of a model's operators, in order."""
+    text = json.dumps([list(names), [list(shape) for shape in shapes]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,206 @@
+"""The call that plans: a model and devices in, a ParallelPlan out."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_xmesh import _C
+from torch_xmesh.parallelism.assembly import Subject, assembled
+from torch_xmesh.parallelism.cluster import Cluster, cluster_of
+from torch_xmesh.parallelism.compute import Compute
+from torch_xmesh.parallelism.explanation import Explainer
+from torch_xmesh.parallelism.judge import Judge, Judged
+from torch_xmesh.parallelism.layers import Layers, layers_of
+from torch_xmesh.parallelism.operators import forward_of
+from torch_xmesh.parallelism.plan import ParallelPlan
+from torch_xmesh.parallelism.stages import StageSearch
+from torch_xmesh.pipeline.schedule.schedule import schedule_name
+from torch_xmesh.spec import Mesh
+from torch_xmesh.topology import Topology
+
+_NUM_CANDIDATES = 12
+_PATIENCE_SECONDS = 2.0
+_MOST_STAGES = 64
+
+
+def plan_parallel(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Mesh | DeviceMesh,
+    num_microbatches: int,
+    loss_fn: Any = None,
+    memory_limit_bytes: int | Mapping[int, int] | None = None,
+    compute: Compute | Mapping[int, Compute] | None = None,
+    topology: Topology | None = None,
+    schedule: str = "auto",
+    max_seconds: float | None = None,
+    num_layers: int | None = None,
+    collectives: str = "auto",
+) -> ParallelPlan:
+    """Finds how to run a model on devices: which operators form stages, on which devices each, and how each operator
+    is sharded there (L. Zheng et al., Alpa, OSDI 2022). No process group is needed, and nothing is run.
+
+    Operators are cut into layers (eq. 6). For each mesh that a stage may have the cheapest shardings are found (eq. 1,
+    exactly), at several prices of memory; from them the stages (Algorithm 1). The best plans are then played with
+    their schedules, transfers between stages included, and the fastest is taken. The same arguments give the same
+    plan on every rank and machine.
+
+    Args:
+        model: any module that can be recorded, on any device; meta will do. It stays as it is.
+        example_args, example_kwargs: one microbatch's arguments, shapes and dtypes only.
+        devices: all of them are used. Rows of a mesh of two axes are hosts, unless `topology` knows hosts.
+        num_microbatches: of a step.
+        loss_fn: what the engine will be given. It runs on the last stage's output as that lies, and is not planned.
+        memory_limit_bytes: of a device; by host where hosts differ. None: no limit.
+        compute: what a device does; by host where hosts differ. None: as an accelerator of 100 TFLOP/s.
+        topology: what links carry.
+        schedule: "auto", or a name: how many microbatches stages hold, and what is played.
+        max_seconds: then the best so far is returned, which may differ from run to run. None: no limit.
+        num_layers: what stages are made of. None: as many as the model repeats its block.
+        collectives: the cost model: "ring", "gloo", "alpa"; "auto" is gloo's for devices that are cpus.
+
+    Raises:
+        ValueError: the model cannot be recorded, or computes nothing from parameters; devices, schedule or a number is
+            none; no plan keeps the memory: the message says the smallest limit that would do, and where.
+    """
+    _check_seconds(max_seconds)
+    subject, name = subject_of(
+        model,
+        example_args,
+        example_kwargs,
+        devices=devices,
+        num_microbatches=num_microbatches,
+        loss_fn=loss_fn,
+        memory_limit_bytes=memory_limit_bytes,
+        compute=compute,
+        topology=topology,
+        schedule=schedule,
+        num_layers=num_layers,
+        collectives=collectives,
+    )
+    with _Progress(max_seconds) as progress:
+        judged = _searched(subject, name, progress)
+    return _explained(subject, judged)
+
+
+def subject_of(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Mesh | DeviceMesh,
+    num_microbatches: int,
+    loss_fn: Any = None,
+    memory_limit_bytes: int | Mapping[int, int] | None = None,
+    compute: Compute | Mapping[int, Compute] | None = None,
+    topology: Topology | None = None,
+    schedule: str = "auto",
+    num_layers: int | None = None,
+    collectives: str = "auto",
+) -> tuple[Subject, str]:
+    """What is planned, from the arguments of :func:`plan_parallel`, and the schedule's name or "auto"."""
+    del loss_fn
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be a positive int, got {num_microbatches!r}")
+    name = schedule if schedule == "auto" else schedule_name(schedule)
+    mesh = devices if isinstance(devices, Mesh) else Mesh(devices)
+    cluster = cluster_of(mesh, topology, compute, memory_limit_bytes)
+    costs = _collectives(collectives, mesh)
+    layers = layers_of(forward_of(model, example_args, dict(example_kwargs or {})), num_layers)
+    return Subject(type(model).__name__, layers, cluster, num_microbatches, costs), name
+
+
+def _explained(subject: Subject, judged: Judged) -> ParallelPlan:
+    return dataclasses.replace(assembled(subject, judged), _explainer=Explainer(subject.layers, judged))
+
+
+def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
+    """The fastest of the best plans."""
+    search = StageSearch(
+        subject.layers,
+        subject.cluster,
+        num_microbatches=subject.num_microbatches,
+        collectives=subject.collectives,
+        in_flight=in_flight_of(schedule, subject.layers, subject.cluster, subject.num_microbatches),
+        on_progress=progress.tell,
+    )
+    judge = Judge(subject.cluster, subject.num_microbatches, schedule)
+    best: Judged | None = None
+    try:
+        plans = search.best(_NUM_CANDIDATES, progress.go_on)
+        for plan in plans:
+            judged = judge.judged(plan)
+            if judged is not None and (best is None or judged.step_seconds < best.step_seconds):
+                best = judged
+            if best is not None and not progress.go_on():
+                break
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+    if best is None:
+        raise ValueError(f"no schedule keeps memory_limit_bytes for any of the {_NUM_CANDIDATES} best plans")
+    return best
+
+
+def in_flight_of(schedule: str, layers: Layers, cluster: Cluster, num_microbatches: int) -> list[int]:
+    """How many microbatches a stage holds, by the number of stages behind it (M. Narayanan et al., 1F1B)."""
+    count = min(len(layers), cluster.num_devices, _MOST_STAGES)
+    if schedule in ("gpipe", "looped_bfs"):
+        return [num_microbatches] * count
+    if schedule in ("eager_1f1b", "eager_split"):
+        return [min(num_microbatches, 2 * behind + 1) for behind in range(count)]
+    return [min(num_microbatches, behind + 1) for behind in range(count)]
+
+
+def _check_seconds(max_seconds: object) -> None:
+    is_number = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool)
+    if max_seconds is not None and not (is_number and max_seconds > 0):  # type: ignore[operator]
+        raise ValueError(f"max_seconds is a positive number or None, got {max_seconds!r}")
+
+
+def _collectives(name: str, mesh: Mesh) -> str:
+    known = [model for model, _ in _C.collective_cost_models()]
+    if name == "auto":
+        return "gloo" if mesh.device_type == "cpu" else "ring"
+    if name not in known:
+        raise ValueError(f"there is no cost model of collectives named {name!r}: they are auto, {', '.join(known)}")
+    return name
+
+
+class _Progress:
+    """A bar on the first rank's standard error, once it takes long; and the end of the time."""
+
+    def __init__(self, max_seconds: float | None) -> None:
+        self._begun, self._max = time.monotonic(), max_seconds
+        self._shown = False
+        self._is_first = not (dist.is_initialized() and dist.get_rank() > 0)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            print(file=sys.stderr, flush=True)
+
+    def go_on(self) -> bool:
+        """Whether there is time left."""
+        return self._max is None or time.monotonic() - self._begun < self._max
+
+    def tell(self, done: int, total: int) -> bool:
+        """So much is done; whether to go on."""
+        seconds = time.monotonic() - self._begun
+        if self._is_first and seconds > _PATIENCE_SECONDS:
+            self._shown = True
+            filled = 30 * done // max(total, 1)
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\rtorch_xmesh: planning [{bar}] {done}/{total} meshes, {seconds:.0f} s", end="", file=sys.stderr)
+            sys.stderr.flush()
+        return self.go_on()

@@ -1,0 +1,304 @@
+"""Stages and their submeshes: Alpa, section 5, Algorithm 1, with tables of what layers take on each mesh.
+
+layers --> on each mesh: the cheapest shardings of the whole model --> what each layer takes and holds with them
+       --> StageProblem: any stretch of layers on any submesh --> the best plans, by eq. 2
+       --> their stages, each sharded by itself, exactly
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_xmesh import _C
+from torch_xmesh.parallelism.cluster import Cluster, HostKind, logical_shapes
+from torch_xmesh.parallelism.layers import Layers
+from torch_xmesh.parallelism.loops import State, num_parts
+from torch_xmesh.parallelism.memory import STATES
+from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
+from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.trade import variants
+from torch_xmesh.parallelism.zero import with_zero
+
+Array = npt.NDArray[np.float64]
+Table = tuple[list[float], list[int], list[int]]
+"""By first and last layer: seconds of a microbatch, bytes however many are in flight, bytes of each of these."""
+UNLIMITED = 2**62
+_MANY_HOSTS = 16
+"""Of more hosts only powers of two share a stage, and all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A submesh that stages may have.
+
+    Attributes:
+        parts: (class, hosts, devices of each).
+        kind: what its devices do and hold.
+        spaces: the meshes that it is looked at as.
+    """
+
+    parts: tuple[tuple[int, int, int], ...]
+    kind: HostKind
+    spaces: tuple[Space, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(hosts * devices for _, hosts, devices in self.parts)
+
+    @property
+    def memory_bytes(self) -> int:
+        return UNLIMITED if self.kind.memory_bytes is None else self.kind.memory_bytes
+
+    def __str__(self) -> str:
+        return " + ".join(f"{hosts} x {devices}" for _, hosts, devices in self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundStage:
+    """A stage of a plan.
+
+    Attributes:
+        first, end: its layers.
+        ranks: its devices, in the order of the mesh that `space` is.
+        in_flight: microbatches that it holds at most.
+    """
+
+    first: int
+    end: int
+    shape: Shape
+    ranks: tuple[int, ...]
+    space: Space
+    sharded: Sharded
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundPlan:
+    """Stages in order; `seconds` by eq. 2, from the tables. `is_proven`: the first plan of the search is its best."""
+
+    stages: tuple[FoundStage, ...]
+    seconds: float
+    is_proven: bool
+
+
+class StageSearch:
+    """All ways to run a model's layers on a cluster.
+
+    Args:
+        in_flight: how many microbatches a stage holds, by the number of stages behind it; as many stages at most.
+        collectives: the cost model.
+        on_progress: told (done, of how many) meshes, and, where it returns False, no more are looked at.
+
+    Raises:
+        ValueError: no plan fits the memory of devices: the least that would do, and where it is needed.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        cluster: Cluster,
+        *,
+        num_microbatches: int,
+        collectives: str,
+        in_flight: Sequence[int],
+        on_progress: Callable[[int, int], bool] = lambda done, total: True,
+    ) -> None:
+        self._layers, self._cluster = layers, cluster
+        self._num_microbatches, self._collectives = num_microbatches, collectives
+        self._in_flight, self._on_progress = list(in_flight), on_progress
+        self._spaces: dict[tuple[object, ...], Space] = {}
+        self._classes = [(len(cluster.hosts_of(kind)), kind.num_devices) for kind in cluster.kinds]
+        self._whole = Stretch.of(layers.forward)
+        self._stretches: dict[tuple[int, int], Stretch] = {}
+        self._variants: dict[tuple[int, int, int, int], list[Sharded]] = {}
+        self._ways: dict[int, list[tuple[Space, Sharded]]] = {}
+        self.shapes = [self._shape(parts) for parts in self._submeshes()]
+
+    def _submeshes(self) -> list[list[tuple[int, int, int]]]:
+        many = any(num_hosts > _MANY_HOSTS for num_hosts, _ in self._classes)
+        return _C.submesh_shapes(self._classes, powers_of_two=many, is_mixed=len(self._classes) > 1)
+
+    def _shape(self, parts: Sequence[tuple[int, int, int]]) -> Shape:
+        """Its links are those of the first hosts that it may have."""
+        ranks = [
+            rank
+            for kind, num_hosts, devices in parts
+            for host in self._cluster.hosts_of(self._cluster.kinds[kind])[:num_hosts]
+            for rank in host.ranks[:devices]
+        ]
+        kind = self._cluster.kind_of(ranks)
+        num_hosts = sum(hosts for _, hosts, _ in parts)
+        per_host = parts[0][2] if len({devices for _, _, devices in parts}) == 1 else len(ranks)
+        shapes = logical_shapes(len(ranks) // per_host, per_host) if num_hosts > 0 else []
+        return Shape(tuple(parts), kind, tuple(self._space(ranks, shape, kind) for shape in shapes))
+
+    def _space(self, ranks: Sequence[int], shape: Sequence[int], kind: HostKind) -> Space:
+        links = self._cluster.links(ranks, shape)
+        key = (tuple(links), kind.compute)
+        if key not in self._spaces:
+            self._spaces[key] = Space(
+                links, self._collectives, compute=kind.compute, num_microbatches=self._num_microbatches
+            )
+        return self._spaces[key]
+
+    # What is asked for.
+
+    def best(self, count: int, go_on: Callable[[], bool] | None = None) -> list[FoundPlan]:
+        """The cheapest plans, at most so many: the first is the best by the tables."""
+        problem = self._problem()
+        plans = problem.best_plans(count, accepts=self._can_be_placed, go_on=go_on)
+        if not plans:
+            raise ValueError(self._why_none(problem))
+        is_proven = plans[0][1]
+        found = [self._found(seconds, is_proven, stages) for seconds, _, stages in plans]
+        return [plan for plan in found if plan is not None]
+
+    def _problem(self) -> "_C.StageProblem":
+        num_devices = [hosts * devices for hosts, devices in self._classes]
+        submeshes = []
+        for shape in self.shapes:
+            used = [0] * len(self._classes)
+            for kind, hosts, devices in shape.parts:
+                used[kind] += hosts * devices
+            submeshes.append((used, shape.memory_bytes))
+        problem = _C.StageProblem(
+            len(self._layers), self._num_microbatches, num_devices, submeshes, self._in_flight[: len(self._layers)]
+        )
+        tables: dict[int, list[tuple[Sharded, Table]]] = {}
+        spaces = list({id(space): space for shape in self.shapes for space in shape.spaces}.values())
+        for done, space in enumerate(spaces):
+            if tables and not self._on_progress(done, len(spaces)):
+                break
+            stages = max(1, self._cluster.num_devices // int(np.prod(space.shape)))
+            in_flight = self._in_flight[min(stages, len(self._in_flight)) - 1]
+            tables[id(space)] = [
+                (one, stretch_tables(self._layers, one, space)) for one in self._ways_of(self._whole, space, in_flight)
+            ]
+        self._on_progress(len(spaces), len(spaces))
+        for number, shape in enumerate(self.shapes):
+            self._ways[number] = []
+            for space in shape.spaces:
+                for sharded, table in tables.get(id(space), []):
+                    self._ways[number].append((space, sharded))
+                    problem.add_options(number, *table)
+        return problem
+
+    def _ways_of(self, stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
+        """Shardings that a limit may need; without one, the fastest."""
+        if all(kind.memory_bytes is None for kind in self._cluster.kinds):
+            return [with_zero(shard_stretch(stretch, space), space, 1)]
+        return variants(stretch, space, in_flight)
+
+    def _can_be_placed(self, stages: Sequence[tuple[int, int, int, int]]) -> bool:
+        return self._placed(stages) is not None
+
+    def _placed(self, stages: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, ...]] | None:
+        """The ranks of each stage."""
+        placed = _C.place_submeshes(self._classes, [self.shapes[submesh].parts for _, _, submesh, _ in stages])
+        if placed is None:
+            return None
+        hosts = [self._cluster.hosts_of(kind) for kind in self._cluster.kinds]
+        return [
+            tuple(
+                rank for kind, host, first, count in devices for rank in hosts[kind][host].ranks[first : first + count]
+            )
+            for devices in placed
+        ]
+
+    def _found(self, seconds: float, is_proven: bool, stages: Sequence[tuple[int, int, int, int]]) -> FoundPlan | None:
+        """With each stage sharded by itself; None where one does not fit then."""
+        placed = self._placed(stages)
+        assert placed is not None
+        out = []
+        for number, (first, end, submesh, option) in enumerate(stages):
+            shape = self.shapes[submesh]
+            in_flight = self._in_flight[len(stages) - number - 1]
+            space, _ = self._ways[submesh][option]
+            best = self._fitting(first, end, space, in_flight, shape.memory_bytes)
+            if best is None:
+                return None
+            out.append(FoundStage(first, end, shape, placed[number], space, best, in_flight))
+        return FoundPlan(tuple(out), seconds, is_proven)
+
+    def _fitting(self, first: int, end: int, space: Space, in_flight: int, memory_bytes: int) -> Sharded | None:
+        """The cheapest sharding of some layers that fits."""
+        key = (first, end, id(space), in_flight)
+        if key not in self._variants:
+            if (first, end) not in self._stretches:
+                self._stretches[first, end] = Stretch.of(self._layers.forward, self._layers.operators(first, end))
+            self._variants[key] = self._ways_of(self._stretches[first, end], space, in_flight)
+        fitting = [one for one in self._variants[key] if one.bytes.total(in_flight) <= memory_bytes]
+        return min(fitting, key=lambda one: (one.cost, one.bytes.total(in_flight))) if fitting else None
+
+    def _why_none(self, problem: "_C.StageProblem") -> str:
+        need = problem.smallest_memory()
+        if need is None:
+            return f"no stages use all {self._cluster.num_devices} devices: there are {len(self._layers)} layers"
+        num_bytes, stages, largest = need
+        first, end, submesh, _ = stages[largest]
+        names = f"{self._layers.name(first)} to {self._layers.name(end - 1)}"
+        limits = sorted({shape.memory_bytes for shape in self.shapes})
+        return (
+            f"no plan keeps memory_limit_bytes={', '.join(map(str, limits))}: the smallest limit that one keeps is "
+            f"{num_bytes}, for stage {largest} of {len(stages)} ({names}) on {self.shapes[submesh]} devices"
+        )
+
+
+def stretch_tables(layers: Layers, sharded: Sharded, space: Space) -> Table:
+    """What any stretch of layers takes and holds with a sharding of the whole model, by first and last layer: seconds
+    of a microbatch, bytes however many are in flight, bytes of each."""
+    count = len(layers)
+    layer_of = layers.layer_of()
+    at = [layer_of.get(operator.makes[0].maker or 0, 0) for operator in sharded.operators]
+    seconds, fixed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
+    for layer, operator, spent in zip(at, sharded.operators, sharded.spent, strict=True):
+        if not operator.is_constant:  # each stage that reads it makes its own
+            seconds[layer] += space.cost(spent)
+    readers: dict[str, list[int]] = {}
+    for layer, operator in zip(at, sharded.operators, strict=True):
+        for value in operator.reads:
+            if value.is_parameter and layer not in readers.setdefault(value.name, []):
+                readers[value.name].append(layer)
+    shared: list[tuple[int, int, float]] = []
+    for name in sharded.parameters:
+        num_bytes = parameter_bytes(sharded, name, space.shape)
+        places = sorted(readers[name])
+        for layer in places:
+            fixed[layer] += num_bytes
+        shared += [(one, other, num_bytes) for one, other in itertools.pairwise(places)]
+    held: dict[tuple[Value, State], int] = {}
+    for one in sharded.kept:
+        state = one.state(sharded.choices[one.operator])
+        held.setdefault((one.memory, state), at[one.operator])
+    for (memory, state), layer in held.items():
+        kept[layer] += memory.num_bytes / num_parts(state, space.shape)
+    whole = _stretches(fixed)
+    for one_layer, other_layer, num_bytes in shared:
+        whole[: one_layer + 1, other_layer:] -= num_bytes
+    return (
+        _stretches(seconds).ravel().tolist(),
+        np.ceil(whole).astype(np.int64).ravel().tolist(),
+        np.ceil(_stretches(kept)).astype(np.int64).ravel().tolist(),
+    )
+
+
+def _stretches(of_layer: Array) -> Array:
+    """Sums over layers [first, last]."""
+    upto = np.concatenate([[0.0], np.cumsum(of_layer)])
+    out: Array = np.maximum(upto[None, 1:] - upto[:-1, None], 0.0)
+    return out
+
+
+def parameter_bytes(sharded: Sharded, name: str, mesh_shape: Sequence[int]) -> float:
+    """Of one parameter on a device, with its gradient and the optimizer's states."""
+    value, state = sharded.parameters[name]
+    whole = value.num_bytes / num_parts(state, mesh_shape)
+    if not value.is_trained:
+        return whole
+    level = sharded.zero_levels.get(name, 0)
+    parts = value.num_bytes / num_parts(sharded.zero_states[name], mesh_shape) if level else whole
+    return (parts if level == 3 else whole) + (parts if level >= 2 else whole) + STATES * parts
