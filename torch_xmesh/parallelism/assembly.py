@@ -40,7 +40,8 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
     layers = subject.layers
     operators = layers.forward.operators
     stages = tuple(
-        _stage(layers, stage, peak) for stage, peak in zip(judged.plan.stages, judged.peak_bytes, strict=True)
+        _stage(layers, stage, judged.simulation.peak_in_flight[number], judged.peak_bytes[number])
+        for number, stage in enumerate(judged.plan.stages)
     )
     values = tuple(
         PlannedValue(
@@ -72,7 +73,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
     )
 
 
-def _stage(layers: Layers, stage: FoundStage, peak_bytes: int) -> PlannedStage:
+def _stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -> PlannedStage:
     layer_of = layers.layer_of()
     sharded = stage.sharded
     operators = tuple(
@@ -106,7 +107,7 @@ def _stage(layers: Layers, stage: FoundStage, peak_bytes: int) -> PlannedStage:
         collectives,
         sharded.seconds,
         sharded.bytes,
-        stage.in_flight,
+        in_flight,
         peak_bytes,
     )
 

@@ -95,7 +95,9 @@ class PlannedStage:
         ranks: its devices, row-major in a mesh of `mesh_shape`.
         layers: the first of the plan's layers that it has, and the one behind its last.
         seconds: of a microbatch.
-        bytes: of a device; `peak_bytes` is the most that it holds.
+        bytes: of a device.
+        in_flight: the most microbatches that it holds at once, with the plan's schedule.
+        peak_bytes: the most bytes.
     """
 
     ranks: tuple[int, ...]
