@@ -11,6 +11,14 @@ import torch
 from torch import nn
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+DECODER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 
 
@@ -34,14 +42,7 @@ def gpt2() -> Made:
 
 def llama() -> Made:
     library = _transformers()
-    config = library.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-    )
+    config = library.LlamaConfig(**DECODER)
     return _quietly(library.LlamaForCausalLM, config), (TOKENS,), {}
 
 
@@ -77,15 +78,7 @@ def t5() -> Made:
 
 def mixtral() -> Made:
     library = _transformers()
-    config = library.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        num_local_experts=4,
-    )
+    config = library.MixtralConfig(**DECODER, num_local_experts=4)
     return _quietly(library.MixtralForCausalLM, config), (TOKENS,), {}
 
 

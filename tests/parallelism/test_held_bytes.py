@@ -18,7 +18,7 @@ from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator, forward_of
 from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
-from torch_xmesh.parallelism.trade import trade_offs, variants, within_limit
+from torch_xmesh.parallelism.trade import trade_offs, variants
 from torch_xmesh.parallelism.zero import with_zero
 
 ALONE = [(1, 0.0, 0.0)]
@@ -124,19 +124,3 @@ def test_trade_offs_hold_less_and_cost_more() -> None:
     all_of_them = variants(stretch, space, 4)
     assert all_of_them[0].cost == pytest.approx(min(one.cost for one in all_of_them))
     assert min(one.bytes.total(4) for one in all_of_them) <= found[-1].bytes.total(4)
-
-
-def test_a_limit_is_kept() -> None:
-    space = Space([(4, 1e-5, 1e-9)], "ring", compute=Compute(1e12, 1e11))
-    stretch = Stretch.of(forward_of(Gpt(), (torch.zeros(64, 16, dtype=torch.int64),)))
-    free, proof = within_limit(stretch, space, 1e12)
-    assert proof.gap == 0
-    limit = 0.95 * free.bytes.total(1)
-    found, proof = within_limit(stretch, space, limit)
-    assert found.bytes.total(1) <= limit
-    assert proof.least_cost <= free.cost * (1 + 1e-12) <= found.cost * (1 + 2e-12)
-    assert proof.gap >= 0
-    with pytest.raises(
-        ValueError, match=r"no sharding keeps 10 bytes a device: the smallest limit that one keeps is \d+"
-    ):
-        within_limit(stretch, space, 10)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 import torch_xmesh as xm
 from torch_xmesh import _C
-from torch_xmesh.parallelism.layers import layers_of, max_values
+from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.operators import forward_of
 from torch_xmesh.parallelism.search import Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
@@ -202,7 +203,9 @@ def test_layers_are_the_models_blocks() -> None:
     assert len(layers) == 8  # the fewest
     many = layers_of(forward_of(Gpt(num_layers=12), (TOKENS,)))
     assert len(many) == 12
-    assert max(max_values(many)) == 8 * 16 * 64 * 4, "cut where one value crosses"
+    for end in range(1, len(many)):
+        crossing = Stretch.of(many.forward, many.operators(end, len(many))).entering
+        assert [value.num_bytes for value in crossing] == [8 * 16 * 64 * 4], "cut where one value crosses"
     flat = [number for layer in many.numbers for number in layer]
     assert flat == sorted(flat)
     constant = {i for i, one in enumerate(many.forward.operators) if one.is_constant}
@@ -249,6 +252,24 @@ def test_alpas_own_stage_search() -> None:
     assert found[0][1]
     assert found[0][0] == pytest.approx(0.2952851, rel=1e-6)
     assert found[0][0] == pytest.approx(brute_force(table, 16), rel=1e-12)
+
+
+def test_the_search_hears_an_interrupt() -> None:
+    problem = _C.StageProblem(2, 1, [1], [([1], 2**62)], [1, 1])
+    problem.add_options(0, [1.0] * 4, [0] * 4, [0] * 4)
+
+    def interrupted() -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        problem.best_plans(1, go_on=interrupted)
+
+
+def test_an_end_of_the_time() -> None:
+    """Before a plan is found that is what is said; later the best so far is returned, and the plan says so."""
+    with pytest.raises(ValueError, match="max_seconds were over before a plan was found"):
+        planned(max_seconds=1e-9)
 
 
 def brute_force(table: Any, num_microbatches: int) -> float:

@@ -75,6 +75,9 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "cumsum": (lambda x: x.cumsum(1), [random(4, 8)]),
     "cat": (lambda a, b: torch.cat([a, b], 1), [random(4, 8), random(4, 4)]),
     "stack": (lambda a, b: torch.stack([a, b], 1), [random(4, 8), random(4, 8)]),
+    "stack along an axis": (lambda a, b: torch.stack([a, b], axis=1), [random(4, 8), random(4, 8)]),  # type: ignore[call-arg]
+    "flip": (lambda x: x.flip(0, 2), [random(4, 8, 12)]),
+    "roll": (lambda x: x.roll(3, 1), [random(4, 8)]),
     "expand": (lambda x: x.expand(-1, 3, -1), [random(4, 1, 8)]),
     "one of the last dim": (lambda x: x[..., 0], [random(4, 8, 12)]),
     "some of a dim": (lambda x: x[:, 2:6], [random(4, 8, 12)]),
@@ -267,6 +270,8 @@ def test_views_name_the_dims_that_go_together() -> None:
         (lambda x: torch.swapaxes(x, axis0=0, axis1=1), (4, 8)),
         (lambda x: x.view(0, 5), (2, 0)),
         (lambda x: x.view(torch.float32), (4, 8)),
+        (lambda x: x.roll(3), (4, 8)),
+        (lambda x: x.flip(()), (4, 8)),
     ],
 )
 def test_what_is_unknown_is_whole(function: Function, shape: tuple[int, ...]) -> None:

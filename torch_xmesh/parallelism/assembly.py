@@ -53,6 +53,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
             one.src,
             one.dst,
             *one.seconds,
+            one.value.requires_grad,
         )
         for one in judged.transfers
     )
@@ -143,5 +144,5 @@ def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:
     if unread:
         out.append(f"parameters that the forward does not read: {', '.join(unread[:5])}{' ...' if unread[5:] else ''}")
     if not judged.plan.is_proven:
-        out.append("the search was ended early: this is the best so far")
+        out.append("not proven to be the best by its tables: the search ended early, or too many placements failed")
     return tuple(out)

@@ -1,6 +1,7 @@
 """The devices that a plan is for: hosts, what each can do, and how fast a mesh of some of them communicates."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class Cluster:
     latency_s: float
     is_assumed: bool = False
 
-    @property
+    @functools.cached_property
     def kinds(self) -> list[HostKind]:
         """By class, in the order of their first host."""
         return list(dict.fromkeys(host.kind for host in self.hosts))

@@ -46,12 +46,11 @@ class ComputeSeconds:
 def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int], compute: Compute) -> ComputeSeconds:
     """Of one microbatch. A gradient of one input takes as long as the forward does: it is a product of the same loops,
     or reads as many bytes."""
-    flops = operator.loops.flops / num_devices_used(choice, mesh_shape)
-    moved = _num_bytes(operator.reads, choice.inputs, mesh_shape) + _num_bytes(
-        operator.makes, choice.outputs, mesh_shape
-    )
     if operator.views:
         return ComputeSeconds()
+    flops = operator.loops.flops / num_devices_used(choice, mesh_shape)
+    read, made = (operator.reads, choice.inputs), (operator.makes, choice.outputs)
+    moved = sum(_num_bytes(values, ends, mesh_shape) for values, ends in (read, made))
     once = compute.seconds(flops, moved)
     if not operator.requires_grad:
         return ComputeSeconds(once)

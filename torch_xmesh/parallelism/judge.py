@@ -93,16 +93,8 @@ class Judge:
         return Judged(plan, schedule, tuple(transfers), simulation, step, peak)
 
     def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[Transfer], spare: Sequence[int]) -> Costs:
-        edges: dict[tuple[int, int], EdgeCosts | float] = {}
-        for ends in dict.fromkeys((one.from_stage, one.to_stage) for one in transfers):
-            mine = [one for one in transfers if (one.from_stage, one.to_stage) == ends]
-            edges[ends] = EdgeCosts(
-                forward_seconds=sum(one.seconds[0] for one in mine),
-                backward_seconds=sum(one.seconds[1] for one in mine),
-                has_gradient=any(one.value.requires_grad for one in mine),
-            )
-        for number in range(len(stages) - 1):
-            edges.setdefault((number, number + 1), 0.0)
+        moves = [(one.from_stage, one.to_stage, one.seconds, one.value.requires_grad) for one in transfers]
+        edges = edges_between(len(stages), moves)
         rows = [stage_costs(stage, extra) for stage, extra in zip(stages, spare, strict=True)]
         return Costs(stages=rows, edges=edges, blocks_receiver=False)
 
@@ -159,6 +151,23 @@ class Judge:
         spec = Spec(value.shape, value.dtype, mesh_of(src[0]), placements_of(src[1]))
         plan = plan_resharding(spec, mesh_of(dst[0]), placements_of(dst[1]), topology=self._topology)
         return plan.predicted_seconds
+
+
+Move = tuple[int, int, tuple[float, float], bool]
+"""A value from a stage to another: seconds forward and backward, whether it has a gradient."""
+
+
+def edges_between(num_stages: int, moves: Sequence[Move]) -> dict[tuple[int, int], EdgeCosts | float]:
+    """What values that go the same way take together; stages next to each other always follow one another."""
+    out: dict[tuple[int, int], EdgeCosts | float] = {(stage, stage + 1): 0.0 for stage in range(num_stages - 1)}
+    for ends in dict.fromkeys((source, target) for source, target, _, _ in moves):
+        mine = [(seconds, has_gradient) for source, target, seconds, has_gradient in moves if (source, target) == ends]
+        out[ends] = EdgeCosts(
+            forward_seconds=sum(seconds[0] for seconds, _ in mine),
+            backward_seconds=sum(seconds[1] for seconds, _ in mine),
+            has_gradient=any(has_gradient for _, has_gradient in mine),
+        )
+    return out
 
 
 def stage_costs(stage: FoundStage, extra_bytes: int = 0) -> StageCosts:

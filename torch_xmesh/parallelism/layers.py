@@ -100,19 +100,3 @@ def _number_of_layers(operators: Sequence[Operator]) -> int:
 def _is_inside(name: str, blocks: dict[str, set[int]]) -> bool:
     """Of a block that is a part of another one."""
     return any(other != name and name.startswith(other) and len(blocks[other]) > 1 for other in blocks)
-
-
-def max_values(layers: Layers) -> list[int]:
-    """Bytes that cross each boundary between layers, of values that are made before and read behind it."""
-    layer_of = layers.layer_of()
-    out = [0] * max(len(layers) - 1, 0)
-    last: dict[Value, int] = {}
-    for number, layer in layer_of.items():
-        for value in layers.forward.operators[number].reads:
-            if value.maker in layer_of:
-                last[value] = max(layer, last.get(value, 0))
-    for value, end in last.items():
-        assert value.maker is not None
-        for boundary in range(layer_of[value.maker], end):
-            out[boundary] += value.num_bytes
-    return out

@@ -118,7 +118,7 @@ class Choice:
     """One way to shard an operator.
 
     Attributes:
-        axes: per mesh axis a label of its loops, WHOLE or PASS.
+        axes: per mesh axis a label of its loops, WHOLE, PASS or LATER.
         inputs: how it takes each tensor that it reads, and the gradient that it gives for it.
         outputs: what it makes, and the gradients that it needs.
     """

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.parallelism.loops import Labels, Loops, check_loops
+from torch_xmesh.parallelism.loops import Loops, check_loops
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
-from torch_xmesh.pipeline.capture.recorded import RecordedModel
+from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
 
 
@@ -98,7 +98,6 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     names = [f"input {i}" for i in range(len(tensors))]
     device = torch.device("cpu")
-    stand_ins = [torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor for tensor in tensors]
     recorded = RecordedModel(
         model, arguments, names=names, opened=_opened(model), batch=(), device=device, closes_what_fails=True
     )
@@ -106,7 +105,7 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
         warnings.simplefilter("ignore")
         recorded.switch_caches_off()
     with torch.enable_grad():
-        return _Reader(recorded.record(stand_ins, None), model).read()
+        return _Reader(recorded.record(stand_ins(tensors, device), None), model).read()
 
 
 def _opened(model: nn.Module) -> frozenset[str]:
@@ -138,7 +137,6 @@ class _Reader:
             source = structure_of(node)
             if source is not None:
                 self._parts.setdefault(source, []).append(node)
-        attributes = {str(node.target): node for node in nodes if node.op == "get_attr"}
         changed = self._changed(nodes)
         for node in nodes:
             facts = self._recording.facts[node]
@@ -146,7 +144,7 @@ class _Reader:
                 if facts.tensors:
                     self._values[node] = self._given(node, facts)
             elif structure_of(node) is None:
-                self._add(node, facts, attributes, changed.get(node))
+                self._add(node, facts, changed.get(node))
         leaves = pytree.tree_leaves(self._recording.output)
         outputs = {self._values[leaf]: None for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._values}
         parameters = tuple(
@@ -183,13 +181,7 @@ class _Reader:
                 out[changer] = made, first in made and not is_read
         return out
 
-    def _add(
-        self,
-        node: fx.Node,
-        facts: NodeFacts,
-        attributes: dict[str, fx.Node],
-        changed: tuple[list[fx.Node], bool] | None,
-    ) -> None:
+    def _add(self, node: fx.Node, facts: NodeFacts, changed: tuple[list[fx.Node], bool] | None) -> None:
         """The operator that `node` calls."""
         reads: list[Value] = []
 
@@ -214,25 +206,21 @@ class _Reader:
         if not tensors:
             return
         call = Call(name, args, kwargs, len(reads), tuple(tensor.shape for tensor in tensors))
-        loops, is_known = self._loops(call, [value.shape for value in reads])
+        loops = self._loops(call, reads)
         if changed is not None and not changed[1]:
-            loops, is_known = _whole(call, [value.shape for value in reads]), False
+            loops = None
             self._make_whole(changed[0])
-        self._append(node, name, places, tensors, reads, loops, is_known, facts)
+        made = self._append(node, name, tensors, reads, loops)
+        self._values.update(zip(places, made, strict=False))
         if changed is not None and isinstance(first, fx.Node) and first in changed[0]:
             self._values[first] = self._operators[-1].makes[0]
 
     def _append(
-        self,
-        node: fx.Node,
-        name: str,
-        places: Sequence[fx.Node],
-        tensors: Sequence[TensorFacts],
-        reads: Sequence[Value],
-        loops: Loops,
-        is_known: bool,
-        facts: NodeFacts,
-    ) -> None:
+        self, node: fx.Node, name: str, tensors: Sequence[TensorFacts], reads: Sequence[Value], loops: Loops | None
+    ) -> tuple[Value, ...]:
+        """What the operator makes; without loops every device does all of it."""
+        is_known = loops is not None
+        loops = loops or _whole([value.shape for value in reads], [tensor.shape for tensor in tensors])
         read = tuple(value for value, labels in zip(reads, loops.inputs, strict=True) if labels is not None)
         number, full_name = len(self._operators), self._name(node, name)
         makes = tuple(
@@ -242,13 +230,17 @@ class _Reader:
         is_constant = not loops.is_heavy and not any(value in self._is_varied for value in read)
         if not is_constant:
             self._is_varied.update(makes)
-        held = [self._recording.facts[source].memory for source in node.all_input_nodes[:1]]
-        views = bool(held and held[0] & facts.memory)
-        module = self._module(node)
+        draws, views = self._recording.facts[node].draws, self._is_view(node)
         self._operators.append(
-            Operator(full_name, name, module, read, makes, loops, is_known, is_constant, facts.draws, views)
+            Operator(full_name, name, self._module(node), read, makes, loops, is_known, is_constant, draws, views)
         )
-        self._values.update(zip(places, makes, strict=False))
+        return makes
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether it makes the memory of the first tensor that it reads, and does not change it."""
+        held = [self._recording.facts[source].memory for source in node.all_input_nodes[:1]]
+        is_changed = any(changer is node for _, _, changer in self._recording.mutations)
+        return bool(held and held[0] & self._recording.facts[node].memory) and not is_changed
 
     def _kind(self, node: fx.Node, args: list[Any]) -> str:
         """The operator's name: of a module its class's, of an attribute of a tensor the attribute's."""
@@ -283,22 +275,20 @@ class _Reader:
             value = self._values.get(node)
             if value is not None and value.maker is not None:
                 operator = self._operators[value.maker]
-                shapes = [read.shape for read in operator.reads]
-                call = Call(operator.kind, (), {}, len(shapes), tuple(made.shape for made in operator.makes))
-                whole = dataclasses.replace(operator, loops=_whole(call, shapes), is_known=False)
-                self._operators[value.maker] = whole
+                whole = _whole([read.shape for read in operator.reads], [made.shape for made in operator.makes])
+                self._operators[value.maker] = dataclasses.replace(operator, loops=whole, is_known=False)
 
     @staticmethod
-    def _loops(call: Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Loops, bool]:
-        """Those of its row, where that knows the call; else every device does all of it."""
-        if call.name in rows:
-            try:
-                found = rows[call.name](call)
-                check_loops(found, shapes, call.shapes)
-                return found, True
-            except ValueError:
-                pass
-        return _whole(call, shapes), False
+    def _loops(call: Call, reads: Sequence[Value]) -> Loops | None:
+        """Those of its row, where that knows the call."""
+        if call.name not in rows:
+            return None
+        try:
+            found = rows[call.name](call)
+            check_loops(found, [value.shape for value in reads], call.shapes)
+        except (ValueError, TypeError, IndexError):  # arguments of a form that the row does not expect
+            return None
+        return found
 
     @staticmethod
     def _module(node: fx.Node) -> str:
@@ -314,7 +304,7 @@ class _Reader:
         return full if count == 1 else f"{full}.{count}"
 
 
-def _whole(call: Call, shapes: Sequence[tuple[int, ...]]) -> Loops:
-    """Every device does all of it."""
-    inputs: list[Labels] = [(None,) * len(shape) for shape in shapes]
-    return Loops(tuple(inputs), tuple((None,) * len(shape) for shape in call.shapes), {})
+def _whole(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Loops:
+    """Of tensors of these shapes: every device does all of it."""
+    read, made = (tuple((None,) * len(shape) for shape in shapes) for shapes in (inputs, outputs))
+    return Loops(read, made, {})

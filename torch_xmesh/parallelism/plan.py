@@ -73,6 +73,7 @@ class PlannedValue:
     dst: State
     forward_seconds: float
     backward_seconds: float
+    has_gradient: bool
 
 
 @dataclasses.dataclass(frozen=True)

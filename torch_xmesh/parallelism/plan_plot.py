@@ -3,23 +3,19 @@
 from pathlib import Path
 
 from torch_xmesh.palette import colors_of, new_figure
+from torch_xmesh.parallelism.judge import edges_between
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.plan_text import parallelism_of, seconds_text
 from torch_xmesh.pipeline.schedule.schedule import Schedule
-from torch_xmesh.pipeline.schedule.simulation import Costs, EdgeCosts, Simulation, StageCosts, simulate
+from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, StageCosts, simulate
 
 
 def simulated(plan: ParallelPlan) -> Simulation:
     """The plan's schedule, played again with what the plan says that stages and values take."""
-    edges: dict[tuple[int, int], EdgeCosts | float] = {(i, i + 1): 0.0 for i in range(len(plan.stages) - 1)}
-    for value in plan.values:
-        ends = value.from_stage, value.to_stage
-        mine = [one for one in plan.values if (one.from_stage, one.to_stage) == ends]
-        edges[ends] = EdgeCosts(
-            forward_seconds=sum(one.forward_seconds for one in mine),
-            backward_seconds=sum(one.backward_seconds for one in mine),
-            has_gradient=any(one.backward_seconds > 0 for one in mine),
-        )
+    moves = [
+        (one.from_stage, one.to_stage, (one.forward_seconds, one.backward_seconds), one.has_gradient)
+        for one in plan.values
+    ]
     stages = [
         StageCosts(
             forward_seconds=stage.seconds.forward + stage.seconds.forward_collectives,
@@ -29,7 +25,7 @@ def simulated(plan: ParallelPlan) -> Simulation:
         for stage in plan.stages
     ]
     schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
-    return simulate(schedule, Costs(stages=stages, edges=edges, blocks_receiver=False))
+    return simulate(schedule, Costs(stages=stages, edges=edges_between(len(stages), moves), blocks_receiver=False))
 
 
 def plot_plan(plan: ParallelPlan, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Plans as people write them by hand, priced as found ones are: ``xm.presets.data_parallel(model, args, devices=...)``.
 
-Each takes the arguments of :func:`plan_parallel`. What a preset leaves open (which dim of a matrix, where a value is
-gathered) is still chosen by cost.
+Each takes the arguments of :func:`plan_parallel`, without `max_seconds`. What a preset leaves open (which dim of a
+matrix, where a value is gathered) is still chosen by cost.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class _Writer:
             self._stage(first, end, tuple(ranks[i * per_stage : (i + 1) * per_stage]), in_flight[num_stages - 1 - i])
             for i, (first, end) in enumerate(even_stages(subject.layers, num_stages))
         )
-        return FoundPlan(stages, 0.0, True)
+        return FoundPlan(stages, True)
 
     def _stage(self, first: int, end: int, ranks: tuple[int, ...], in_flight: int) -> FoundStage:
         subject = self._subject
@@ -140,7 +140,11 @@ class _Writer:
             allowed=functools.partial(self._allowed, shape[0] > 1),
         )
         stretch = Stretch.of(subject.layers.forward, subject.layers.operators(first, end))
-        sharded = shard_stretch(stretch, space)
+        try:
+            sharded = shard_stretch(stretch, space)
+        except ValueError as error:
+            mesh = " x ".join(map(str, shape))
+            raise ValueError(f"{subject.title} on a mesh of {mesh}: {error}: its loops do not divide so") from None
         if self._zero:
             sharded = with_zero(sharded, space, self._zero)
         return FoundStage(first, end, Shape((), kind, (space,)), ranks, space, sharded, in_flight)
@@ -150,13 +154,8 @@ class _Writer:
         batch = self._batch[operator.name] if has_data else None
         first = batch if batch is not None else WHOLE
         if choice.axes[0] != first and not (batch is None and choice.axes[0] in (PASS, LATER)):
-            return self._cannot(operator, first)
+            return False
         return len(choice.axes) == 1 or batch is None or choice.axes[1] != batch
-
-    @staticmethod
-    def _cannot(operator: Operator, label: str) -> bool:
-        """Where its loops have no such one, an operator does as it likes but shards no parameter."""
-        return label != WHOLE and label not in operator.loops.extents
 
 
 def batch_loops(forward: Forward) -> dict[str, str | None]:

@@ -46,10 +46,6 @@ class Shape:
     spaces: tuple[Space, ...]
 
     @property
-    def num_devices(self) -> int:
-        return sum(hosts * devices for _, hosts, devices in self.parts)
-
-    @property
     def memory_bytes(self) -> int:
         return UNLIMITED if self.kind.memory_bytes is None else self.kind.memory_bytes
 
@@ -78,10 +74,9 @@ class FoundStage:
 
 @dataclasses.dataclass(frozen=True)
 class FoundPlan:
-    """Stages in order; `seconds` by eq. 2, from the tables. `is_proven`: the first plan of the search is its best."""
+    """Stages in order. `is_proven`: the first plan of the search is the best by its tables."""
 
     stages: tuple[FoundStage, ...]
-    seconds: float
     is_proven: bool
 
 
@@ -116,6 +111,7 @@ class StageSearch:
         self._stretches: dict[tuple[int, int], Stretch] = {}
         self._variants: dict[tuple[int, int, int, int], list[Sharded]] = {}
         self._ways: dict[int, list[tuple[Space, Sharded]]] = {}
+        self._is_complete = True  # no mesh was left out
         self.shapes = [self._shape(parts) for parts in self._submeshes()]
 
     def _submeshes(self) -> list[list[tuple[int, int, int]]]:
@@ -131,9 +127,8 @@ class StageSearch:
             for rank in host.ranks[:devices]
         ]
         kind = self._cluster.kind_of(ranks)
-        num_hosts = sum(hosts for _, hosts, _ in parts)
         per_host = parts[0][2] if len({devices for _, _, devices in parts}) == 1 else len(ranks)
-        shapes = logical_shapes(len(ranks) // per_host, per_host) if num_hosts > 0 else []
+        shapes = logical_shapes(len(ranks) // per_host, per_host)
         return Shape(tuple(parts), kind, tuple(self._space(ranks, shape, kind) for shape in shapes))
 
     def _space(self, ranks: Sequence[int], shape: Sequence[int], kind: HostKind) -> Space:
@@ -151,10 +146,12 @@ class StageSearch:
         """The cheapest plans, at most so many: the first is the best by the tables."""
         problem = self._problem()
         plans = problem.best_plans(count, accepts=self._can_be_placed, go_on=go_on)
+        if not plans and go_on is not None and not go_on():
+            raise ValueError("max_seconds were over before a plan was found")
         if not plans:
             raise ValueError(self._why_none(problem))
-        is_proven = plans[0][1]
-        found = [self._found(seconds, is_proven, stages) for seconds, _, stages in plans]
+        is_proven = plans[0][1] and self._is_complete
+        found = [self._found(is_proven, stages) for _, _, stages in plans]
         return [plan for plan in found if plan is not None]
 
     def _problem(self) -> "_C.StageProblem":
@@ -172,6 +169,7 @@ class StageSearch:
         spaces = list({id(space): space for shape in self.shapes for space in shape.spaces}.values())
         for done, space in enumerate(spaces):
             if tables and not self._on_progress(done, len(spaces)):
+                self._is_complete = False
                 break
             stages = max(1, self._cluster.num_devices // int(np.prod(space.shape)))
             in_flight = self._in_flight[min(stages, len(self._in_flight)) - 1]
@@ -209,7 +207,7 @@ class StageSearch:
             for devices in placed
         ]
 
-    def _found(self, seconds: float, is_proven: bool, stages: Sequence[tuple[int, int, int, int]]) -> FoundPlan | None:
+    def _found(self, is_proven: bool, stages: Sequence[tuple[int, int, int, int]]) -> FoundPlan | None:
         """With each stage sharded by itself; None where one does not fit then."""
         placed = self._placed(stages)
         assert placed is not None
@@ -222,7 +220,7 @@ class StageSearch:
             if best is None:
                 return None
             out.append(FoundStage(first, end, shape, placed[number], space, best, in_flight))
-        return FoundPlan(tuple(out), seconds, is_proven)
+        return FoundPlan(tuple(out), is_proven)
 
     def _fitting(self, first: int, end: int, space: Space, in_flight: int, memory_bytes: int) -> Sharded | None:
         """The cheapest sharding of some layers that fits."""
@@ -249,11 +247,10 @@ class StageSearch:
 
 
 def stretch_tables(layers: Layers, sharded: Sharded, space: Space) -> Table:
-    """What any stretch of layers takes and holds with a sharding of the whole model, by first and last layer: seconds
-    of a microbatch, bytes however many are in flight, bytes of each."""
+    """What any stretch of layers takes and holds, with a sharding of the whole model."""
     count = len(layers)
     layer_of = layers.layer_of()
-    at = [layer_of.get(operator.makes[0].maker or 0, 0) for operator in sharded.operators]
+    at = [layer_of.get(number, 0) for number in range(len(sharded.operators))]
     seconds, fixed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
     for layer, operator, spent in zip(at, sharded.operators, sharded.spent, strict=True):
         if not operator.is_constant:  # each stage that reads it makes its own

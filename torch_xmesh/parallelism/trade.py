@@ -1,6 +1,5 @@
 """Shardings that take longer and hold less: what a memory limit is met with."""
 
-import dataclasses
 from collections.abc import Callable
 
 from torch_xmesh.parallelism.search import FREE, Prices, Sharded, Stretch, shard_stretch
@@ -8,21 +7,8 @@ from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.zero import with_zero
 
 _MOST_POINTS = 6
-_ROUNDING = 1e-12
 _LARGE = 1e3
 """Times what all costs for what all weighs: at such a price only memory counts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """What is proven of a sharding within a memory limit: none within it costs less than `least_cost`.
-
-    Attributes:
-        gap: by how much the sharding may cost more than the best, as a part of it.
-    """
-
-    least_cost: float
-    gap: float
 
 
 def trade_offs(stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
@@ -82,24 +68,3 @@ def variants(stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
             for other in out
         )
     ]
-
-
-def within_limit(stretch: Stretch, space: Space, limit: float, in_flight: int = 1) -> tuple[Sharded, Bound]:
-    """The cheapest sharding that is found with which a device holds at most `limit` bytes, and how far from the best
-    it can be at most: none within the limit is cheaper than the cheapest without one. Found by prices of memory and
-    parameters in parts.
-
-    Raises:
-        ValueError: none is found; the message says the least that a device would hold.
-    """
-    fastest = shard_stretch(stretch, space, FREE)
-    found = variants(stretch, space, in_flight)
-    fitting = [one for one in found if one.bytes.total(in_flight) <= limit]
-    if not fitting:
-        least = min(one.bytes.total(in_flight) for one in found)
-        raise ValueError(
-            f"no sharding keeps {limit:.0f} bytes a device: the smallest limit that one keeps is {least:.0f}"
-        )
-    best = min(fitting, key=lambda one: (one.cost, one.bytes.total(in_flight)))
-    gap = best.cost / fastest.cost - 1 if fastest.cost > 0 else 0.0
-    return best, Bound(fastest.cost, gap if gap > _ROUNDING else 0.0)

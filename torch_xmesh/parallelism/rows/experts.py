@@ -11,8 +11,8 @@ def experts(call: Call) -> Loops:
     """transformers' experts: (hidden states, which experts each token goes to, with which weights), and parameters
     whose first dim is the experts'.
 
-    Loops: tokens; experts that all tokens are shown to, whose results add up; what an expert is wide within, which
-    adds up too; and experts that tokens are sent to and fetched from (D. Lepikhin et al., GShard, 2020).
+    Loops: tokens; experts that all tokens are shown to, whose results add up; and experts that tokens are sent to and
+    fetched from (D. Lepikhin et al., GShard, 2020).
     """
     hidden, index, weights = (
         call.tensor(0, "hidden_states"),

@@ -9,7 +9,7 @@ from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like,
 def reduced_dims(call: Call, position: int = 1) -> tuple[list[int], bool]:
     """The dims that a reduction is over, and whether they stay, with one element each."""
     x = call.tensor(0, "input")
-    dim = call.get(position, "dim", call.kwargs.get("axis"))
+    dim = call.get(position, "dim")
     dims: Sequence[int] = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if not all(type(one) is int for one in dims):
         raise ValueError("dims that are no numbers")
@@ -50,13 +50,12 @@ def along(call: Call) -> Loops:
     """Along a dim, which stays whole; the others are loops."""
     x = call.tensor(0, "input")
     position = 2 if call.name in ("topk", "kthvalue", "roll", "renorm") else 1
-    dim = call.get(position, "dim", call.get(position, "dims", -1))
-    dims = [dim] if isinstance(dim, int) else list(dim) if dim is not None else []
-    if not dims or call.name == "flip":
-        flipped = call.args[1:] if call.name == "flip" and isinstance(call.get(1, "dims"), int) else dims
-        dims = list(flipped)
+    given = call.get(position, "dims" if call.name in ("flip", "roll") else "dim", None if call.name == "roll" else -1)
+    if call.name == "flip" and isinstance(given, int):
+        given = call.args[1:]
+    dims = [given] if isinstance(given, int) else list(given or ())
     if not dims:
-        raise ValueError(f"{call.name} along no dim that is named")
+        raise ValueError(f"{call.name} of all elements")
     whole = {one % len(x.shape) for one in dims}
     labels = tuple(None if place in whole else label for place, label in enumerate(labels_like(x.shape)))
     return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))

@@ -53,8 +53,10 @@ class Call:
         return [one for one in flat if isinstance(one, Tensor)]
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, by position or by name."""
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+        """An argument, by position or by name; torch takes "axis" for "dim" too."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, self.kwargs.get("axis", default) if name == "dim" else default)
 
     def tensor(self, position: int, name: str) -> Tensor:
         """ValueError where that argument is no tensor: the row does not fit the call."""
