@@ -62,6 +62,14 @@ void sortUnique(std::vector<int64_t>& ranks) {
 
 std::string memberKey(int32_t group_rank) { return "member/" + std::to_string(group_rank); }
 
+/// Until it is ready, or the time is over (0: never).
+void waitAtMost(std::chrono::milliseconds timeout, const std::future<void>& ready) {
+  const auto begin = std::chrono::steady_clock::now();
+  while (ready.wait_for(kLastLook) != std::future_status::ready && (timeout.count() == 0 || std::chrono::steady_clock::now() < begin + timeout)) {
+    runtime::checkInterrupts();
+  }
+}
+
 /// TCP, told whom to bind to and whom to admit, for control and for cpu tensors; made inside the service, which it reports to.
 runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t group_size, std::string host, std::string token,
                                                     const ReshardGroupOptions& group_options, std::shared_ptr<DeviceLines> lines) {
@@ -260,12 +268,7 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
   request.is_detached = is_detached;
   request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
   if (!forward.has_value() && service_->refusals().size() > 0) {
-    const std::future<void> settled = service_->refusals().settle(participants);
-    const auto begin = std::chrono::steady_clock::now();
-    while (settled.wait_for(kLastLook) != std::future_status::ready &&
-           (request.timeout.count() == 0 || std::chrono::steady_clock::now() < begin + request.timeout)) {
-      runtime::checkInterrupts();
-    }
+    waitAtMost(request.timeout, service_->refusals().settle(participants));
   }
   std::shared_ptr<CallOnDevice> on_device;
   if (const std::optional<c10::Device> device = deviceOf(*prepared, src, dst)) {
@@ -318,6 +321,7 @@ void ReshardGroup::refuseUnnamed(std::vector<int64_t> ranks, const std::string& 
 
 uint64_t ReshardGroup::arrive(const std::vector<int64_t>& ranks) {
   findPresentMembers(ranks);
+  waitAtMost(timeout(), service_->arrivals().settleFailed(peersOf(ranks)));
   const uint64_t count = service_->arrivals().arrive(ranks, peersOf(ranks));
   std::optional<runtime::Failure> known;
   try {
@@ -346,6 +350,7 @@ void ReshardGroup::refusePipeline(std::vector<int64_t> ranks, const runtime::Fai
   }
   findPresentMembers(global_ranks_);
   if (std::binary_search(ranks.begin(), ranks.end(), globalRank())) {
+    waitAtMost(timeout(), service_->arrivals().settleFailed(peersOf(ranks)));
     const uint64_t count = service_->arrivals().arrive(ranks, peersOf(ranks));
     service_->arrivals().abandon(ranks, count, peersOf(ranks), failure);
   } else {

@@ -38,6 +38,7 @@ void Calls::begin(Call& call) {
   call.rounds = AgreementRounds(isCompared(call.kind) ? participants.size() : 1);
   EarlyNews early = history_.takeNews(key);
   if (early.failure.has_value()) {
+    arrivals_.settle(key, *early.failure);
     fail(key, *early.failure);
     return;
   }

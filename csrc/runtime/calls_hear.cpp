@@ -40,11 +40,17 @@ void Calls::hear(int32_t peer, FailNotice notice) {
     }
     return;
   }
-  arrivals_.settle(notice.failure.arrived_peer, notice.failure.arrival);
   if (found != calls_.end()) {
+    arrivals_.settle(notice.key, notice.failure);
     if (found->second.kind != CallKind::kWatch || found->second.watched.isDue(peer, notice.failure)) {
       fail(notice.key, notice.failure);  // passed on, so that nobody hears this rank's goodbye before the reason
     }
+    return;
+  }
+  if (history_.isPast(notice.key)) {
+    arrivals_.settle(notice.key, notice.failure);
+  } else if (arrivals_.hasFailedBy(notice.failure)) {
+    arrivals_.passOver(notice.key);  // this rank was elsewhere, and will not come
     return;
   }
   if (notice.failure.kind == FailureKind::kMistake && !notice.participants.empty()) {

@@ -148,6 +148,8 @@ void ReshardService::onControl(int32_t peer, std::string message) {
         return calls_.hear(peer, decodeUnnamedRefusals(message));
       case ControlKind::kArrival:
         return calls_.hear(peer, decodeArrival(message));
+      case ControlKind::kReturn:
+        return arrivals_.hear(peer, decodeReturn(message));
       case ControlKind::kIntroduction:
         return peers_.hear(peer, decodeIntroduction(message));
     }
@@ -160,6 +162,7 @@ void ReshardService::onControl(int32_t peer, std::string message) {
 void ReshardService::onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) {
   const LostPeer& lost = peers_.lose(peer, reason, is_goodbye);
   refusals_.releaseWaiter();
+  arrivals_.lose(peer);
   calls_.lose(peer, lost, is_goodbye);
 }
 
@@ -192,6 +195,7 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
     call.handle->complete(Failure{FailureKind::kGroup, "the process group was closed before the call could start", {}});
   }
   refusals_.releaseWaiter(true);
+  arrivals_.close();
 }
 
 }  // namespace xmesh::runtime

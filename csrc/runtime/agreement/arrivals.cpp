@@ -16,6 +16,7 @@ bool isAmong(int64_t rank, const std::vector<int64_t>& ranks) { return std::bina
 uint64_t Arrivals::arrive(const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, std::optional<Failure> failure) {
   const std::lock_guard lock(mutex_);
   const uint64_t count = ++num_arrivals_[ranks];
+  has_failed_ = has_failed_ || failure.has_value();
   const bool is_open = mailbox_.post([this, peers, arrival = Arrival{0, count, ranks, std::move(failure)}]() mutable {
     arrival.number = ++num_own_;
     own_.push_back({arrival, {}});
@@ -36,7 +37,70 @@ void Arrivals::tell(OwnArrival& own, int32_t peer) {
   const bool is_concerned = own.arrival.failure.has_value() || isAmong(peers_.globalRank(peer), own.arrival.ranks);
   if (is_concerned && peers_.isReachable(peer) && own.told.insert(peer).second) {
     peers_.tell(peer, encode(own.arrival));
+    if (own.arrival.failure.has_value()) {
+      unsettled_[peer] = own.arrival.number;
+    }
   }
+}
+
+std::future<void> Arrivals::settleFailed(const std::vector<int32_t>& peers) {
+  auto promise = std::make_shared<std::promise<void>>();
+  std::future<void> settled = promise->get_future();
+  {
+    const std::lock_guard lock(mutex_);
+    if (!has_failed_) {
+      promise->set_value();
+      return settled;
+    }
+  }
+  const bool is_open = mailbox_.post([this, peers, promise] {
+    waiter_ = Waiter{std::move(*promise), peers};
+    for (const int32_t peer : peers) {
+      if (const auto last = unsettled_.find(peer); last != unsettled_.end()) {
+        peers_.tell(peer, encode(Return{last->second, false}));
+      }
+    }
+    releaseWaiter();
+  });
+  if (!is_open) {
+    promise->set_value();
+  }
+  return settled;
+}
+
+void Arrivals::hear(int32_t peer, const Return& coming) {
+  if (coming.is_answer) {
+    if (const auto last = unsettled_.find(peer); last != unsettled_.end() && last->second <= coming.number) {
+      unsettled_.erase(last);
+    }
+    releaseWaiter();
+    return;
+  }
+  std::erase_if(heard_[peer], [&](const Arrival& one) {
+    const bool is_over = one.failure.has_value() && one.number <= coming.number;
+    if (is_over) {
+      countSettled(one);
+    }
+    return is_over;
+  });
+  peers_.tell(peer, encode(Return{coming.number, true}));
+}
+
+void Arrivals::lose(int32_t peer) {
+  unsettled_.erase(peer);
+  releaseWaiter();
+}
+
+void Arrivals::releaseWaiter() {
+  if (waiter_.has_value() && std::none_of(waiter_->peers.begin(), waiter_->peers.end(), [this](int32_t peer) { return unsettled_.contains(peer); })) {
+    waiter_->settled.set_value();
+    waiter_.reset();
+  }
+}
+
+void Arrivals::close() {
+  unsettled_.clear();
+  releaseWaiter();
 }
 
 std::optional<Failure> Arrivals::begin(const CallKey& watch, const std::vector<int64_t>& ranks, const std::vector<int32_t>& peers, uint64_t count) {
@@ -131,30 +195,46 @@ std::optional<Failure> Arrivals::conflictOf(const Arrival& arrival, int32_t peer
   return out;
 }
 
-void Arrivals::settle(int32_t peer, uint64_t number) {
+void Arrivals::settle(const CallKey& call, const Failure& failure) {
+  const int32_t peer = failure.arrived_peer;
   if (peer < 0 || peer == peers_.groupRank()) {
     return;
   }
+  failed_by_.emplace(peer, failure.arrival);
+  std::vector<CallKey> others;
+  for (const auto& [key, news] : history_.early()) {
+    if (key != call && news.failure.has_value() && news.failure->arrived_peer == peer && news.failure->arrival == failure.arrival) {
+      others.push_back(key);
+    }
+  }
+  for (const CallKey& other : others) {
+    history_.takeNews(other);
+    passOver(other);
+  }
   std::deque<Arrival>& heard = heard_[peer];
-  const auto found = std::find_if(heard.begin(), heard.end(), [number](const Arrival& one) { return one.number == number; });
+  const auto found = std::find_if(heard.begin(), heard.end(), [&](const Arrival& one) { return one.number == failure.arrival; });
   if (found == heard.end()) {
-    settled_.emplace(peer, number);
+    settled_.emplace(peer, failure.arrival);
     return;
   }
   countSettled(*found);
   heard.erase(found);
 }
 
-std::optional<Arrivals::FailedWatch> Arrivals::takeBlame(const FailNotice& notice) {
+void Arrivals::passOver(const CallKey& watch) {
   for (auto& [peer, heard] : heard_) {
     std::erase_if(heard, [&](const Arrival& one) {
-      const bool is_there = pipelineWatch(one.ranks, one.count) == notice.key;
+      const bool is_there = pipelineWatch(one.ranks, one.count) == watch;
       if (is_there) {
         countSettled(one);
       }
       return is_there;
     });
   }
+}
+
+std::optional<Arrivals::FailedWatch> Arrivals::takeBlame(const FailNotice& notice) {
+  passOver(notice.key);
   const auto own = std::find_if(own_.begin(), own_.end(), [&](const OwnArrival& one) { return one.arrival.number == notice.failure.arrival; });
   if (own == own_.end() || own->arrival.failure.has_value()) {
     return std::nullopt;

@@ -186,6 +186,10 @@ std::string encode(const TurnRequest& request) {
   return begin(ControlKind::kTurnRequest, request.key).put(request.turn).put(static_cast<uint8_t>(request.is_promise)).take();
 }
 
+std::string encode(const Return& coming) {
+  return begin(ControlKind::kReturn, {}).put(coming.number).put(static_cast<uint8_t>(coming.is_answer)).take();
+}
+
 CallNotice decodeCallNotice(std::string_view message) {
   WireReader reader(message);
   CallNotice out;
@@ -249,6 +253,15 @@ Introduction decodeIntroduction(std::string_view message) {
   WireReader reader(message);
   readHead(reader);
   return {reader.getText()};
+}
+
+Return decodeReturn(std::string_view message) {
+  WireReader reader(message);
+  readHead(reader);
+  Return out;
+  out.number = reader.get<uint64_t>();
+  out.is_answer = reader.get<uint8_t>() != 0;
+  return out;
 }
 
 TurnRequest decodeTurnRequest(std::string_view message) {

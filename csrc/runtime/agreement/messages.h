@@ -85,6 +85,12 @@ struct Arrival {
   std::vector<int64_t> ranks;  ///< global, ascending
   std::optional<Failure> failure;
 };
+/// "I come again: my arrivals up to `number` that were failures have no further effect." The peer says the same back, behind all that it has said
+/// before: which of its pipelines have failed by them the sender knows then.
+struct Return {
+  uint64_t number = 0;
+  bool is_answer = false;
+};
 /// "Here you reach me": the first that a peer hears of a rank, so that it can answer even where it has not looked for this rank itself.
 struct Introduction {
   std::string address;
@@ -100,7 +106,8 @@ enum class ControlKind : uint8_t {
   kUnnamedRefusals = 5,
   kArrival = 6,
   kIntroduction = 7,
-  kTurnRequest = 8
+  kTurnRequest = 8,
+  kReturn = 9
 };
 ControlKind controlKind(std::string_view message);
 std::string encode(const CallNotice& notice);
@@ -111,6 +118,7 @@ std::string encode(const Answer& answer);
 std::string encode(const Arrival& arrival);
 std::string encode(const Introduction& introduction);
 std::string encode(const TurnRequest& request);
+std::string encode(const Return& coming);
 /// Each throws std::runtime_error for a message that is not whole.
 CallNotice decodeCallNotice(std::string_view message);
 FailNotice decodeFail(std::string_view message);
@@ -120,5 +128,6 @@ Answer decodeAnswer(std::string_view message);
 Arrival decodeArrival(std::string_view message);
 Introduction decodeIntroduction(std::string_view message);
 TurnRequest decodeTurnRequest(std::string_view message);
+Return decodeReturn(std::string_view message);
 
 }  // namespace xmesh::runtime

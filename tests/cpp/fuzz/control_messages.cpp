@@ -41,6 +41,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case ControlKind::kTurnRequest:
         expectComesBack(bytes, decodeTurnRequest);
         break;
+      case ControlKind::kReturn:
+        expectComesBack(bytes, decodeReturn);
+        break;
       case ControlKind::kUnnamedRefusals:
         expectComesBack(bytes, decodeUnnamedRefusals);
         break;

@@ -45,8 +45,12 @@ class Rank {
     failure.text = text;
     service_->arrivals().arrive(ranks, {0, 1, 2}, failure);
   }
+  /// Asks the others about its failures, before it makes the next.
+  void comeBack() { settled_ = service_->arrivals().settleFailed({0, 1, 2}); }
+  bool isBack() const { return settled_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
   void leave() { service_->close(std::chrono::milliseconds(0)); }
 
+  bool hasEnded() const { return meeting_->isCompleted(); }
   bool hasMet() const { return meeting_->isCompleted() && !meeting_->failure().has_value(); }
   std::string failure() const { return meeting_->failure().has_value() ? meeting_->failure()->text : ""; }
 
@@ -55,6 +59,7 @@ class Rank {
   std::unique_ptr<ReshardService> service_;
   std::shared_ptr<ReshardCall> watch_;
   std::shared_ptr<ReshardCall> meeting_;
+  std::future<void> settled_;
 };
 
 class ArrivalsTest : public testing::TestWithParam<uint64_t> {
@@ -115,6 +120,54 @@ TEST_P(ArrivalsTest, ARankThatCouldMakeNoneIsHeardOf) {
   for (const size_t rank : {size_t{0}, size_t{2}}) {
     EXPECT_EQ(at(rank).failure(), "a mistake on rank 1");
   }
+}
+
+TEST_P(ArrivalsTest, ARankThatComesLateToAPipelineThatFailedHearsOfIt) {
+  at(0).make({0, 1, 2});
+  at(1).make({0, 1});
+  network_.runUntilIdle();
+  at(2).make({0, 1, 2});
+  network_.runUntilIdle();
+  for (const auto& rank : ranks_) {
+    EXPECT_NE(rank->failure().find("ranks disagree on meshes"), std::string::npos) << rank->failure();
+  }
+  expectAllMeet();
+}
+
+TEST_P(ArrivalsTest, ARankThatCouldMakeNoneComesAgainBeforeItHearsWhichFailed) {
+  for (const size_t rank : {size_t{0}, size_t{2}}) {
+    at(rank).make({0, 1, 2});
+    goOn();
+  }
+  at(1).refuse({}, "a mistake on rank 1");
+  while (!at(0).hasEnded() || !at(2).hasEnded()) {
+    network_.step();
+  }
+  for (const size_t rank : {size_t{0}, size_t{2}}) {
+    EXPECT_EQ(at(rank).failure(), "a mistake on rank 1");
+    at(rank).make({0, 1, 2});
+    goOn();
+  }
+  at(1).comeBack();
+  while (!at(1).isBack()) {
+    network_.step();
+  }
+  at(1).make({0, 1, 2});
+  network_.runUntilIdle();
+  for (const auto& rank : ranks_) {
+    EXPECT_TRUE(rank->hasMet()) << rank->failure();
+  }
+}
+
+TEST_P(ArrivalsTest, NobodyWaitsForThePeersThatAreLostToComeBack) {
+  at(1).refuse({}, "a mistake on rank 1");
+  goOn();
+  at(0).leave();
+  at(1).comeBack();
+  goOn();
+  at(2).leave();
+  network_.runUntilIdle();
+  EXPECT_TRUE(at(1).isBack());
 }
 
 TEST_P(ArrivalsTest, ARankThatLeavesBeforeItArrivesIsMissed) {
