@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
 
@@ -493,6 +495,10 @@ class StrategyGraph:
         """Its number. Raises ValueError without a choice."""
     def add_edge(self, from_node: int, to_node: int, table: CostTable) -> None:
         """Raises ValueError where the table does not fit."""
+    def set_costs(self, costs: npt.NDArray[np.float64]) -> None:
+        """Other costs of all nodes, on end. Raises ValueError for another number of them."""
+    def edge_costs(self, choices: Sequence[int]) -> list[float]:
+        """What each edge costs, with one choice per node."""
     def cost(self, choices: Sequence[int]) -> float:
         """Of one choice per node."""
     def least_cost(self) -> tuple[list[int], float]:

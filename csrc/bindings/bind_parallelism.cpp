@@ -1,3 +1,4 @@
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -115,6 +116,13 @@ void bindGraph(py::module_& module) {
             graph.addEdge(from, to, std::move(table));
           },
           py::arg("from_node"), py::arg("to_node"), py::arg("table"), "Raises ValueError where the table does not fit.")
+      .def(
+          "set_costs",
+          [](core::StrategyGraph& graph, const py::array_t<double, py::array::c_style | py::array::forcecast>& costs) {
+            graph.setCosts(costs.data(), static_cast<size_t>(costs.size()));
+          },
+          py::arg("costs"), "Other costs of all nodes, on end. Raises ValueError for another number of them.")
+      .def("edge_costs", &core::StrategyGraph::edgeCosts, py::arg("choices"), "What each edge costs, with one choice per node.")
       .def("cost", &core::StrategyGraph::cost, py::arg("choices"), "Of one choice per node.")
       .def(
           "least_cost",

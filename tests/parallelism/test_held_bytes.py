@@ -14,6 +14,7 @@ from small_models import Gpt, Mlp
 from torch import nn
 
 from torch_xmesh.parallelism.compute import Compute
+from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator, forward_of
 from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
@@ -79,13 +80,13 @@ def test_zero_collectives() -> None:
         ),
     }
     for level, (collectives, held) in wanted.items():
-        found = with_zero(plain, space, level)
+        found = with_zero(plain, level)
         assert kinds(found) == collectives
         assert (found.bytes.parameters, found.bytes.gradients, found.bytes.states) == held
         assert found.zero_levels == {"weight": level}
         assert found.zero_states == {"weight": (0,)}
         assert found.cost == pytest.approx(space.cost(found.seconds))
-    assert with_zero(plain, space, 1).cost == pytest.approx(plain.cost)
+    assert with_zero(plain, 1).cost == pytest.approx(plain.cost)
 
 
 def test_zero_where_it_pays() -> None:
@@ -94,13 +95,14 @@ def test_zero_where_it_pays() -> None:
     gloo = Space(FOUR, "gloo", allowed=by_batch)
     model = nn.Linear(32, 30)
     plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32),))), gloo)
-    assert with_zero(plain, gloo, 1) == plain
-    assert set(with_zero(plain, gloo, 3).zero_levels) == {"weight"}
+    left = with_zero(plain, 1)
+    assert (left.zero_levels, left.cost) == ({}, plain.cost)
+    assert set(with_zero(plain, 3).zero_levels) == {"weight"}
     ring = Space(FOUR, "ring")
     split = shard_stretch(Stretch.of(forward_of(Mlp(256, 2), (torch.zeros(32, 256),))), ring)
-    assert with_zero(split, ring, 3).zero_levels == {}
+    assert with_zero(split, 3).zero_levels == {}
     with pytest.raises(ValueError, match=r"a level of ZeRO is one of \(1, 2, 3\), got 4"):
-        with_zero(plain, gloo, 4)
+        with_zero(plain, 4)
 
 
 def test_microbatches_make_gradients_cheap_and_level_3_dear() -> None:
@@ -108,7 +110,7 @@ def test_microbatches_make_gradients_cheap_and_level_3_dear() -> None:
     one, many = (Space(FOUR, "ring", num_microbatches=number, allowed=by_batch) for number in (1, 8))
     found = [shard_stretch(Stretch.of(forward_of(model, (x,))), space) for space in (one, many)]
     assert found[0].cost == pytest.approx(8 * found[1].cost)
-    third = [with_zero(sharded, space, 3) for sharded, space in zip(found, (one, many), strict=True)]
+    third = [with_zero(sharded, 3) for sharded in found]
     assert third[1].cost == pytest.approx(third[0].cost), "each microbatch fetches its parameters"
 
 
@@ -116,11 +118,12 @@ def test_trade_offs_hold_less_and_cost_more() -> None:
     """And no sharding found at any price is better than what lies between two of them."""
     space = Space([(2, 1e-5, 1e-9), (2, 1e-6, 1e-10)], "ring", compute=Compute(1e12, 1e11), num_microbatches=4)
     stretch = Stretch.of(forward_of(Gpt(), (torch.zeros(64, 16, dtype=torch.int64),)))
-    found = trade_offs(stretch, space, 4)
+    graph = ShardingGraph(stretch, space)
+    found = trade_offs(graph, 4)
     assert len(found) > 1
     for before, after in itertools.pairwise(found):
         assert after.bytes.total(4) < before.bytes.total(4)
         assert after.cost > before.cost
-    all_of_them = variants(stretch, space, 4)
+    all_of_them = variants(graph, 4)
     assert all_of_them[0].cost == pytest.approx(min(one.cost for one in all_of_them))
     assert min(one.bytes.total(4) for one in all_of_them) <= found[-1].bytes.total(4)

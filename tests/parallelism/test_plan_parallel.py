@@ -23,7 +23,7 @@ from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.operators import forward_of
 from torch_xmesh.parallelism.search import Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
-from torch_xmesh.parallelism.stages import parameter_bytes, stretch_tables
+from torch_xmesh.parallelism.tables import StretchTables, parameter_bytes
 from torch_xmesh.parallelism.zero import with_zero
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
@@ -223,15 +223,15 @@ def test_tables_of_stretches_are_sums() -> None:
 
     layers = layers_of(forward_of(Tied(), (TOKENS,)))
     space = Space([(2, 1e-5, 1e-9), (2, 1e-6, 1e-10)], "ring", compute=RATES, num_microbatches=4)
-    sharded = with_zero(shard_stretch(Stretch.of(layers.forward), space), space, 2)
-    seconds, fixed, _ = stretch_tables(layers, sharded, space)
+    sharded = with_zero(shard_stretch(Stretch.of(layers.forward), space), 2)
+    seconds, fixed, _ = StretchTables(layers, sharded.graph.stretch).of(sharded)
     count = len(layers)
     for first, last in itertools.combinations_with_replacement(range(count), 2):
         numbers = [number for layer in layers.numbers[first : last + 1] for number in layer]
         wanted = sum(space.cost(sharded.spent[number]) for number in numbers)
         assert seconds[first * count + last] == pytest.approx(wanted, abs=1e-12)
         names = {v.name for number in numbers for v in sharded.operators[number].reads if v.is_parameter}
-        held = sum(parameter_bytes(sharded, name, space.shape) for name in names)
+        held = sum(parameter_bytes(space, *sharded.parameters[name], sharded.in_parts.get(name)) for name in names)
         assert fixed[first * count + last] == pytest.approx(held, abs=1)
     assert fixed[count - 1] == pytest.approx(sharded.bytes.fixed, abs=1)
 

@@ -6,7 +6,6 @@ from torch_xmesh.parallelism.judge import Judged
 from torch_xmesh.parallelism.layers import Layers
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.plan_text import bytes_text, seconds_text
-from torch_xmesh.parallelism.search import FREE, Stretch, shard_stretch
 from torch_xmesh.parallelism.stages import FoundStage
 
 _MOST_LINES = 12
@@ -34,7 +33,6 @@ class Explainer:
     def _explained(self, stage: FoundStage, number: int, place: int) -> str:
         sharded = stage.sharded
         operator, own = sharded.operators[place], sharded.choices[place]
-        stretch = Stretch.of(self.layers.forward, self.layers.operators(stage.first, stage.end))
         choices = stage.space.choices(operator)
         loops = ", ".join(f"{label} {extent}" for label, extent in operator.loops.extents.items()) or "none"
         lines = [
@@ -43,7 +41,7 @@ class Explainer:
         ]
         rows = []
         for index, choice in enumerate(choices):
-            found = shard_stretch(stretch, stage.space, FREE, only={place: index})
+            found = sharded.graph.least(only={place: index})
             rows.append((found.cost, found.bytes.total(stage.in_flight), choice))
         rows.sort(key=lambda row: (row[0], row[1], row[2].axes))
         least = rows[0][0]

@@ -119,18 +119,3 @@ def _is_needed(operator: Operator, place: int, value: Value) -> bool:
 def fixed_bytes(value: Value, state: State, mesh_shape: Sequence[int]) -> float:
     """Of a parameter, with its gradient and states where it is trained."""
     return value.num_bytes / num_parts(state, mesh_shape) * (2 + STATES if value.is_trained else 1)
-
-
-def bytes_of(
-    kept: Sequence[Kept],
-    choices: Sequence[Choice],
-    parameters: Sequence[tuple[Value, State]],
-    mesh_shape: Sequence[int],
-) -> Bytes:
-    """Of operators with their choices; `parameters` with how each is kept."""
-    held = [value.num_bytes / num_parts(state, mesh_shape) for value, state in parameters if value.is_trained]
-    whole = [value.num_bytes / num_parts(state, mesh_shape) for value, state in parameters if not value.is_trained]
-    tensors = {(one.memory, one.state(choices[one.operator])): one for one in kept}
-    per_microbatch = sum(memory.num_bytes / num_parts(state, mesh_shape) for memory, state in tensors)
-    trained = sum(held)
-    return Bytes(trained + sum(whole), trained, STATES * trained, per_microbatch)

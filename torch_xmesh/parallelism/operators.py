@@ -1,6 +1,7 @@
 """A recorded forward as operators that read tensors: what the search looks at."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class Value:
     maker: int | None = None
     is_parameter: bool = False
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 

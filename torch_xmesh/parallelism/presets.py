@@ -20,9 +20,10 @@ from torch_xmesh.parallelism.loops import LATER, PASS, WHOLE, Choice, dim_of
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.plan_parallel import in_flight_of, subject_of
-from torch_xmesh.parallelism.search import Stretch, shard_stretch
+from torch_xmesh.parallelism.search import shard_stretch
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
+from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.parallelism.zero import with_zero
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
@@ -146,7 +147,7 @@ class _Writer:
             mesh = " x ".join(map(str, shape))
             raise ValueError(f"{subject.title} on a mesh of {mesh}: {error}: its loops do not divide so") from None
         if self._zero:
-            sharded = with_zero(sharded, space, self._zero)
+            sharded = with_zero(sharded, self._zero)
         return FoundStage(first, end, Shape((), kind, (space,)), ranks, space, sharded, in_flight)
 
     def _allowed(self, has_data: bool, operator: Operator, choice: Choice) -> bool:

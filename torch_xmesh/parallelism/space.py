@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_xmesh import _C
 from torch_xmesh.parallelism.compute import Compute, ComputeSeconds, compute_seconds
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, num_parts, whole_choice
@@ -13,6 +16,8 @@ from torch_xmesh.parallelism.memory import Kept, fixed_bytes
 from torch_xmesh.parallelism.objective import Objective, Seconds, objectives
 from torch_xmesh.parallelism.operators import Operator, Value
 
+Array = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 Links = tuple[int, float, float]
 """Of a mesh axis: its size, the latency of a message, what a byte takes."""
 Allowed = Callable[[Operator, Choice], bool]
@@ -73,6 +78,7 @@ class Space:
         self._objective: Objective = objectives[objective]
         self._allowed, self._is_direct = allowed, is_direct
         self._kept: dict[tuple[Any, ...], Any] = {}
+        self._numbers: dict[State, int] = {}
         self._alive: list[Any] = []  # what ids in keys stand for
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -214,10 +220,10 @@ class Space:
         out: list[Seconds] = self.once(("seconds", *self._kind(operator, choices), tuple(summed)), make)
         return out
 
-    def node_costs(self, operator: Operator, choices: list[Choice], summed: Sequence[int]) -> list[float]:
+    def node_costs(self, operator: Operator, choices: list[Choice], summed: Sequence[int]) -> Array:
         """What they cost."""
         seconds = self.all_seconds(operator, choices, summed)
-        out: list[float] = self.once(("costs", id(seconds)), lambda: [self.cost(one) for one in seconds])
+        out: Array = self.once(("costs", id(seconds)), lambda: np.array([self.cost(one) for one in seconds]))
         return out
 
     def _kind(self, operator: Operator, choices: list[Choice]) -> tuple[Any, ...]:
@@ -226,25 +232,53 @@ class Space:
         made = tuple((value.shape, value.dtype, value.requires_grad) for value in operator.makes)
         return id(choices), operator.loops.key, read, made, operator.views
 
-    def held_bytes(self, operator: Operator, choices: list[Choice], places: tuple[int, ...]) -> list[float]:
+    def held_bytes(self, operator: Operator, choices: list[Choice], places: tuple[int, ...]) -> Array:
         """What a device holds of the parameters at these places among what the operator reads, by choice."""
+        if not places:
+            return self.nothing(len(choices))
 
-        def make() -> list[float]:
+        def make() -> Array:
             self._alive.append(choices)
-            return [
-                sum(fixed_bytes(operator.reads[place], choice.inputs[place].value, self.shape) for place in places)
+            held = [
+                [fixed_bytes(operator.reads[place], choice.inputs[place].value, self.shape) for place in places]
                 for choice in choices
             ]
+            return np.array([sum(row) for row in held])
 
-        out: list[float] = self.once(("held", *self._kind(operator, choices), places), make)
+        out: Array = self.once(("held", *self._kind(operator, choices), places), make)
         return out
 
-    def part_bytes(self, kept: Kept, choices: list[Choice]) -> list[float]:
+    def part_bytes(self, kept: Kept, choices: list[Choice]) -> Array:
         """What a device keeps of a tensor, by choice."""
 
-        def make() -> list[float]:
+        def make() -> Array:
             self._alive.append(choices)
-            return [kept.memory.num_bytes / num_parts(kept.state(choice), self.shape) for choice in choices]
+            return np.array([kept.memory.num_bytes / self.num_parts(kept.state(choice)) for choice in choices])
 
-        out: list[float] = self.once(("part", id(choices), kept.is_made, kept.place, kept.memory.num_bytes), make)
+        out: Array = self.once(("part", id(choices), kept.is_made, kept.place, kept.memory.num_bytes), make)
         return out
+
+    def part_states(self, kept: Kept, choices: list[Choice]) -> Numbers:
+        """How it lies on a device, by choice: equal states have equal numbers."""
+
+        def make() -> Numbers:
+            self._alive.append(choices)
+            states = (kept.state(choice) for choice in choices)
+            return np.array([self._numbers.setdefault(state, len(self._numbers)) for state in states], np.int64)
+
+        out: Numbers = self.once(("states", id(choices), kept.is_made, kept.place), make)
+        return out
+
+    def num_parts(self, state: State) -> int:
+        """Into how many parts a value is cut."""
+        return num_parts(state, self.shape)
+
+    def nothing(self, count: int) -> Array:
+        """Zeros, by choice."""
+        out: Array = self.once(("nothing", count), lambda: np.zeros(count))
+        return out
+
+
+def sums_by(numbers: Numbers, values: Array, count: int) -> Array:
+    """Sums of the values of each number below `count`, added in their order on every machine."""
+    return np.asarray(np.bincount(numbers, values, count), np.float64)

@@ -6,26 +6,20 @@ layers --> on each mesh: the cheapest shardings of the whole model --> what each
 """
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Callable, Sequence
-
-import numpy as np
-import numpy.typing as npt
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.cluster import Cluster, HostKind, logical_shapes
+from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import Layers
-from torch_xmesh.parallelism.loops import State, num_parts
-from torch_xmesh.parallelism.memory import STATES
-from torch_xmesh.parallelism.operators import Value
-from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
+from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.stretch import Stretch
+from torch_xmesh.parallelism.tables import StretchTables, Table
 from torch_xmesh.parallelism.trade import variants
 from torch_xmesh.parallelism.zero import with_zero
 
-Array = npt.NDArray[np.float64]
-Table = tuple[list[float], list[int], list[int]]
-"""By first and last layer: seconds of a microbatch, bytes however many are in flight, bytes of each of these."""
 UNLIMITED = 2**62
 _MANY_HOSTS = 16
 """Of more hosts only powers of two share a stage, and all."""
@@ -165,16 +159,17 @@ class StageSearch:
         problem = _C.StageProblem(
             len(self._layers), self._num_microbatches, num_devices, submeshes, self._in_flight[: len(self._layers)]
         )
+        of_stretches = StretchTables(self._layers, self._whole)
         tables: dict[int, list[tuple[Sharded, Table]]] = {}
         spaces = list({id(space): space for shape in self.shapes for space in shape.spaces}.values())
         for done, space in enumerate(spaces):
             if tables and not self._on_progress(done, len(spaces)):
                 self._is_complete = False
                 break
-            stages = max(1, self._cluster.num_devices // int(np.prod(space.shape)))
+            stages = max(1, self._cluster.num_devices // math.prod(space.shape))
             in_flight = self._in_flight[min(stages, len(self._in_flight)) - 1]
             tables[id(space)] = [
-                (one, stretch_tables(self._layers, one, space)) for one in self._ways_of(self._whole, space, in_flight)
+                (one, of_stretches.of(one)) for one in self._ways_of(ShardingGraph(self._whole, space), in_flight)
             ]
         self._on_progress(len(spaces), len(spaces))
         for number, shape in enumerate(self.shapes):
@@ -185,11 +180,11 @@ class StageSearch:
                     problem.add_options(number, *table)
         return problem
 
-    def _ways_of(self, stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
+    def _ways_of(self, graph: ShardingGraph, in_flight: int) -> list[Sharded]:
         """Shardings that a limit may need; without one, the fastest."""
         if all(kind.memory_bytes is None for kind in self._cluster.kinds):
-            return [with_zero(shard_stretch(stretch, space), space, 1)]
-        return variants(stretch, space, in_flight)
+            return [with_zero(graph.least(), 1)]
+        return variants(graph, in_flight)
 
     def _can_be_placed(self, stages: Sequence[tuple[int, int, int, int]]) -> bool:
         return self._placed(stages) is not None
@@ -228,7 +223,7 @@ class StageSearch:
         if key not in self._variants:
             if (first, end) not in self._stretches:
                 self._stretches[first, end] = Stretch.of(self._layers.forward, self._layers.operators(first, end))
-            self._variants[key] = self._ways_of(self._stretches[first, end], space, in_flight)
+            self._variants[key] = self._ways_of(ShardingGraph(self._stretches[first, end], space), in_flight)
         fitting = [one for one in self._variants[key] if one.bytes.total(in_flight) <= memory_bytes]
         return min(fitting, key=lambda one: (one.cost, one.bytes.total(in_flight))) if fitting else None
 
@@ -244,58 +239,3 @@ class StageSearch:
             f"no plan keeps memory_limit_bytes={', '.join(map(str, limits))}: the smallest limit that one keeps is "
             f"{num_bytes}, for stage {largest} of {len(stages)} ({names}) on {self.shapes[submesh]} devices"
         )
-
-
-def stretch_tables(layers: Layers, sharded: Sharded, space: Space) -> Table:
-    """What any stretch of layers takes and holds, with a sharding of the whole model."""
-    count = len(layers)
-    layer_of = layers.layer_of()
-    at = [layer_of.get(number, 0) for number in range(len(sharded.operators))]
-    seconds, fixed, kept = np.zeros(count), np.zeros(count), np.zeros(count)
-    for layer, operator, spent in zip(at, sharded.operators, sharded.spent, strict=True):
-        if not operator.is_constant:  # each stage that reads it makes its own
-            seconds[layer] += space.cost(spent)
-    readers: dict[str, list[int]] = {}
-    for layer, operator in zip(at, sharded.operators, strict=True):
-        for value in operator.reads:
-            if value.is_parameter and layer not in readers.setdefault(value.name, []):
-                readers[value.name].append(layer)
-    shared: list[tuple[int, int, float]] = []
-    for name in sharded.parameters:
-        num_bytes = parameter_bytes(sharded, name, space.shape)
-        places = sorted(readers[name])
-        for layer in places:
-            fixed[layer] += num_bytes
-        shared += [(one, other, num_bytes) for one, other in itertools.pairwise(places)]
-    held: dict[tuple[Value, State], int] = {}
-    for one in sharded.kept:
-        state = one.state(sharded.choices[one.operator])
-        held.setdefault((one.memory, state), at[one.operator])
-    for (memory, state), layer in held.items():
-        kept[layer] += memory.num_bytes / num_parts(state, space.shape)
-    whole = _stretches(fixed)
-    for one_layer, other_layer, num_bytes in shared:
-        whole[: one_layer + 1, other_layer:] -= num_bytes
-    return (
-        _stretches(seconds).ravel().tolist(),
-        np.ceil(whole).astype(np.int64).ravel().tolist(),
-        np.ceil(_stretches(kept)).astype(np.int64).ravel().tolist(),
-    )
-
-
-def _stretches(of_layer: Array) -> Array:
-    """Sums over layers [first, last]."""
-    upto = np.concatenate([[0.0], np.cumsum(of_layer)])
-    out: Array = np.maximum(upto[None, 1:] - upto[:-1, None], 0.0)
-    return out
-
-
-def parameter_bytes(sharded: Sharded, name: str, mesh_shape: Sequence[int]) -> float:
-    """Of one parameter on a device, with its gradient and the optimizer's states."""
-    value, state = sharded.parameters[name]
-    whole = value.num_bytes / num_parts(state, mesh_shape)
-    if not value.is_trained:
-        return whole
-    level = sharded.zero_levels.get(name, 0)
-    parts = value.num_bytes / num_parts(sharded.zero_states[name], mesh_shape) if level else whole
-    return (parts if level == 3 else whole) + (parts if level >= 2 else whole) + STATES * parts

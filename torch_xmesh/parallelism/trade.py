@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from torch_xmesh.parallelism.search import FREE, Prices, Sharded, Stretch, shard_stretch
-from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.graph import Prices, ShardingGraph
+from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.zero import with_zero
 
 _MOST_POINTS = 6
@@ -11,14 +11,14 @@ _LARGE = 1e3
 """Times what all costs for what all weighs: at such a price only memory counts."""
 
 
-def trade_offs(stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
+def trade_offs(graph: ShardingGraph, in_flight: int) -> list[Sharded]:
     """Shardings by what a device holds with so many microbatches in flight: the fastest first, each later one holds
     less. They are the corners of the convex hull of (cost, bytes), found with prices of memory, at most six."""
 
     def at(price: float) -> Sharded:
-        return shard_stretch(stretch, space, Prices(price, price * in_flight))
+        return graph.least(Prices(price, price * in_flight))
 
-    fastest = shard_stretch(stretch, space, FREE)
+    fastest = graph.least()
     weight = fastest.bytes.total(in_flight)
     if weight <= 0:
         return [fastest]
@@ -46,14 +46,14 @@ def _between(found: list[Sharded], place: int, at: Callable[[float], Sharded], i
         _between(found, place, at, in_flight)
 
 
-def variants(stretch: Stretch, space: Space, in_flight: int) -> list[Sharded]:
+def variants(graph: ShardingGraph, in_flight: int) -> list[Sharded]:
     """Trade-offs, each also with parameters in parts where that holds less: of equal ones the faster."""
     out: list[Sharded] = []
-    for one in trade_offs(stretch, space, in_flight):
-        plain = with_zero(one, space, 1)
+    for one in trade_offs(graph, in_flight):
+        plain = with_zero(one, 1)
         out.append(plain)
         for level in (2, 3):
-            other = with_zero(one, space, level)
+            other = with_zero(one, level)
             if other.bytes.total(in_flight) < plain.bytes.total(in_flight) * (1 - 1e-9):
                 out.append(other)
     return [

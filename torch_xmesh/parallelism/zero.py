@@ -9,17 +9,17 @@ level  optimizer states  gradients  parameter   collectives, of the gradient (g)
 
 import dataclasses
 
-from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, State, num_parts
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, State
 from torch_xmesh.parallelism.memory import STATES, Bytes
 from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Value
-from torch_xmesh.parallelism.search import Sharded
+from torch_xmesh.parallelism.sharded import InParts, Sharded
 from torch_xmesh.parallelism.space import CollectiveUse, Space
 
 LEVELS = (1, 2, 3)
 
 
-def with_zero(sharded: Sharded, space: Space, level: int) -> Sharded:
+def with_zero(sharded: Sharded, level: int) -> Sharded:
     """The same with parameters in parts at this level, those that can be; at level 1 those only for which it takes no
     longer.
 
@@ -28,42 +28,40 @@ def with_zero(sharded: Sharded, space: Space, level: int) -> Sharded:
     """
     if level not in LEVELS:
         raise ValueError(f"a level of ZeRO is one of {LEVELS}, got {level!r}")
-    collectives: list[CollectiveUse] = []
-    replaced: set[str] = set()
-    spent = list(sharded.spent)
-    held = sharded.bytes
-    levels, states = dict(sharded.zero_levels), dict(sharded.zero_states)
-    first = {value.name: number for number, one in reversed(list(enumerate(sharded.operators))) for value in one.reads}
+    space = sharded.graph.space
+    in_parts = dict(sharded.in_parts)
+    held, cost = sharded.bytes, sharded.cost
     for name, (value, state) in sharded.parameters.items():
         gradient = sharded.gradients.get(name)
-        parts = None if gradient is None else parts_of(value, state, gradient, space.shape)
-        if parts is None or name in levels or gradient is None:
+        if gradient is None or name in in_parts:
             continue
-        before = space.steps(value, "gradient", gradient, state)
+        found = _in_parts(space, value, state, gradient, level)
+        if found is not None:
+            in_parts[name] = found
+            held += found.bytes
+            cost += found.cost
+    return dataclasses.replace(sharded, bytes=held, cost=cost, in_parts=in_parts)
+
+
+def _in_parts(space: Space, value: Value, state: State, gradient: State, level: int) -> InParts | None:
+    """What changes for one parameter; None where it stays as it is. Equal parameters share what is computed."""
+
+    def make() -> InParts | None:
+        parts = parts_of(value, state, gradient, space.shape)
+        if parts is None:
+            return None
         after = _collectives(space, value, gradient, parts, state, level)
-        old, new = _seconds(space, before), _seconds(space, after)
+        old = _seconds(space, space.steps(value, "gradient", gradient, state))
+        new = _seconds(space, after)
         if level == 1 and new.step_collectives > old.step_collectives * (1 + 1e-9):
-            continue
-        replaced.add(name)
-        collectives += after
-        spent[first[name]] += new
-        spent[first[name]] += -old
-        held += _saved(value, state, parts, space.shape, level)
-        levels[name], states[name] = level, parts
+            return None
+        uses = tuple(dataclasses.replace(use, value="") for use in after)
+        more = new + -old
+        return InParts(level, parts, uses, more, space.cost(more), _saved(space, value, state, parts, level))
 
-    def is_replaced(use: CollectiveUse) -> bool:
-        return use.why == "gradient" and use.value in replaced
-
-    total = sum(spent, Seconds())
-    return dataclasses.replace(
-        sharded,
-        collectives=(*(one for one in sharded.collectives if not is_replaced(one)), *collectives),
-        spent=tuple(spent),
-        bytes=held,
-        cost=space.cost(total),
-        zero_levels=levels,
-        zero_states=states,
-    )
+    key = ("in parts", value.shape, value.num_bytes, state, gradient, level)
+    out: InParts | None = space.once(key, make)
+    return out
 
 
 def parts_of(value: Value, state: State, gradient: State, mesh_shape: tuple[int, ...]) -> State | None:
@@ -100,7 +98,7 @@ def _seconds(space: Space, uses: list[CollectiveUse]) -> Seconds:
     return Seconds(forward_collectives=by["forward"], backward_collectives=by["backward"], step_collectives=by["step"])
 
 
-def _saved(value: Value, state: State, parts: State, mesh_shape: tuple[int, ...], level: int) -> Bytes:
+def _saved(space: Space, value: Value, state: State, parts: State, level: int) -> Bytes:
     """What a device holds more, which is less."""
-    more = value.num_bytes / num_parts(parts, mesh_shape) - value.num_bytes / num_parts(state, mesh_shape)
+    more = value.num_bytes / space.num_parts(parts) - value.num_bytes / space.num_parts(state)
     return Bytes(more if level == 3 else 0.0, more if level >= 2 else 0.0, STATES * more)

@@ -37,13 +37,20 @@ class StrategyGraph {
   /// Throws InvalidArgument where the table does not fit both nodes, or where these are one.
   void addEdge(size_t from, size_t to, SharedCostTable costs);
 
+  /// Other costs of all nodes, on end: edges stay. Throws InvalidArgument for another number of them, and for one that is no number.
+  void setCosts(const double* costs, size_t count);
+
   const std::vector<StrategyNode>& nodes() const { return nodes_; }
   const std::vector<StrategyEdge>& edges() const { return edges_; }
   size_t numChoices(size_t node) const { return nodes_.at(node).costs.size(); }
   /// Of one choice per node. Throws InvalidArgument where there are others.
   double cost(const std::vector<size_t>& choice_of) const;
+  /// The part of each edge in it.
+  std::vector<double> edgeCosts(const std::vector<size_t>& choice_of) const;
 
  private:
+  void requireChoices(const std::vector<size_t>& choice_of) const;
+
   std::vector<StrategyNode> nodes_;
   std::vector<StrategyEdge> edges_;
 };

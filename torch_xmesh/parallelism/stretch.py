@@ -1,0 +1,71 @@
+"""Operators that run together, with what is around them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from torch_xmesh.parallelism.memory import Kept, kept_by
+from torch_xmesh.parallelism.operators import Forward, Operator, Value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Operators that run together, in order.
+
+    Attributes:
+        entering: values that they read and others make.
+        leaving: values that they make and others read, or that are the model's outputs.
+        kept: what backward needs.
+    """
+
+    operators: tuple[Operator, ...]
+    entering: tuple[Value, ...]
+    leaving: tuple[Value, ...]
+    kept: tuple[Kept, ...]
+
+    @staticmethod
+    def of(forward: Forward, numbers: Sequence[int] | None = None) -> "Stretch":
+        """Those of the operators with these numbers, ascending; by default all. Of constants each stretch has its
+        own: they are no values on the way."""
+        chosen = set(range(len(forward.operators)) if numbers is None else numbers)
+        operators = tuple(one for number, one in enumerate(forward.operators) if number in chosen)
+        makers = {one.makes[0].maker for one in operators}
+        constant = {one.makes[0].maker for one in forward.operators if one.is_constant}
+        entering = {
+            value: None
+            for one in operators
+            for value in one.reads
+            if value.maker is not None and value.maker not in makers and value.maker not in constant
+        }
+        outside = (one for number, one in enumerate(forward.operators) if number not in chosen)
+        wanted = {value for one in outside for value in one.reads} | set(forward.outputs)
+        made = (value for one in operators if not one.is_constant for value in one.makes)
+        leaving = tuple(value for value in made if value in wanted)
+        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators)))
+
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[tuple[int, int]]]:
+        """Of each value that is read, who reads it: an operator's place, and the value's among what that reads."""
+        out: dict[Value, list[tuple[int, int]]] = {}
+        for number, operator in enumerate(self.operators):
+            for place, value in enumerate(operator.reads):
+                out.setdefault(value, []).append((number, place))
+        return out
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, tuple[Value, int, int]]:
+        """By name a parameter, its first reader, and its place among what that reads."""
+        return {value.name: (value, *places[0]) for value, places in self.readers.items() if value.is_parameter}
+
+    @functools.cached_property
+    def tied(self) -> set[Value]:
+        """Trained parameters that several operators read."""
+        return {value for value, places in self.readers.items() if value.is_trained and len(places) > 1}
+
+    @functools.cached_property
+    def summed(self) -> list[tuple[int, ...]]:
+        """By operator the places of trained parameters that it alone reads: it adds their gradients up."""
+        return [
+            tuple(place for place, value in enumerate(one.reads) if value.is_trained and value not in self.tied)
+            for one in self.operators
+        ]
