@@ -1,7 +1,7 @@
 """What a plan's step takes: its schedule played with what stages and the values between them take."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -20,6 +20,8 @@ _MOST_PLANNED_RANKS = 64
 """Values between more devices are not planned, but taken to use all network interfaces evenly."""
 _MOST_CHOSEN_ACTIONS = 4096
 """Of a step with more actions only the two schedules that hold least are tried."""
+_MOST_CHOSEN = 4
+"""Plans, the fastest with a schedule by name, for which one is chosen among all: that takes about a second each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,39 @@ class Judged:
     peak_bytes: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Played:
+    """A plan as its schedules see it.
+
+    Attributes:
+        costs: with `spare` bytes more on each stage, so that one limit, the largest, holds for all.
+    """
+
+    plan: FoundPlan
+    transfers: tuple[Transfer, ...]
+    costs: Costs
+    spare: tuple[int, ...]
+    limit: int | None
+    num_microbatches: int
+
+    @property
+    def least_seconds(self) -> float:
+        """No schedule's step takes less: a stage begins when the first microbatch has come through those before it, and
+        all of its gradients go back through them."""
+        out = forwards = backwards = 0.0
+        for stage, one in zip(self.plan.stages, self.costs.stages, strict=True):
+            in_turn = one.forward_seconds + one.backward_input_seconds
+            busy = self.num_microbatches * (in_turn + one.backward_weight_seconds)
+            out = max(
+                out,
+                forwards + busy + stage.sharded.seconds.step_collectives,
+                forwards + self.num_microbatches * in_turn + backwards,
+            )
+            forwards += one.forward_seconds
+            backwards += one.backward_input_seconds
+        return out
+
+
 class Judge:
     """Plays plans on a cluster; what moves between equal meshes is planned once."""
 
@@ -73,24 +108,54 @@ class Judge:
             local_latency_us=cluster.local_latency_s * 1e6,
         )
 
+    def best(self, plans: Sequence[FoundPlan], go_on: Callable[[], bool] = lambda: True) -> Judged | None:
+        """The fastest of some plans, the first of equal ones; None where none keeps the memory. All are played with
+        schedules by name, and those that may be the best also with the schedule that is chosen for them. An interrupt
+        or the end of the time leaves the best so far."""
+        found: list[tuple[_Played, Judged]] = []
+        best: Judged | None = None
+        try:
+            for plan in plans:
+                played = self._played(plan)
+                judged = self._judged(played, self._by_name(played))
+                if judged is not None:
+                    found.append((played, judged))
+                    best = _faster(best, judged)
+                if best is not None and not go_on():
+                    return best
+            found.sort(key=lambda one: one[1].step_seconds)
+            for played, _ in found[:_MOST_CHOSEN]:
+                if best is not None and played.least_seconds < best.step_seconds and go_on():
+                    best = _faster(best, self._judged(played, self._chosen(played)))
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+        return best
+
     def judged(self, plan: FoundPlan) -> Judged | None:
         """A plan with the fastest schedule, or the one that is asked for; None where none keeps the memory."""
+        return self.best([plan])
+
+    def _played(self, plan: FoundPlan) -> "_Played":
         transfers = self._transfers(plan.stages)
         limits = [stage.shape.kind.memory_bytes for stage in plan.stages]
         most = max((limit for limit in limits if limit is not None), default=None)
         spare = [0 if limit is None or most is None else most - limit for limit in limits]
         costs = self._costs(plan.stages, transfers, spare)
-        schedule = self._scheduled(len(plan.stages), costs, most)
+        return _Played(plan, tuple(transfers), costs, tuple(spare), most, self._num_microbatches)
+
+    def _judged(self, played: "_Played", schedule: Schedule | None) -> Judged | None:
         if schedule is None:
             return None
-        simulation = simulate(schedule, costs)
+        plan = played.plan
+        simulation = simulate(schedule, played.costs)
         ends = [0.0] * len(plan.stages)
         for action in simulation.actions:
             ends[action.place] = max(ends[action.place], action.end_seconds)
         sums = [stage.sharded.seconds.step_collectives for stage in plan.stages]
         step = max(end + own for end, own in zip(ends, sums, strict=True))
-        peak = tuple(held - extra for held, extra in zip(simulation.peak_bytes, spare, strict=True))
-        return Judged(plan, schedule, tuple(transfers), simulation, step, peak)
+        peak = tuple(held - extra for held, extra in zip(simulation.peak_bytes, played.spare, strict=True))
+        return Judged(plan, schedule, played.transfers, simulation, step, peak)
 
     def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[Transfer], spare: Sequence[int]) -> Costs:
         moves = [(one.from_stage, one.to_stage, one.seconds, one.value.requires_grad) for one in transfers]
@@ -98,22 +163,28 @@ class Judge:
         rows = [stage_costs(stage, extra) for stage, extra in zip(stages, spare, strict=True)]
         return Costs(stages=rows, edges=edges, blocks_receiver=False)
 
-    def _scheduled(self, num_stages: int, costs: Costs, limit: int | None) -> Schedule | None:
-        """The schedule by name, or the best."""
-        if self._schedule == "auto" and 2 * num_stages * self._num_microbatches <= _MOST_CHOSEN_ACTIONS:
-            try:
-                return choose_schedule(
-                    costs, num_stages=num_stages, num_microbatches=self._num_microbatches, memory_limit_bytes=limit
-                ).schedule
-            except ValueError:
-                return None
+    def _chosen(self, played: "_Played") -> Schedule | None:
+        """The best of all schedules, where it may be chosen and is not too long."""
+        num_stages = len(played.plan.stages)
+        if self._schedule != "auto" or 2 * num_stages * self._num_microbatches > _MOST_CHOSEN_ACTIONS:
+            return None
+        choice = choose_schedule(
+            played.costs,
+            num_stages=num_stages,
+            num_microbatches=self._num_microbatches,
+            memory_limit_bytes=played.limit,
+        )
+        return choice.schedule
+
+    def _by_name(self, played: "_Played") -> Schedule | None:
+        """The schedule that is asked for, or the fastest of those that hold least; None where none keeps the memory."""
         names = ["1f1b", "eager_1f1b"] if self._schedule == "auto" else [self._schedule]
         found = []
         for name in names:
-            schedule = Schedule.make(name, num_stages, self._num_microbatches)
-            played = simulate(schedule, costs)
-            if limit is None or max(played.peak_bytes) <= limit:
-                found.append((played.makespan_seconds, name, schedule))
+            schedule = Schedule.make(name, len(played.plan.stages), self._num_microbatches)
+            simulation = simulate(schedule, played.costs)
+            if played.limit is None or max(simulation.peak_bytes) <= played.limit:
+                found.append((simulation.makespan_seconds, name, schedule))
         return min(found, key=lambda one: one[:2])[2] if found else None
 
     def _transfers(self, stages: Sequence[FoundStage]) -> list[Transfer]:
@@ -151,6 +222,13 @@ class Judge:
         spec = Spec(value.shape, value.dtype, mesh_of(src[0]), placements_of(src[1]))
         plan = plan_resharding(spec, mesh_of(dst[0]), placements_of(dst[1]), topology=self._topology)
         return plan.predicted_seconds
+
+
+def _faster(best: Judged | None, other: Judged | None) -> Judged | None:
+    """Of equal ones the first."""
+    if best is None or other is None:
+        return best or other
+    return other if other.step_seconds < best.step_seconds else best
 
 
 Move = tuple[int, int, tuple[float, float], bool]

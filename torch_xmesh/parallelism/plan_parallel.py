@@ -133,18 +133,7 @@ def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
         on_progress=progress.tell,
     )
     judge = Judge(subject.cluster, subject.num_microbatches, schedule)
-    best: Judged | None = None
-    try:
-        plans = search.best(_NUM_CANDIDATES, progress.go_on)
-        for plan in plans:
-            judged = judge.judged(plan)
-            if judged is not None and (best is None or judged.step_seconds < best.step_seconds):
-                best = judged
-            if best is not None and not progress.go_on():
-                break
-    except KeyboardInterrupt:
-        if best is None:
-            raise
+    best = judge.best(search.best(_NUM_CANDIDATES, progress.go_on), progress.go_on)
     if best is None:
         raise ValueError(f"no schedule keeps memory_limit_bytes for any of the {_NUM_CANDIDATES} best plans")
     return best
