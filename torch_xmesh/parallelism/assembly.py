@@ -110,6 +110,7 @@ def _stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -
         sharded.bytes,
         in_flight,
         peak_bytes,
+        stage.gap,
     )
 
 

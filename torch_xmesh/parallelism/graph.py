@@ -9,7 +9,7 @@ operators --> choices of each --> StrategyGraph --> least cost --> a choice per 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Array, CollectiveUse, Numbers, Space, sums_by
 from torch_xmesh.parallelism.stretch import Stretch
+from torch_xmesh.parallelism.zero import in_parts_of, with_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,15 @@ class ShardingGraph:
     """Made once for some operators on a mesh, and asked at any prices. Nodes are numbered as the operators, then come
     values; choices of all nodes are numbered on end, in arrays.
 
+    Args:
+        zero: the level at which parameters are in parts (see zero.py); 0: they are whole.
+
     Raises:
         ValueError: no choice of an operator is left.
     """
 
-    def __init__(self, stretch: Stretch, space: Space) -> None:
-        self.stretch, self.space = stretch, space
+    def __init__(self, stretch: Stretch, space: Space, zero: int = 0) -> None:
+        self.stretch, self.space, self.zero = stretch, space, zero
         self._choices = [space.choices(operator) for operator in stretch.operators]
         self._graph = _C.StrategyGraph()
         self._edges: list[_Edge] = []
@@ -81,36 +85,54 @@ class ShardingGraph:
         self._fixed: list[Array] = []
         self._per_microbatch: list[Array] = []
         self._build()
-        sizes = [len(costs) for costs in self._costs]
-        self._begins: Numbers = np.cumsum([0, *sizes[:-1]])
+        self._sizes = [len(costs) for costs in self._costs]
+        self._begins: Numbers = np.cumsum([0, *self._sizes[:-1]])
         self._all_costs = np.concatenate(self._costs)
         self._all_fixed, self._all_per_microbatch = np.concatenate(self._fixed), np.concatenate(self._per_microbatch)
         self._owners: Numbers = np.array(
             [*range(len(self._choices)), *(edge.owner for edge in self._edges), *(h.owner for h in self._tied.values())]
         )
         self._tied_nodes: Numbers = np.array([hub.node for hub in self._tied.values()], np.int64)
+        self._zero_costs, self._zero_fixed = self._all_costs, self._all_fixed
+        if zero:
+            self._zero_costs, self._zero_fixed = self._with_zero()
         self._kept = _KeptArrays(stretch, space, self._choices)
 
-    def least(self, prices: Prices = FREE, only: Mapping[int, int] | None = None) -> Sharded:
-        """The cheapest choices; `only`: of the operators at these places the choices of these numbers.
+    def least(self, prices: Prices = FREE, allowed: Numbers | None = None) -> Sharded:
+        """The cheapest choices; `allowed`: of all nodes' choices those that are not 0.
 
         Raises:
             ValueError: nothing can be chosen.
         """
-        costs = self._all_costs
+        costs = self._zero_costs
         if prices != FREE:
-            costs = costs + prices.fixed * self._all_fixed + prices.per_microbatch * self._all_per_microbatch
-        for place, number in (only or {}).items():
-            begin = self._begins[place]
-            end = begin + len(self._choices[place])
-            kept = costs[begin + number]
-            costs = costs.copy()
-            costs[begin:end] = math.inf
-            costs[begin + number] = kept
+            costs = costs + prices.fixed * self._zero_fixed + prices.per_microbatch * self._all_per_microbatch
+        if allowed is not None:
+            costs = np.where(allowed != 0, costs, math.inf)
         self._graph.set_costs(costs)
         chosen, _ = self._graph.least_cost()
         cost = math.fsum(self.operator_costs(chosen))
-        return Sharded(self, tuple(chosen), self._held(chosen), cost)
+        found = Sharded(self, tuple(chosen), self._held(chosen), cost)
+        return with_zero(found, self.zero) if self.zero else found
+
+    def everything(self) -> Numbers:
+        """All choices of all nodes are allowed."""
+        return np.ones(len(self._all_costs), np.int64)
+
+    def narrowed(self, allowed: Numbers, node: int, choice: int, *, is_taken: bool) -> Numbers:
+        """Where a node takes this choice, or does not."""
+        out: Numbers = allowed.copy()
+        at = int(self._begins[node])
+        if is_taken:
+            out[at : at + self._sizes[node]] = 0
+        out[at + choice] = int(is_taken)
+        return out
+
+    def charged(self, chosen: Sequence[int], in_flight: int) -> Array:
+        """By node the bytes that it is charged for, of so many microbatches; together at most what a device holds."""
+        at = self._begins + np.asarray(chosen)
+        out: Array = self._zero_fixed[at] + in_flight * self._all_per_microbatch[at]
+        return out
 
     # Nodes and edges.
 
@@ -120,7 +142,11 @@ class ShardingGraph:
         for number, operator in enumerate(stretch.operators):
             choices, summed = self._choices[number], stretch.summed[number]
             held = tuple(
-                i for i, value in enumerate(operator.reads) if value.is_parameter and value not in stretch.tied
+                i
+                for i, value in enumerate(operator.reads)
+                if value.is_parameter
+                and value not in stretch.tied
+                and stretch.parameters[value.name][1:] == (number, i)
             )
             kept = space.nothing(len(choices))
             for one, share in charges.get(number, ()):
@@ -202,6 +228,24 @@ class ShardingGraph:
         has_gradient = value.requires_grad and gives_gradient
         self._graph.add_edge(node, reader, self.space.table(value, made, taken, has_gradient))
         self._edges.append(_Edge(value, node, made, reader, taken, has_gradient, owner))
+
+    def _with_zero(self) -> tuple[Array, Array]:
+        """Costs and bytes of parameters in parts."""
+        costs, fixed = self._all_costs.copy(), self._all_fixed.copy()
+
+        def add(value: Value, node: int, ends: Sequence[End]) -> None:
+            for number, end in enumerate(ends):
+                found = in_parts_of(self.space, value, end.value, end.gradient, self.zero)
+                if found is not None:
+                    costs[self._begins[node] + number] += found.cost
+                    fixed[self._begins[node] + number] += found.bytes.fixed
+
+        for number, operator in enumerate(self.stretch.operators):
+            for place in self.stretch.summed[number]:
+                add(operator.reads[place], number, self._taken(number, place))
+        for value, hub in self._tied.items():
+            add(value, hub.node, hub.ends)
+        return costs, fixed
 
     # What follows from choices.
 

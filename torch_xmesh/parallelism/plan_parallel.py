@@ -134,6 +134,9 @@ def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
     )
     judge = Judge(subject.cluster, subject.num_microbatches, schedule)
     best = judge.best(search.best(_NUM_CANDIDATES, progress.go_on), progress.go_on)
+    if best is not None and progress.go_on():
+        refined = search.refined(best.plan)
+        best = judge.best([best.plan, refined]) if refined is not best.plan else best
     if best is None:
         raise ValueError(f"no schedule keeps memory_limit_bytes for any of the {_NUM_CANDIDATES} best plans")
     return best

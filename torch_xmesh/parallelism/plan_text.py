@@ -55,6 +55,8 @@ def _stage_lines(plan: ParallelPlan, number: int, stage: PlannedStage) -> list[s
         f"gradients {bytes_text(stage.bytes.gradients)}, states {bytes_text(stage.bytes.states)}, "
         f"{bytes_text(stage.bytes.per_microbatch)} for each of {stage.in_flight} in flight",
     ]
+    if stage.gap:
+        lines.append(f"  no other sharding that fits is more than {100 * stage.gap:.2g} % faster")
     layers = [(plan.layers[layer], parallelism_of(stage, layer)) for layer in range(*stage.layers)]
     start = 0
     for end in range(1, len(layers) + 1):

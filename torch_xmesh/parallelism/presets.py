@@ -14,17 +14,16 @@ from torch import nn
 from torch_xmesh.parallelism.assembly import Subject, assembled
 from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.explanation import Explainer
+from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.layers import Layers
 from torch_xmesh.parallelism.loops import LATER, PASS, WHOLE, Choice, dim_of
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.plan_parallel import in_flight_of, subject_of
-from torch_xmesh.parallelism.search import shard_stretch
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
-from torch_xmesh.parallelism.zero import with_zero
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
@@ -142,12 +141,10 @@ class _Writer:
         )
         stretch = Stretch.of(subject.layers.forward, subject.layers.operators(first, end))
         try:
-            sharded = shard_stretch(stretch, space)
+            sharded = ShardingGraph(stretch, space, self._zero).least()
         except ValueError as error:
             mesh = " x ".join(map(str, shape))
             raise ValueError(f"{subject.title} on a mesh of {mesh}: {error}: its loops do not divide so") from None
-        if self._zero:
-            sharded = with_zero(sharded, self._zero)
         return FoundStage(first, end, Shape((), kind, (space,)), ranks, space, sharded, in_flight)
 
     def _allowed(self, has_data: bool, operator: Operator, choice: Choice) -> bool:

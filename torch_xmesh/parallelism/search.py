@@ -1,6 +1,6 @@
 """The cheapest sharding of operators on one mesh, in one call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch_xmesh.parallelism.graph import FREE, Prices, ShardingGraph
 from torch_xmesh.parallelism.operators import Forward
@@ -24,12 +24,10 @@ def shard(
     return shard_stretch(Stretch.of(forward), space)
 
 
-def shard_stretch(
-    stretch: Stretch, space: Space, prices: Prices = FREE, *, only: Mapping[int, int] | None = None
-) -> Sharded:
-    """The cheapest choices for some operators on a mesh; `only`: of those at these places the choices of these numbers.
+def shard_stretch(stretch: Stretch, space: Space, prices: Prices = FREE) -> Sharded:
+    """The cheapest choices for some operators on a mesh.
 
     Raises:
         ValueError: no choice of an operator is left.
     """
-    return ShardingGraph(stretch, space).least(prices, only)
+    return ShardingGraph(stretch, space).least(prices)

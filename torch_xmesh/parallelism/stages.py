@@ -13,14 +13,16 @@ from torch_xmesh import _C
 from torch_xmesh.parallelism.cluster import Cluster, HostKind, logical_shapes
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import Layers
+from torch_xmesh.parallelism.limit import Fitting, within_limit
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.parallelism.tables import StretchTables, Table
 from torch_xmesh.parallelism.trade import variants
-from torch_xmesh.parallelism.zero import with_zero
+from torch_xmesh.parallelism.zero import LEVELS, with_zero
 
 UNLIMITED = 2**62
+_MOST_BRANCHES = 24
 _MANY_HOSTS = 16
 """Of more hosts only powers of two share a stage, and all."""
 
@@ -55,6 +57,7 @@ class FoundStage:
         first, end: its layers.
         ranks: its devices, in the order of the mesh that `space` is.
         in_flight: microbatches that it holds at most.
+        gap: by which part of its cost another sharding that fits may be cheaper; 0: none is.
     """
 
     first: int
@@ -64,6 +67,7 @@ class FoundStage:
     space: Space
     sharded: Sharded
     in_flight: int
+    gap: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,22 @@ class FoundPlan:
 
     stages: tuple[FoundStage, ...]
     is_proven: bool
+
+
+class _Graphs(Sequence[ShardingGraph]):
+    """Of a stretch with parameters in parts at each level, made when they are asked for."""
+
+    def __init__(self, stretch: Stretch, space: Space) -> None:
+        self._stretch, self._space = stretch, space
+        self._made: dict[int, ShardingGraph] = {}
+
+    def __len__(self) -> int:
+        return len(LEVELS)
+
+    def __getitem__(self, number: int) -> ShardingGraph:  # type: ignore[override]
+        if number not in self._made:
+            self._made[number] = ShardingGraph(self._stretch, self._space, LEVELS[number])
+        return self._made[number]
 
 
 class StageSearch:
@@ -103,7 +123,8 @@ class StageSearch:
         self._classes = [(len(cluster.hosts_of(kind)), kind.num_devices) for kind in cluster.kinds]
         self._whole = Stretch.of(layers.forward)
         self._stretches: dict[tuple[int, int], Stretch] = {}
-        self._variants: dict[tuple[int, int, int, int], list[Sharded]] = {}
+        self._graphs: dict[tuple[int, int, int], _Graphs] = {}
+        self._fittings: dict[tuple[int, ...], Fitting | None] = {}
         self._ways: dict[int, list[tuple[Space, Sharded]]] = {}
         self._is_complete = True  # no mesh was left out
         self.shapes = [self._shape(parts) for parts in self._submeshes()]
@@ -214,18 +235,34 @@ class StageSearch:
             best = self._fitting(first, end, space, in_flight, shape.memory_bytes)
             if best is None:
                 return None
-            out.append(FoundStage(first, end, shape, placed[number], space, best, in_flight))
+            out.append(FoundStage(first, end, shape, placed[number], space, best.sharded, in_flight, best.gap))
         return FoundPlan(tuple(out), is_proven)
 
-    def _fitting(self, first: int, end: int, space: Space, in_flight: int, memory_bytes: int) -> Sharded | None:
+    def refined(self, plan: FoundPlan) -> FoundPlan:
+        """The same stages, sharded as cheaply as they can be within the limit, or nearly; the plan itself where they
+        are already."""
+        if all(stage.gap == 0 for stage in plan.stages):
+            return plan
+        stages = []
+        for stage in plan.stages:
+            best = self._fitting(
+                stage.first, stage.end, stage.space, stage.in_flight, stage.shape.memory_bytes, _MOST_BRANCHES
+            )
+            assert best is not None
+            stages.append(dataclasses.replace(stage, sharded=best.sharded, gap=best.gap))
+        return FoundPlan(tuple(stages), plan.is_proven)
+
+    def _fitting(
+        self, first: int, end: int, space: Space, in_flight: int, memory_bytes: int, most_branches: int = 0
+    ) -> Fitting | None:
         """The cheapest sharding of some layers that fits."""
-        key = (first, end, id(space), in_flight)
-        if key not in self._variants:
-            if (first, end) not in self._stretches:
-                self._stretches[first, end] = Stretch.of(self._layers.forward, self._layers.operators(first, end))
-            self._variants[key] = self._ways_of(ShardingGraph(self._stretches[first, end], space), in_flight)
-        fitting = [one for one in self._variants[key] if one.bytes.total(in_flight) <= memory_bytes]
-        return min(fitting, key=lambda one: (one.cost, one.bytes.total(in_flight))) if fitting else None
+        if (first, end) not in self._stretches:
+            self._stretches[first, end] = Stretch.of(self._layers.forward, self._layers.operators(first, end))
+        graphs = self._graphs.setdefault((first, end, id(space)), _Graphs(self._stretches[first, end], space))
+        key = (first, end, id(space), in_flight, memory_bytes, most_branches)
+        if key not in self._fittings:
+            self._fittings[key] = within_limit(graphs, in_flight, memory_bytes, most_branches)
+        return self._fittings[key]
 
     def _why_none(self, problem: "_C.StageProblem") -> str:
         need = problem.smallest_memory()

@@ -35,7 +35,7 @@ def with_zero(sharded: Sharded, level: int) -> Sharded:
         gradient = sharded.gradients.get(name)
         if gradient is None or name in in_parts:
             continue
-        found = _in_parts(space, value, state, gradient, level)
+        found = in_parts_of(space, value, state, gradient, level)
         if found is not None:
             in_parts[name] = found
             held += found.bytes
@@ -43,7 +43,7 @@ def with_zero(sharded: Sharded, level: int) -> Sharded:
     return dataclasses.replace(sharded, bytes=held, cost=cost, in_parts=in_parts)
 
 
-def _in_parts(space: Space, value: Value, state: State, gradient: State, level: int) -> InParts | None:
+def in_parts_of(space: Space, value: Value, state: State, gradient: State, level: int) -> InParts | None:
     """What changes for one parameter; None where it stays as it is. Equal parameters share what is computed."""
 
     def make() -> InParts | None:
