@@ -127,3 +127,13 @@ def test_trade_offs_hold_less_and_cost_more() -> None:
     all_of_them = variants(graph, 4)
     assert all_of_them[0].cost == pytest.approx(min(one.cost for one in all_of_them))
     assert min(one.bytes.total(4) for one in all_of_them) <= found[-1].bytes.total(4)
+
+
+def test_what_is_made_for_others_is_held() -> None:
+    """Logits are, though no operator's backward needs them."""
+    model = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 1000))
+    sharded = shard_stretch(
+        Stretch.of(forward_of(model, (torch.zeros(8, 4, dtype=torch.int64),))), Space(ALONE, "ring")
+    )
+    logits = 8 * 4 * 1000 * 4
+    assert sharded.bytes.per_microbatch == logits + 8 * 4 * 16 * 4 + 8 * 4 * 8

@@ -250,3 +250,25 @@ def test_products_of_batches() -> None:
     for axes, (output, left, right) in table.items():
         choice = by[axes]
         assert (choice.outputs[0].value, choice.inputs[0].value, choice.inputs[1].value) == (output, left, right)
+
+
+def test_a_frozen_parameter_of_two_readers_is_kept_in_one_way() -> None:
+    """In parts of it each reader may look where it is whole; else what another wants is brought there."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+            self.one.weight.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.other(self.one(F.gelu(self.one(x))))
+            return out
+
+    found = shard(forward_of(Twice(), (torch.zeros(3, 64),)), FOUR, "ring")
+    kept = found.parameters["one.weight"][1]
+    for operator, choice in zip(found.operators, found.choices, strict=True):
+        for value, end in zip(operator.reads, choice.inputs, strict=True):
+            if value.name == "one.weight" and kept not in (end.value, (-1,)):
+                assert any(use.value == "one.weight" and use.why == "forward" for use in found.collectives)
+    assert not any(use.value == "one.weight" and use.why != "forward" for use in found.collectives)

@@ -89,18 +89,68 @@ def test_what_changes_in_place_is_read_afterwards() -> None:
     assert {choice.axes for choice in choices_of(setitem.loops, (4,))} == {("d1",), ("~",), ("-",)}
 
 
-def test_what_changes_through_a_view_is_whole() -> None:
-    """Where its base is read later; a view that nobody looks behind is as good as its base."""
+def filled(weight: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(4, 8)
+    out[:, :4].copy_(weight[:, :4] * 2)
+    return out.exp()
 
-    def function(weight: torch.Tensor) -> torch.Tensor:
-        x = weight * 2
-        x.view(32).add_(1)
-        return x.exp()
 
-    forward = found(function)
-    assert [one.is_known for one in forward.operators] == [False, False, False, True]
+def through_a_view(weight: torch.Tensor) -> torch.Tensor:
+    x = weight * 2
+    x.view(32).add_(1)
+    return x.exp()
+
+
+def returned(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = weight * 2
+    return x, x.view(32).add_(1)
+
+
+@pytest.mark.parametrize("function", [filled, through_a_view, returned])
+def test_changes_that_are_seen_under_another_name_are_refused(function: Callable[..., Any]) -> None:
+    """Once they are of parameters: stages could have them apart."""
+    with pytest.raises(
+        ValueError, match=r"(add_|copy_) in the model itself changes memory in place that is read under"
+    ):
+        found(function)
+
+
+class Remembers(nn.Module):
+    """Adds what it has written into its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.memory: torch.Tensor
+        self.register_buffer("memory", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory[:] = self.a(x).detach()
+        out: torch.Tensor = x + self.memory
+        return out
+
+
+def test_what_is_changed_is_what_the_changer_makes() -> None:
+    """A view that nobody looks behind, a buffer, and what is no parameter's."""
     behind = found(lambda w: F.relu((w * 2).view(32), inplace=True).exp())
     assert all(one.is_known for one in behind.operators)
+    operators = {one.kind: one for one in forward_of(Remembers(), (torch.zeros(4, 8),)).operators}
+    assert set(operators["add"].reads) > set(operators["__setitem__"].makes)
+
+    def masked(weight: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(4, 8)
+        mask[:, :3].fill_(1)
+        return weight * mask
+
+    operators = {one.kind: one for one in found(masked).operators}
+    assert operators["fill_"].is_constant
+    assert set(operators["fill_"].makes) & set(operators["mul"].reads)
+
+
+def test_operations_of_what_has_no_row_are_counted() -> None:
+    forward = found(lambda w: torch.linalg.multi_dot([w, w.t(), w]).sinc())
+    unknown = {one.kind: one.loops.flops for one in forward.operators if not one.is_known}
+    assert unknown == {"linalg_multi_dot": 2 * (4 * 8 * 4) * 2, "sinc": 0}
 
 
 def test_constants_are_whole() -> None:
@@ -116,6 +166,8 @@ def test_constants_are_whole() -> None:
 def test_random_numbers_are_told() -> None:
     forward = found(lambda w: F.dropout(w, 0.5) * 2)
     assert [one.draws for one in forward.operators] == [True, False]
+    noisy = found(lambda w, x: w * (x + torch.randn_like(x)), torch.randn(4, 8))
+    assert not any(one.is_constant for one in noisy.operators), "drawn once, not by every stage that reads it"
 
 
 def test_a_module_that_cannot_be_looked_into_is_called_as_one() -> None:

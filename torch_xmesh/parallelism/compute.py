@@ -1,6 +1,7 @@
 """What an operator takes to compute on a device: operations and bytes over a device's rates."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -45,21 +46,27 @@ class ComputeSeconds:
 
 def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int], compute: Compute) -> ComputeSeconds:
     """Of one microbatch. A gradient of one input takes as long as the forward does: it is a product of the same loops,
-    or reads as many bytes."""
+    or reads as many bytes. Of a parameter that is only added, scaled by or looked into it takes to be written."""
     if operator.views:
         return ComputeSeconds()
     flops = operator.loops.flops / num_devices_used(choice, mesh_shape)
-    read, made = (operator.reads, choice.inputs), (operator.makes, choice.outputs)
-    moved = sum(_num_bytes(values, ends, mesh_shape) for values, ends in (read, made))
-    once = compute.seconds(flops, moved)
+    made = sum(map(functools.partial(_num_bytes, mesh_shape), operator.makes, choice.outputs))
+    numbers = [number for number, labels in enumerate(operator.loops.inputs) if labels is not None]
+    read = sum(
+        made if number in operator.loops.picked else _num_bytes(mesh_shape, value, end)
+        for number, value, end in zip(numbers, operator.reads, choice.inputs, strict=True)
+    )
+    once = compute.seconds(flops, read + made)
     if not operator.requires_grad:
         return ComputeSeconds(once)
-    num_weights = sum(value.is_trained for value in operator.reads if len(value.shape) > 1)
+    weights = [pair for pair in zip(operator.reads, choice.inputs, strict=True) if pair[0].is_trained]
     num_inputs = sum(value.requires_grad and not value.is_parameter for value in operator.reads)
-    has_weights = operator.loops.is_heavy and num_weights > 0
-    return ComputeSeconds(once, once * min(num_inputs, 2), once * num_weights if has_weights else 0.0)
+    if operator.loops.flops:
+        of_weights = once * sum(len(value.shape) > 1 for value, _ in weights)
+    else:
+        of_weights = compute.seconds(0.0, sum(_num_bytes(mesh_shape, value, end) for value, end in weights))
+    return ComputeSeconds(once, once * min(num_inputs, 2), of_weights)
 
 
-def _num_bytes(values: Sequence[Value], ends: Sequence[End], mesh_shape: Sequence[int]) -> float:
-    pairs = zip(values, ends, strict=True)
-    return sum(value.num_bytes / num_parts(end.value, mesh_shape) for value, end in pairs)
+def _num_bytes(mesh_shape: Sequence[int], value: Value, end: End) -> float:
+    return value.num_bytes / num_parts(end.value, mesh_shape)

@@ -142,11 +142,7 @@ class ShardingGraph:
         for number, operator in enumerate(stretch.operators):
             choices, summed = self._choices[number], stretch.summed[number]
             held = tuple(
-                i
-                for i, value in enumerate(operator.reads)
-                if value.is_parameter
-                and value not in stretch.tied
-                and stretch.parameters[value.name][1:] == (number, i)
+                i for i, value in enumerate(operator.reads) if value.is_parameter and value not in stretch.tied
             )
             kept = space.nothing(len(choices))
             for one, share in charges.get(number, ()):
@@ -187,9 +183,10 @@ class ShardingGraph:
         return _Hub(self._add_node(name, nothing, nothing, nothing), ends, owner)
 
     def _keep(self, value: Value, places: Sequence[tuple[int, int]]) -> None:
-        """A parameter that several operators read: it is kept in one way, and its gradients are added up once."""
+        """A parameter that several operators read: it is kept in one way, and its gradients, if it is trained, are
+        added up once."""
         ends = self.space.hub(value)
-        sums = [self.space.conversions(value).cost(end.gradient, end.value) for end in ends]
+        sums = [sum(map(self.space.collective_seconds, self._sums(value, end))) for end in ends]
         costs = np.array([self.space.cost(Seconds(step_collectives=seconds)) for seconds in sums])
         held = np.array([fixed_bytes(value, end.value, self.space.shape) for end in ends])
         node = self._add_node(f"parameter {value.name}", costs, held, self.space.nothing(len(ends)))
@@ -244,7 +241,8 @@ class ShardingGraph:
             for place in self.stretch.summed[number]:
                 add(operator.reads[place], number, self._taken(number, place))
         for value, hub in self._tied.items():
-            add(value, hub.node, hub.ends)
+            if value.is_trained:
+                add(value, hub.node, hub.ends)
         return costs, fixed
 
     # What follows from choices.
@@ -302,8 +300,7 @@ class ShardingGraph:
             if forward or backward:
                 out[edge.owner] += Seconds(forward_collectives=forward, backward_collectives=backward)
         for value, hub in self._tied.items():
-            end = hub.ends[chosen[hub.node]]
-            sums = space.steps(value, "gradient", end.gradient, end.value)
+            sums = self._sums(value, hub.ends[chosen[hub.node]])
             out[hub.owner] += Seconds(step_collectives=sum(map(space.collective_seconds, sums)))
         return out
 
@@ -311,8 +308,7 @@ class ShardingGraph:
         space = self.space
         out = [use for edge in self._edges for way in self._ways(edge, chosen) for use in way]
         for value, hub in self._tied.items():
-            end = hub.ends[chosen[hub.node]]
-            out += space.steps(value, "gradient", end.gradient, end.value)
+            out += self._sums(value, hub.ends[chosen[hub.node]])
         choices = self.choices_of(chosen)
         for operator, choice, places in zip(self.stretch.operators, choices, self.stretch.summed, strict=True):
             out += space.within(operator, choice)
@@ -320,6 +316,10 @@ class ShardingGraph:
                 end = choice.inputs[place]
                 out += space.steps(operator.reads[place], "gradient", end.gradient, end.value)
         return out
+
+    def _sums(self, value: Value, end: End) -> list[CollectiveUse]:
+        """Of the gradient of a parameter that is kept so."""
+        return self.space.steps(value, "gradient", end.gradient, end.value) if value.is_trained else []
 
     def _ways(self, edge: _Edge, chosen: Sequence[int]) -> tuple[list[CollectiveUse], list[CollectiveUse]]:
         """Forward and backward."""

@@ -60,6 +60,7 @@ class Loops:
         flops: floating-point operations of the forward, of matrix products and what is like them; else 0: bytes count.
         within: its own collectives.
         once: inputs, by number, that stand outside of the loops that add up: a bias is added once.
+        picked: inputs, by number, of which only as many elements are read as are made: a table that is looked into.
     """
 
     inputs: tuple[Labels | None, ...]
@@ -70,11 +71,12 @@ class Loops:
     flops: float = 0
     within: tuple[Within, ...] = ()
     once: frozenset[int] = frozenset()
+    picked: frozenset[int] = frozenset()
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
         """What equal loops have in common, to be looked up by."""
-        flags = self.is_linear, self.is_heavy, self.flops, self.within, self.once
+        flags = self.is_linear, self.is_heavy, self.flops, self.within, self.once, self.picked
         return self.inputs, self.outputs, tuple(self.extents.items()), flags
 
 

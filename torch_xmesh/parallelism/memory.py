@@ -1,7 +1,7 @@
 """What a device holds: parameters with all that belongs to them, and what backward needs of a microbatch."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch_xmesh.parallelism.loops import Choice, State, num_parts
 from torch_xmesh.parallelism.operators import Operator, Value
@@ -76,8 +76,9 @@ class Kept:
         return (choice.outputs if self.is_made else choice.inputs)[self.place].value
 
 
-def kept_by(operators: Sequence[Operator]) -> list[Kept]:
-    """What backward needs of these operators' tensors; parameters are there anyway."""
+def kept_by(operators: Sequence[Operator], leaving: Collection[Value] = ()) -> list[Kept]:
+    """What backward needs of these operators' tensors, and what they make for others, which is there until its gradient
+    comes; parameters are there anyway."""
     root: dict[Value, Value] = {}
     out: list[Kept] = []
     for number, operator in enumerate(operators):
@@ -85,7 +86,9 @@ def kept_by(operators: Sequence[Operator]) -> list[Kept]:
             root[value] = root.get(operator.reads[0], operator.reads[0]) if operator.views and operator.reads else value
         reads, makes = _needs(operator)
         wanted = [(place, False, operator.reads[place]) for place in reads]
-        wanted += [(place, True, operator.makes[place]) for place in makes]
+        wanted += [
+            (place, True, value) for place, value in enumerate(operator.makes) if place in makes or value in leaving
+        ]
         for place, is_made, value in wanted:
             memory = root.get(value, value)
             if not memory.is_parameter:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from torch_xmesh.parallelism.loops import Loops, check_loops
 from torch_xmesh.parallelism.rows import rows
@@ -54,8 +55,8 @@ class Operator:
         reads: the tensors, in the order of those of `loops.inputs` that are read.
         makes: one tensor, or several of the same loops.
         is_known: it has a row; else every device does all of it.
-        is_constant: no parameter and no matrix product is behind what it makes: every device does all of it, and parts
-            of that are taken as they are needed.
+        is_constant: no parameter, no matrix product and no random number is behind what it makes: every device does all
+            of it, and parts of that are taken as they are needed.
         draws: it draws random numbers.
         views: what it makes is the memory of the first tensor that it reads.
     """
@@ -121,6 +122,19 @@ def _opened(model: nn.Module) -> frozenset[str]:
     return frozenset(out)
 
 
+@dataclasses.dataclass
+class _Change:
+    """What a change in place changes.
+
+    Attributes:
+        others: nodes of this memory that are read afterwards, its first argument left out.
+        first: the first argument, if it is of this memory: it is a new value from then on.
+    """
+
+    others: list[fx.Node]
+    first: fx.Node | None
+
+
 class _Reader:
     """Walks over a recording's nodes."""
 
@@ -130,7 +144,7 @@ class _Reader:
         self._operators: list[Operator] = []
         self._count_of: dict[str, int] = {}
         self._parts: dict[fx.Node, list[fx.Node]] = {}
-        self._is_varied: set[Value] = set()  # parameters and products are behind them
+        self._is_varied: set[Value] = set()  # parameters, products and random numbers are behind them
 
     def read(self) -> Forward:
         nodes = list(self._recording.graph.nodes)
@@ -143,7 +157,7 @@ class _Reader:
             facts = self._recording.facts[node]
             if node.op in ("placeholder", "get_attr"):
                 if facts.tensors:
-                    self._values[node] = self._given(node, facts)
+                    self._value_of(node)
             elif structure_of(node) is None:
                 self._add(node, facts, changed.get(node))
         leaves = pytree.tree_leaves(self._recording.output)
@@ -164,26 +178,33 @@ class _Reader:
             self._is_varied.add(value)
         return value
 
-    def _changed(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[list[fx.Node], bool]]:
-        """By node that changes memory in place: the nodes that have been made of this memory, the model's own tensors
-        left out, and whether it can be seen as a new value of its first argument: nobody reads the others later."""
+    def _changed(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, "_Change"]:
+        """By node that changes memory in place: what that means for those that read this memory later."""
         order = {node: i for i, node in enumerate(nodes)}
-        out: dict[fx.Node, tuple[list[fx.Node], bool]] = {}
+        returned = {leaf for leaf in pytree.tree_leaves(self._recording.output) if isinstance(leaf, fx.Node)}
+        out: dict[fx.Node, _Change] = {}
         for memory, _, changer in self._recording.mutations:
-            made = [
+            names = [
                 node
-                for node in nodes[: order[changer]]
-                if memory in self._recording.facts[node].memory and node.op != "get_attr"
+                for i, node in enumerate(nodes)
+                if memory in self._recording.facts[node].memory
+                and node is not changer
+                and (node.op == "get_attr" or i < order[changer])
+                and (node in returned or any(order.get(user, len(order)) > order[changer] for user in node.users))
             ]
-            first = changer.args[0] if changer.args else None
-            others = [node for node in made if node is not first]
-            is_read = any(order.get(user, len(order)) > order[changer] for node in others for user in node.users)
-            if made:
-                out[changer] = made, first in made and not is_read
+            first = changer.args[0] if changer.args and isinstance(changer.args[0], fx.Node) else None
+            change = out.setdefault(changer, _Change([], None))
+            if first is not None and memory in self._recording.facts[first].memory:
+                change.first = first
+            change.others += [node for node in names if node is not first and node not in change.others]
         return out
 
-    def _add(self, node: fx.Node, facts: NodeFacts, changed: tuple[list[fx.Node], bool] | None) -> None:
-        """The operator that `node` calls."""
+    def _add(self, node: fx.Node, facts: NodeFacts, change: "_Change | None") -> None:
+        """The operator that `node` calls.
+
+        Raises:
+            ValueError: it changes memory in place that is read under another name later.
+        """
         reads: list[Value] = []
 
         def given(argument: Any) -> Any:
@@ -200,42 +221,76 @@ class _Reader:
         name = self._kind(node, args)
         if node.op == "call_module":
             kwargs |= self._own_tensors(str(node.target), reads)
-        first = node.args[0] if node.args else None
         places, tensors = self._made(node, facts)
-        if changed is not None and not tensors and isinstance(first, fx.Node):
-            places, tensors = [first], self._recording.facts[first].tensors
+        if change is not None and change.first is not None and not tensors:
+            places, tensors = [change.first], self._recording.facts[change.first].tensors
         if not tensors:
             return
         call = Call(name, args, kwargs, len(reads), tuple(tensor.shape for tensor in tensors))
         loops = self._loops(call, reads)
-        if changed is not None and not changed[1]:
+        if change is not None and change.others:
             loops = None
-            self._make_whole(changed[0])
+            reads += [self._value_of(other) for other in change.others]
+            if not self._is_varied.isdisjoint(reads):
+                where = self._module(node) or "the model itself"
+                raise ValueError(
+                    f"{name} in {where} changes memory in place that is read under another name later "
+                    f"({', '.join(other.name for other in change.others)}): write it out of place"
+                )
+            places = [*places, *change.others]
+            tensors = [*tensors, *(self._recording.facts[other].tensors[0] for other in change.others)]
         made = self._append(node, name, tensors, reads, loops)
         self._values.update(zip(places, made, strict=False))
-        if changed is not None and isinstance(first, fx.Node) and first in changed[0]:
-            self._values[first] = self._operators[-1].makes[0]
+        if change is not None and change.first is not None:
+            self._values[change.first] = made[0]
+
+    def _value_of(self, node: fx.Node) -> Value:
+        """Of a tensor of the model's own that may not have been come to yet, too."""
+        if node not in self._values:
+            self._values[node] = self._given(node, self._recording.facts[node])
+        return self._values[node]
 
     def _append(
         self, node: fx.Node, name: str, tensors: Sequence[TensorFacts], reads: Sequence[Value], loops: Loops | None
     ) -> tuple[Value, ...]:
         """What the operator makes; without loops every device does all of it."""
         is_known = loops is not None
-        loops = loops or _whole([value.shape for value in reads], [tensor.shape for tensor in tensors])
+        if loops is None:
+            loops = _whole([value.shape for value in reads], [tensor.shape for tensor in tensors], self._flops(node))
         read = tuple(value for value, labels in zip(reads, loops.inputs, strict=True) if labels is not None)
         number, full_name = len(self._operators), self._name(node, name)
         makes = tuple(
             Value(full_name if len(tensors) == 1 else f"{full_name}[{i}]", *tensor, maker=number)
             for i, tensor in enumerate(tensors)
         )
-        is_constant = not loops.is_heavy and not any(value in self._is_varied for value in read)
+        draws, views = self._recording.facts[node].draws, self._is_view(node)
+        is_constant = not loops.is_heavy and not draws and not any(value in self._is_varied for value in read)
         if not is_constant:
             self._is_varied.update(makes)
-        draws, views = self._recording.facts[node].draws, self._is_view(node)
         self._operators.append(
             Operator(full_name, name, self._module(node), read, makes, loops, is_known, is_constant, draws, views)
         )
         return makes
+
+    def _flops(self, node: fx.Node) -> float:
+        """Of an operator without a row, as torch counts them; 0 where it does not know it."""
+        if node.op not in ("call_function", "call_method"):
+            return 0.0
+
+        def stand_in(argument: Any) -> Any:
+            value = self._values.get(argument) if isinstance(argument, fx.Node) else None
+            return argument if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+        args = list(fx.node.map_aggregate(tuple(node.args), stand_in))
+        kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, stand_in))
+        with torch.no_grad(), warnings.catch_warnings(), FlopCounterMode(display=False) as counted:
+            warnings.simplefilter("ignore")
+            try:
+                function = getattr(args.pop(0), node.target) if isinstance(node.target, str) else node.target
+                function(*args, **kwargs)
+            except Exception:  # it needs values
+                return 0.0
+        return float(counted.get_total_flops())
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether it makes the memory of the first tensor that it reads, and does not change it."""
@@ -270,15 +325,6 @@ class _Reader:
         held = [(part, tensor) for part in parts for tensor in self._recording.facts[part].tensors[:1]]
         return [part for part, _ in held], [tensor for _, tensor in held]
 
-    def _make_whole(self, nodes: Sequence[fx.Node]) -> None:
-        """What shares its memory with something that is changed later is not sharded."""
-        for node in nodes:
-            value = self._values.get(node)
-            if value is not None and value.maker is not None:
-                operator = self._operators[value.maker]
-                whole = _whole([read.shape for read in operator.reads], [made.shape for made in operator.makes])
-                self._operators[value.maker] = dataclasses.replace(operator, loops=whole, is_known=False)
-
     @staticmethod
     def _loops(call: Call, reads: Sequence[Value]) -> Loops | None:
         """Those of its row, where that knows the call."""
@@ -305,7 +351,7 @@ class _Reader:
         return full if count == 1 else f"{full}.{count}"
 
 
-def _whole(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Loops:
+def _whole(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], flops: float = 0.0) -> Loops:
     """Of tensors of these shapes: every device does all of it."""
     read, made = (tuple((None,) * len(shape) for shape in shapes) for shapes in (inputs, outputs))
-    return Loops(read, made, {})
+    return Loops(read, made, {}, flops=flops)

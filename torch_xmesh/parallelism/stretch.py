@@ -41,7 +41,7 @@ class Stretch:
         wanted = {value for one in outside for value in one.reads} | set(forward.outputs)
         made = (value for one in operators if not one.is_constant for value in one.makes)
         leaving = tuple(value for value in made if value in wanted)
-        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators)))
+        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators, set(leaving))))
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[tuple[int, int]]]:
@@ -59,8 +59,8 @@ class Stretch:
 
     @functools.cached_property
     def tied(self) -> set[Value]:
-        """Trained parameters that several operators read."""
-        return {value for value, places in self.readers.items() if value.is_trained and len(places) > 1}
+        """Parameters that several operators read."""
+        return {value for value, places in self.readers.items() if value.is_parameter and len(places) > 1}
 
     @functools.cached_property
     def summed(self) -> list[tuple[int, ...]]:

@@ -12,7 +12,8 @@ def embedding(call: Call) -> Loops:
     indices, weight = call.tensor(0, "input"), call.tensor(1, "weight")
     batch = labels_like(indices.shape, "b")
     extents = {**extents_of(batch, indices.shape), **extents_of(("v", "j"), weight.shape)}
-    return call.loops({indices.index: batch, weight.index: ("v", "j")}, (*batch, "j"), extents)
+    picked = frozenset([weight.index])
+    return call.loops({indices.index: batch, weight.index: ("v", "j")}, (*batch, "j"), extents, picked=picked)
 
 
 @row("gather", "take_along_dim", "scatter", "scatter_", "scatter_add", "scatter_add_")
