@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-_CAPACITY = 2
-"""Places that the experts have together, over the tokens: each token goes to two."""
+_CHOICES = 2
+"""Experts that a token goes to, and places that all experts have together, over the tokens."""
 _RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _EXPANSION = 4
 
@@ -57,27 +57,23 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, factor * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = max(1, _CAPACITY * x.shape[1] // self.num_experts)
-        combine = self._combine(self.gate(x).softmax(-1), places)
+        combine = self.combine(self.gate(x).softmax(-1))
         dispatch = (combine > 0).to(x.dtype)
         taken = torch.einsum("gsec,gsm->egcm", dispatch, x)
         made = torch.einsum("egch,ehm->egcm", F.gelu(torch.einsum("egcm,emh->egch", taken, self.up)), self.down)
         return torch.einsum("gsec,egcm->gsm", combine, made)
 
-    def _combine(self, gates: torch.Tensor, places: int) -> torch.Tensor:
-        """How much of each expert's place each token gets, [sequence, token, expert, place]: its first and its second
-        choice, where there is a place left."""
-        first = F.one_hot(gates.argmax(-1), self.num_experts).to(gates.dtype)
-        left = gates * (1 - first)
-        second = F.one_hot(left.argmax(-1), self.num_experts).to(gates.dtype)
-        place_of_first = first.cumsum(1) * first
-        place_of_second = (second.cumsum(1) + first.sum(1, keepdim=True)) * second
-        chosen = ((gates, first, place_of_first), (gates, second, place_of_second))
-        first_part, second_part = (
-            (gate * mask).unsqueeze(-1) * F.one_hot(place.long(), places + 1).narrow(-1, 1, places).to(gate.dtype)
-            for gate, mask, place in chosen
-        )
-        return first_part + second_part
+    def combine(self, gates: torch.Tensor) -> torch.Tensor:
+        """From what tokens want of experts, [sequence, token, expert], what they get, [sequence, token, expert, place]:
+        first choices find places before second ones, earlier tokens before later ones, and some none."""
+        places = max(1, _CHOICES * gates.shape[1] // self.num_experts)
+        weights, experts = gates.topk(_CHOICES)
+        chosen = F.one_hot(experts.transpose(1, 2), self.num_experts).to(gates.dtype)
+        place = (chosen.flatten(1, 2).cumsum(1) * chosen.flatten(1, 2)).sum(-1).clamp(max=places + 1)
+        taken = F.one_hot(place.long(), places + 2).narrow(-1, 1, places).to(gates.dtype)
+        weighted = weights.transpose(1, 2).unsqueeze(-1) * chosen
+        taken = taken.view(len(gates), _CHOICES, -1, places)
+        return torch.einsum("gkse,gksc->gsec", weighted, taken)
 
 
 class Block(nn.Module):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import parallelism_alpa
 import pipeline_charts
 import pipeline_records
 import reshard_charts
@@ -20,6 +21,8 @@ def redraw(path: Path) -> Path:
     picture = path.with_suffix(".png")
     if about.get("suite") == "overhead":
         pipeline_charts.plot_overhead(picture, [pipeline_records.OverheadRecord(**record) for record in records])
+    elif about.get("suite") == "alpa":
+        parallelism_alpa.plot_alpa(picture, [parallelism_alpa.AlpaRecord(**record) for record in records])
     elif about.get("suite") in PIPELINE_SUITES:
         title = f"suite {about['suite']}: {about['cluster']}"
         pipeline_charts.plot(picture, [pipeline_records.Record(**record) for record in records], title=title)
