@@ -82,9 +82,7 @@ class AlpaCase:
 
 
 def _language(family: str, model: str, num_devices: int, make: Callable[[], nn.Module], **more: Any) -> AlpaCase:
-    return AlpaCase(
-        family, model, num_devices, make, ((1024,), torch.int64), 1024, (4, 8, 16), half_precision(), **more
-    )
+    return AlpaCase(family, model, num_devices, make, ((1024,), torch.int64), 1024, (4, 8), half_precision(), **more)
 
 
 def _images(model: str, num_devices: int, make: Callable[[], nn.Module], **more: Any) -> AlpaCase:
@@ -296,7 +294,10 @@ def plan_line(record: AlpaRecord) -> str:
         return f"not planned: {record.error.splitlines()[0]}"
     alike = [(num_devices, _mostly(runs)) for num_devices, runs in record.stages]
     groups = [(one, len(list(same))) for one, same in itertools.groupby(alike)]
-    parts = [f"{count} of {num_devices} GPUs [{words}]" for (num_devices, words), count in groups]
+    parts = [
+        f"{f'{count} x ' if count > 1 else ''}{num_devices} GPU{'s' if num_devices > 1 else ''} [{words}]"
+        for (num_devices, words), count in groups
+    ]
     return f"{len(alike)} stage{'s' if len(alike) > 1 else ''}, {record.schedule}: {', '.join(parts)}"
 
 

@@ -107,7 +107,7 @@ def test_a_plan_in_a_line() -> None:
     made = AlpaRecord("gpt-3", "1B", 8, 10**9, 4, 2, paper_scaling=None, schedule="1f1b")
     stages = ((2, (("batch / 2", 3), ("rows / 2", 1))), (2, (("batch / 2", 4),)), (4, (("rows / 4", 4),)))
     line = parallelism_alpa.plan_line(dataclasses.replace(made, stages=stages))
-    assert line == "3 stages, 1f1b: 2 of 2 GPUs [batch / 2], 1 of 4 GPUs [rows / 4]"
+    assert line == "3 stages, 1f1b: 2 x 2 GPUs [batch / 2], 4 GPUs [rows / 4]"
     refused = dataclasses.replace(made, error="no plan keeps it\nat all")
     assert parallelism_alpa.plan_line(refused) == "not planned: no plan keeps it"
 
@@ -138,8 +138,10 @@ def test_alpa_from_end_to_end(
     best = [one for one in records if one["is_best"]]
     assert [one["model"] for one in best] == ["small", "twice"]
     assert best[0]["scaling"] == 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert redraw(path).read_bytes() == picture.read_bytes()
+    drawn = picture.read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    picture.unlink()
+    assert redraw(path).read_bytes() == drawn
     assert "#   Alpa: like this\n" in capsys.readouterr().out
     for refused in (["--runs", "3"], ["--cases", "other"]):
         with pytest.raises(SystemExit, match="2"):
