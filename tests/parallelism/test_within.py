@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_classes_of_a_loss() -> None:
     a logit's follows from the sum that all have."""
     x, target = torch.randn(8, 6, dtype=torch.float64), torch.tensor([0, 5, 3, 2, 1, 4, 0, 3])
     (operator,) = forward_of(Applied(lambda x: F.cross_entropy(x, target), x), ()).operators
-    (within,) = operator.loops.within
+    (within,) = (one for one in operator.loops.within if one.label == "c")
     choice = sharded_by(operator, within.label)
     assert (choice.inputs[0].value, choice.outputs[0].value) == ((1,), (-2,))
     whole = x.clone().requires_grad_()
@@ -131,6 +132,75 @@ def test_classes_of_a_loss() -> None:
         assert whole.grad is not None
         torch.testing.assert_close(gradient, whole.grad.chunk(SIZE, 1)[device])
     torch.testing.assert_close(found, loss.detach())
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss"])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_samples_of_a_loss_that_are_not_ignored(name: str, dim: int) -> None:
+    """A mean is over those of all devices, which count them together; by its own count each device's part would weigh
+    otherwise. A sum needs none, nor do losses that stay apart."""
+    x = torch.randn(4, 3, 2, dtype=torch.float64)
+    target = torch.tensor([[0, 1], [-100, -100], [2, 0], [1, -100]]) if dim == 0 else torch.tensor([[0, -100]] * 4)
+    loss = getattr(F, name)
+
+    def operator_of(reduction: str) -> Operator:
+        (found,) = forward_of(Applied(lambda x: loss(x, target, reduction=reduction), x), ()).operators
+        return found
+
+    operator = operator_of("mean")
+    labels = operator.loops.inputs[0]
+    assert labels is not None
+    label = str(labels[dim])
+    (within,) = (one for one in operator.loops.within if one.label == label)
+    choice = sharded_by(operator, label)
+    assert (choice.inputs[0].value, choice.inputs[1].value[0], choice.outputs[0].value) == ((dim,), dim // 2, (-2,))
+    assert (within.collective, within.num_bytes) == ("all-reduce", 4)
+    for reduction in ("sum", "none"):
+        assert {one.label for one in operator_of(reduction).loops.within} <= {"c"}
+    whole = x.clone().requires_grad_()
+    wanted = loss(whole, target)
+    wanted.backward()
+    assert whole.grad is not None
+    devices = Devices()
+    xs = [one.clone().requires_grad_() for one in x.chunk(SIZE, dim)]
+    targets = target.chunk(SIZE, dim // 2)
+    counts = [(one != -100).sum() for one in targets]
+    count = devices.sum(counts)
+    made = [loss(one, own, reduction="sum") / count for one, own in zip(xs, targets, strict=True)]
+    torch.testing.assert_close(sum(made), wanted)
+    for one, part in zip(made, xs, strict=True):
+        one.backward()
+        assert part.grad is not None
+    torch.testing.assert_close(torch.cat([one.grad for one in xs if one.grad is not None], dim), whole.grad)
+    assert (devices.num_forward, devices.num_backward) == (within.num_forward, within.num_backward)
+    apart = [one * count / (own * SIZE) for one, own in zip(made, counts, strict=True)]
+    assert not torch.allclose(sum(apart, torch.zeros(())), wanted)
+
+
+def test_a_dim_is_cut_by_all_axes_that_shard_it() -> None:
+    """By different loops too: four experts have no eight parts, sixteen tokens do."""
+    library = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[models]")
+    config = library.MixtralConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    model, tokens = library.MixtralForCausalLM(config), torch.zeros(2, 8, dtype=torch.long)
+    (experts,) = (one for one in forward_of(model, (tokens,)).operators if one.kind == "MixtralExperts")
+    sizes = (2, 4)
+    choices = choices_of(experts.loops, sizes)
+    for choice in choices:
+        for value, end in zip((*experts.reads, *experts.makes), (*choice.inputs, *choice.outputs), strict=True):
+            for dim, extent in enumerate(value.shape):
+                cut = math.prod(size for size, held in zip(sizes, end.value, strict=True) if held == dim)
+                assert extent % cut == 0, f"{choice}: {value.name}"
+    axes = {choice.axes for choice in choices}
+    assert {("t", "routed"), ("t", "shown")} <= axes
+    assert not {("shown", "routed"), ("routed", "shown")} & axes
 
 
 def test_experts_are_shown_all_tokens_or_sent_theirs() -> None:

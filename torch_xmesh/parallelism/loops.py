@@ -152,13 +152,21 @@ def choices_of(loops: Loops, mesh_shape: Sequence[int]) -> list[Choice]:
 
 
 def _fits(loops: Loops, axes: Sequence[str], mesh_shape: Sequence[int]) -> bool:
-    """Loops divide, and an axis of one device does nothing."""
+    """Loops divide, those over one dim together, and an axis of one device does nothing."""
     parts: dict[str, int] = {}
     for label, size in zip(axes, mesh_shape, strict=True):
         if size == 1 and label != WHOLE:
             return False
         parts[label] = parts.get(label, 1) * size
-    return all(loops.extents[label] % count == 0 for label, count in parts.items() if label not in _NO_LOOPS)
+    if any(loops.extents[label] % count != 0 for label, count in parts.items() if label not in _NO_LOOPS):
+        return False
+    every = (*loops.outputs, *(labels for labels in loops.inputs if labels is not None))
+    for own in {own for labels in every for own in labels if own is not None and "|" in own}:
+        names = own.split("|")
+        extent = math.lcm(*(loops.extents.get(name, 1) for name in names))
+        if extent % math.prod(parts.get(name, 1) for name in names) != 0:
+            return False
+    return True
 
 
 def _choice(loops: Loops, axes: tuple[str, ...]) -> Choice:

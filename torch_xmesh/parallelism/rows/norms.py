@@ -25,8 +25,11 @@ def layer_norm(call: Call) -> Loops:
 
 @row("group_norm", "instance_norm")
 def group_norm(call: Call) -> Loops:
-    """Samples are a loop."""
+    """Samples are a loop, where no statistics of all of them are kept."""
     x = call.tensor(0, "input")
+    is_instance = call.name == "instance_norm"
+    if is_instance and isinstance(call.get(1, "running_mean"), Tensor) and call.get(5, "use_input_stats", True):
+        raise ValueError("running statistics that are updated")
     labels: Labels = ("n", *[None] * (len(x.shape) - 1))
     inputs: dict[int, Labels] = {one.index: (None,) * len(one.shape) for one in call.tensors}
     inputs[x.index] = labels
@@ -64,7 +67,7 @@ def softmax(call: Call) -> Loops:
 @row("cross_entropy", "nll_loss")
 def cross_entropy(call: Call) -> Loops:
     """Samples add up, and classes: each device has the logits of some, and the greatest element and the sum of all are
-    brought together."""
+    brought together. A mean is over the samples that are not ignored, which all devices count together."""
     x, target = call.tensor(0, "input"), call.tensor(1, "target")
     if len(x.shape) < 2 or target.shape != (x.shape[0], *x.shape[2:]) or len(call.tensors) > 2:
         raise ValueError("class probabilities or weights")
@@ -73,7 +76,10 @@ def cross_entropy(call: Call) -> Loops:
     output = samples if call.shape == target.shape else ()
     names = tuple(label for label in samples if label is not None)
     own = Within("c", "all-reduce", _STATISTIC * math.prod(target.shape), names, num_forward=2, num_backward=0)
-    within = (own,) if call.name == "cross_entropy" else ()
+    is_by_old_names = call.get(3, "size_average") is not None or call.get(5, "reduce") is not None
+    is_mean = not output and (is_by_old_names or call.get(6, "reduction", "mean") != "sum")
+    counts = tuple(Within(name, "all-reduce", _STATISTIC, num_backward=0) for name in names if is_mean)
+    within = (*([own] if call.name == "cross_entropy" else []), *counts)
     extents = extents_of(labels, x.shape)
     return call.loops({x.index: labels, target.index: samples}, output, extents, within=within)
 
