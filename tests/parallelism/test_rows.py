@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import PARTIAL, PASS, REPLICATED, Choice, End, State, choices_of
 from torch_xmesh.parallelism.operators import Operator, forward_of
+from torch_xmesh.parallelism.rows import rows
+from torch_xmesh.parallelism.rows.registry import Call, Tensor
 
 Function = Callable[..., torch.Tensor]
 Sizes = tuple[int, ...]
@@ -65,6 +69,10 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "mm": (torch.mm, [random(4, 8), random(8, 12)]),
     "addmm": (torch.addmm, [random(12), random(4, 8), random(8, 12)]),
     "einsum": (lambda a, b: torch.einsum("bik,bkj->ijb", a, b), [random(4, 8, 12), random(4, 12, 8)]),
+    "einsum of three": (
+        lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c),
+        [random(4, 8), random(8, 4), random(4, 12)],
+    ),
     "einsum of one": (lambda a: torch.einsum("ijk->ki", a), [random(4, 8, 12)]),
     "einsum that sums alone": (lambda a, b: torch.einsum("ti,ei->t", a, b), [random(4, 8), random(12, 8)]),
     "sum": (lambda x: x.sum(1), [random(4, 8, 12)]),
@@ -76,6 +84,8 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "cat": (lambda a, b: torch.cat([a, b], 1), [random(4, 8), random(4, 4)]),
     "stack": (lambda a, b: torch.stack([a, b], 1), [random(4, 8), random(4, 8)]),
     "stack along an axis": (lambda a, b: torch.stack([a, b], axis=1), [random(4, 8), random(4, 8)]),  # type: ignore[call-arg]
+    "renorm": (lambda x: x.renorm(2, 1, 0.5), [random(4, 8, 12)]),
+    "log_sigmoid": (F.logsigmoid, [random(4, 8)]),
     "flip": (lambda x: x.flip(0, 2), [random(4, 8, 12)]),
     "roll": (lambda x: x.roll(3, 1), [random(4, 8)]),
     "expand": (lambda x: x.expand(-1, 3, -1), [random(4, 1, 8)]),
@@ -85,6 +95,7 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "picked": (lambda x: x[:, PICKS], [random(4, 8, 12)]),
     "index_select": (lambda x: x.index_select(0, FIRST_PICKS), [random(4, 8)]),
     "gather": (lambda x: x.gather(1, PLACES), [random(4, 8)]),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, PLACES, 1), [random(4, 8)]),
     "attention": (F.scaled_dot_product_attention, [random(4, 8, 4, 3), random(4, 8, 6, 3), random(4, 8, 6, 5)]),
     "causal attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -95,10 +106,22 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
         [random(2, 8, 4, 3), random(2, 4, 4, 3), random(2, 4, 4, 5)],
     ),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [random(4, 8, 5, 5), random(12, 8, 3, 3), random(12)]),
+    "max_pool2d of one sample": (lambda x: F.max_pool2d(x, 3, 1, 1), [random(8, 4, 4)]),
+    "avg_pool2d of one sample": (lambda x: F.avg_pool2d(x, 3, 1, 1), [random(8, 4, 4)]),
+    "max_pool3d of one sample": (lambda x: F.max_pool3d(x, 3, 1, 1), [random(8, 4, 4, 4)]),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 3), [random(4, 8, 6)]),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [random(4, 8, 4, 4)]),
+    "unfold": (lambda x: F.unfold(x, 2), [random(4, 8, 4, 4)]),
+    "unfold along a dim": (lambda x: x.unfold(1, 3, 1), [random(4, 8, 12)]),
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), [random(4, 8, 6, 6)]),
     "batch_norm in evaluation": (
         lambda x, w, b: F.batch_norm(x, *STATISTICS, w, b),
         [random(4, 8, 3), random(8), random(8)],
+    ),
+    "instance_norm": (F.instance_norm, [random(4, 8, 5)]),
+    "instance_norm by running statistics": (
+        lambda x: F.instance_norm(x, *STATISTICS, use_input_stats=False),
+        [random(4, 8, 5)],
     ),
     "mse_loss that adds up": (
         lambda x: F.mse_loss(x, ZEROS, reduction="sum"),
@@ -136,7 +159,15 @@ def of_the_whole(function: Function, parts: list[Any], choice: Choice, devices: 
     return function(*parts) / share
 
 
-@local("picked", "index_select", "gather", "batch_norm in evaluation", "mse_loss that adds up")
+@local(
+    "picked",
+    "index_select",
+    "gather",
+    "take_along_dim",
+    "instance_norm by running statistics",
+    "batch_norm in evaluation",
+    "mse_loss that adds up",
+)
 def with_part_of_the_index(
     function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes
 ) -> torch.Tensor:
@@ -270,6 +301,11 @@ def test_views_name_the_dims_that_go_together() -> None:
         (lambda x: torch.swapaxes(x, axis0=0, axis1=1), (4, 8)),
         (lambda x: x.view(0, 5), (2, 0)),
         (lambda x: x.view(torch.float32), (4, 8)),
+        (lambda x: x.view(torch.int64), (4, 8)),
+        (lambda x: F.embedding(PICKS, x, max_norm=1.0), (4, 8)),
+        (lambda x: F.embedding(PICKS, x, scale_grad_by_freq=True), (4, 8)),
+        (lambda x: torch.embedding(x, PICKS), (4, 8)),
+        (nn.InstanceNorm1d(8, track_running_stats=True, dtype=torch.float64), (4, 8, 5)),
         (lambda x: x.roll(3), (4, 8)),
         (lambda x: x.flip(()), (4, 8)),
     ],
@@ -282,9 +318,16 @@ def test_what_is_unknown_is_whole(function: Function, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: torch.div(x, 2, rounding_mode="floor"), lambda x: x.float(), lambda x: x.to(torch.bfloat16)]
+    "function",
+    [
+        lambda x: torch.div(x, 2, rounding_mode="floor"),
+        lambda x: x.float(),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: x.nansum(0),
+    ],
 )
-def test_summands_are_not_rounded(function: Function) -> None:
+def test_summands_are_neither_rounded_nor_left_out(function: Function) -> None:
+    """A NaN in one of two summands makes their sum NaN, which `nansum` leaves out as a whole."""
     (operator,) = forward_of(Applied(function, [random(4, 8)]), ()).operators
     assert operator.is_known
     assert not operator.loops.is_linear
@@ -301,6 +344,31 @@ def test_a_table_is_sharded_by_rows_where_devices_add_zeros() -> None:
     assert by["j"].inputs[-1].gradient == (1,)
     rows = [F.embedding(indices, table * (torch.arange(12) // 3 == device)[:, None]) for device in range(4)]
     torch.testing.assert_close(torch.stack(rows).sum(0), F.embedding(indices, table))
+
+
+def test_masks_of_attention_by_position() -> None:
+    """The operator's own signature says where they are."""
+    names = [*inspect.signature(F.multi_head_attention_forward).parameters]
+    shapes = {name: (6, 4, 8) for name in ("query", "key", "value")} | {"key_padding_mask": (4, 6), "attn_mask": (6, 6)}
+    tensors = {name: Tensor(number, shape, torch.float32) for number, (name, shape) in enumerate(shapes.items())}
+    args = [tensors.get(name) for name in names]
+    row = rows["multi_head_attention_forward"]
+    loops = row(Call("multi_head_attention_forward", args, {}, len(tensors), ((6, 4, 8),)))
+    assert loops.inputs[tensors["key_padding_mask"].index] == ("n", None)
+    assert loops.inputs[tensors["attn_mask"].index] == (None, None)
+    args[names.index("attn_mask")] = Tensor(4, (8, 6, 6), torch.float32)
+    with pytest.raises(ValueError, match="each sample and head"):
+        row(Call("multi_head_attention_forward", args, {}, len(tensors), ((6, 4, 8),)))
+
+
+def test_products_of_several_are_contracted_in_pairs() -> None:
+    """From left to right; a letter that the output has stays, as one does that a later operand has."""
+    tensors = [random(4, 8), random(8, 3), random(3, 12)]
+    cases = {"ij,jk,kl->il": 2.0 * (4 * 8 * 3 + 4 * 3 * 12), "ij,jk,kl->ijl": 2.0 * (4 * 8 * 3 + 4 * 8 * 3 * 12)}
+    for equation, flops in cases.items():
+        function = functools.partial(torch.einsum, equation)
+        (operator,) = forward_of(Applied(function, tensors), ()).operators
+        assert operator.loops.flops == flops
 
 
 def test_shapes_that_are_lent_are_not_read() -> None:

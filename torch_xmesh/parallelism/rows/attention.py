@@ -39,19 +39,20 @@ def multi_head_attention(call: Call) -> Loops:
     query, key, value = call.tensor(0, "query"), call.tensor(1, "key"), call.tensor(2, "value")
     if len(query.shape) != 3:
         raise ValueError("attention without a batch")
+    if isinstance(call.get(21, "static_k"), Tensor) or isinstance(call.get(22, "static_v"), Tensor):
+        raise ValueError("keys or values whose batch and heads are one dim")
     inputs: dict[int, Labels] = {one.index: (None,) * len(one.shape) for one in call.tensors}
     for one in (query, key, value):
         inputs[one.index] = (None, "n", None)
-    padding = call.get(13, "key_padding_mask")
+    padding = call.get(14, "key_padding_mask")
     if isinstance(padding, Tensor):
         inputs[padding.index] = ("n", None)
-    mask = call.get(15, "attn_mask")
+    mask = call.get(16, "attn_mask")
     if isinstance(mask, Tensor) and len(mask.shape) == 3:
         raise ValueError("a mask for each sample and head")
     length, batch, width = query.shape
     flops = batch * (2.0 * length * 4 * width * width + 4.0 * length * key.shape[0] * width)
-    outputs = tuple(
-        (None, "n", None) if shape == query.shape else ("n", *[None] * (len(shape) - 1)) for shape in call.shapes
-    )
+    weights: list[Labels] = [("n", *[None] * (len(shape) - 1)) for shape in call.shapes[1:]]
+    outputs: tuple[Labels, ...] = ((None, "n", None), *weights)
     reads = tuple(inputs.get(i) for i in range(call.num_tensors))
     return Loops(reads, outputs, {"n": batch} if batch > 1 else {}, is_heavy=True, flops=flops)

@@ -1,6 +1,7 @@
 """Convolutions and what else goes over space, whose dims stay whole."""
 
 import math
+import re
 
 from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
@@ -32,17 +33,34 @@ def convolution(call: Call) -> Loops:
 
 _OVER_SPACE = """
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    interpolate upsample dropout1d dropout2d dropout3d unfold
+    lp_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d interpolate upsample dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout
 """
 
 
 @row(*_OVER_SPACE.split())
 def over_space(call: Call) -> Loops:
-    """Samples and channels are loops."""
+    """Samples and channels are loops. Where the name says over how many dims it goes, one sample may be without a
+    batch."""
     x = call.tensor(0, "input")
-    if len(x.shape) < 3 or call.shape[:2] != x.shape[:2]:
-        raise ValueError(f"{call.name} without batch and channels")
-    labels: Labels = (*labels_like(x.shape)[:2], *[None] * (len(x.shape) - 2))
-    output: Labels = (*labels[:2], *[None] * (len(call.shape) - 2))
-    return call.loops({x.index: labels}, output, extents_of(labels[:2], x.shape[:2]))
+    named = re.search(r"(\d)d", call.name)
+    num_outer = len(x.shape) - int(named[1]) if named else 2
+    if num_outer not in (1, 2) or len(x.shape) < 2 or call.shape[:num_outer] != x.shape[:num_outer]:
+        raise ValueError(f"{call.name} without channels")
+    outer = labels_like(x.shape)[:num_outer]
+    labels: Labels = (*outer, *[None] * (len(x.shape) - num_outer))
+    output: Labels = (*outer, *[None] * (len(call.shape) - num_outer))
+    return call.loops({x.index: labels}, output, extents_of(outer, x.shape[:num_outer]))
+
+
+@row("unfold")
+def unfold(call: Call) -> Loops:
+    """Of images: samples, and channels, whose patches lie together. Of a tensor along a dim: the other dims."""
+    x = call.tensor(0, "input")
+    if len(call.shape) == len(x.shape) + 1:
+        dim = call.get(1, "dimension") % len(x.shape)
+        labels = tuple(None if place == dim else label for place, label in enumerate(labels_like(x.shape)))
+        return call.loops({x.index: labels}, (*labels, None), extents_of(labels, x.shape), is_linear=True)
+    if len(x.shape) != 4:
+        raise ValueError("patches of one sample without a batch")
+    return call.loops({x.index: ("n", "c", None, None)}, ("n", "c", None), extents_of(("n", "c"), x.shape[:2]))

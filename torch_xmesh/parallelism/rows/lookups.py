@@ -10,6 +10,10 @@ from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, exten
 def embedding(call: Call) -> Loops:
     """The vocabulary is a loop that adds up: a device that does not have a row adds zeros."""
     indices, weight = call.tensor(0, "input"), call.tensor(1, "weight")
+    if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq", False):
+        raise ValueError("rows whose norms are bounded, or gradients by how often an index comes")
+    if indices.dtype.is_floating_point:
+        raise ValueError("a table before its indices")
     batch = labels_like(indices.shape, "b")
     extents = {**extents_of(batch, indices.shape), **extents_of(("v", "j"), weight.shape)}
     picked = frozenset([weight.index])
@@ -19,7 +23,7 @@ def embedding(call: Call) -> Loops:
 @row("gather", "take_along_dim", "scatter", "scatter_", "scatter_add", "scatter_add_")
 def gather(call: Call) -> Loops:
     """The dim that is picked from stays whole; others are loops where all tensors are as long along them."""
-    dim = call.get(1, "dim")
+    dim = call.get(2 if call.name == "take_along_dim" else 1, "dim")
     tensors = call.tensors
     if not isinstance(dim, int) or any(len(one.shape) != len(call.shape) for one in tensors):
         raise ValueError(f"{call.name} along no dim that is named")

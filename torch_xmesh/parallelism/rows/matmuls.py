@@ -93,4 +93,14 @@ def einsum(call: Call) -> Loops:
     used = {letter: extent for letter, extent in extents.items() if letter not in twice and extent > 1}
     if len(operands) < 2:
         return call.loops(inputs, labels(right), used, is_linear=True)
-    return product(call, inputs, labels(right), used)
+    return call.loops(inputs, labels(right), used, is_heavy=True, flops=_pairwise_flops(terms, right, used))
+
+
+def _pairwise_flops(terms: Sequence[str], output: str, extents: Mapping[str, int]) -> float:
+    """Of contracting operands from left to right; a letter stays as long as a later one or the output has it."""
+    flops, held = 0.0, set(terms[0])
+    for number, term in enumerate(terms[1:], 1):
+        turns = held | set(term)
+        flops += 2.0 * math.prod(extents.get(letter, 1) for letter in turns)
+        held = turns & {*output, *"".join(terms[number + 1 :])}
+    return flops

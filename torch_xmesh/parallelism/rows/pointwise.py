@@ -8,9 +8,9 @@ _PRODUCTS = "mul multiply div divide truediv __mul__ __rmul__ __truediv__ mul_ d
 _SAME = "contiguous clone detach alias positive requires_grad_ lift_fresh"
 _FUNCTIONS = """
     relu relu_ relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid tanh
-    sigmoid logsigmoid exp exp2 expm1 log log2 log10 log1p square sqrt rsqrt reciprocal pow __pow__ __rpow__ abs
-    absolute sign sin cos tan asin acos atan sinh cosh erf floor ceil round trunc frac clamp clamp_ clip
-    clamp_min clamp_max minimum maximum dropout dropout_ alpha_dropout feature_dropout where masked_fill masked_fill_
+    sigmoid log_sigmoid logsigmoid exp exp2 expm1 log log2 log10 log1p square sqrt rsqrt reciprocal pow __pow__ __rpow__
+    abs absolute sign sin cos tan asin acos atan sinh cosh erf floor ceil round trunc frac clamp clamp_ clip
+    clamp_min clamp_max minimum maximum dropout dropout_ alpha_dropout where masked_fill masked_fill_
     nan_to_num lerp addcmul addcdiv fmod remainder floor_divide __rtruediv__ __floordiv__ __mod__ atan2 hypot logaddexp
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite logical_and logical_or logical_xor
     logical_not bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __invert__ __rand__ __ror__

@@ -26,11 +26,12 @@ def without(labels: Labels, dims: Sequence[int], *, keeps: bool) -> Labels:
 
 @row("sum", "mean", "nansum")
 def sums(call: Call) -> Loops:
-    """All dims are loops; those that are reduced add up. (Of a mean each device's part is divided by the whole.)"""
+    """All dims are loops; those that are reduced add up. (Of a mean each device's part is divided by the whole.)
+    Where one summand is NaN the other is not left out, but their sum is: `nansum` is not linear."""
     x = call.tensor(0, "input")
     dims, keeps = reduced_dims(call)
     labels = labels_like(x.shape)
-    is_linear = call.kwargs.get("dtype") is None
+    is_linear = call.name != "nansum" and call.kwargs.get("dtype") is None
     return call.loops(
         {x.index: labels}, without(labels, dims, keeps=keeps), extents_of(labels, x.shape), is_linear=is_linear
     )
@@ -45,11 +46,11 @@ def extremes(call: Call) -> Loops:
     return call.loops({x.index: labels}, without(labels, dims, keeps=keeps), extents_of(labels, x.shape))
 
 
-@row("cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll", "kthvalue", "renorm")
+@row("cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll", "kthvalue")
 def along(call: Call) -> Loops:
     """Along a dim, which stays whole; the others are loops."""
     x = call.tensor(0, "input")
-    position = 2 if call.name in ("topk", "kthvalue", "roll", "renorm") else 1
+    position = 2 if call.name in ("topk", "kthvalue", "roll") else 1
     given = call.get(position, "dims" if call.name in ("flip", "roll") else "dim", None if call.name == "roll" else -1)
     if call.name == "flip" and isinstance(given, int):
         given = call.args[1:]
@@ -58,4 +59,12 @@ def along(call: Call) -> Loops:
         raise ValueError(f"{call.name} of all elements")
     whole = {one % len(x.shape) for one in dims}
     labels = tuple(None if place in whole else label for place, label in enumerate(labels_like(x.shape)))
+    return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))
+
+
+@row("renorm", "renorm_")
+def renorm(call: Call) -> Loops:
+    """The slices along a dim are a loop; the norm of each is over all other dims."""
+    x, own = call.tensor(0, "input"), call.get(2, "dim") % len(call.shape)
+    labels = tuple(label if dim == own else None for dim, label in enumerate(labels_like(x.shape)))
     return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))

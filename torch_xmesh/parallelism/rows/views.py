@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import torch
+
 from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like, row
 
@@ -13,6 +15,8 @@ from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like,
 def view(call: Call) -> Loops:
     """Dims that are joined or split share the loop over the first of them, as far as both divide."""
     x = call.tensor(0, "input")
+    if any(isinstance(one, torch.dtype) for one in (*call.args, *call.kwargs.values())):
+        raise ValueError("a view as another type")
     if math.prod(x.shape) != math.prod(call.shape) or 0 in x.shape:
         raise ValueError("a view of other bytes, or of none")
     before, after, extents = _matched(x.shape, call.shape)
