@@ -449,8 +449,11 @@ def device_communicators() -> tuple[int, int]:
 def collective_cost_models() -> list[tuple[str, str]]:
     """Names and summaries of all cost models of collectives."""
 
-def collective_cost(model: str, collective: str, num_bytes: float, axis: tuple[int, float, float]) -> float:
-    """Of one along an axis (size, latency, seconds per byte). Raises ValueError for names that are unknown."""
+_Axis = tuple[int, float, float] | tuple[int, float, float, float]
+
+def collective_cost(model: str, collective: str, num_bytes: float, axis: _Axis) -> float:
+    """Of one along an axis (size, latency, seconds per byte, and, if that is more, the same where all send to all).
+    Raises ValueError for names that are unknown."""
 
 class ConversionCosts:
     """What it costs to bring a value from one state on a mesh to another."""
@@ -459,11 +462,11 @@ class ConversionCosts:
         self,
         shape: Sequence[int],
         num_bytes: float,
-        axes: Sequence[tuple[int, float, float]],
+        axes: Sequence[_Axis],
         model: str,
         is_direct: bool = False,
     ) -> None:
-        """Of a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis
+        """Of a value of this shape and so many bytes; axes as in collective_cost. A state has per axis
         a dim, -1 (replicated) or -2 (a partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises
         ValueError for a mesh of more than 3 axes and an unknown model."""
     def cost(self, from_state: Sequence[int], to_state: Sequence[int]) -> float: ...
@@ -548,11 +551,14 @@ class StageProblem:
         bytes_per_microbatch: Sequence[int],
     ) -> None:
         """One more way to run each stretch of layers: lists by first and last layer."""
+    def set_entering(self, submesh: int, seconds: Sequence[float]) -> None:
+        """What the values that a stage reads, and their gradients, take on their way, by its first layer."""
     def best_plans(
         self,
         count: int,
         accepts: Callable[[list[_PlannedStage]], bool] | None = None,
         go_on: Callable[[], bool] | None = None,
+        most_stages: int | None = None,
     ) -> list[tuple[float, bool, list[_PlannedStage]]]:
         """The cheapest ones: (seconds, whether that is proven, stages (first layer, end, submesh, option))."""
     def smallest_memory(self) -> tuple[int, list[_PlannedStage], int] | None:

@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -19,11 +20,14 @@ namespace xmesh::bindings {
 namespace {
 
 namespace py = pybind11;
-using Axis = std::tuple<int64_t, double, double>;
+/// Its size, latency, seconds per byte, and the same where each device sends to all others.
+using Axis = std::variant<std::tuple<int64_t, double, double>, std::tuple<int64_t, double, double, double>>;
 using End = std::pair<core::ValueState, core::ValueState>;
 using Step = std::tuple<size_t, core::ValueState, std::optional<std::string>, double>;
 
-core::AxisLinks linksOf(const Axis& axis) { return {std::get<0>(axis), std::get<1>(axis), std::get<2>(axis)}; }
+core::AxisLinks linksOf(const Axis& axis) {
+  return std::visit([](const auto& fields) { return std::apply([](auto... field) { return core::AxisLinks{field...}; }, fields); }, axis);
+}
 
 std::vector<core::ValueEnd> endsOf(const std::vector<End>& ends) {
   std::vector<core::ValueEnd> out;
@@ -72,7 +76,8 @@ void bindCosts(py::module_& module) {
         return core::collectiveCostModel(model).cost(core::collectiveOf(collective), num_bytes, linksOf(axis));
       },
       py::arg("model"), py::arg("collective"), py::arg("num_bytes"), py::arg("axis"),
-      "Of one along an axis (size, latency, seconds per byte). Raises ValueError for names that are unknown.");
+      "Of one along an axis (size, latency, seconds per byte, and, if that is more, the same where all send to all). Raises ValueError for names "
+      "that are unknown.");
   py::class_<core::ConversionCosts>(module, "ConversionCosts", "What it costs to bring a value from one state on a mesh to another.")
       .def(py::init(&makeConversionCosts), py::arg("shape"), py::arg("num_bytes"), py::arg("axes"), py::arg("model"), py::arg("is_direct") = false,
            "Of a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis a dim, -1 (replicated) or "

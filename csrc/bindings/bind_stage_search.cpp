@@ -90,7 +90,7 @@ std::optional<std::vector<std::vector<Devices>>> placeSubmeshes(const std::vecto
 
 core::StageProblem makeProblem(size_t num_layers, size_t num_microbatches, std::vector<size_t> num_devices,
                                const std::vector<std::pair<std::vector<size_t>, int64_t>>& submeshes, std::vector<int64_t> in_flight) {
-  core::StageProblem out{num_layers, num_microbatches, std::move(num_devices), {}, std::move(in_flight), {}};
+  core::StageProblem out{num_layers, num_microbatches, std::move(num_devices), {}, std::move(in_flight), {}, {}};
   for (const auto& [devices, memory_bytes] : submeshes) {
     out.submeshes.push_back({devices, memory_bytes});
   }
@@ -119,10 +119,19 @@ bool hearsNothing() {
   return true;
 }
 
-std::vector<std::tuple<double, bool, std::vector<Stage>>> bestPlans(const core::StageProblem& problem, size_t count,
+void setEntering(core::StageProblem& problem, size_t submesh, const std::vector<double>& seconds) {
+  core::require(submesh < problem.submeshes.size() && seconds.size() == problem.num_layers, "what enters takes seconds for each first layer");
+  problem.entering.resize(problem.num_layers * problem.submeshes.size());
+  for (size_t first = 0; first < problem.num_layers; ++first) {
+    problem.entering[first * problem.submeshes.size() + submesh] = seconds[first];
+  }
+}
+
+std::vector<std::tuple<double, bool, std::vector<Stage>>> bestPlans(core::StageProblem problem, size_t count,
                                                                     const std::function<bool(const std::vector<Stage>&)>& accepts,
-                                                                    const std::function<bool()>& go_on) {
+                                                                    const std::function<bool()>& go_on, std::optional<size_t> most_stages) {
   core::StageSearchLimits limits;
+  problem.in_flight.resize(std::min(most_stages.value_or(problem.in_flight.size()), problem.in_flight.size()));
   limits.count = count;
   if (accepts) {
     limits.accepts = [&](const core::StagePlan& plan) {
@@ -167,7 +176,10 @@ void bindStageSearch(py::module_& module) {
            "by the number of stages behind it.")
       .def("add_options", &addOptions, py::arg("submesh"), py::arg("seconds"), py::arg("stage_bytes"), py::arg("bytes_per_microbatch"),
            "One more way to run each stretch of layers: lists by first and last layer, those with last before first unused.")
+      .def("set_entering", &setEntering, py::arg("submesh"), py::arg("seconds"),
+           "What the values that a stage reads, and their gradients, take on their way, by its first layer.")
       .def("best_plans", &bestPlans, py::arg("count"), py::arg("accepts") = nullptr, py::arg("go_on") = nullptr,
+           py::arg("most_stages") = std::nullopt,
            "The cheapest ones: (seconds, whether that is proven, stages (first layer, end, submesh, option)). The first is the best; see the C++ "
            "bestStagePlans.")
       .def(

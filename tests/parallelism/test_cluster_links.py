@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed.tensor import Shard
 
 import torch_xmesh as xm
+from torch_xmesh import _C
 from torch_xmesh.parallelism.cluster import cluster_of, logical_shapes
 from torch_xmesh.parallelism.compute import Compute
 
@@ -30,9 +33,11 @@ def test_groups_that_leave_a_host_share_its_network() -> None:
     )
     cluster = cluster_of(mesh(2, 4), topology, FAST, None)
     ranks = list(range(8))
-    assert cluster.links(ranks, (8,)) == [(8, 3e-6, 1 / 8)]
-    assert cluster.links(ranks, (2, 4)) == [(2, 3e-6, 4 / 8), (4, 1e-6, 1 / 100)]
-    assert cluster.links(ranks, (4, 2)) == [(4, 3e-6, 2 / 8), (2, 1e-6, 1 / 100)]
+    assert cluster.links(ranks, (8,))[0] == pytest.approx((8, 3e-6, 1 / 8, 4 * 4 / 7 / 8))
+    assert cluster.links(ranks, (2, 4)) == [(2, 3e-6, 4 / 8, 4 / 8), (4, 1e-6, 1 / 100)]
+    first, second = cluster.links(ranks, (4, 2))
+    assert first == pytest.approx((4, 3e-6, 2 / 8, 2 * 2 * 2 / 3 / 8))
+    assert second == (2, 1e-6, 1 / 100)
     assert cluster.links([0, 1], (2,)) == [(2, 1e-6, 1 / 100)]
     assert cluster.links([0, 1, 2, 3], (2, 2)) == [(2, 1e-6, 1 / 100)] * 2
 
@@ -63,3 +68,20 @@ def test_logical_shapes() -> None:
     assert logical_shapes(1, 8) == [(8,), (2, 4), (4, 2)]
     assert logical_shapes(2, 8) == [(16,), (2, 8), (4, 4), (8, 2)]
     assert logical_shapes(3, 6) == [(18,), (3, 6), (6, 3), (9, 2)]
+
+
+@pytest.mark.parametrize(("num_hosts", "num_devices"), [(2, 4), (2, 8), (4, 2)])
+def test_an_all_to_all_takes_what_the_network_takes(num_hosts: int, num_devices: int) -> None:
+    """As a reshard between the same placements is planned, where the network is all that counts."""
+    topology = xm.Topology(
+        devices_per_host=num_devices, nic_bytes_per_s=10**9, local_bytes_per_s=10**15, latency_us=0, local_latency_us=0
+    )
+    count = num_hosts * num_devices
+    devices = xm.Mesh(range(count))
+    (axis,) = cluster_of(devices, topology, FAST, None).links(range(count), (count,))
+    num_bytes = 4 * 1024 * 1024
+    predicted = _C.collective_cost("ring", "all-to-all", num_bytes, axis)
+    source = xm.Spec((1024, 1024), torch.float32, devices, [Shard(0)])
+    plan = xm.plan_resharding(source, devices, [Shard(1)], topology=topology)
+    assert predicted == pytest.approx(plan.lower_bound_seconds, rel=0.01)
+    assert predicted <= plan.predicted_seconds

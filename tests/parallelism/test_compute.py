@@ -19,9 +19,7 @@ def seconds_of(model: nn.Module, x: torch.Tensor, number: int = 0) -> ComputeSec
 
 
 def test_a_product() -> None:
-    found = seconds_of(
-        nn.Sequential(nn.ReLU(), nn.Linear(512, 512, bias=False)), torch.zeros(4096, 512), 1
-    )
+    found = seconds_of(nn.Sequential(nn.ReLU(), nn.Linear(512, 512, bias=False)), torch.zeros(4096, 512), 1)
     moved = 4 * (2 * 4096 * 512 + 512 * 512)
     once = max(2 * 4096 * 512 * 512 / 1e12, moved / 1e9)
     assert found.forward == pytest.approx(once)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_models import Gpt, Mlp
+from torch import nn
 
 import torch_xmesh as xm
 from torch_xmesh.cli import main
@@ -154,3 +157,39 @@ def test_mistakes_in_the_command(
     path.write_text(MODEL_FILE)
     assert main(["parallelize", *(one.format(path=path) for one in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 100))
+
+
+@pytest.mark.parametrize("flops", [1e11, 1e13])
+@pytest.mark.parametrize(("num_hosts", "num_devices"), [(2, 2), (2, 3), (1, 4)])
+@pytest.mark.parametrize("name", ["convolutions", "gpt", "mlp"])
+def test_found_plans_are_as_good_as_presets(name: str, num_hosts: int, num_devices: int, flops: float) -> None:
+    """Or nearly: stages are cut by tables, and only the best of them are played."""
+    model, x = {
+        "convolutions": (convolutions(), torch.zeros(12, 3, 16, 16)),
+        "gpt": (Gpt(num_layers=4), torch.zeros(12, 16, dtype=torch.int64)),
+        "mlp": (Mlp(256, 6), torch.zeros(24, 256)),
+    }[name]
+    options: dict[str, Any] = {
+        "devices": xm.Mesh(torch.arange(num_hosts * num_devices).reshape(num_hosts, num_devices)),
+        "num_microbatches": 8,
+        "compute": xm.Compute(flops=flops, bytes_per_s=flops / 10),
+        "topology": xm.Topology(devices_per_host=num_devices, nic_bytes_per_s=10**9, local_bytes_per_s=5 * 10**10),
+    }
+    found = xm.plan_parallel(model, (x,), **options).predicted_seconds
+    count = num_hosts * num_devices
+    makers = [xm.presets.data_parallel, xm.presets.zero_2]
+    makers += [functools.partial(xm.presets.megatron, tensor_parallel=size) for size in (2, 3) if count % size == 0]
+    makers += [functools.partial(xm.presets.pipeline, num_stages=size) for size in (2, 3, 4) if count % size == 0]
+    compared = 0
+    for maker in makers:
+        with contextlib.suppress(ValueError):  # the batch or a matrix does not divide
+            assert found <= 1.01 * maker(model, (x,), **options).predicted_seconds
+            compared += 1
+    assert compared > 2

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,22 +69,29 @@ class Cluster:
 
     def links(self, ranks: Sequence[int], shape: Sequence[int]) -> list[Links]:
         """Of each axis of a mesh of some devices: a message's latency, and what a byte takes one device, where all
-        groups along the axis communicate at once. Groups that leave a host share its network interface."""
+        groups along the axis communicate at once. Groups that leave a host share its network interface; where all
+        devices send to all, those of a host that are in one group share it too."""
         host_of = {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
         out: list[Links] = []
         for axis, size in enumerate(shape):
             stride = math.prod(shape[axis + 1 :])
-            groups: dict[int, set[int]] = {}
+            groups: dict[int, Counter[int]] = {}
             for place, rank in enumerate(ranks):
                 group = place // (stride * size) * stride + place % stride
-                groups.setdefault(group, set()).add(host_of[rank])
-            leaving: dict[int, int] = {}
+                groups.setdefault(group, Counter())[host_of[rank]] += 1
+            leaving: Counter[int] = Counter()
+            exchanged: dict[int, float] = {}
             for hosts in groups.values():
-                for host in hosts if len(hosts) > 1 else ():
-                    leaving[host] = leaving.get(host, 0) + 1
+                for host, count in hosts.items() if len(hosts) > 1 else ():
+                    leaving[host] += 1
+                    exchanged[host] = exchanged.get(host, 0.0) + count * (size - count) / (size - 1)
             if leaving:
-                slowest = max(count / self.hosts[host].kind.nic_bytes_per_s for host, count in leaving.items())
-                out.append((size, self.latency_s, max(slowest, 1 / self.local_bytes_per_s)))
+                rings, exchanges = (
+                    max(count / self.hosts[host].kind.nic_bytes_per_s for host, count in by_host.items())
+                    for by_host in (leaving, exchanged)
+                )
+                local = 1 / self.local_bytes_per_s
+                out.append((size, self.latency_s, max(rings, local), max(exchanges, rings, local)))
             else:
                 out.append((size, self.local_latency_s, 1 / self.local_bytes_per_s))
         return out

@@ -24,7 +24,7 @@ from torch_xmesh.pipeline.schedule.schedule import schedule_name
 from torch_xmesh.spec import Mesh
 from torch_xmesh.topology import Topology
 
-_NUM_CANDIDATES = 12
+_NUM_CANDIDATES = 10
 _PATIENCE_SECONDS = 2.0
 _MOST_STAGES = 64
 

@@ -157,14 +157,21 @@ class _Writer:
 
 
 def batch_loops(forward: Forward) -> dict[str, str | None]:
-    """By operator the loop over samples: those of the first dims of the arguments, followed through the forward."""
+    """By operator the loop over samples, followed through the forward: the first dim of arguments that are as long
+    along it as the first argument that has dims."""
     samples: dict[Value, int] = {}
+    given = (
+        value for one in forward.operators for value in one.reads if value.maker is None and not value.is_parameter
+    )
+    first = min((value for value in given if value.shape), key=lambda value: value.name, default=None)
+    batch = None if first is None else first.shape[0]
     out: dict[str, str | None] = {}
     for operator in forward.operators:
         found = None
         labelled = [labels for labels in operator.loops.inputs if labels is not None]
         for value, labels in zip(operator.reads, labelled, strict=True):
-            dim = samples.get(value, 0 if value.maker is None and not value.is_parameter and value.shape else None)
+            is_argument = value.maker is None and not value.is_parameter
+            dim = samples.get(value, 0 if is_argument and value.shape[:1] == (batch,) else None)
             if dim is not None and dim < len(labels) and labels[dim] is not None and found is None:
                 names = str(labels[dim]).split("|")
                 found = next((name for name in names if name in operator.loops.extents), None)

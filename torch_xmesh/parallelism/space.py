@@ -18,8 +18,9 @@ from torch_xmesh.parallelism.operators import Operator, Value
 
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
-Links = tuple[int, float, float]
-"""Of a mesh axis: its size, the latency of a message, what a byte takes."""
+Links = tuple[int, float, float] | tuple[int, float, float, float]
+"""Of a mesh axis: its size, the latency of a message, what a byte takes one device that sends to its neighbor, and, if
+that is more, one where all send to all."""
 Allowed = Callable[[Operator, Choice], bool]
 
 
@@ -73,7 +74,7 @@ class Space:
         if objective not in objectives:
             raise ValueError(f"no objective named {objective!r}: they are {', '.join(objectives)}")
         self.axes, self.model, self.compute = list(axes), model, compute
-        self.shape = tuple(size for size, _, _ in axes)
+        self.shape = tuple(axis[0] for axis in axes)
         self.num_microbatches = num_microbatches
         self._objective: Objective = objectives[objective]
         self._allowed, self._is_direct = allowed, is_direct

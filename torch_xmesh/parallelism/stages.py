@@ -6,6 +6,7 @@ layers --> on each mesh: the cheapest shardings of the whole model --> what each
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,10 @@ from torch_xmesh.parallelism.zero import LEVELS, with_zero
 
 UNLIMITED = 2**62
 _MOST_BRANCHES = 24
+_FEW_STAGES = (1, 2, 4, 8, 16, 32)
+"""The best plan of at most so many stages is looked at, too."""
+_MUCH_SLOWER = 10.0
+"""Unless it takes so many times as long, by the tables."""
 _MANY_HOSTS = 16
 """Of more hosts only powers of two share a stage, and all."""
 
@@ -40,6 +45,10 @@ class Shape:
     parts: tuple[tuple[int, int, int], ...]
     kind: HostKind
     spaces: tuple[Space, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(hosts * devices for _, hosts, devices in self.parts)
 
     @property
     def memory_bytes(self) -> int:
@@ -158,9 +167,14 @@ class StageSearch:
     # What is asked for.
 
     def best(self, count: int, go_on: Callable[[], bool] | None = None) -> list[FoundPlan]:
-        """The cheapest plans, at most so many: the first is the best by the tables."""
+        """The cheapest plans, at most so many, and the cheapest of few stages: the first is the best by the tables."""
         problem = self._problem()
         plans = problem.best_plans(count, accepts=self._can_be_placed, go_on=go_on)
+        for most in _FEW_STAGES:
+            if plans and most < len(self._layers) and (go_on is None or go_on()):
+                few = problem.best_plans(1, accepts=self._can_be_placed, go_on=go_on, most_stages=most)
+                known = [stages for _, _, stages in plans]
+                plans += [one for one in few if one[0] <= _MUCH_SLOWER * plans[0][0] and one[2] not in known]
         if not plans and go_on is not None and not go_on():
             raise ValueError("max_seconds were over before a plan was found")
         if not plans:
@@ -196,10 +210,39 @@ class StageSearch:
         for number, shape in enumerate(self.shapes):
             self._ways[number] = []
             for space in shape.spaces:
-                for sharded, table in tables.get(id(space), []):
+                for sharded, (seconds, *held) in tables.get(id(space), []):
                     self._ways[number].append((space, sharded))
-                    problem.add_options(number, *table)
+                    problem.add_options(number, self._at_least(seconds, shape), *held)
+            problem.set_entering(number, [2 * seconds for seconds in self._entering(shape)])
         return problem
+
+    @functools.cached_property
+    def _entering_bytes(self) -> list[int]:
+        """By layer, of the values that it reads and layers before it make."""
+        layer_of = self._layers.layer_of()
+        out = []
+        for layer, numbers in enumerate(self._layers.numbers):
+            read = {value for number in numbers for value in self._layers.forward.operators[number].reads}
+            before = (value for value in read if value.maker is not None and layer_of.get(value.maker, layer) < layer)
+            out.append(sum(value.num_bytes for value in before))
+        return out
+
+    def _entering(self, shape: Shape) -> list[float]:
+        """By its first layer the seconds that a stage's values take to it at least, from the stages before it: what
+        has whole hosts has them over the network, by all interfaces."""
+        hosts = [(kind, count) for kind, count, devices in shape.parts if devices == self._classes[kind][1]]
+        is_whole = len(hosts) == len(shape.parts) and self._cluster.num_devices > shape.num_devices
+        rate = self._cluster.local_bytes_per_s * shape.num_devices
+        if is_whole:
+            rate = sum(count * self._cluster.kinds[kind].nic_bytes_per_s for kind, count in hosts)
+        latency = self._cluster.latency_s if is_whole else self._cluster.local_latency_s
+        return [latency + num_bytes / rate if num_bytes else 0.0 for num_bytes in self._entering_bytes]
+
+    def _at_least(self, seconds: Sequence[float], shape: Shape) -> list[float]:
+        """No stage is done with a microbatch sooner than with what it reads."""
+        count = len(self._layers)
+        entering = self._entering(shape)
+        return [max(one, entering[place // count]) for place, one in enumerate(seconds)]
 
     def _ways_of(self, graph: ShardingGraph, in_flight: int) -> list[Sharded]:
         """Shardings that a limit may need; without one, the fastest."""

@@ -13,7 +13,8 @@ enum class Collective : uint8_t { kAllReduce, kAllGather, kReduceScatter, kAllTo
 struct AxisLinks {
   int64_t size = 1;             ///< devices along it
   double latency = 0;           ///< seconds a message takes besides its bytes
-  double seconds_per_byte = 0;  ///< of one device's link
+  double seconds_per_byte = 0;  ///< of one device's link, where each sends to its neighbor
+  double exchanged = 0;         ///< the same where each sends to all others at once; 0: no more
 };
 
 /// A cost model of collectives: a pure function, registered once. `num_bytes` is what a device holds of the value where the axis does not shard it:

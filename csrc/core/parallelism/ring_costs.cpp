@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "core/parallelism/collective_cost.h"
 
 namespace xmesh::core {
@@ -13,7 +15,7 @@ double ringCost(Collective collective, double num_bytes, const AxisLinks& links)
     case Collective::kReduceScatter:
       return steps;
     case Collective::kAllToAll:  // each device keeps one part of n of what it holds, and sends the others to their places at once
-      return (n - 1) * (links.latency + links.seconds_per_byte * num_bytes / n / n);
+      return (n - 1) * (links.latency + std::max(links.seconds_per_byte, links.exchanged) * num_bytes / n / n);
   }
   return 0;
 }

@@ -14,6 +14,7 @@ struct Begun {
   size_t parent = kNoParent;
   PlannedStage stage;
   double seconds = 0;      ///< of the stage
+  double entering = 0;     ///< of what it reads
   size_t stages_left = 0;  ///< after it
   size_t count_left = 0;
 };
@@ -42,7 +43,7 @@ TimedPlan planOf(const std::vector<Begun>& all, size_t last, double sum) {
 double leastSum(const std::vector<Begun>& all, size_t last, double rest) {
   double out = rest;
   for (size_t index = last; all[index].parent != kNoParent; index = all[index].parent) {
-    out = all[index].seconds + out;
+    out = (all[index].entering + all[index].seconds) + out;
   }
   return out;
 }
@@ -70,7 +71,7 @@ TimedPlan leastSumPlan(const StageTable<double>& table, const DeviceCounts& coun
 
 AcceptedPlan leastAcceptedPlan(const StageTable<double>& table, const DeviceCounts& counts, const TimedMoves& moves, size_t num_stages,
                                const AcceptedPlanLimits& limits) {
-  std::vector<Begun> all{{kNoParent, {}, 0, num_stages, counts.last()}};
+  std::vector<Begun> all{{kNoParent, {}, 0, 0, num_stages, counts.last()}};
   std::priority_queue<Ranked, std::vector<Ranked>, std::greater<>> queue;
   queue.push({table.at(num_stages, 0, counts.last()), num_stages, 0});
   while (!queue.empty()) {
@@ -94,8 +95,12 @@ AcceptedPlan leastAcceptedPlan(const StageTable<double>& table, const DeviceCoun
       }
       const size_t count_left = begun.count_left - counts.offset(move.submesh);
       const double rest = table.at(begun.stages_left - 1, move.end_layer, count_left);
-      all.push_back(
-          {next.begun, {begun.stage.end_layer, move.end_layer, move.submesh, choice->option}, choice->seconds, begun.stages_left - 1, count_left});
+      all.push_back({next.begun,
+                     {begun.stage.end_layer, move.end_layer, move.submesh, choice->option},
+                     choice->seconds,
+                     move.entering,
+                     begun.stages_left - 1,
+                     count_left});
       if (const double sum = leastSum(all, all.size() - 1, rest); sum < limits.most_sum) {
         queue.push({sum, begun.stages_left - 1, all.size() - 1});
       } else {

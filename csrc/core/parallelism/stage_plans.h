@@ -22,9 +22,10 @@ struct TimedMoves {
     const MoveChoice* const out = moves.fastest(move, num_stages);
     return out != nullptr && out->seconds <= t_max ? out : nullptr;
   }
+  /// What the move adds to the sum.
   double seconds(const StageMove& move, size_t num_stages) const {
     const MoveChoice* const found = choice(move, num_stages);
-    return found == nullptr ? kNoTime : found->seconds;
+    return found == nullptr ? kNoTime : move.entering + found->seconds;
   }
 };
 

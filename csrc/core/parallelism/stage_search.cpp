@@ -34,7 +34,7 @@ class RelaxedTable {
       rows_.trim(layer);
       for (const StageMove& move : moves_.from(layer)) {
         if (const double seconds = moves_.choices()[move.first_choice].seconds; seconds <= t_max && !rows_.range(layer).isEmpty()) {
-          rows_.join(move.end_layer, layer, seconds, counts_.offset(move.submesh), counts_.runs(move.submesh), all, std::plus<>());
+          rows_.join(move.end_layer, layer, move.entering + seconds, counts_.offset(move.submesh), counts_.runs(move.submesh), all, std::plus<>());
         }
       }
     }

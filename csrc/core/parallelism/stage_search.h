@@ -31,9 +31,12 @@ struct StageProblem {
   std::vector<int64_t> in_flight;
   /// At [(first layer * num_layers + last layer) * submeshes.size() + submesh]; addOption() fills it.
   std::vector<std::vector<StageOption>> options;
+  /// At [first layer * submeshes.size() + submesh]: seconds that what a stage reads takes to it, and its gradients back, once in the sum. None: zero.
+  std::vector<double> entering;
 
   /// Once num_layers and submeshes are set. Throws InvalidArgument for what is none of them.
   void addOption(size_t first_layer, size_t last_layer, size_t submesh, const StageOption& option);
+  double enteringOf(size_t first_layer, size_t submesh) const { return entering.empty() ? 0 : entering.at(first_layer * submeshes.size() + submesh); }
   const std::vector<StageOption>& optionsOf(size_t first_layer, size_t last_layer, size_t submesh) const {
     return options.at((first_layer * num_layers + last_layer) * submeshes.size() + submesh);
   }
@@ -65,9 +68,9 @@ struct StageSearchLimits {
 
 /// The stages that take least time together: L. Zheng et al., Alpa (OSDI 2022), section 5.2, Algorithm 1.
 ///
-/// Minimises sum(t_i) + (B - 1) * max(t_i) (eq. 2). A stage takes an option where stage_bytes + in_flight * bytes_per_microbatch fits a device of
-/// its submesh (eq. 5). For a limit t_max on the slowest stage, the least sum of F(s, k, d) follows from eq. 3: s stages, from layer k to the last,
-/// use d devices. d is a number for each class.
+/// Minimises sum(e_i + t_i) + (B - 1) * max(t_i) (eq. 2, which has no e_i: what values take on their way to a stage). A stage takes an option where
+/// stage_bytes + in_flight * bytes_per_microbatch fits a device of its submesh (eq. 5). For a limit t_max on the slowest stage, the least sum of F(s,
+/// k, d) follows from eq. 3: s stages, from layer k to the last, use d devices. d is a number for each class.
 ///
 /// Not every t_max is tried (eq. 4). F never rises with t_max: what it is at the end of a range of them, and the range's start, are a lower bound for
 /// all in it. The same F without s, where each stage takes an option that fits as the last one, is a weaker bound, and cheap.

@@ -68,6 +68,10 @@ void checkStageProblem(const StageProblem& problem) {
   const size_t num_lists = problem.num_layers * problem.num_layers * problem.submeshes.size();
   require(problem.options.size() == num_lists || problem.options.empty(),
           "there must be " + std::to_string(num_lists) + " lists of options, but there are " + std::to_string(problem.options.size()));
+  require(problem.entering.empty() || problem.entering.size() == problem.num_layers * problem.submeshes.size(),
+          "entering has one element for each layer and submesh, or none");
+  require(std::all_of(problem.entering.begin(), problem.entering.end(), [](double seconds) { return std::isfinite(seconds) && seconds >= 0; }),
+          "what enters a stage takes seconds that are not negative");
   for (size_t place = 0; place < problem.options.size(); ++place) {
     for (const StageOption& option : problem.options[place]) {
       checkOption(problem, option, place);
@@ -138,7 +142,7 @@ StageMoves::StageMoves(const StageProblem& problem, std::optional<int64_t> memor
           }
         }
         if (choices_.size() > first_choice) {
-          moves_[first].push_back({first, last + 1, submesh, first_choice, choices_.size()});
+          moves_[first].push_back({first, last + 1, submesh, first_choice, choices_.size(), problem.enteringOf(first, submesh)});
         }
       }
     }

@@ -51,6 +51,7 @@ struct StageMove {
   size_t submesh = 0;
   size_t first_choice = 0;
   size_t end_choice = 0;
+  double entering = 0;
 };
 
 /// An option that no other one beats in both.

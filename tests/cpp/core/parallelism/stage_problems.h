@@ -59,6 +59,11 @@ inline StageProblem randomProblem(std::mt19937_64& random, bool has_memory) {
     }
   }
   out.options.resize(out.num_layers * out.num_layers * out.submeshes.size());
+  if (random() % 2 == 0) {
+    for (size_t place = 0; place < out.num_layers * out.submeshes.size(); ++place) {
+      out.entering.push_back(is_whole ? static_cast<double>(random() % 4) : static_cast<double>(random() % 100) / 7);
+    }
+  }
   return out;
 }
 
@@ -77,7 +82,7 @@ inline double slowestOf(const StageProblem& problem, const std::vector<PlannedSt
 inline double secondsOf(const StageProblem& problem, const std::vector<PlannedStage>& stages) {
   double sum = 0;
   for (size_t stage = stages.size(); stage-- > 0;) {
-    sum = optionOf(problem, stages[stage]).seconds + sum;
+    sum = (problem.enteringOf(stages[stage].first_layer, stages[stage].submesh) + optionOf(problem, stages[stage]).seconds) + sum;
   }
   return sum + static_cast<double>(problem.num_microbatches - 1) * slowestOf(problem, stages);
 }

@@ -80,7 +80,8 @@ double leastSecondsOfAllLimits(const StageProblem& problem) {
               const int64_t num_bytes = option.stage_bytes + problem.in_flight[stages - 1] * option.bytes_per_microbatch;
               for (size_t used = problem.submeshes[submesh].num_devices[0]; used <= num_devices; ++used) {
                 if (option.seconds <= t_max && num_bytes <= problem.submeshes[submesh].memory_bytes) {
-                  sums[first][used] = std::min(sums[first][used], option.seconds + rest[last + 1][used - problem.submeshes[submesh].num_devices[0]]);
+                  const double seconds = problem.enteringOf(first, submesh) + option.seconds;
+                  sums[first][used] = std::min(sums[first][used], seconds + rest[last + 1][used - problem.submeshes[submesh].num_devices[0]]);
                 }
               }
             }
