@@ -51,6 +51,18 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "matmul": (torch.matmul, [random(4, 8, 4, 12), random(4, 8, 12, 16)]),
     "matmul that broadcasts": (torch.matmul, [random(4, 8, 12), random(12, 8)]),
     "batched with one": (torch.matmul, [random(4, 1, 8, 4), random(8, 4, 12)]),
+    "matrix times vector": (torch.matmul, [random(4, 8, 12), random(12)]),
+    "vector times matrix": (torch.matmul, [random(12), random(4, 12, 8)]),
+    "vector times vector": (torch.matmul, [random(8), random(8)]),
+    "mv": (torch.mv, [random(4, 8), random(8)]),
+    "dot": (torch.dot, [random(8), random(8)]),
+    "addmv": (torch.addmv, [random(4), random(4, 8), random(8)]),
+    "outer": (torch.outer, [random(4), random(8)]),
+    "tensordot": (torch.tensordot, [random(4, 8, 12), random(8, 12, 4)]),
+    "tensordot of named dims": (
+        lambda a, b: torch.tensordot(a, b, ([0, -1], [1, 0])),
+        [random(4, 8, 12), random(12, 4, 8)],
+    ),
     "add": (torch.add, [random(4, 8), random(4, 8)]),
     "add that broadcasts": (torch.add, [random(4, 8, 12), random(8, 1)]),
     "minus": (lambda a, b: a - b, [random(4, 8), random(8)]),
@@ -58,6 +70,13 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "times": (lambda a, b: a * b, [random(4, 8), random(4, 1)]),
     "times a number": (lambda a: a * 1.5, [random(4, 8)]),
     "gelu": (F.gelu, [random(4, 8)]),
+    "glu": (lambda x: F.glu(x, 1), [random(4, 8, 12)]),
+    "prelu": (F.prelu, [random(4, 8, 12), random(8)]),
+    "prelu of one slope": (F.prelu, [random(4, 8), random(1)]),
+    "threshold": (lambda x: F.threshold(x, 0.1, 0.2), [random(4, 8)]),
+    "normalize": (F.normalize, [random(4, 8, 12)]),
+    "normalize over the last dim": (lambda x: F.normalize(x, 1.0, -1), [random(4, 8, 12)]),
+    "cosine_similarity": (F.cosine_similarity, [random(4, 8, 12), random(8, 12)]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (12,), w, b), [random(4, 8, 12), random(12), random(12)]),
     "softmax": (lambda x: x.softmax(-2), [random(4, 8, 12)]),
     "transpose": (lambda x: x.transpose(0, -1), [random(4, 8, 12)]),
@@ -69,6 +88,14 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "mm": (torch.mm, [random(4, 8), random(8, 12)]),
     "addmm": (torch.addmm, [random(12), random(4, 8), random(8, 12)]),
     "einsum": (lambda a, b: torch.einsum("bik,bkj->ijb", a, b), [random(4, 8, 12), random(4, 12, 8)]),
+    "einsum with dots": (
+        lambda a, b: torch.einsum("...ik,...kj->...ij", a, b),
+        [random(4, 8, 4, 12), random(8, 12, 8)],
+    ),
+    "einsum with dots that broadcast": (
+        lambda a, b: torch.einsum("i...k,k...", a, b),
+        [random(8, 4, 8, 12), random(12, 1, 8)],
+    ),
     "einsum of three": (
         lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c),
         [random(4, 8), random(8, 4), random(4, 12)],
@@ -80,8 +107,14 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "mean": (lambda x: x.mean(-1, keepdim=True), [random(4, 8, 12)]),
     "mean of all": (lambda x: x.mean(), [random(4, 8)]),
     "amax": (lambda x: x.amax(1), [random(4, 8)]),
+    "var_mean": (lambda x: torch.var_mean(x, 1)[0], [random(4, 8, 12)]),
+    "std_mean": (lambda x: torch.std_mean(x, 1, keepdim=True)[1], [random(4, 8, 12)]),
+    "linalg.norm": (lambda x: torch.linalg.norm(x, dim=1), [random(4, 8)]),
+    "linalg.vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, dim=(0, 1)), [random(4, 8, 12)]),
     "cumsum": (lambda x: x.cumsum(1), [random(4, 8)]),
     "cat": (lambda a, b: torch.cat([a, b], 1), [random(4, 8), random(4, 4)]),
+    "hstack": (lambda a, b: torch.hstack([a, b]), [random(4, 8), random(4, 4)]),
+    "vstack": (lambda a, b: torch.vstack([a, b]), [random(4, 8), random(8)]),
     "stack": (lambda a, b: torch.stack([a, b], 1), [random(4, 8), random(4, 8)]),
     "stack along an axis": (lambda a, b: torch.stack([a, b], axis=1), [random(4, 8), random(4, 8)]),  # type: ignore[call-arg]
     "renorm": (lambda x: x.renorm(2, 1, 0.5), [random(4, 8, 12)]),
@@ -106,6 +139,17 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
         [random(2, 8, 4, 3), random(2, 4, 4, 3), random(2, 4, 4, 5)],
     ),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [random(4, 8, 5, 5), random(12, 8, 3, 3), random(12)]),
+    "conv_transpose2d": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2),
+        [random(4, 8, 4, 4), random(8, 12, 3, 3), random(12)],
+    ),
+    "conv_transpose1d in groups": (
+        lambda x, w: F.conv_transpose1d(x, w, groups=len(w) // 2),
+        [random(4, 8, 5), random(8, 3, 3)],
+    ),
+    "conv_transpose3d": (F.conv_transpose3d, [random(4, 8, 3, 3, 3), random(8, 4, 2, 2, 2)]),
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), [random(4, 16, 3, 3)]),
+    "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2), [random(4, 8, 4, 4)]),
     "max_pool2d of one sample": (lambda x: F.max_pool2d(x, 3, 1, 1), [random(8, 4, 4)]),
     "avg_pool2d of one sample": (lambda x: F.avg_pool2d(x, 3, 1, 1), [random(8, 4, 4)]),
     "max_pool3d of one sample": (lambda x: F.max_pool3d(x, 3, 1, 1), [random(8, 4, 4, 4)]),
@@ -123,6 +167,15 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
         lambda x: F.instance_norm(x, *STATISTICS, use_input_stats=False),
         [random(4, 8, 5)],
     ),
+    "embedding_bag": (lambda x: F.embedding_bag(PLACES, x), [random(8, 12)]),
+    "embedding_bag with weights": (
+        lambda x, w: F.embedding_bag(PLACES, x, per_sample_weights=w, mode="sum"),
+        [random(8, 12), random(4, 3)],
+    ),
+    "kl_div": (lambda x: F.kl_div(x, ZEROS, reduction="none", log_target=True), [random(4, 8)]),
+    "kl_div that adds up": (lambda x: F.kl_div(x, ZEROS, reduction="sum", log_target=True), [random(4, 8)]),
+    "soft_margin_loss": (lambda x: F.soft_margin_loss(x, ZEROS, reduction="sum"), [random(4, 8)]),
+    "poisson_nll_loss": (lambda x: F.poisson_nll_loss(x, ZEROS, reduction="sum"), [random(4, 8)]),
     "mse_loss that adds up": (
         lambda x: F.mse_loss(x, ZEROS, reduction="sum"),
         [random(4, 8)],
@@ -141,7 +194,7 @@ def local(*names: str) -> Callable[[Any], Any]:
     return register
 
 
-@local("linear", "addmm", "conv2d")
+@local("linear", "addmm", "addmv", "conv2d", "conv_transpose2d")
 def adds_once(function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes) -> torch.Tensor:
     """The first device along an axis that adds up adds the bias; the others do so with nothing of its value."""
     place = 0 if parts[0].dim() == 1 else 2
@@ -159,6 +212,7 @@ def of_the_whole(function: Function, parts: list[Any], choice: Choice, devices: 
     return function(*parts) / share
 
 
+@local("kl_div", "kl_div that adds up", "soft_margin_loss", "poisson_nll_loss")
 @local(
     "picked",
     "index_select",
@@ -186,6 +240,17 @@ def with_part_of_the_index(
 
     with Cut():
         return function(*parts)
+
+
+@local("embedding_bag", "embedding_bag with weights")
+def with_part_of_the_bags(
+    function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes
+) -> torch.Tensor:
+    """Their indices come before the table."""
+    indices = part(PLACES, choice.inputs[0].value, devices, sizes, 0)
+    weights = parts[1] if len(parts) > 1 else None
+    mode = "mean" if weights is None else "sum"
+    return F.embedding_bag(indices, parts[0], mode=mode, per_sample_weights=weights)
 
 
 def part(
@@ -239,7 +304,7 @@ def test_parts_make_the_whole(name: str, sizes: tuple[int, ...]) -> None:
     gradient = torch.randn_like(whole)
     whole.backward(gradient)  # type: ignore[no-untyped-call]
     choices = choices_of(operator.loops, sizes)
-    assert len(choices) > 1
+    assert any({*choice.axes} & {*operator.loops.extents} for choice in choices)
     alone = {one.label for one in operator.loops.within}
     for choice in choices:
         if alone & {*choice.axes}:
@@ -302,6 +367,8 @@ def test_views_name_the_dims_that_go_together() -> None:
         (lambda x: x.view(0, 5), (2, 0)),
         (lambda x: x.view(torch.float32), (4, 8)),
         (lambda x: x.view(torch.int64), (4, 8)),
+        (lambda x: F.embedding_bag(PICKS, x, FIRST_PICKS), (4, 8)),
+        (lambda x: torch.einsum("...i->i", x), (4, 8)),
         (lambda x: F.embedding(PICKS, x, max_norm=1.0), (4, 8)),
         (lambda x: F.embedding(PICKS, x, scale_grad_by_freq=True), (4, 8)),
         (lambda x: torch.embedding(x, PICKS), (4, 8)),
@@ -359,6 +426,23 @@ def test_masks_of_attention_by_position() -> None:
     args[names.index("attn_mask")] = Tensor(4, (8, 6, 6), torch.float32)
     with pytest.raises(ValueError, match="each sample and head"):
         row(Call("multi_head_attention_forward", args, {}, len(tensors), ((6, 4, 8),)))
+    like = [Tensor(number, (4, 4, 4), torch.float32) for number in range(3)]
+    with pytest.raises(ValueError, match="look like the output"):
+        row(Call("multi_head_attention_forward", like, {}, 3, ((4, 4, 4), (4, 4, 4))))
+
+
+IN_PLACE = "sigmoid tanh exp log sqrt rsqrt square reciprocal abs sin cos round floor ceil neg".split()
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_forms_in_place_have_the_loops_of_the_others(name: str) -> None:
+    found = [
+        forward_of(Applied(lambda x, name=own: getattr(x * 2, name)(), [random(4, 8)]), ()).operators[-1]
+        for own in (name, f"{name}_")
+    ]
+    assert [one.kind for one in found] == [name, f"{name}_"]
+    assert all(one.is_known for one in found)
+    assert found[0].loops == found[1].loops
 
 
 def test_products_of_several_are_contracted_in_pairs() -> None:

@@ -52,7 +52,10 @@ def multi_head_attention(call: Call) -> Loops:
         raise ValueError("a mask for each sample and head")
     length, batch, width = query.shape
     flops = batch * (2.0 * length * 4 * width * width + 4.0 * length * key.shape[0] * width)
-    weights: list[Labels] = [("n", *[None] * (len(shape) - 1)) for shape in call.shapes[1:]]
-    outputs: tuple[Labels, ...] = ((None, "n", None), *weights)
+    if query.shape == (batch, length, key.shape[0]) and call.get(15, "need_weights", True):
+        raise ValueError("weights that look like the output")
+    outputs = tuple(
+        (None, "n", None) if shape == query.shape else ("n", *[None] * (len(shape) - 1)) for shape in call.shapes
+    )
     reads = tuple(inputs.get(i) for i in range(call.num_tensors))
     return Loops(reads, outputs, {"n": batch} if batch > 1 else {}, is_heavy=True, flops=flops)

@@ -7,9 +7,11 @@ from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
 
 
-@row("conv1d", "conv2d", "conv3d")
+@row("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(call: Call) -> Loops:
-    """Samples, output channels, and input channels, which add up; of a grouped one the groups."""
+    """Samples, output channels, and input channels, which add up; of a grouped one the groups. The first dim of a
+    transposed one's weight is the input channels."""
+    is_transposed = "transpose" in call.name
     x, weight, bias = call.tensor(0, "input"), call.tensor(1, "weight"), call.get(2, "bias")
     groups = call.get(6, "groups", 1)
     num_space = len(weight.shape) - 2
@@ -17,18 +19,19 @@ def convolution(call: Call) -> Loops:
         raise ValueError("a convolution of one sample without a batch")
     space: Labels = (None,) * num_space
     if groups == 1:
-        inputs: dict[int, Labels] = {x.index: ("n", "k", *space), weight.index: ("c", "k", *space)}
+        channels = ("k", "c") if is_transposed else ("c", "k")
+        inputs: dict[int, Labels] = {x.index: ("n", "k", *space), weight.index: (*channels, *space)}
         output: Labels = ("n", "c", *space)
-        extents = {"n": x.shape[0], "c": weight.shape[0], "k": weight.shape[1]}
+        extents = {"n": x.shape[0], **dict(zip(channels, weight.shape, strict=False))}
     else:
         inputs = {x.index: ("n", "g", *space), weight.index: ("g", None, *space)}
         output = ("n", "g", *space)
         extents = {"n": x.shape[0], "g": groups}
     once = frozenset({bias.index} if isinstance(bias, Tensor) else ())
     inputs |= {number: (output[1],) for number in once}
-    flops = 2.0 * math.prod(call.shape) * math.prod(weight.shape[1:])
+    turns = math.prod(x.shape if is_transposed else call.shape) * math.prod(weight.shape[1:])
     usable = {label: extent for label, extent in extents.items() if extent > 1}
-    return call.loops(inputs, output, usable, is_heavy=True, flops=flops, once=once)
+    return call.loops(inputs, output, usable, is_heavy=True, flops=2.0 * turns, once=once)
 
 
 _OVER_SPACE = """
@@ -64,3 +67,13 @@ def unfold(call: Call) -> Loops:
     if len(x.shape) != 4:
         raise ValueError("patches of one sample without a batch")
     return call.loops({x.index: ("n", "c", None, None)}, ("n", "c", None), extents_of(("n", "c"), x.shape[:2]))
+
+
+@row("pixel_shuffle", "pixel_unshuffle")
+def pixel_shuffle(call: Call) -> Loops:
+    """Samples are loops, and channels of the side that has fewer: what becomes of one lies together."""
+    x = call.tensor(0, "input")
+    batch = labels_like(x.shape[:-3], "b")
+    labels: Labels = (*batch, "c", None, None)
+    extents = extents_of((*batch, "c"), (*x.shape[:-3], min(x.shape[-3], call.shape[-3])))
+    return call.loops({x.index: labels}, labels, extents, is_linear=True)

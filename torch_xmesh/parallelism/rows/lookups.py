@@ -20,6 +20,20 @@ def embedding(call: Call) -> Loops:
     return call.loops({indices.index: batch, weight.index: ("v", "j")}, (*batch, "j"), extents, picked=picked)
 
 
+@row("embedding_bag")
+def embedding_bag(call: Call) -> Loops:
+    """Bags of one length: they are a loop, and the table's columns are."""
+    indices, weight, weights = call.tensor(0, "input"), call.tensor(1, "weight"), call.get(8, "per_sample_weights")
+    if indices.dtype.is_floating_point or len(indices.shape) != 2 or len(call.shapes) != 1:
+        raise ValueError("bags of several lengths")
+    if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq", False):
+        raise ValueError("rows whose norms are bounded, or gradients by how often an index comes")
+    inputs: dict[int, Labels] = {indices.index: ("b", None), weight.index: (None, "j")}
+    if isinstance(weights, Tensor):
+        inputs[weights.index] = ("b", None)
+    return call.loops(inputs, ("b", "j"), extents_of(("b", "j"), call.shape))
+
+
 @row("gather", "take_along_dim", "scatter", "scatter_", "scatter_add", "scatter_add_")
 def gather(call: Call) -> Loops:
     """The dim that is picked from stays whole; others are loops where all tensors are as long along them."""

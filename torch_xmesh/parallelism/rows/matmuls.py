@@ -1,6 +1,7 @@
 """Matrix products: loops over the output's elements, and one that adds up."""
 
 import math
+import string
 from collections.abc import Mapping, Sequence
 
 from torch_xmesh.parallelism.loops import Labels, Loops
@@ -27,11 +28,13 @@ def linear(call: Call) -> Loops:
     return product(call, inputs, (*batch, "j"), extents, added)
 
 
-@row("matmul", "bmm", "mm", "__matmul__")
+_SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec", "dot": "tensor"}
+
+
+@row("matmul", "bmm", "mm", "mv", "dot", "__matmul__")
 def matmul(call: Call) -> Loops:
-    """Of matrices and of batches of them, which broadcast."""
-    a, b = call.tensor(0, "input"), call.tensor(1, "mat2" if call.name in ("mm", "bmm") else "other")
-    return _matmul(call, a, b)
+    """Of vectors, matrices and batches of them, which broadcast."""
+    return _matmul(call, call.tensor(0, "input"), call.tensor(1, _SECOND.get(call.name, "other")))
 
 
 @row("__rmatmul__")
@@ -39,7 +42,7 @@ def reflected_matmul(call: Call) -> Loops:
     return _matmul(call, call.tensor(1, "other"), call.tensor(0, "input"))
 
 
-@row("addmm", "baddbmm")
+@row("addmm", "addmv", "baddbmm")
 def addmm(call: Call) -> Loops:
     """The first operand is added once, as a linear layer's bias is."""
     added, a, b = call.tensor(0, "input"), call.tensor(1, "mat1"), call.tensor(2, "mat2")
@@ -47,18 +50,20 @@ def addmm(call: Call) -> Loops:
 
 
 def _matmul(call: Call, a: Tensor, b: Tensor, added: Sequence[Tensor] = ()) -> Loops:
-    if len(a.shape) < 2 or len(b.shape) < 2:
-        raise ValueError("matmul of a vector")
-    batch = labels_like(call.shape[:-2], "b")
-    extents = extents_of(batch, call.shape[:-2])
+    of_a = ("i", "k")[-len(a.shape) :]
+    of_b = ("k", "j")[: len(b.shape)]
+    own = (*of_a[:-1], *of_b[1:])
+    num_batch = len(call.shape) - len(own)
+    batch = labels_like(call.shape[:num_batch], "b")
+    extents = extents_of(batch, call.shape[:num_batch])
 
-    def labels_of(tensor: Tensor, last: tuple[str, str]) -> Labels:
-        extents.update(extents_of(last, tensor.shape[-2:]))
-        return (*_batch(tensor.shape[:-2], batch, call.shape), *last)
+    def labels_of(tensor: Tensor, last: tuple[str, ...]) -> Labels:
+        extents.update(extents_of(last, tensor.shape[-len(last) :]))
+        return (*_batch(tensor.shape[: -len(last)], batch, call.shape), *last)
 
-    output: Labels = (*batch, "i", "j")
+    output: Labels = (*batch, *own)
     inputs = {one.index: broadcast(one, output, call.shape) for one in added}
-    inputs |= {a.index: labels_of(a, ("i", "k")), b.index: labels_of(b, ("k", "j"))}
+    inputs |= {a.index: labels_of(a, of_a), b.index: labels_of(b, of_b)}
     return product(call, inputs, output, extents, added)
 
 
@@ -67,17 +72,41 @@ def _batch(shape: Sequence[int], batch: Labels, whole: Sequence[int]) -> Labels:
     return tuple(batch[offset + dim] if extent == whole[offset + dim] else None for dim, extent in enumerate(shape))
 
 
+@row("outer", "ger")
+def outer(call: Call) -> Loops:
+    a, b = call.tensor(0, "input"), call.tensor(1, "vec2")
+    return product(call, {a.index: ("i",), b.index: ("j",)}, ("i", "j"), extents_of(("i", "j"), call.shape))
+
+
+@row("tensordot")
+def tensordot(call: Call) -> Loops:
+    """Pairs of dims are loops that add up."""
+    a, b, given = call.tensor(0, "a"), call.tensor(1, "b"), call.get(2, "dims", 2)
+    if isinstance(given, int):
+        given = range(len(a.shape) - given, len(a.shape)), range(given)
+    labels = list(labels_like(a.shape, "i")), list(labels_like(b.shape, "j"))
+    for number, (left, right) in enumerate(zip(*given, strict=True)):
+        if a.shape[left] != b.shape[right]:
+            raise ValueError("dims of other lengths")
+        labels[0][left] = labels[1][right] = f"k{number}"
+    of_a, of_b = map(tuple, labels)
+    extents = {**extents_of(of_a, a.shape), **extents_of(of_b, b.shape)}
+    output = tuple(label for label in (*of_a, *of_b) if label is not None and not label.startswith("k"))
+    return product(call, {a.index: of_a, b.index: of_b}, output, extents)
+
+
 @row("einsum")
 def einsum(call: Call) -> Loops:
     """As its equation says; a letter that one operand has twice is no loop."""
     equation = call.args[0]
     operands = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
-    if not isinstance(equation, str) or "." in equation or not all(isinstance(one, Tensor) for one in operands):
-        raise ValueError("an einsum without a plain equation")
+    if not isinstance(equation, str) or not all(isinstance(one, Tensor) for one in operands):
+        raise ValueError("an einsum without an equation")
     left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
     if not arrow:
-        right = "".join(sorted(letter for letter in set(left) - {","} if left.count(letter) == 1))
+        right = "".join(sorted(letter for letter in set(left) - {*",."} if left.count(letter) == 1))
+        right = f"...{right}" if "." in left else right
+    terms, right = _without_dots(left.split(","), right, [len(one.shape) for one in operands])
     twice = {letter for term in terms for letter in term if term.count(letter) > 1}
 
     def labels(term: str) -> Labels:
@@ -94,6 +123,17 @@ def einsum(call: Call) -> Loops:
     if len(operands) < 2:
         return call.loops(inputs, labels(right), used, is_linear=True)
     return call.loops(inputs, labels(right), used, is_heavy=True, flops=_pairwise_flops(terms, right, used))
+
+
+def _without_dots(terms: Sequence[str], output: str, num_dims: Sequence[int]) -> tuple[list[str], str]:
+    """With letters in the place of "...", which stands for the dims that are not named, aligned from the last."""
+    counts = [total - len(term.replace("...", "")) for term, total in zip(terms, num_dims, strict=True)]
+    letters = [letter for letter in string.ascii_letters if letter not in "".join((*terms, output))]
+    names = "".join(letters[: max(counts)])
+    if "." in "".join(terms) and "..." not in output:
+        raise ValueError("an einsum that adds up dims without names")
+    pairs = zip(terms, counts, strict=True)
+    return [term.replace("...", names[len(names) - count :]) for term, count in pairs], output.replace("...", names)
 
 
 def _pairwise_flops(terms: Sequence[str], output: str, extents: Mapping[str, int]) -> float:

@@ -2,8 +2,10 @@
 
 import math
 
+import torch
+
 from torch_xmesh.parallelism.loops import Labels, Loops, Within
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
 
 _STATISTIC = 4
 """Bytes of one: norms and softmax compute in 32 bits."""
@@ -48,6 +50,26 @@ def batch_norm(call: Call) -> Loops:
     return call.loops(inputs, labels, extents_of(labels, x.shape), within=(statistics,) if uses_batch else ())
 
 
+@row("normalize")
+def normalize(call: Call) -> Loops:
+    """Dims that the norm is over stay whole."""
+    x, dim = call.tensor(0, "input"), call.get(2, "dim", 1)
+    whole = {one % len(x.shape) for one in ([dim] if isinstance(dim, int) else dim)}
+    labels = tuple(None if place in whole else label for place, label in enumerate(labels_like(x.shape)))
+    return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))
+
+
+@row("cosine_similarity")
+def cosine_similarity(call: Call) -> Loops:
+    """Operands broadcast; the dim that the products are over stays whole."""
+    a, b = call.tensor(0, "x1"), call.tensor(1, "x2")
+    shape = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
+    dim = call.get(2, "dim", 1) % len(shape)
+    labels = tuple(None if place == dim else label for place, label in enumerate(labels_like(shape)))
+    inputs = {one.index: broadcast(one, labels, shape) for one in (a, b)}
+    return call.loops(inputs, (*labels[:dim], *labels[dim + 1 :]), extents_of(labels, shape))
+
+
 @row("softmax", "log_softmax")
 def softmax(call: Call) -> Loops:
     """Over its own dim devices bring together the greatest element and the sum, and backward one sum."""
@@ -84,7 +106,13 @@ def cross_entropy(call: Call) -> Loops:
     return call.loops({x.index: labels, target.index: samples}, output, extents, within=within)
 
 
-@row("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+_DISTANCES = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    soft_margin_loss poisson_nll_loss
+"""
+
+
+@row(*_DISTANCES.split())
 def distances(call: Call) -> Loops:
     """Elements add up, or stay."""
     x, target = call.tensor(0, "input"), call.tensor(1, "target")

@@ -34,7 +34,24 @@ def unbind(call: Call) -> Loops:
 @row("cat", "concat", "concatenate")
 def cat(call: Call) -> Loops:
     """An empty vector among the tensors is nothing."""
-    tensors, dim = call.tensors, call.get(1, "dim", 0)
+    return _cat(call, call.get(1, "dim", 0))
+
+
+@row("hstack")
+def hstack(call: Call) -> Loops:
+    return _cat(call, 0 if len(call.shape) == 1 else 1)
+
+
+@row("vstack", "row_stack")
+def vstack(call: Call) -> Loops:
+    """Vectors are rows."""
+    labels: Labels = (None, *labels_like(call.shape)[1:])
+    inputs = {one.index: labels[-len(one.shape) :] for one in call.tensors}
+    return call.loops(inputs, labels, extents_of(labels, call.shape), is_linear=True)
+
+
+def _cat(call: Call, dim: int) -> Loops:
+    tensors = call.tensors
     labels = list(labels_like(call.shape))
     labels[dim] = None
     joined = tuple(labels)

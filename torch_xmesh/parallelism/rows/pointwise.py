@@ -1,10 +1,12 @@
 """Operators on elements: every dim of the output is a loop; operands broadcast."""
 
-from torch_xmesh.parallelism.loops import Loops
+import math
+
+from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.registry import Call, broadcast, extents_of, labels_like, row
 
 _SUMS = "add sub subtract __add__ __radd__ __sub__ __rsub__ add_ sub_ iadd isub __iadd__ __isub__"
-_PRODUCTS = "mul multiply div divide truediv __mul__ __rmul__ __truediv__ mul_ div_ neg negative __neg__ __imul__"
+_PRODUCTS = "mul multiply div divide truediv __mul__ __rmul__ __truediv__ mul_ div_ neg neg_ negative __neg__ __imul__"
 _SAME = "contiguous clone detach alias positive requires_grad_ lift_fresh"
 _FUNCTIONS = """
     relu relu_ relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid tanh
@@ -14,7 +16,9 @@ _FUNCTIONS = """
     nan_to_num lerp addcmul addcdiv fmod remainder floor_divide __rtruediv__ __floordiv__ __mod__ atan2 hypot logaddexp
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite logical_and logical_or logical_xor
     logical_not bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __invert__ __rand__ __ror__
-    zeros_like ones_like full_like empty_like rand_like randn_like bernoulli fill_ zero_ copy_
+    zeros_like ones_like full_like empty_like rand_like randn_like bernoulli fill_ zero_ copy_ threshold _threshold
+    sigmoid_ tanh_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ pow_ abs_ sin_ cos_ round_ floor_ ceil_ clamp_min_
+    clamp_max_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_ nan_to_num_ lerp_ addcmul_ addcdiv_
 """
 
 
@@ -44,6 +48,27 @@ def same(call: Call) -> Loops:
 @row(*_FUNCTIONS.split())
 def functions(call: Call) -> Loops:
     return _elementwise(call, is_linear=False)
+
+
+@row("prelu")
+def prelu(call: Call) -> Loops:
+    """All dims are loops; the slopes are one, or one per channel, which is the second dim."""
+    x, weight = call.tensor(0, "input"), call.tensor(1, "weight")
+    labels = labels_like(x.shape)
+    slopes: Labels = (None,) * len(weight.shape)
+    if math.prod(weight.shape) > 1:
+        slopes = labels[1:2]
+    return call.loops({x.index: labels, weight.index: slopes}, labels, extents_of(labels, x.shape))
+
+
+@row("glu")
+def glu(call: Call) -> Loops:
+    """The dim whose halves are multiplied stays whole."""
+    x = call.tensor(0, "input")
+    labels = list(labels_like(x.shape))
+    labels[call.get(1, "dim", -1)] = None
+    output = tuple(labels)
+    return call.loops({x.index: output}, output, extents_of(output, x.shape))
 
 
 @row("tril", "triu", "tril_", "triu_")

@@ -37,11 +37,17 @@ def sums(call: Call) -> Loops:
     )
 
 
-@row("amax", "amin", "argmax", "argmin", "all", "any", "var", "std", "norm", "logsumexp", "prod", "median")
+_BY_ORDER = "norm", "linalg_norm", "linalg_vector_norm"
+"""Their second argument is which norm, their third the dim."""
+
+_EXTREMES = "amax amin argmax argmin all any var std var_mean std_mean logsumexp prod median"
+
+
+@row(*_EXTREMES.split(), *_BY_ORDER)
 def extremes(call: Call) -> Loops:
     """Dims that are reduced stay whole."""
     x = call.tensor(0, "input")
-    dims, keeps = reduced_dims(call, 2 if call.name == "norm" else 1)
+    dims, keeps = reduced_dims(call, 2 if call.name in _BY_ORDER else 1)
     labels = tuple(None if dim in dims else label for dim, label in enumerate(labels_like(x.shape)))
     return call.loops({x.index: labels}, without(labels, dims, keeps=keeps), extents_of(labels, x.shape))
 
