@@ -63,6 +63,8 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
         lambda a, b: torch.tensordot(a, b, ([0, -1], [1, 0])),
         [random(4, 8, 12), random(12, 4, 8)],
     ),
+    "bilinear": (F.bilinear, [random(4, 3, 8), random(4, 3, 4), random(12, 8, 4), random(12)]),
+    "inner": (torch.inner, [random(4, 3, 8), random(12, 8)]),
     "add": (torch.add, [random(4, 8), random(4, 8)]),
     "add that broadcasts": (torch.add, [random(4, 8, 12), random(8, 1)]),
     "minus": (lambda a, b: a - b, [random(4, 8), random(8)]),
@@ -112,6 +114,8 @@ CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "linalg.norm": (lambda x: torch.linalg.norm(x, dim=1), [random(4, 8)]),
     "linalg.vector_norm": (lambda x: torch.linalg.vector_norm(x, 3, dim=(0, 1)), [random(4, 8, 12)]),
     "cumsum": (lambda x: x.cumsum(1), [random(4, 8)]),
+    "cummax": (lambda x: x.cummax(1)[0], [random(4, 8)]),
+    "logcumsumexp": (lambda x: x.logcumsumexp(0), [random(4, 8)]),
     "cat": (lambda a, b: torch.cat([a, b], 1), [random(4, 8), random(4, 4)]),
     "hstack": (lambda a, b: torch.hstack([a, b]), [random(4, 8), random(4, 4)]),
     "vstack": (lambda a, b: torch.vstack([a, b]), [random(4, 8), random(8)]),
@@ -194,12 +198,13 @@ def local(*names: str) -> Callable[[Any], Any]:
     return register
 
 
-@local("linear", "addmm", "addmv", "conv2d", "conv_transpose2d")
+@local("linear", "addmm", "addmv", "bilinear", "conv2d", "conv_transpose2d")
 def adds_once(function: Function, parts: list[Any], choice: Choice, devices: Sizes, sizes: Sizes) -> torch.Tensor:
     """The first device along an axis that adds up adds the bias; the others do so with nothing of its value."""
-    place = 0 if parts[0].dim() == 1 else 2
-    if any(label == "k" for label in choice.axes):
-        first = all(device == 0 for device, label in zip(devices, choice.axes, strict=True) if label == "k")
+    place = 0 if parts[0].dim() == 1 else -1
+    if any(label.startswith("k") for label in choice.axes):
+        along = [device for device, label in zip(devices, choice.axes, strict=True) if label.startswith("k")]
+        first = not any(along)
         parts[place] = parts[place] if first else parts[place] - parts[place].detach()
     return function(*parts)
 
@@ -453,6 +458,14 @@ def test_products_of_several_are_contracted_in_pairs() -> None:
         function = functools.partial(torch.einsum, equation)
         (operator,) = forward_of(Applied(function, tensors), ()).operators
         assert operator.loops.flops == flops
+
+
+def test_classes_of_all_elements_need_all_of_them() -> None:
+    for num_classes, is_known in ((-1, False), (4, True)):
+        (operator, _) = forward_of(
+            Applied(lambda x, n=num_classes: F.one_hot(PICKS, n) * x, [random(4, 4)]), ()
+        ).operators
+        assert operator.is_known == is_known
 
 
 def test_shapes_that_are_lent_are_not_read() -> None:

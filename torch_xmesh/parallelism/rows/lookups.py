@@ -63,7 +63,10 @@ def index_select(call: Call) -> Loops:
 
 @row("one_hot")
 def one_hot(call: Call) -> Loops:
+    """The number of classes is given; else it follows from all elements."""
     x = call.tensor(0, "input")
+    if call.get(1, "num_classes", -1) < 0:
+        raise ValueError("as many classes as the elements have")
     labels = labels_like(x.shape)
     return call.loops({x.index: labels}, (*labels, None), extents_of(labels, x.shape))
 

@@ -28,6 +28,32 @@ def linear(call: Call) -> Loops:
     return product(call, inputs, (*batch, "j"), extents, added)
 
 
+@row("bilinear")
+def bilinear(call: Call) -> Loops:
+    """Both inputs' features add up."""
+    a, b, weight = call.tensor(0, "input1"), call.tensor(1, "input2"), call.tensor(2, "weight")
+    bias = call.get(3, "bias")
+    batch = labels_like(call.shape[:-1], "b")
+    inputs: dict[int, Labels] = {
+        a.index: (*batch, "k0"),
+        b.index: (*batch, "k1"),
+        weight.index: ("j", "k0", "k1"),
+    }
+    added = [bias] if isinstance(bias, Tensor) else []
+    inputs |= {one.index: ("j",) for one in added}
+    extents = {**extents_of(batch, call.shape[:-1]), **extents_of(("j", "k0", "k1"), weight.shape)}
+    return product(call, inputs, (*batch, "j"), extents, added)
+
+
+@row("inner")
+def inner(call: Call) -> Loops:
+    """Of all rows of one and all of the other."""
+    a, b = call.tensor(0, "input"), call.tensor(1, "other")
+    of_a, of_b = (*labels_like(a.shape[:-1], "i"), "k"), (*labels_like(b.shape[:-1], "j"), "k")
+    extents = {**extents_of(of_a, a.shape), **extents_of(of_b, b.shape)}
+    return product(call, {a.index: of_a, b.index: of_b}, (*of_a[:-1], *of_b[:-1]), extents)
+
+
 _SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec", "dot": "tensor"}
 
 

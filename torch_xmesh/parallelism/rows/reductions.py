@@ -52,7 +52,7 @@ def extremes(call: Call) -> Loops:
     return call.loops({x.index: labels}, without(labels, dims, keeps=keeps), extents_of(labels, x.shape))
 
 
-@row("cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll", "kthvalue")
+@row("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "flip", "roll", "kthvalue")
 def along(call: Call) -> Loops:
     """Along a dim, which stays whole; the others are loops."""
     x = call.tensor(0, "input")
