@@ -163,6 +163,7 @@ def test_mistakes() -> None:
 
 def test_what_is_read_is_checked() -> None:
     plan = planned()
+    assert len(plan.stages) > 1
 
     def changed(change: Any) -> str:
         fields = json.loads(plan.to_json())
@@ -180,6 +181,26 @@ def test_what_is_read_is_checked() -> None:
             lambda one: one["stages"][0]["parameters"][0].update(state=[9] * len(one["stages"][0]["mesh_shape"])),
             "has no dim 9",
         ),
+        (lambda one: one["stages"][0].update(ranks=3), r"plan\.stages\[0\]\.ranks: expected a list, got 3 \(int\)"),
+        (lambda one: one["stages"][0].update(layers=[0, 99]), "stages do not follow one another through the"),
+        (lambda one: one["stages"][0].update(layers=[0]), r"layers: expected a list of 2, got \[0\]"),
+        (lambda one: one.update(schedule_csv="garbage"), "garbage"),
+        (
+            lambda one: one.update(schedule_csv="0F0,0B0"),
+            "plan.schedule_csv: of 1 stages and 1 microbatches, the plan has",
+        ),
+        (lambda one: one.update(num_microbatches=-1), "num_microbatches: expected at least 1, got -1"),
+        (lambda one: one.update(num_microbatches=True), r"num_microbatches: expected int, got True \(bool\)"),
+        (lambda one: one.update(stages=[]), "plan: no stages"),
+        (lambda one: one.update(devices=9), "plan.devices: 9, the stages have 4"),
+        (lambda one: one["stages"][0]["operators"][0].update(axes=[]), "has 0 axes on a mesh of"),
+        (lambda one: one["stages"][0]["operators"][0].update(name=None), r"name: expected str, got None"),
+        (lambda one: one["stages"][0]["operators"][-1].update(layer=99), "is of layer 99"),
+        (lambda one: one["stages"][0]["parameters"][0].update(state=["a"]), r"state\[0\]: expected int, got 'a'"),
+        (lambda one: one["stages"][0]["parameters"][0].update(zero_level=7), "has ZeRO level 7"),
+        (lambda one: one["step"].update(total="soon"), r"plan\.step\.total: expected float, got 'soon' \(str\)"),
+        (lambda one: one["values"][0].update(to_stage=0), r"plan\.values\[0\]: from stage 0 to stage 0"),
+        (lambda one: one.update(ties=[{"name": "x", "stages": [0], "seconds": 1}]), r"plan\.ties\[0\]: stages \[0\]"),
     ]
     for change, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -196,6 +217,8 @@ def test_what_differs_between_plans() -> None:
     assert f"+ schedule: {other.schedule}" in text
     moved = dataclasses.replace(one, stages=(dataclasses.replace(one.stages[0], operators=()), *one.stages[1:]))
     assert "+ tokens.embedding: absent" in one.diff(moved)
+    elsewhere = dataclasses.replace(one.stages[0], ranks=tuple(rank + 9 for rank in one.stages[0].ranks))
+    assert "+ stages: " in one.diff(dataclasses.replace(one, stages=(elsewhere, *one.stages[1:])))
 
 
 def test_layers_are_the_models_blocks() -> None:

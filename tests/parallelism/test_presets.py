@@ -193,3 +193,17 @@ def test_found_plans_are_as_good_as_presets(name: str, num_hosts: int, num_devic
             assert found <= 1.01 * maker(model, (x,), **options).predicted_seconds
             compared += 1
     assert compared > 2
+
+
+def test_a_tied_weight_of_two_stages_takes_its_time() -> None:
+    tied = Gpt(num_layers=4)
+    tied.head.weight = tied.tokens.weight
+    plans = [xm.presets.pipeline(model, (TOKENS,), num_stages=2, **OPTIONS) for model in (MODEL, tied)]
+    assert plans[0].ties == ()
+    (tie,) = plans[1].ties
+    assert (tie.name, tie.stages) == ("tokens.weight", (0, 1))
+    size = tied.head.weight.numel() * 4
+    assert tie.seconds >= 2 * size / (10**8 * 4)
+    assert plans[1].predicted_seconds > plans[0].predicted_seconds
+    assert "tokens.weight is on stages 0, 1" in str(plans[1])
+    assert xm.ParallelPlan.from_json(plans[1].to_json()) == plans[1]

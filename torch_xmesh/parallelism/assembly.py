@@ -12,6 +12,7 @@ from torch_xmesh.parallelism.plan import (
     PlannedOperator,
     PlannedParameter,
     PlannedStage,
+    PlannedTie,
     PlannedValue,
     Step,
     fingerprint_of,
@@ -70,6 +71,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         devices=subject.cluster.num_devices,
         collectives=subject.collectives,
         title=subject.title,
+        ties=tuple(PlannedTie(one.name, one.stages, one.seconds) for one in judged.ties),
         notes=_notes(subject, judged),
     )
 

@@ -41,6 +41,19 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tie:
+    """A trained parameter of several stages: its gradients are brought to the first of them, their sum to the others.
+
+    Attributes:
+        seconds: that takes, at the end of a step.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Judged:
     """A plan with its schedule.
 
@@ -53,6 +66,7 @@ class Judged:
     plan: FoundPlan
     schedule: Schedule
     transfers: tuple[Transfer, ...]
+    ties: tuple[Tie, ...]
     simulation: Simulation
     step_seconds: float
     peak_bytes: tuple[int, ...]
@@ -68,6 +82,7 @@ class _Played:
 
     plan: FoundPlan
     transfers: tuple[Transfer, ...]
+    ties: tuple[Tie, ...]
     costs: Costs
     spare: tuple[int, ...]
     limit: int | None
@@ -142,7 +157,8 @@ class Judge:
         most = max((limit for limit in limits if limit is not None), default=None)
         spare = [0 if limit is None or most is None else most - limit for limit in limits]
         costs = self._costs(plan.stages, transfers, spare)
-        return _Played(plan, tuple(transfers), costs, tuple(spare), most, self._num_microbatches)
+        ties = self._ties(plan.stages)
+        return _Played(plan, tuple(transfers), ties, costs, tuple(spare), most, self._num_microbatches)
 
     def _judged(self, played: "_Played", schedule: Schedule | None) -> Judged | None:
         if schedule is None:
@@ -153,9 +169,12 @@ class Judge:
         for action in simulation.actions:
             ends[action.place] = max(ends[action.place], action.end_seconds)
         sums = [stage.sharded.seconds.step_collectives for stage in plan.stages]
+        for tie in played.ties:
+            for number in tie.stages:
+                sums[number] += tie.seconds
         step = max(end + own for end, own in zip(ends, sums, strict=True))
         peak = tuple(held - extra for held, extra in zip(simulation.peak_bytes, played.spare, strict=True))
-        return Judged(plan, schedule, played.transfers, simulation, step, peak)
+        return Judged(plan, schedule, played.transfers, played.ties, simulation, step, peak)
 
     def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[Transfer], spare: Sequence[int]) -> Costs:
         moves = [(one.from_stage, one.to_stage, one.seconds, one.value.requires_grad) for one in transfers]
@@ -199,6 +218,23 @@ class Judge:
                 seconds = self._moved(value, *ways), backward
                 out.append(Transfer(source, number, value, src, dst, seconds))
         return out
+
+    def _ties(self, stages: Sequence[FoundStage]) -> tuple[Tie, ...]:
+        held: dict[str, list[int]] = {}
+        for number, stage in enumerate(stages):
+            for name, (value, _) in stage.sharded.parameters.items():
+                if value.is_trained:
+                    held.setdefault(name, []).append(number)
+        out = []
+        for name, (first, *others) in held.items():
+            value, state = stages[first].sharded.parameters[name]
+            seconds = 0.0
+            for other in others:
+                ends = (stages[first], state), (stages[other], stages[other].sharded.parameters[name][1])
+                seconds += self._moved(value, *ends) + self._moved(value, *reversed(ends))
+            if others:
+                out.append(Tie(name, (first, *others), seconds))
+        return tuple(out)
 
     def _moved(self, value: Value, src: tuple[FoundStage, State], dst: tuple[FoundStage, State]) -> float:
         """Seconds that a value takes from one mesh to another."""

@@ -3,17 +3,14 @@
 import dataclasses
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch_xmesh.parallelism.loops import State
 from torch_xmesh.parallelism.memory import Bytes
 from torch_xmesh.parallelism.objective import Seconds
+from torch_xmesh.parallelism.plan_json import plan_from_json, plan_to_json
 from torch_xmesh.parallelism.plan_text import diff_text, plan_text
-
-_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +71,19 @@ class PlannedValue:
     forward_seconds: float
     backward_seconds: float
     has_gradient: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedTie:
+    """A parameter that several stages have: at the end of a step its gradients are added up over them.
+
+    Attributes:
+        seconds: that takes.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +165,7 @@ class ParallelPlan:
         step: prediction.
         devices: number of all.
         collectives: the cost model.
+        ties: parameters of several stages.
         notes: what is to be known of the plan: what was assumed, what is not sharded.
     """
 
@@ -170,6 +181,7 @@ class ParallelPlan:
     devices: int
     collectives: str
     title: str = "found"
+    ties: tuple[PlannedTie, ...] = ()
     notes: tuple[str, ...] = ()
     _explainer: Callable[["ParallelPlan", str], str] | None = dataclasses.field(
         default=None, repr=False, compare=False, kw_only=True
@@ -249,103 +261,12 @@ class ParallelPlan:
 
     def to_json(self) -> str:
         """One JSON object with a ``version``: every field by its name."""
-        return json.dumps({"version": _VERSION, **_plain(self)}, indent=1)
+        return plan_to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "ParallelPlan":
         """Reads :meth:`to_json`. Raises ValueError naming what is wrong."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"plan: not JSON: {error}") from None
-        if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
-            raise ValueError(f"plan: expected a JSON object of version {_VERSION}")
-        made = _built(cls, fields, "plan")
-        assert isinstance(made, cls)
-        _check(made)
-        return made
-
-
-_PARTS: Mapping[tuple[str, str], Any] = {
-    ("ParallelPlan", "stages"): PlannedStage,
-    ("ParallelPlan", "values"): PlannedValue,
-    ("ParallelPlan", "step"): Step,
-    ("PlannedStage", "operators"): PlannedOperator,
-    ("PlannedStage", "parameters"): PlannedParameter,
-    ("PlannedStage", "collectives"): PlannedCollective,
-    ("PlannedStage", "seconds"): Seconds,
-    ("PlannedStage", "bytes"): Bytes,
-}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    return value
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
-
-
-def _built(kind: Any, fields: Any, where: str) -> Any:
-    """An object of a class from its fields by name."""
-    names = {field.name: field for field in dataclasses.fields(kind) if not field.name.startswith("_")}
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: expected an object")
-    unknown = sorted(set(fields) - set(names))
-    missing = sorted(
-        name
-        for name, field in names.items()
-        if name not in fields and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
-    if unknown or missing:
-        what = f"an unknown field {unknown[0]!r}" if unknown else f"no field {missing[0]!r}"
-        raise ValueError(f"{where}: {what}")
-    given = {}
-    for name, value in fields.items():
-        part = _PARTS.get((kind.__name__, name))
-        if part is None:
-            given[name] = _tupled(value)
-        elif isinstance(value, list):
-            given[name] = tuple(_built(part, one, f"{where}.{name}[{i}]") for i, one in enumerate(value))
-        else:
-            given[name] = _built(part, value, f"{where}.{name}")
-    return kind(**given)
-
-
-def _check(plan: ParallelPlan) -> None:
-    """Raises ValueError for a plan that no devices could run."""
-    used = Counter(rank for stage in plan.stages for rank in stage.ranks)
-    twice = sorted(rank for rank, count in used.items() if count > 1)
-    if twice:
-        raise ValueError(f"plan: device {twice[0]} is in two stages")
-    for number, stage in enumerate(plan.stages):
-        size = 1
-        for extent in stage.mesh_shape:
-            size *= extent
-        if size != len(stage.ranks):
-            raise ValueError(f"plan.stages[{number}]: {len(stage.ranks)} ranks in a mesh of {list(stage.mesh_shape)}")
-        _check_states(stage, number)
-
-
-def _check_states(stage: PlannedStage, number: int) -> None:
-    for parameter in stage.parameters:
-        where = f"plan.stages[{number}]: parameter {parameter.name}"
-        parts: dict[int, int] = {}
-        if len(parameter.state) != len(stage.mesh_shape):
-            raise ValueError(f"{where} has {len(parameter.state)} states on a mesh of {len(stage.mesh_shape)} axes")
-        for held, size in zip(parameter.state, stage.mesh_shape, strict=True):
-            if held >= len(parameter.shape) or held < -1:
-                raise ValueError(f"{where} has no dim {held}")
-            if held >= 0:
-                parts[held] = parts.get(held, 1) * size
-        for dim, count in parts.items():
-            if parameter.shape[dim] % count != 0:
-                raise ValueError(f"{where}: dim {dim} of {parameter.shape[dim]} in {count} parts")
+        return plan_from_json(cls, text)
 
 
 def fingerprint_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:

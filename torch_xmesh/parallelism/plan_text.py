@@ -40,6 +40,9 @@ def plan_text(plan: ParallelPlan) -> str:
     ]
     for number, stage in enumerate(plan.stages):
         lines += _stage_lines(plan, number, stage)
+    for tie in plan.ties:
+        stages = ", ".join(map(str, tie.stages))
+        lines.append(f"{tie.name} is on stages {stages}: its gradients take {seconds_text(tie.seconds)} at the end")
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -144,8 +147,8 @@ def diff_text(one: ParallelPlan, other: ParallelPlan) -> str:
 
 def _meshes(plan: ParallelPlan) -> str:
     return " | ".join(
-        f"{' x '.join(map(str, stage.mesh_shape))} for {plan.layers[stage.layers[0]]} ... "
-        f"{plan.layers[stage.layers[1] - 1]}"
+        f"{' x '.join(map(str, stage.mesh_shape))} (devices {_ranks_text(stage.ranks)}) for "
+        f"{plan.layers[stage.layers[0]]} ... {plan.layers[stage.layers[1] - 1]}"
         for stage in plan.stages
     )
 
@@ -155,11 +158,13 @@ def _operators(plan: ParallelPlan) -> dict[str, str]:
 
 
 def _parameters(plan: ParallelPlan) -> dict[str, str]:
-    return {
-        f"parameter {one.name}": f"{list(one.state)}{f' ZeRO-{one.zero_level}' if one.zero_level else ''}"
-        for stage in plan.stages
-        for one in stage.parameters
-    }
+    out: dict[str, str] = {}
+    for stage in plan.stages:
+        for one in stage.parameters:
+            name = f"parameter {one.name}"
+            state = f"{list(one.state)}{f' ZeRO-{one.zero_level}' if one.zero_level else ''}"
+            out[name] = f"{out[name]} and {state}" if name in out else state
+    return out
 
 
 def _pairs(one: dict[str, str], other: dict[str, str]) -> list[tuple[str, str, str]]:

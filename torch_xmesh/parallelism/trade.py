@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch_xmesh.parallelism.graph import Prices, ShardingGraph
 from torch_xmesh.parallelism.sharded import Sharded
-from torch_xmesh.parallelism.zero import with_zero
+from torch_xmesh.parallelism.zero import LEVELS, with_zero
 
 _MOST_POINTS = 6
 _LARGE = 1e3
@@ -47,7 +47,8 @@ def _between(found: list[Sharded], place: int, at: Callable[[float], Sharded], i
 
 
 def variants(graph: ShardingGraph, in_flight: int) -> list[Sharded]:
-    """Trade-offs, each also with parameters in parts where that holds less: of equal ones the faster."""
+    """Trade-offs, each also with parameters in parts where that holds less, and what holds least of all: of equal ones
+    the faster."""
     out: list[Sharded] = []
     for one in trade_offs(graph, in_flight):
         plain = with_zero(one, 1)
@@ -56,6 +57,7 @@ def variants(graph: ShardingGraph, in_flight: int) -> list[Sharded]:
             other = with_zero(one, level)
             if other.bytes.total(in_flight) < plain.bytes.total(in_flight) * (1 - 1e-9):
                 out.append(other)
+    out.append(ShardingGraph(graph.stretch, graph.space, LEVELS[-1]).least(Prices(1.0, float(in_flight))))
     return [
         one
         for one in out
