@@ -8,9 +8,10 @@ from models import cases
 from partition_cases import assert_same, cut
 from torch import nn
 
+from torch_xmesh.pipeline.cut.balance import balance
 from torch_xmesh.pipeline.cut.partition import SplitAt
-from torch_xmesh.pipeline.cut.profile import balance, choose_split
 from torch_xmesh.pipeline.cut.profile_memory import UnitCost
+from torch_xmesh.pipeline.cut.split_choice import choose_split
 
 
 def test_balance_is_optimal_and_keeps_the_memory_limit() -> None:

@@ -8,10 +8,12 @@ from models import cases
 from partition_cases import cut
 from torch import nn
 
+from torch_xmesh.pipeline.cut.balance import balance
 from torch_xmesh.pipeline.cut.microbatch import leaf_specs
 from torch_xmesh.pipeline.cut.partition import SplitAt, split_at
-from torch_xmesh.pipeline.cut.profile import Profile, balance, check_limit, choose_split
+from torch_xmesh.pipeline.cut.profile import Profile
 from torch_xmesh.pipeline.cut.profile_memory import Needed, Read, UnitCost, needed_bytes
+from torch_xmesh.pipeline.cut.split_choice import check_limit, choose_split
 from torch_xmesh.pipeline.cut.stage_program import StageProgram
 from torch_xmesh.pipeline.cut.values import sorted_arguments
 

@@ -6,6 +6,7 @@ matrix, where a value is gathered) is still chosen by cost.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch_xmesh.parallelism.plan_parallel import in_flight_of, subject_of
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
+from torch_xmesh.pipeline.cut.balance import balance
+from torch_xmesh.pipeline.cut.profile_memory import UnitCost
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
@@ -185,16 +188,9 @@ def batch_loops(forward: Forward) -> dict[str, str | None]:
 
 def even_stages(layers: Layers, num_stages: int) -> list[tuple[int, int]]:
     """Layers in so many stages whose operations are about as many."""
-    flops = [sum(layers.forward.operators[number].loops.flops for number in numbers) for numbers in layers.numbers]
-    total, out, first, done = sum(flops), [], 0, 0.0
-    for stage in range(num_stages):
-        end = first + 1
-        done += flops[first]
-        while len(layers) - end > num_stages - stage - 1 and (
-            stage == num_stages - 1 or done + flops[end] / 2 <= total * (stage + 1) / num_stages
-        ):
-            done += flops[end]
-            end += 1
-        out.append((first, end))
-        first = end
-    return out
+    units = [
+        UnitCost(layers.name(layer), sum(layers.forward.operators[number].loops.flops for number in numbers))
+        for layer, numbers in enumerate(layers.numbers)
+    ]
+    starts = balance(units, num_stages, None, [1] * num_stages)
+    return list(itertools.pairwise([0, *starts, len(layers)]))

@@ -1,4 +1,4 @@
-"""Where stages should start: measured time per module call, balanced under each stage's memory."""
+"""What module calls take and keep: measured, call by call."""
 
 import dataclasses
 import time
@@ -16,115 +16,11 @@ from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.capture.regions import enter_modes
 from torch_xmesh.pipeline.capture.sandbox import Sandbox, hooks_off
-from torch_xmesh.pipeline.cut.microbatch import leaf_specs
-from torch_xmesh.pipeline.cut.partition import SplitAt
 from torch_xmesh.pipeline.cut.partition_parts import input_names
-from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost, needed_bytes
-from torch_xmesh.pipeline.cut.values import sorted_arguments
+from torch_xmesh.pipeline.cut.profile_memory import KeptMeter, NodeMemory, Read, UnitCost
 
 _Figure = TypeVar("_Figure")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def check_limit(split: SplitAt | str | None, memory_limit_bytes: int | None) -> None:
-    """Raises ValueError for a limit that nothing would keep."""
-    if memory_limit_bytes is not None and split != "auto":
-        raise ValueError(
-            f'memory_limit_bytes={memory_limit_bytes} is for split="auto", which chooses where stages start; '
-            f"split is {split!r}"
-        )
-
-
-def choose_split(
-    model: nn.Module,
-    example_args: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
-    num_stages: int,
-    *,
-    memory_limit_bytes: int | None = None,
-    microbatches_in_flight: Sequence[int] | None = None,
-    args_chunk_spec: Any = None,
-    kwargs_chunk_spec: Any = None,
-    repeats: int = 3,
-) -> SplitAt:
-    """Split points that make the slowest stage as fast as possible.
-
-    The figures are measured here, so another process may get another answer: agree on one.
-
-    Args:
-        memory_limit_bytes: per stage, for parameters with gradients and two optimizer states, and what the
-            microbatches in flight hold: what autograd keeps of them for backward, and what the stage receives.
-        microbatches_in_flight: by stage, the schedule's peak; num_stages each without it.
-
-    Raises:
-        ValueError: fewer module calls than stages, or no split keeps the limit.
-    """
-    if num_stages < 1:
-        raise ValueError(f"num_stages must be at least 1, got {num_stages}")
-    if num_stages == 1 and memory_limit_bytes is None:
-        return SplitAt(())
-    arguments = sorted_arguments(example_args, example_kwargs)
-    specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
-    profile = Profile(model, arguments, specs, repeats)
-    profile.refine(num_stages)
-    flight = [num_stages] * num_stages if microbatches_in_flight is None else microbatches_in_flight
-    while True:
-        units = profile.units if memory_limit_bytes is None else profile.units_with_memory()
-        try:
-            starts = balance(units, num_stages, memory_limit_bytes, flight)
-        except ValueError:
-            if profile.open([unit.name for unit in units]):
-                continue
-            raise
-        return SplitAt(tuple(units[start].name for start in starts))
-
-
-def balance(
-    units: Sequence[UnitCost],
-    num_stages: int,
-    memory_limit_bytes: int | None,
-    microbatches_in_flight: Sequence[int],
-) -> list[int]:
-    """The first unit of each stage but the first: minimizes the slowest stage's seconds, then the sum of squares
-    (exact, O(n^2 * stages)).
-
-    Raises:
-        ValueError: fewer units than stages, or no split keeps the limit.
-    """
-    count = len(units)
-    if count < num_stages:
-        raise ValueError(
-            f"the model has {count} module calls at which a stage may start ({[u.name for u in units]}), fewer "
-            f"than {num_stages} stages"
-        )
-    needed = {} if memory_limit_bytes is None else needed_bytes(units)
-
-    def cost(stage: int, first: int, end: int) -> tuple[float, float] | None:
-        in_flight = microbatches_in_flight[stage]
-        if memory_limit_bytes is not None and needed[first, end].total(in_flight) > memory_limit_bytes:
-            return None
-        seconds = sum(u.seconds for u in units[first:end])
-        return seconds, seconds * seconds
-
-    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0.0, 0.0, ())}
-    for stage in range(1, num_stages + 1):
-        for end in range(stage, count + 1):
-            options = []
-            for first in range(stage - 1, end):
-                before, own = best.get((stage - 1, first)), cost(stage - 1, first, end)
-                if before is not None and own is not None:
-                    options.append((max(before[0], own[0]), before[1] + own[1], (*before[2], first)))
-            if options:
-                best[stage, end] = min(options)
-    if (num_stages, count) not in best:
-        fewest = min(microbatches_in_flight)
-        largest = max(needed[unit, unit + 1].total(fewest) for unit in range(count))
-        raise ValueError(
-            f"no split into {num_stages} stages keeps memory_limit_bytes={memory_limit_bytes}: the largest single "
-            f"module call needs {largest} bytes, all together {needed[0, count].total(fewest)}, with {fewest} "
-            f"microbatches in flight (by stage: {list(microbatches_in_flight)})"
-        )
-    return list(best[num_stages, count][2][1:])
 
 
 class Profile:

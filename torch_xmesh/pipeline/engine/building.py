@@ -11,7 +11,7 @@ from torch import nn
 from torch_xmesh import _C
 from torch_xmesh.pipeline.capture.library_models import own_init_fn
 from torch_xmesh.pipeline.cut.partition import Partition, partition
-from torch_xmesh.pipeline.cut.profile import check_limit, choose_split
+from torch_xmesh.pipeline.cut.split_choice import check_limit, choose_split
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge, Placed, edges_of
 from torch_xmesh.pipeline.engine.building_agreement import (
