@@ -172,15 +172,14 @@ def stage_search(classes: tuple[int, int], num_layers: int, num_microbatches: in
 
 
 def clustering(num_operators: int, num_layers: int) -> Times:
-    """Operators in a row, each of which reads what the one before made and sometimes what an earlier one did."""
+    """Operators in a row, each of which reads what the one before and any earlier one made."""
     random = np.random.default_rng(0)
-    flops = random.integers(1, 1000, num_operators).tolist()
+    flops = random.integers(1, 10**9, num_operators).tolist()
     sizes = random.integers(1, 1000, num_operators).tolist()
-    earlier = random.integers(1, 50, num_operators).tolist()
-    operators = []
-    for number in range(num_operators):
-        reads = {number - 1, number - earlier[number] if number % 4 == 0 else number - 1}
-        operators.append((flops[number], sorted(read for read in reads if read >= 0)))
+    operators = [
+        (flops[number], sorted({number - 1, int(random.integers(number))} if number else ()))
+        for number in range(num_operators)
+    ]
     values: list[tuple[int | None, int]] = list(enumerate(sizes))
     watch = Stopwatch()
     _C.cluster_operators(operators, values, num_layers, SLACK)
