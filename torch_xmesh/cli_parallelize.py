@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from torch_xmesh.parallelism import Compute, ParallelPlan, plan_parallel, presets
+from torch_xmesh.parallelism.cost_tables import collective_table, compute_table
+from torch_xmesh.parallelism.plan_parallel import subject_of
 from torch_xmesh.parallelism.plan_text import bytes_text, seconds_text
 from torch_xmesh.spec import Mesh
 from torch_xmesh.topology import Topology
@@ -30,6 +32,7 @@ def add_parallelize_command(commands: Any) -> None:
     parser.add_argument("--schedule", default="auto", help="auto, or a name (default: %(default)s)")
     parser.add_argument("--collectives", default="auto", help="cost model: auto, ring, gloo, alpa")
     parser.add_argument("--max-seconds", type=float, help="then the best so far is taken")
+    parser.add_argument("--costs", action="store_true", help="tables of what collectives and operators cost")
     parser.add_argument("--compare", action="store_true", help="a table of the plan beside presets")
     parser.add_argument("--explain", metavar="NAME", help="alternatives of an operator or a module")
     parser.add_argument("--save", type=Path, help="write the plan as JSON")
@@ -40,6 +43,9 @@ def add_parallelize_command(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> None:
     model, args, kwargs = _made(options.model)
     given = _options(options)
+    if options.costs:
+        subject, _ = subject_of(model, args, kwargs, **given)
+        print(f"{collective_table(subject)}\n\n{compute_table(subject)}\n")
     plan = plan_parallel(model, args, kwargs, max_seconds=options.max_seconds, **given)
     if options.save:
         plan.save(options.save)

@@ -38,3 +38,9 @@ def test_a_table_is_looked_into_and_its_gradient_written() -> None:
 def test_a_scale_takes_its_gradient_to_be_written() -> None:
     found = seconds_of(nn.LayerNorm(64), torch.zeros(1024, 64))
     assert found.backward_weight == pytest.approx(2 * 64 * 4 / 1e9)
+
+
+def test_measured_rates() -> None:
+    found = Compute.measured()
+    assert 1e7 < found.flops < 1e15
+    assert 1e7 < found.bytes_per_s < 1e14

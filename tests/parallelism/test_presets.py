@@ -136,6 +136,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "3.linear [32, 64] on stage" in out
     assert xm.ParallelPlan.load(saved).devices == 4
     assert (tmp_path / "p.png").exists()
+    assert main([*command, "--costs"]) == 0
+    tables = capsys.readouterr().out
+    assert "collectives as ring's" in tables
+    assert "2 x 2         1 all-reduce" in tables
+    assert "    7 linear                   32 x 64" in tables
     assert main([*command, "--json"]) == 0
     assert xm.ParallelPlan.from_json(capsys.readouterr().out) == xm.ParallelPlan.load(saved)
 

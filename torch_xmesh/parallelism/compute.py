@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+
+import torch
 
 from torch_xmesh.parallelism.loops import Choice, End, num_devices_used, num_parts
 from torch_xmesh.parallelism.operators import Operator, Value
@@ -30,9 +33,32 @@ class Compute:
             if not (isinstance(rate, int | float) and math.isfinite(rate) and rate > 0):
                 raise ValueError(f"{name} is a positive number, got {rate!r}")
 
+    @classmethod
+    def measured(cls, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "Compute":
+        """What this machine's device reaches: a large matrix product's rate, and that of adding to a large tensor."""
+        size, count = (1024, 1 << 24) if torch.device(device).type == "cpu" else (8192, 1 << 28)
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        x = torch.ones(count // dtype.itemsize, dtype=dtype, device=device)
+        product, added = _least_seconds(lambda: a @ b, device), _least_seconds(lambda: x.add_(1), device)
+        return cls(2.0 * size**3 / product, 2.0 * x.numel() * dtype.itemsize / added)
+
     def seconds(self, flops: float, num_bytes: float) -> float:
         """Of something that does so many operations and reads and writes so many bytes."""
         return max(flops / self.flops, num_bytes / self.bytes_per_s)
+
+
+def _least_seconds(call: Callable[[], object], device: torch.device | str) -> float:
+    """Of several runs, after one that is not counted."""
+    kind = torch.device(device).type
+    wait = (lambda: None) if kind == "cpu" else getattr(torch, kind).synchronize
+    times = []
+    for _ in range(6):
+        wait()
+        begin = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
 
 
 @dataclasses.dataclass(frozen=True)
