@@ -18,7 +18,7 @@ from torch_xmesh.topology import Topology
 
 _MOST_PLANNED_RANKS = 64
 """Values between more devices are not planned, but taken to use all network interfaces evenly."""
-_MOST_CHOSEN_ACTIONS = 4096
+_MOST_CHOSEN_ACTIONS = 8192
 """Of a step with more actions only the two schedules that hold least are tried."""
 _MOST_CHOSEN = 4
 """Plans, the fastest with a schedule by name, for which one is chosen among all: that takes about a second each."""

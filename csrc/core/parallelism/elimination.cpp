@@ -8,9 +8,13 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/parallelism/bucket_elimination.h"
 
 namespace xmesh::core {
 namespace {
+
+/// Of a table, in all: about 100 MB.
+constexpr size_t kMostCells = size_t{12} << 20;
 
 /// One that is gone, as it was: what it chooses follows from what its neighbors choose.
 struct Eliminated {
@@ -95,6 +99,31 @@ class Remainder {
   }
 
   bool isEmpty() const { return left_.empty(); }
+  /// Eliminates what is left, whatever its neighbors; false, and nothing happens, where that takes too large tables.
+  bool finishByBuckets() {
+    const std::vector<size_t> nodes(left_.begin(), left_.end());
+    std::map<size_t, size_t> place_of;
+    PairwiseCosts rest;
+    for (const size_t node : nodes) {
+      place_of[node] = rest.costs.size();
+      rest.costs.push_back(costs_[node]);
+    }
+    for (const size_t node : nodes) {
+      for (auto edge = tables_[node].upper_bound(node); edge != tables_[node].end(); ++edge) {
+        rest.edges.push_back({place_of[node], place_of[edge->first], edge->second});
+      }
+    }
+    const auto found = leastByBuckets(rest, kMostCells);
+    if (!found.has_value()) {
+      return false;
+    }
+    for (size_t place = 0; place < nodes.size(); ++place) {
+      given_[nodes[place]] = found->first[place];
+    }
+    constant_ += found->second;
+    left_.clear();
+    return true;
+  }
   /// The node that has most neighbors, the first of several.
   size_t widest() const {
     return *std::max_element(left_.begin(), left_.end(), [this](size_t a, size_t b) { return tables_[a].size() < tables_[b].size(); });
@@ -122,6 +151,9 @@ class Remainder {
   /// The choices of all nodes, once all are gone.
   std::vector<size_t> choices() const {
     std::vector<size_t> out(costs_.size());
+    for (const auto& [node, choice] : given_) {
+      out[node] = choice;
+    }
     for (auto gone = gone_.rbegin(); gone != gone_.rend(); ++gone) {
       out[gone->node] = best(*gone, [&](size_t choice) {
         double cost = gone->costs[choice];
@@ -212,6 +244,7 @@ class Remainder {
   std::set<size_t> left_;
   std::set<size_t> todo_;  ///< whose neighbors have changed
   std::vector<Eliminated> gone_;
+  std::map<size_t, size_t> given_;  ///< choices of the nodes that finishByBuckets() took
   double constant_ = 0;
 };
 
@@ -219,6 +252,9 @@ class Remainder {
 void search(Remainder remainder, std::optional<ShardingChoices>& best) {
   remainder.reduce();
   if (remainder.bound() >= (best.has_value() ? best->cost : kForbidden)) {
+    return;
+  }
+  if (!remainder.isEmpty() && remainder.finishByBuckets() && remainder.constant() >= (best.has_value() ? best->cost : kForbidden)) {
     return;
   }
   if (remainder.isEmpty()) {

@@ -12,8 +12,9 @@ namespace xmesh::core {
 ///
 /// Nodes are eliminated one by one (as a partitioned boolean quadratic problem's; L. Hames and B. Scholz, Nearly Optimal Register Allocation with
 /// PBQP, JMLC 2006, whose rules for degrees 0, 1 and 2 are exact): a node's cheapest choice for each pair of its neighbors' becomes a table between
-/// these. Models are series-parallel graphs, or nearly, of which nothing is left then. What is left is decided by branch and bound: the node with
-/// most neighbors gets each of its choices in turn, and the rest is solved for it.
+/// these. Models are series-parallel graphs, or nearly, of which nothing is left then. Of what is left (a mixture of experts' gates) nodes of more
+/// neighbors go the same way, with tables over all of these (leastByBuckets). Where those would be too large, the node with most neighbors gets each
+/// of its choices in turn, and the rest is solved for it: branch and bound.
 ShardingChoices leastCost(const StrategyGraph& graph);
 
 /// What is least over all nodes but two, for each pair of choices of these: rows are those of `first`. The costs of `first` and `second` themselves

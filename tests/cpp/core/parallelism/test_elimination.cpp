@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/parallelism/bucket_elimination.h"
 #include "core/parallelism/elimination.h"
 
 namespace xmesh::core {
@@ -102,6 +103,28 @@ TEST(Elimination, DecidesGraphsInWhichAllNodesMeet) {
     if (least < kForbidden) {
       ASSERT_EQ(leastCost(graph).cost, least) << "round " << round;
     }
+  }
+}
+
+/// Four nodes that all meet: with so many choices the tables over all of them would be too large, and each choice of one is tried.
+TEST(Elimination, BranchesWhereTablesWouldBeTooLarge) {
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 3; ++round) {
+    StrategyGraph graph;
+    PairwiseCosts same;
+    for (size_t node = 0; node < 4; ++node) {
+      graph.addNode("n" + std::to_string(node), randomCosts(random, 64, 5));
+      same.costs.push_back(graph.nodes().back().costs);
+      for (size_t other = 0; other < node; ++other) {
+        graph.addEdge(node, other, randomTable(random, 64, 64, 5));
+        same.edges.push_back({node, other, graph.edges().back().costs});
+      }
+    }
+    EXPECT_FALSE(leastByBuckets(same, size_t{1} << 20).has_value());
+    const auto found = leastByBuckets(same, size_t{1} << 25);
+    ASSERT_TRUE(found.has_value());
+    EXPECT_EQ(leastCost(graph).cost, found->second) << "round " << round;
+    EXPECT_EQ(graph.cost(found->first), found->second) << "round " << round;
   }
 }
 

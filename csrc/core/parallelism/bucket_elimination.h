@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/parallelism/cost_table.h"
+
+namespace xmesh::core {
+
+/// Nodes with their choices' costs, and tables between pairs of them: what is left of a graph. Plain value.
+struct PairwiseCosts {
+  struct Edge {
+    size_t from = 0;  ///< its choices are the table's rows
+    size_t to = 0;
+    SharedCostTable table;
+  };
+  std::vector<std::vector<double>> costs;
+  std::vector<Edge> edges;
+};
+
+/// The choices that cost least together, exactly: nodes are eliminated one by one, those first whose neighbors have the fewest choices together, and
+/// what a node leaves is a table over all of its neighbors (bucket elimination: R. Dechter, Bucket elimination, Artificial Intelligence 113, 1999).
+/// Nothing where a table, with the eliminated node's choices, would have more than `most_cells`; kForbidden where nothing can be chosen.
+std::optional<std::pair<std::vector<size_t>, double>> leastByBuckets(const PairwiseCosts& problem, size_t most_cells);
+
+}  // namespace xmesh::core
