@@ -19,7 +19,7 @@ import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.parallelism.cluster import cluster_of
 from torch_xmesh.parallelism.layers import SLACK
-from torch_xmesh.parallelism.operators import forward_of
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.search import Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.loops import Choice
-from torch_xmesh.parallelism.operators import Operator, forward_of
+from torch_xmesh.parallelism.operators import Operator
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.trade import trade_offs, variants

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import LATER, WHOLE, Choice, choices_of
-from torch_xmesh.parallelism.operators import Operator, forward_of
+from torch_xmesh.parallelism.operators import Operator
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.search import Allowed, Links, Sharded, shard
 
 FOUR: list[Links] = [(4, 1.0, 1.0)]

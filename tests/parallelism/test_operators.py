@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import choices_of
-from torch_xmesh.parallelism.operators import Forward, Operator, forward_of
+from torch_xmesh.parallelism.operators import Forward, Operator
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.search import shard
 
 

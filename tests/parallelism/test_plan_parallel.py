@@ -20,7 +20,7 @@ from torch import nn
 import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.operators import forward_of
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.search import Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.tables import StretchTables, parameter_bytes

@@ -15,8 +15,8 @@ from torch import nn
 import torch_xmesh as xm
 from torch_xmesh.cli import main
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.operators import forward_of
 from torch_xmesh.parallelism.presets import batch_loops, even_stages
+from torch_xmesh.parallelism.reading import forward_of
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 OPTIONS: dict[str, Any] = {

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import PARTIAL, PASS, REPLICATED, Choice, End, State, choices_of
-from torch_xmesh.parallelism.operators import Operator, forward_of
+from torch_xmesh.parallelism.operators import Operator
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
 

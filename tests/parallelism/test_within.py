@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import Choice, choices_of
-from torch_xmesh.parallelism.operators import Operator, forward_of
+from torch_xmesh.parallelism.operators import Operator
+from torch_xmesh.parallelism.reading import forward_of
 
 SIZE = 2
 Parts = list[torch.Tensor]

@@ -9,6 +9,7 @@ from torch_xmesh.parallelism.layers import Layers
 from torch_xmesh.parallelism.plan import (
     ParallelPlan,
     PlannedCollective,
+    PlannedHeld,
     PlannedOperator,
     PlannedParameter,
     PlannedStage,
@@ -112,6 +113,8 @@ def _stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -
         sharded.bytes,
         in_flight,
         peak_bytes,
+        tuple(axis[1:] for axis in stage.space.axes),
+        tuple(PlannedHeld(value.name, why, end.value, end.gradient) for why, value, end in sharded.held),
         stage.gap,
     )
 

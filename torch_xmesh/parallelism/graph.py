@@ -79,6 +79,7 @@ class ShardingGraph:
         self._graph = _C.StrategyGraph()
         self._edges: list[_Edge] = []
         self._tied: dict[Value, _Hub] = {}
+        self._read: dict[Value, _Hub] = {}
         self._entering: dict[Value, _Hub] = {}
         self._leaving: dict[Value, _Hub] = {}
         self._costs: list[Array] = []
@@ -206,7 +207,7 @@ class ShardingGraph:
         value = self.stretch.operators[maker].makes[number]
         node, made = maker, self.space.made_ends(self._choices[maker], number)
         if len(places) > 1 or is_leaving:
-            hub = self._add_hub(f"value of {value.name}", self.space.hub(value), maker)
+            hub = self._read[value] = self._add_hub(f"value of {value.name}", self.space.hub(value), maker)
             self._edge(value, node, made, hub.node, hub.ends, maker)
             node, made = hub.node, hub.ends
         for reader, place in places:
@@ -274,6 +275,16 @@ class ShardingGraph:
 
     def entering(self, chosen: Sequence[int]) -> dict[Value, State]:
         return {value: hub.ends[chosen[hub.node]].value for value, hub in self._entering.items()}
+
+    def held(self, chosen: Sequence[int]) -> tuple[tuple[str, Value, End], ...]:
+        """Values that have a node of their own: why, and how they are held."""
+        kinds = (
+            ("readers", self._read),
+            ("entering", self._entering),
+            ("leaving", self._leaving),
+            ("parameter", self._tied),
+        )
+        return tuple((why, value, hub.ends[chosen[hub.node]]) for why, hubs in kinds for value, hub in hubs.items())
 
     def leaving(self, chosen: Sequence[int]) -> dict[Value, State]:
         return {value: hub.ends[chosen[hub.node]].value for value, hub in self._leaving.items()}

@@ -210,6 +210,18 @@ def _gradient_state(labels: Labels, output: Labels, axes: Sequence[str], *, is_o
     return tuple(_state(labels, (label,), otherwise(label), REPLICATED, PARTIAL)[0] for label in axes)
 
 
+def choice_along(loops: Loops, axes: Sequence[str]) -> Choice:
+    """What follows from what each mesh axis does.
+
+    Raises:
+        ValueError: an axis shards a loop that there is not.
+    """
+    for label in axes:
+        if label not in loops.extents and label not in _NO_LOOPS:
+            raise ValueError(f"no loop {label!r}: there are {', '.join(loops.extents) or 'none'}")
+    return _choice(loops, tuple(axes))
+
+
 def whole_choice(loops: Loops, num_axes: int) -> Choice:
     """Every device does all of it."""
     return _choice(loops, (WHOLE,) * num_axes)

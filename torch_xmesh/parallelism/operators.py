@@ -1,21 +1,13 @@
-"""A recorded forward as operators that read tensors: what the search looks at."""
+"""Operators that read and make tensors: what the search looks at."""
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
+from torch import fx
 
-from torch_xmesh.parallelism.loops import Loops, check_loops
-from torch_xmesh.parallelism.rows import rows
-from torch_xmesh.parallelism.rows.registry import Call, Tensor
-from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
-from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
+from torch_xmesh.parallelism.loops import Loops
+from torch_xmesh.pipeline.capture.recording import Recording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,268 +82,34 @@ class Forward:
     parameters: tuple[Value, ...] = ()
 
 
-def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:
-    """The operators of a forward. Modules are looked into, all of them that can be; nothing of the model is changed.
-
-    Raises:
-        CaptureError: (a ValueError) the model cannot be recorded.
-    """
-    arguments = (tuple(args), dict(kwargs or {}))
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    names = [f"input {i}" for i in range(len(tensors))]
-    device = torch.device("cpu")
-    recorded = RecordedModel(
-        model, arguments, names=names, opened=_opened(model), batch=(), device=device, closes_what_fails=True
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recorded.switch_caches_off()
-    with torch.enable_grad():
-        return _Reader(recorded.record(stand_ins(tensors, device), None), model).read()
-
-
-def _opened(model: nn.Module) -> frozenset[str]:
-    """The modules that are looked into: all but those whose class has a row."""
-    out: set[str] = set()
-    closed: list[str] = []
-    for name, module in model.named_modules():
-        if name and type(module).__name__ in rows:
-            closed.append(f"{name}.")
-        elif not any(name.startswith(outer) for outer in closed):
-            out.add(name)
-    return frozenset(out)
-
-
-@dataclasses.dataclass
-class _Change:
-    """What a change in place changes.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+    """Where an operator is called.
 
     Attributes:
-        others: nodes of this memory that are read afterwards, its first argument left out.
-        first: the first argument, if it is of this memory: it is a new value from then on.
+        sources: the tensors among its arguments, in order, also those of which it reads the shape alone.
+        is_read: of each of them.
+        places: nodes of the tensors that it makes.
     """
 
-    others: list[fx.Node]
-    first: fx.Node | None
+    node: fx.Node
+    sources: tuple[Value, ...]
+    is_read: tuple[bool, ...]
+    places: tuple[fx.Node, ...]
 
 
-class _Reader:
-    """Walks over a recording's nodes."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """A forward with the graph that it was found in.
 
-    def __init__(self, recording: Recording, model: nn.Module) -> None:
-        self._recording, self._model = recording, model
-        self._values: dict[fx.Node, Value] = {}
-        self._operators: list[Operator] = []
-        self._count_of: dict[str, int] = {}
-        self._parts: dict[fx.Node, list[fx.Node]] = {}
-        self._is_varied: set[Value] = set()  # parameters, products and random numbers are behind them
+    Attributes:
+        sites: by operator.
+        values: by node, what it is in the end.
+        given: of placeholders and of what the model holds.
+    """
 
-    def read(self) -> Forward:
-        nodes = list(self._recording.graph.nodes)
-        for node in nodes:
-            source = structure_of(node)
-            if source is not None:
-                self._parts.setdefault(source, []).append(node)
-        changed = self._changed(nodes)
-        for node in nodes:
-            facts = self._recording.facts[node]
-            if node.op in ("placeholder", "get_attr"):
-                if facts.tensors:
-                    self._value_of(node)
-            elif structure_of(node) is None:
-                self._add(node, facts, changed.get(node))
-        leaves = pytree.tree_leaves(self._recording.output)
-        outputs = {self._values[leaf]: None for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._values}
-        parameters = tuple(
-            Value(name, tuple(one.shape), one.dtype, True, is_parameter=True)
-            for name, one in self._model.named_parameters()
-            if one.requires_grad
-        )
-        return Forward(tuple(self._operators), tuple(outputs), parameters)
-
-    def _given(self, node: fx.Node, facts: NodeFacts) -> Value:
-        (tensor,) = facts.tensors
-        name = str(node.target)
-        is_parameter = node.op == "get_attr" and name not in self._recording.constants
-        value = Value(name, tensor.shape, tensor.dtype, tensor.requires_grad, None, is_parameter)
-        if is_parameter and tensor.requires_grad:
-            self._is_varied.add(value)
-        return value
-
-    def _changed(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, "_Change"]:
-        """By node that changes memory in place: what that means for those that read this memory later."""
-        order = {node: i for i, node in enumerate(nodes)}
-        returned = {leaf for leaf in pytree.tree_leaves(self._recording.output) if isinstance(leaf, fx.Node)}
-        out: dict[fx.Node, _Change] = {}
-        for memory, _, changer in self._recording.mutations:
-            names = [
-                node
-                for i, node in enumerate(nodes)
-                if memory in self._recording.facts[node].memory
-                and node is not changer
-                and (node.op == "get_attr" or i < order[changer])
-                and (node in returned or any(order.get(user, len(order)) > order[changer] for user in node.users))
-            ]
-            first = changer.args[0] if changer.args and isinstance(changer.args[0], fx.Node) else None
-            change = out.setdefault(changer, _Change([], None))
-            if first is not None and memory in self._recording.facts[first].memory:
-                change.first = first
-            change.others += [node for node in names if node is not first and node not in change.others]
-        return out
-
-    def _add(self, node: fx.Node, facts: NodeFacts, change: "_Change | None") -> None:
-        """The operator that `node` calls.
-
-        Raises:
-            ValueError: it changes memory in place that is read under another name later.
-        """
-        reads: list[Value] = []
-
-        def given(argument: Any) -> Any:
-            if not isinstance(argument, fx.Node):
-                return argument
-            value = self._values.get(argument)
-            if value is None:
-                return None
-            reads.append(value)
-            return Tensor(len(reads) - 1, value.shape, value.dtype)
-
-        args = list(fx.node.map_aggregate(tuple(node.args), given))
-        kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, given))
-        name = self._kind(node, args)
-        if node.op == "call_module":
-            kwargs |= self._own_tensors(str(node.target), reads)
-        places, tensors = self._made(node, facts)
-        if change is not None and change.first is not None and not tensors:
-            places, tensors = [change.first], self._recording.facts[change.first].tensors
-        if not tensors:
-            return
-        call = Call(name, args, kwargs, len(reads), tuple(tensor.shape for tensor in tensors))
-        loops = self._loops(call, reads)
-        if change is not None and change.others:
-            loops = None
-            reads += [self._value_of(other) for other in change.others]
-            if not self._is_varied.isdisjoint(reads):
-                where = self._module(node) or "the model itself"
-                raise ValueError(
-                    f"{name} in {where} changes memory in place that is read under another name later "
-                    f"({', '.join(other.name for other in change.others)}): write it out of place"
-                )
-            places = [*places, *change.others]
-            tensors = [*tensors, *(self._recording.facts[other].tensors[0] for other in change.others)]
-        made = self._append(node, name, tensors, reads, loops)
-        self._values.update(zip(places, made, strict=False))
-        if change is not None and change.first is not None:
-            self._values[change.first] = made[0]
-
-    def _value_of(self, node: fx.Node) -> Value:
-        """Of a tensor of the model's own that may not have been come to yet, too."""
-        if node not in self._values:
-            self._values[node] = self._given(node, self._recording.facts[node])
-        return self._values[node]
-
-    def _append(
-        self, node: fx.Node, name: str, tensors: Sequence[TensorFacts], reads: Sequence[Value], loops: Loops | None
-    ) -> tuple[Value, ...]:
-        """What the operator makes; without loops every device does all of it."""
-        is_known = loops is not None
-        if loops is None:
-            loops = _whole([value.shape for value in reads], [tensor.shape for tensor in tensors], self._flops(node))
-        read = tuple(value for value, labels in zip(reads, loops.inputs, strict=True) if labels is not None)
-        number, full_name = len(self._operators), self._name(node, name)
-        makes = tuple(
-            Value(full_name if len(tensors) == 1 else f"{full_name}[{i}]", *tensor, maker=number)
-            for i, tensor in enumerate(tensors)
-        )
-        draws, views = self._recording.facts[node].draws, self._is_view(node)
-        is_constant = not loops.is_heavy and not draws and not any(value in self._is_varied for value in read)
-        if not is_constant:
-            self._is_varied.update(makes)
-        self._operators.append(
-            Operator(full_name, name, self._module(node), read, makes, loops, is_known, is_constant, draws, views)
-        )
-        return makes
-
-    def _flops(self, node: fx.Node) -> float:
-        """Of an operator without a row, as torch counts them; 0 where it does not know it."""
-        if node.op not in ("call_function", "call_method"):
-            return 0.0
-
-        def stand_in(argument: Any) -> Any:
-            value = self._values.get(argument) if isinstance(argument, fx.Node) else None
-            return argument if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-        args = list(fx.node.map_aggregate(tuple(node.args), stand_in))
-        kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, stand_in))
-        with torch.no_grad(), warnings.catch_warnings(), FlopCounterMode(display=False) as counted:
-            warnings.simplefilter("ignore")
-            try:
-                function = getattr(args.pop(0), node.target) if isinstance(node.target, str) else node.target
-                function(*args, **kwargs)
-            except Exception:  # it needs values
-                return 0.0
-        return float(counted.get_total_flops())
-
-    def _is_view(self, node: fx.Node) -> bool:
-        """Whether it makes the memory of the first tensor that it reads, and does not change it."""
-        held = [self._recording.facts[source].memory for source in node.all_input_nodes[:1]]
-        is_changed = any(changer is node for _, _, changer in self._recording.mutations)
-        return bool(held and held[0] & self._recording.facts[node].memory) and not is_changed
-
-    def _kind(self, node: fx.Node, args: list[Any]) -> str:
-        """The operator's name: of a module its class's, of an attribute of a tensor the attribute's."""
-        if node.op == "call_module":
-            return type(self._model.get_submodule(str(node.target))).__name__
-        if node.target is getattr:
-            return str(args.pop())
-        return node.target if isinstance(node.target, str) else node.target.__name__
-
-    def _own_tensors(self, name: str, reads: list[Value]) -> dict[str, Tensor]:
-        """The parameters of a module that is called as one, as arguments under their names."""
-        out = {}
-        for key, one in self._model.get_submodule(name).named_parameters():
-            value = Value(f"{name}.{key}", tuple(one.shape), one.dtype, one.requires_grad, is_parameter=True)
-            if value.requires_grad:
-                self._is_varied.add(value)
-            out[key] = Tensor(len(reads), value.shape, value.dtype)
-            reads.append(value)
-        return out
-
-    def _made(self, node: fx.Node, facts: NodeFacts) -> tuple[list[fx.Node], list[TensorFacts]]:
-        """The nodes of the tensors that a node makes: it is one, or these are parts of what it gives."""
-        parts = self._parts.get(node, [])
-        if not parts:
-            return [node], facts.tensors
-        held = [(part, tensor) for part in parts for tensor in self._recording.facts[part].tensors[:1]]
-        return [part for part, _ in held], [tensor for _, tensor in held]
-
-    @staticmethod
-    def _loops(call: Call, reads: Sequence[Value]) -> Loops | None:
-        """Those of its row, where that knows the call."""
-        if call.name not in rows:
-            return None
-        try:
-            found = rows[call.name](call)
-            check_loops(found, [value.shape for value in reads], call.shapes)
-        except (ValueError, TypeError, IndexError):  # arguments of a form that the row does not expect
-            return None
-        return found
-
-    @staticmethod
-    def _module(node: fx.Node) -> str:
-        modules = [module for module in node.meta.get("modules", []) if module]
-        if node.op == "call_module":
-            modules.append(str(node.target))
-        return modules[-1] if modules else ""
-
-    def _name(self, node: fx.Node, name: str) -> str:
-        module = self._module(node)
-        full = f"{module}.{name}" if module else name
-        count = self._count_of[full] = self._count_of.get(full, 0) + 1
-        return full if count == 1 else f"{full}.{count}"
-
-
-def _whole(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], flops: float = 0.0) -> Loops:
-    """Of tensors of these shapes: every device does all of it."""
-    read, made = (tuple((None,) * len(shape) for shape in shapes) for shapes in (inputs, outputs))
-    return Loops(read, made, {}, flops=flops)
+    forward: Forward
+    recording: Recording
+    sites: tuple[Site, ...]
+    values: dict[fx.Node, Value]
+    given: dict[fx.Node, Value]

@@ -74,6 +74,22 @@ class PlannedValue:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedHeld:
+    """How a stage holds a value in between: on its way from who makes it to who reads it.
+
+    Attributes:
+        why: "readers": several read it; "entering": from other stages; "leaving": for others, or the model's output;
+            "parameter": one that several read.
+        state, gradient: per mesh axis, of the value and of its gradient.
+    """
+
+    name: str
+    why: str
+    state: State
+    gradient: State
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedTie:
     """A parameter that several stages have: at the end of a step its gradients are added up over them.
 
@@ -109,6 +125,9 @@ class PlannedStage:
         bytes: of a device.
         in_flight: the most microbatches that it holds at once, with the plan's schedule.
         peak_bytes: the most bytes.
+        links: of each mesh axis a message's latency, what a byte takes one device that sends to its neighbor, and, if
+            that is more, one where all send to all: what the ways between shardings were chosen by.
+        held: values that are held otherwise than who makes them leaves them.
         gap: by which part of a microbatch's seconds another sharding of the stage that fits may be faster; 0: none is.
     """
 
@@ -122,6 +141,8 @@ class PlannedStage:
     bytes: Bytes
     in_flight: int
     peak_bytes: int
+    links: tuple[tuple[float, ...], ...] = ()
+    held: tuple[PlannedHeld, ...] = ()
     gap: float = 0.0
 
 

@@ -145,6 +145,11 @@ def _check_stage(stage: "PlannedStage", where: str) -> None:
             _check_state(state, shape, stage.mesh_shape, f"{where}: operator {one.name}")
     for parameter in stage.parameters:
         _check_parameter(parameter, stage.mesh_shape, where)
+    if len(stage.links) != len(stage.mesh_shape) or not all(len(links) in (2, 3) for links in stage.links):
+        raise ValueError(f"{where}: links of {len(stage.links)} axes on a mesh of {len(stage.mesh_shape)}")
+    for held in stage.held:
+        for state in (held.state, held.gradient):
+            _check_state(state, None, stage.mesh_shape, f"{where}: value {held.name}")
 
 
 def _check_parameter(parameter: "PlannedParameter", mesh_shape: Sequence[int], where: str) -> None:

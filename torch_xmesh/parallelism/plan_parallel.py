@@ -17,8 +17,8 @@ from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import Layers, layers_of
-from torch_xmesh.parallelism.operators import forward_of
 from torch_xmesh.parallelism.plan import ParallelPlan
+from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.parallelism.stages import StageSearch
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
 from torch_xmesh.spec import Mesh

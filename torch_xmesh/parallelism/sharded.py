@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch_xmesh.parallelism.loops import Choice, State
+from torch_xmesh.parallelism.loops import Choice, End, State
 from torch_xmesh.parallelism.memory import Bytes, Kept
 from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Operator, Value
@@ -87,6 +87,11 @@ class Sharded:
     def leaving(self) -> dict[Value, State]:
         """How values are left for others."""
         return self.graph.leaving(self.chosen)
+
+    @functools.cached_property
+    def held(self) -> tuple[tuple[str, Value, End], ...]:
+        """Values that have a node of their own: why, and how they are held."""
+        return self.graph.held(self.chosen)
 
     @functools.cached_property
     def collectives(self) -> tuple[CollectiveUse, ...]:

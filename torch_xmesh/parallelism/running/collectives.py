@@ -1,0 +1,123 @@
+"""What brings a device's part of a value from one sharding to another, and its gradient back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_xmesh import _C
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, State
+from torch_xmesh.parallelism.space import CollectiveUse
+
+Seen = Callable[[CollectiveUse], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One move along one mesh axis: how the axis holds the value before and afterwards.
+
+    Attributes:
+        num_bytes: of the collective, as the plan counts them; 0 where none is needed.
+    """
+
+    axis: int
+    before: int
+    after: int
+    num_bytes: float
+
+
+class Moves:
+    """Moves of values on one mesh, planned as the search has priced them.
+
+    Args:
+        mesh: of one or two axes, with process groups.
+        on_collective: told of each collective that is run.
+    """
+
+    def __init__(self, mesh: DeviceMesh, on_collective: Seen | None = None) -> None:
+        self.shape = tuple(mesh.shape)
+        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self.coordinate = tuple(coordinate)
+        self._on_collective = on_collective
+        self._steps: dict[tuple[Any, ...], tuple[Step, ...]] = {}
+
+    def steps(self, costs: "_C.ConversionCosts", key: tuple[Any, ...], before: State, after: State) -> tuple[Step, ...]:
+        """From one state to another, by the way that costs least; `key`: of values whose costs are the same."""
+        found = self._steps.get((key, before, after))
+        if found is None:
+            out, state = [], before
+            for axis, afterwards, collective, num_bytes in costs.steps(before, after) if before != after else ():
+                held = tuple(afterwards)
+                out.append(Step(axis, state[axis], held[axis], num_bytes if collective is not None else 0.0))
+                state = held
+            found = self._steps[key, before, after] = tuple(out)
+        return found
+
+    def run(self, part: torch.Tensor, steps: Sequence[Step], name: str, why: str) -> torch.Tensor:
+        """The device's part afterwards; without a graph."""
+        for step in steps:
+            part = self._run(part, step, name, why)
+        return part
+
+    def _run(self, part: torch.Tensor, step: Step, name: str, why: str) -> torch.Tensor:
+        size, group, at = self.shape[step.axis], self._groups[step.axis], self.coordinate[step.axis]
+        before, after = step.before, step.after
+        if size == 1 or before == after:
+            return part
+        if before == REPLICATED:
+            if after == PARTIAL:  # one device's summand is all of it
+                return part if at == 0 else torch.zeros_like(part)
+            return part.chunk(size, after)[at]
+        if after == PARTIAL:  # of a shard: zeros elsewhere
+            extents = list(part.shape)
+            extents[before] *= size
+            out = part.new_zeros(extents)
+            out.narrow(before, at * part.shape[before], part.shape[before]).copy_(part)
+            return out
+        kind = {
+            (True, True): "all-reduce",
+            (True, False): "reduce-scatter",
+            (False, True): "all-gather",
+            (False, False): "all-to-all",
+        }[before == PARTIAL, after == REPLICATED]
+        if self._on_collective is not None:
+            self._on_collective(CollectiveUse(name, why, kind, step.axis, step.num_bytes))
+        if kind == "all-reduce":
+            out = part.contiguous().clone()
+            dist.all_reduce(out, group=group)
+            return out
+        if kind == "reduce-scatter":
+            summands = torch.cat(part.chunk(size, after))
+            out = summands.new_empty((len(summands) // size, *summands.shape[1:]))
+            dist.reduce_scatter_tensor(out, summands, group=group)
+            return out
+        if kind == "all-gather":
+            gathered = part.new_empty((size * len(part), *part.shape[1:]))
+            dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+            return gathered if before == 0 else torch.cat(gathered.chunk(size), before)
+        sent = torch.cat(part.chunk(size, after))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.chunk(size), before)
+
+
+class Moved(torch.autograd.Function):
+    """A value on its way, its gradient back by steps of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, moves: Moves, there: Sequence[Step], back: Sequence[Step], name: str
+    ) -> torch.Tensor:
+        ctx.moves, ctx.back, ctx.name = moves, back, name
+        out = moves.run(part, there, name, "forward")
+        return part.view_as(part) if out is part else out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return ctx.moves.run(gradient, ctx.back, ctx.name, "backward"), None, None, None, None

@@ -1,0 +1,267 @@
+"""A stage of a plan as a module that runs on each device's parts.
+
+recorded forward --> operator by operator: parts as it takes them (Moved) --> the call, or its rule --> parts as it
+                     leaves them --> where several read it: as the plan holds it (Moved)
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from torch_xmesh import _C
+from torch_xmesh.parallelism.loops import Choice, End, State, choice_along
+from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
+from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
+from torch_xmesh.parallelism.running.local_rules import Local, rules
+from torch_xmesh.pipeline.capture.regions import enter_modes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """How an operator takes a tensor that it reads."""
+
+    there: tuple[Step, ...]
+    back: tuple[Step, ...]
+    has_gradient: bool
+
+
+class ShardedStage(nn.Module):
+    """A plan's only stage on a mesh. Parameters are this device's parts, under the model's own names.
+
+    Args:
+        model: with values; they are the same on all devices.
+        recorded: its forward, as the plan's was.
+        on_collective: told of each collective that is run.
+
+    Raises:
+        ValueError: something of the plan cannot be run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorded: Recorded,
+        planned: PlannedStage,
+        mesh: DeviceMesh,
+        *,
+        collectives: str = "ring",
+        on_collective: Seen | None = None,
+    ) -> None:
+        super().__init__()
+        self._recorded, self._mesh_shape = recorded, tuple(mesh.shape)
+        if self._mesh_shape != planned.mesh_shape:
+            raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
+        self._collectives = collectives
+        self._axes: list[Any] = [(size, *links) for size, links in zip(planned.mesh_shape, planned.links, strict=True)]
+        self._moves = Moves(mesh, on_collective)
+        self._costs: dict[tuple[Any, ...], _C.ConversionCosts] = {}
+        self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
+        self._choices = _choices(recorded, planned)
+        self._states = {one.name: one.state for one in planned.parameters}
+        self._gradients: dict[str, State] = {}
+        self._takes = [self._taken(number) for number in range(len(self._choices))]
+        for number, site in enumerate(recorded.sites):
+            self._check(recorded.forward.operators[number], self._choices[number], site)
+        self._own = self._own_parts(model)
+
+    # What is made ready.
+
+    def _check(self, operator: Operator, choice: Choice, site: Site) -> None:
+        if site.node.op == "call_module":
+            raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
+        if operator.draws and self.training:
+            raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
+        own = {one.label for one in operator.loops.within} & {*choice.axes}
+        if own:
+            raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
+
+    def _taken(self, number: int) -> tuple[_Taken, ...]:
+        operator, choice = self._recorded.forward.operators[number], self._choices[number]
+        out = []
+        for value, end in zip(operator.reads, choice.inputs, strict=True):
+            has_gradient = value.requires_grad and operator.requires_grad
+            if value.is_parameter and not self._is_tied(value):
+                self._gradients.setdefault(value.name, end.gradient)
+                out.append(_Taken((), (), has_gradient))
+                continue
+            held = self._end_of(value)
+            back = self._steps(value, end.gradient, held.gradient) if has_gradient else ()
+            out.append(_Taken(self._steps(value, held.value, end.value), back, has_gradient))
+        return tuple(out)
+
+    def _is_tied(self, value: Value) -> bool:
+        return ("parameter", value.name) in self._held
+
+    def _end_of(self, value: Value) -> End:
+        """How a value lies for its readers."""
+        for why in ("readers", "entering", "parameter"):
+            if (why, value.name) in self._held:
+                end = self._held[why, value.name]
+                if why == "parameter":
+                    self._gradients.setdefault(value.name, end.gradient)
+                return end
+        if value.maker is None:  # an argument, which all have whole
+            return End(self._whole, self._whole)
+        operator = self._recorded.forward.operators[value.maker]
+        if operator.is_constant:
+            return End(self._whole, self._whole)
+        return self._choices[value.maker].outputs[operator.makes.index(value)]
+
+    @property
+    def _whole(self) -> State:
+        return (-1,) * len(self._mesh_shape)
+
+    def _steps(self, value: Value, before: State, after: State) -> tuple[Step, ...]:
+        key = (value.shape, value.num_bytes)
+        if key not in self._costs:
+            self._costs[key] = _C.ConversionCosts(value.shape, value.num_bytes, self._axes, self._collectives)
+        return self._moves.steps(self._costs[key], key, before, after)
+
+    def _own_parts(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        out: dict[str, torch.Tensor] = {}
+        tensors = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        for value in self._recorded.given.values():
+            if not value.is_parameter or value.name in out:
+                continue
+            whole = tensors[value.name]
+            steps = self._steps(value, self._whole, self._states[value.name])
+            part = self._moves.run(whole.detach(), steps, value.name, "parameter").clone()
+            owner, _, name = value.name.rpartition(".")
+            place = self._place(owner)
+            if isinstance(whole, nn.Parameter):
+                parameter = nn.Parameter(part, whole.requires_grad)
+                place.register_parameter(name, parameter)
+                out[value.name] = parameter
+            else:
+                out[value.name] = part
+                place.register_buffer(name, part)
+        return out
+
+    def _place(self, path: str) -> nn.Module:
+        place: nn.Module = self
+        for name in path.split(".") if path else ():
+            if name not in place._modules:
+                place.add_module(name, nn.Module())
+            place = place.get_submodule(name)
+        return place
+
+    # A microbatch.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output's parts, as the plan leaves them."""
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        parts: dict[Value, Any] = {}
+        placeholders = (node for node in self._recorded.given if node.op == "placeholder")
+        for node, leaf in zip(placeholders, leaves, strict=True):
+            parts[self._recorded.given[node]] = leaf
+        for node, value in self._recorded.given.items():
+            if node.op == "get_attr":
+                constants = self._recorded.recording.constants
+                parts[value] = self._own[value.name] if value.is_parameter else constants[str(node.target)]
+        for number, site in enumerate(self._recorded.sites):
+            self._run(number, site, parts)
+        return pytree.tree_map(lambda leaf: self._left(leaf, parts), self._recorded.recording.output)
+
+    def _run(self, number: int, site: Site, parts: dict[Value, Any]) -> None:
+        operator, choice = self._recorded.forward.operators[number], self._choices[number]
+        given = self._given(number, site, parts)
+        args = list(fx.node.map_aggregate(tuple(site.node.args), given))
+        kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, given))
+        function = _function_of(site.node)
+        rule = None if operator.is_constant else rules.get(operator.kind)
+        with _modes(site.node):
+            if rule is None:
+                made = function(*args, **kwargs)
+            else:
+                local = Local(operator, choice, self._mesh_shape, self._moves.coordinate, function)
+                made = rule(local, args, kwargs)
+        for place, value, end in zip(site.places, operator.makes, choice.outputs, strict=True):
+            part = made if place is site.node else place.target(made, *place.args[1:])  # type: ignore[operator]
+            if ("readers", value.name) in self._held:
+                part = self._moved(value, part, end, self._held["readers", value.name])
+            parts[value] = part
+
+    def _given(self, number: int, site: Site, parts: dict[Value, Any]) -> Callable[[Any], Any]:
+        """Arguments as the operator takes them; nodes come in the order in which they were read."""
+        taken = iter(self._takes[number])
+        sources = iter(zip(site.sources, site.is_read, strict=True))
+
+        def given(argument: Any) -> Any:
+            if not isinstance(argument, fx.Node):
+                return argument
+            value, is_read = next(sources)
+            part = parts[value]
+            if not is_read:
+                return part
+            one = next(taken)
+            if not one.there and not one.back:
+                return part
+            if one.has_gradient and torch.is_grad_enabled():
+                return Moved.apply(part, self._moves, one.there, one.back, value.name)  # type: ignore[no-untyped-call]
+            return self._moves.run(part.detach(), one.there, value.name, "forward")
+
+        return given
+
+    def _moved(self, value: Value, part: torch.Tensor, before: End, after: End) -> torch.Tensor:
+        there = self._steps(value, before.value, after.value)
+        back = self._steps(value, after.gradient, before.gradient) if value.requires_grad else ()
+        if not there and not back:
+            return part
+        moved: torch.Tensor = Moved.apply(part, self._moves, there, back, value.name)  # type: ignore[no-untyped-call]
+        return moved
+
+    def _left(self, leaf: Any, parts: dict[Value, Any]) -> Any:
+        if not isinstance(leaf, fx.Node) or leaf not in self._recorded.values:
+            return leaf
+        value = self._recorded.values[leaf]
+        if ("leaving", value.name) not in self._held:
+            return parts[value]
+        return self._moved(value, parts[value], self._end_of(value), self._held["leaving", value.name])
+
+    # A step.
+
+    def output_states(self) -> dict[str, State]:
+        """How the model's outputs are left, by value."""
+        return {name: end.value for (why, name), end in self._held.items() if why == "leaving"}
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
+        for value in self._recorded.given.values():
+            parameter = self._own.get(value.name) if value.is_trained else None
+            if parameter is not None and parameter.grad is not None and value.name in self._gradients:
+                steps = self._steps(value, self._gradients[value.name], self._states[value.name])
+                parameter.grad = self._moves.run(parameter.grad, steps, value.name, "gradient")
+
+
+def _choices(recorded: Recorded, planned: PlannedStage) -> list[Choice]:
+    axes = {one.name: one.axes for one in planned.operators}
+    missing = [one.name for one in recorded.forward.operators if one.name not in axes]
+    if missing:
+        raise ValueError(f"the plan does not know operator {missing[0]}: it is for another model")
+    return [choice_along(one.loops, axes[one.name]) for one in recorded.forward.operators]
+
+
+def _function_of(node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        name = str(node.target)
+        return lambda own, *args, **kwargs: getattr(own, name)(*args, **kwargs)
+    return node.target  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _modes(node: fx.Node) -> Iterator[None]:
+    """The grad mode and autocast that the node was recorded in."""
+    modes = node.meta.get("modes")
+    with enter_modes(*modes) if modes is not None else contextlib.nullcontext():
+        yield
