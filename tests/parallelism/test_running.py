@@ -5,19 +5,28 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_models import Gpt, Mlp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.parallelism.reading import recorded_forward
+from torch_xmesh.parallelism.assembly import planned_stage
+from torch_xmesh.parallelism.cluster import HostKind
+from torch_xmesh.parallelism.graph import ShardingGraph
+from torch_xmesh.parallelism.layers import layers_of
+from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.reading import forward_of, recorded_forward
 from torch_xmesh.parallelism.running.stage import ShardedStage
-from torch_xmesh.parallelism.space import CollectiveUse
+from torch_xmesh.parallelism.sharded import Sharded
+from torch_xmesh.parallelism.space import CollectiveUse, Space
+from torch_xmesh.parallelism.stages import FoundStage, Shape
+from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.testing import spawn
 
 OPTIONS: dict[str, Any] = {
@@ -42,7 +51,33 @@ def tied_gpt() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randint(0, 96, (8, 16))
 
 
+class Classifier(nn.Module):
+    """Its own loss, some of whose samples are ignored; a softmax over a dim that may be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(32, 64), nn.Linear(64, 48)
+        self.register_buffer("scale", torch.linspace(0.5, 2, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x).softmax(-1) * self.scale
+        target = (x.sum(-1) * 1000).long() % 48
+        target = target.masked_fill(x[:, 0] > 1, -100)
+        loss: torch.Tensor = F.cross_entropy(self.head(hidden), target) + hidden.square().mean()
+        return loss
+
+
+def classifier() -> tuple[nn.Module, torch.Tensor]:
+    return Classifier(), torch.randn(16, 32)
+
+
+def convolutions() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8 * 16, 16), nn.LogSoftmax(-1)), torch.randn(8, 4, 6, 6)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "gpt": gpt, "tied gpt": tied_gpt}
+RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions}
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
     "data": lambda *args, **more: xm.presets.data_parallel(*args, **more),
     "megatron 2": lambda *args, **more: xm.presets.megatron(*args, tensor_parallel=2, **more),
@@ -57,27 +92,21 @@ def part_of(whole: torch.Tensor, state: tuple[int, ...], shape: tuple[int, ...],
     return whole
 
 
-def runs(rank: int, world_size: int, name: str, plan_name: str) -> None:
-    torch.manual_seed(3)
-    model, x = MODELS[name]()
-    model = model.double()
-    x = x.double() if x.is_floating_point() else x
+def check(planned: PlannedStage, model: nn.Module, x: torch.Tensor, mesh: DeviceMesh, collectives: str) -> None:
+    """Two microbatches against one process; the second one's collectives, and those of the end, are predicted."""
     whole = copy.deepcopy(model)
-    devices = xm.Mesh([[0, 1], [2, 3]])
-    plan = PLANS[plan_name](model, (x,), devices=devices, **OPTIONS)
-    (planned,) = plan.stages
-    mesh = init_device_mesh("cpu", planned.mesh_shape)
     seen: list[CollectiveUse] = []
-    recorded = recorded_forward(model, (x,))
-    stage = ShardedStage(model, recorded, planned, mesh, on_collective=seen.append)
+    stage = ShardedStage(
+        model, recorded_forward(model, (x,)), planned, mesh, collectives=collectives, on_collective=seen.append
+    )
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
-    wanted_names = {one.name for one in planned.parameters}
-    assert set(parameters) == wanted_names
+    assert set(parameters) == {name for name, _ in model.named_parameters()}
     inputs = [x, torch.randn_like(x) if x.is_floating_point() else x.flip(0)]
     for number, one in enumerate(inputs):
         wanted = whole(one)
-        gradient = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        seed = torch.Generator().manual_seed(number)
+        gradient = torch.randn(wanted.shape, generator=seed, dtype=torch.float64)
         wanted.backward(gradient)
         if number == 1:
             seen.clear()
@@ -87,22 +116,80 @@ def runs(rank: int, world_size: int, name: str, plan_name: str) -> None:
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
     stage.finish_gradients()
     for kept in planned.parameters:
+        if kept.name not in parameters:
+            continue
         found, expected = parameters[kept.name].grad, whole.get_parameter(kept.name).grad
         assert found is not None
         assert expected is not None
         expected = part_of(expected, kept.state, planned.mesh_shape, at)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=kept.name)  # a key's bias has none
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-10, msg=kept.name)  # a key's bias has none
     counted: Counter[tuple[str, str, int]] = Counter()
     num_bytes: Counter[tuple[str, str, int]] = Counter()
     for use in seen:
         counted[use.why, use.collective, use.axis] += 1
         num_bytes[use.why, use.collective, use.axis] += round(use.num_bytes)
     predicted = {(one.why, one.collective, one.axis): (one.count, round(one.num_bytes)) for one in planned.collectives}
-    assert {key: (count, num_bytes[key]) for key, count in counted.items()} == predicted
-    dist.barrier()
+    if not any(operator.loops.within for operator in stage.recorded.forward.operators):  # in halves of these bytes
+        assert {key: (count, num_bytes[key]) for key, count in counted.items()} == predicted
+    assert counted == {key: count for key, (count, _) in predicted.items()}
+
+
+def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
+    model, x = RANDOM[name]()
+    return model.double(), x.double() if x.is_floating_point() else x
+
+
+def runs(rank: int, world_size: int, name: str, plan_name: str) -> None:
+    torch.manual_seed(3)
+    model, x = model_of(name)
+    plan = PLANS[plan_name](model, (x,), devices=xm.Mesh([[0, 1], [2, 3]]), **OPTIONS)
+    (planned,) = plan.stages
+    check(planned, model, x, init_device_mesh("cpu", planned.mesh_shape), plan.collectives)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_on_parts_is_the_model(name: str, plan: str) -> None:
     spawn(runs, 4, name, plan, timeout=120)
+
+
+def any_sharding(graph: ShardingGraph, random: Random) -> Sharded:
+    """Of half of the operators any choice, of the others the cheapest then."""
+    allowed = graph.everything()
+    for place, operator in enumerate(graph.stretch.operators):
+        if random.random() < 0.5 and not operator.is_constant:
+            choice = random.randrange(len(graph.space.choices(operator)))
+            allowed = graph.narrowed(allowed, place, choice, is_taken=True)
+    return graph.least(allowed=allowed)
+
+
+def runs_any(rank: int, world_size: int, name: str, seeds: range) -> None:
+    torch.manual_seed(3)
+    model, x = model_of(name)
+    layers = layers_of(forward_of(model, (x,)), 1)
+    kind = HostKind(4, xm.Compute(1e11, 1e10), None, 1e8)
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
+    for seed in seeds:
+        shape = (4,) if seed % 3 == 0 else (2, 2)
+        links = [(size, 1e-5 / (axis + 1), 1e-9 / (axis + 1)) for axis, size in enumerate(shape)]
+        space = Space(links, "ring", compute=kind.compute, num_microbatches=2)
+        sharded = any_sharding(ShardingGraph(Stretch.of(layers.forward), space), Random(seed))
+        found = FoundStage(0, 1, Shape((), kind, (space,)), (0, 1, 2, 3), space, sharded, 1)
+        try:
+            check(planned_stage(layers, found, 1, 0), model, x, meshes[shape], "ring")
+        except Exception as error:
+            pairs = zip(sharded.operators, sharded.choices, strict=True)
+            raise AssertionError(
+                f"seed {seed}: {', '.join(f'{one.name} {choice}' for one, choice in pairs)}"
+            ) from error
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_any_sharding_is_the_model(name: str) -> None:
+    spawn(runs_any, 4, name, range(8), timeout=300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", RANDOM)
+def test_many_shardings_are_the_model(name: str) -> None:
+    spawn(runs_any, 4, name, range(8, 48), timeout=900)

@@ -42,7 +42,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
     layers = subject.layers
     operators = layers.forward.operators
     stages = tuple(
-        _stage(layers, stage, judged.simulation.peak_in_flight[number], judged.peak_bytes[number])
+        planned_stage(layers, stage, judged.simulation.peak_in_flight[number], judged.peak_bytes[number])
         for number, stage in enumerate(judged.plan.stages)
     )
     values = tuple(
@@ -77,7 +77,8 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
     )
 
 
-def _stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -> PlannedStage:
+def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -> PlannedStage:
+    """A stage as data."""
     layer_of = layers.layer_of()
     sharded = stage.sharded
     operators = tuple(

@@ -17,16 +17,11 @@ Seen = Callable[[CollectiveUse], None]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One move along one mesh axis: how the axis holds the value before and afterwards.
-
-    Attributes:
-        num_bytes: of the collective, as the plan counts them; 0 where none is needed.
-    """
+    """One move along one mesh axis: how the axis holds the value before and afterwards."""
 
     axis: int
     before: int
     after: int
-    num_bytes: float
 
 
 class Moves:
@@ -51,9 +46,9 @@ class Moves:
         found = self._steps.get((key, before, after))
         if found is None:
             out, state = [], before
-            for axis, afterwards, collective, num_bytes in costs.steps(before, after) if before != after else ():
+            for axis, afterwards, _, _ in costs.steps(before, after) if before != after else ():
                 held = tuple(afterwards)
-                out.append(Step(axis, state[axis], held[axis], num_bytes if collective is not None else 0.0))
+                out.append(Step(axis, state[axis], held[axis]))
                 state = held
             found = self._steps[key, before, after] = tuple(out)
         return found
@@ -79,31 +74,36 @@ class Moves:
             out = part.new_zeros(extents)
             out.narrow(before, at * part.shape[before], part.shape[before]).copy_(part)
             return out
-        kind = {
-            (True, True): "all-reduce",
-            (True, False): "reduce-scatter",
-            (False, True): "all-gather",
-            (False, False): "all-to-all",
-        }[before == PARTIAL, after == REPLICATED]
-        if self._on_collective is not None:
-            self._on_collective(CollectiveUse(name, why, kind, step.axis, step.num_bytes))
-        if kind == "all-reduce":
-            out = part.contiguous().clone()
-            dist.all_reduce(out, group=group)
-            return out
-        if kind == "reduce-scatter":
+        if before == PARTIAL and after == REPLICATED:
+            return self.all_reduce(part, step.axis, name, why)
+        if before == PARTIAL:
+            self._tell(name, why, "reduce-scatter", step.axis, part.nbytes)
             summands = torch.cat(part.chunk(size, after))
             out = summands.new_empty((len(summands) // size, *summands.shape[1:]))
             dist.reduce_scatter_tensor(out, summands, group=group)
             return out
-        if kind == "all-gather":
+        if after == REPLICATED:
+            self._tell(name, why, "all-gather", step.axis, size * part.nbytes)
             gathered = part.new_empty((size * len(part), *part.shape[1:]))
             dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
             return gathered if before == 0 else torch.cat(gathered.chunk(size), before)
+        self._tell(name, why, "all-to-all", step.axis, size * part.nbytes)
         sent = torch.cat(part.chunk(size, after))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.chunk(size), before)
+
+    def all_reduce(self, part: torch.Tensor, axis: int, name: str, why: str, *, is_max: bool = False) -> torch.Tensor:
+        """Of all devices along an axis, their sum or the greatest of each element."""
+        self._tell(name, why, "all-reduce", axis, part.nbytes)
+        out = part.contiguous().clone()
+        dist.all_reduce(out, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self._groups[axis])
+        return out
+
+    def _tell(self, name: str, why: str, kind: str, axis: int, num_bytes: int) -> None:
+        """Bytes as CollectiveUse counts them."""
+        if self._on_collective is not None:
+            self._on_collective(CollectiveUse(name, why, kind, axis, float(num_bytes)))
 
 
 class Moved(torch.autograd.Function):
@@ -121,3 +121,16 @@ class Moved(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         return ctx.moves.run(gradient, ctx.back, ctx.name, "backward"), None, None, None, None
+
+
+class Summed(torch.autograd.Function):
+    """What devices along an axis have, added up: for all to go on with, so that its gradient is added up, too."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, moves: Moves, axis: int, name: str) -> torch.Tensor:
+        ctx.moves, ctx.axis, ctx.name = moves, axis, name
+        return moves.all_reduce(part, axis, name, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.moves.all_reduce(gradients[0], ctx.axis, ctx.name, "backward"), None, None, None

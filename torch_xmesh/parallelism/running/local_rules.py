@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import PARTIAL, PASS, Choice
 from torch_xmesh.parallelism.operators import Operator
+from torch_xmesh.parallelism.running.collectives import Moves, Summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +19,45 @@ class Local:
 
     Attributes:
         function: the call itself.
-        coordinate: of the device, along each mesh axis.
     """
 
     operator: Operator
     choice: Choice
-    mesh_shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
+    moves: Moves
     function: Callable[..., Any]
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return self.moves.shape
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Of the device, along each mesh axis."""
+        return self.moves.coordinate
 
     def axes_of(self, label: str) -> list[int]:
         """The mesh axes that shard a loop."""
         return [axis for axis, own in enumerate(self.choice.axes) if own == label]
+
+    def place_along(self, axes: Sequence[int]) -> int:
+        """The how many-th of what these axes cut together is the device's."""
+        place = 0
+        for axis in axes:
+            place = place * self.mesh_shape[axis] + self.coordinate[axis]
+        return place
+
+    def summed(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """Over devices along these axes; its gradient is added up, too."""
+        for axis in axes:
+            part = Summed.apply(part, self.moves, axis, self.operator.makes[0].name)  # type: ignore[no-untyped-call]
+        return part
+
+    def greatest(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """Over devices along these axes; it has no gradient."""
+        part = part.detach()
+        for axis in axes:
+            part = self.moves.all_reduce(part, axis, self.operator.makes[0].name, "forward", is_max=True)
+        return part
 
     @property
     def summands(self) -> int:
@@ -90,6 +118,34 @@ def linear(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return out
 
 
+@rule("addmm", "baddbmm")
+def addmm(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What is added to the product is added once."""
+    if local.summands == 1:
+        return local.function(*args, **kwargs)
+    added, a, b = args[:3]
+    product, kept = torch.matmul(a, b) * kwargs.get("alpha", 1), added * kwargs.get("beta", 1)
+    out: torch.Tensor = _AddedOnce.apply(product, kept, local.is_first_summand)  # type: ignore[no-untyped-call]
+    return out
+
+
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def convolution(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The bias is added once; a device that has some of the groups has as many fewer."""
+    after = ["output_padding", "groups", "dilation"] if "transpose" in local.operator.kind else ["dilation", "groups"]
+    given = dict(zip(["input", "weight", "bias", "stride", "padding", *after], args, strict=False)) | dict(kwargs)
+    axes = local.axes_of("g")
+    if axes:
+        given["groups"] = given["groups"] // math.prod(local.mesh_shape[axis] for axis in axes)
+    bias = given.get("bias")
+    if bias is None or local.summands == 1:
+        return local.function(**given)
+    made = local.function(**{**given, "bias": None})
+    kept = bias.view(-1, *[1] * (made.dim() - 2))
+    out: torch.Tensor = _AddedOnce.apply(made, kept, local.is_first_summand)  # type: ignore[no-untyped-call]
+    return out
+
+
 @rule(
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as", "ravel"
 )
@@ -108,7 +164,17 @@ def mean(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return local.function(*args, **kwargs) / local.summands
 
 
-@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy")
+@rule(
+    *(
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy_with_logits",
+        "binary_cross_entropy",
+    ),
+    *("soft_margin_loss", "poisson_nll_loss"),
+)
 def distances(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A mean is over as many as the whole has."""
     made = local.function(*args, **kwargs)
@@ -123,9 +189,7 @@ def embedding(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if not axes:
         return local.function(*args, **kwargs)
     indices, weight, padding = (*args, kwargs.get("padding_idx"))[:3]
-    place = 0
-    for axis in axes:
-        place = place * local.mesh_shape[axis] + local.coordinate[axis]
+    place = local.place_along(axes)
     own = indices - place * weight.shape[0]
     is_here = (own >= 0) & (own < weight.shape[0])
     if padding is not None:  # its row has no gradient
@@ -134,3 +198,87 @@ def embedding(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         own.clamp(0, weight.shape[0] - 1), weight, padding if padding in range(weight.shape[0]) else None
     )
     return found * is_here.unsqueeze(-1).to(found.dtype)
+
+
+@rule("softmax", "log_softmax")
+def softmax(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Over a sharded dim devices bring together the greatest element and the sum."""
+    axes = [axis for axis, label in enumerate(local.choice.axes) if label == _own_label(local)]
+    if not axes:
+        return local.function(*args, **kwargs)
+    x = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    x = x.to(kwargs.get("dtype") or x.dtype)
+    raised = x - local.greatest(x.amax(dim, keepdim=True), axes)
+    total = local.summed(raised.exp().sum(dim, keepdim=True), axes)
+    return raised.exp() / total if local.operator.kind == "softmax" else raised - total.log()
+
+
+def _own_label(local: Local) -> str | None:
+    within = local.operator.loops.within
+    return within[0].label if within else None
+
+
+class _ClassLosses(torch.autograd.Function):
+    """Of each sample a device's summand of its loss, of some classes' logits, less the greatest of all, and the sum of
+    all of their exponentials; gradients stay where they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, raised: torch.Tensor, total: torch.Tensor, own: torch.Tensor, counted: torch.Tensor, is_first: bool
+    ) -> torch.Tensor:
+        is_here = (counted & (own >= 0) & (own < raised.shape[1])).unsqueeze(1)
+        places = own.clamp(0, raised.shape[1] - 1).unsqueeze(1)
+        ctx.save_for_backward(raised, total, is_here, places, counted)
+        picked = torch.where(is_here, raised.gather(1, places), 0.0).squeeze(1)
+        return torch.where(counted, total.log(), 0.0) - picked if is_first else -picked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raised, total, is_here, places, counted = ctx.saved_tensors
+        out = raised.exp() / total.unsqueeze(1)
+        out.scatter_add_(1, places, -is_here.to(out.dtype))
+        return out * (gradients[0] * counted).unsqueeze(1), None, None, None, None
+
+
+@rule("cross_entropy", "nll_loss")
+def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Of classes each device has some: all bring together the greatest logit and the sum; of a mean devices count the
+    samples that are not ignored together."""
+    is_raw = local.operator.kind == "cross_entropy"
+    names = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    x, target = given["input"], given["target"]
+    reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    classes = local.axes_of("c")
+    samples = [axis for axis, label in enumerate(local.choice.axes) if label.startswith("n")]
+    if not classes and (not samples or reduction != "mean"):
+        return local.function(*args, **kwargs)
+    if given.get("label_smoothing") or given.get("size_average") is not None or given.get("reduce") is not None:
+        raise ValueError(f"{local.operator.name} with smoothed labels, or old arguments, cannot be run in parts")
+    counted = target != ignored
+    if classes:
+        own = target - local.place_along(classes) * x.shape[1]
+        total = torch.ones_like(target, dtype=x.dtype)
+        if is_raw:
+            x = x - local.greatest(x.amax(1, keepdim=True), classes)
+            total = local.summed(x.detach().exp().sum(1), classes)
+        is_first = is_raw and local.place_along(classes) == 0
+        losses: torch.Tensor = _picked_losses(x, total, own, counted, is_first=is_first, is_raw=is_raw)
+    else:
+        whole = F.cross_entropy if is_raw else F.nll_loss
+        losses = whole(x, target, reduction="none", ignore_index=ignored)
+    if reduction != "mean":
+        return losses.sum() if reduction == "sum" else losses
+    return losses.sum() / local.summed(counted.sum().to(torch.float32), samples)
+
+
+def _picked_losses(
+    x: torch.Tensor, total: torch.Tensor, own: torch.Tensor, counted: torch.Tensor, *, is_first: bool, is_raw: bool
+) -> torch.Tensor:
+    if is_raw:
+        out: torch.Tensor = _ClassLosses.apply(x, total, own, counted, is_first)  # type: ignore[no-untyped-call]
+        return out
+    is_here = counted & (own >= 0) & (own < x.shape[1])
+    picked = x.gather(1, own.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return -torch.where(is_here, picked, 0.0)

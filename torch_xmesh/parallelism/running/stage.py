@@ -55,7 +55,7 @@ class ShardedStage(nn.Module):
         on_collective: Seen | None = None,
     ) -> None:
         super().__init__()
-        self._recorded, self._mesh_shape = recorded, tuple(mesh.shape)
+        self.recorded, self._mesh_shape = recorded, tuple(mesh.shape)
         if self._mesh_shape != planned.mesh_shape:
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
         self._collectives = collectives
@@ -78,12 +78,14 @@ class ShardedStage(nn.Module):
             raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
         if operator.draws and self.training:
             raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
+        if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in rules):
+            raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
         own = {one.label for one in operator.loops.within} & {*choice.axes}
-        if own:
+        if own and operator.kind not in rules:
             raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
 
     def _taken(self, number: int) -> tuple[_Taken, ...]:
-        operator, choice = self._recorded.forward.operators[number], self._choices[number]
+        operator, choice = self.recorded.forward.operators[number], self._choices[number]
         out = []
         for value, end in zip(operator.reads, choice.inputs, strict=True):
             has_gradient = value.requires_grad and operator.requires_grad
@@ -109,7 +111,7 @@ class ShardedStage(nn.Module):
                 return end
         if value.maker is None:  # an argument, which all have whole
             return End(self._whole, self._whole)
-        operator = self._recorded.forward.operators[value.maker]
+        operator = self.recorded.forward.operators[value.maker]
         if operator.is_constant:
             return End(self._whole, self._whole)
         return self._choices[value.maker].outputs[operator.makes.index(value)]
@@ -130,7 +132,7 @@ class ShardedStage(nn.Module):
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        for value in self._recorded.given.values():
+        for value in self.recorded.given.values():
             if not value.is_parameter or value.name in out:
                 continue
             whole = tensors[value.name]
@@ -161,19 +163,19 @@ class ShardedStage(nn.Module):
         """The output's parts, as the plan leaves them."""
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         parts: dict[Value, Any] = {}
-        placeholders = (node for node in self._recorded.given if node.op == "placeholder")
+        placeholders = (node for node in self.recorded.given if node.op == "placeholder")
         for node, leaf in zip(placeholders, leaves, strict=True):
-            parts[self._recorded.given[node]] = leaf
-        for node, value in self._recorded.given.items():
+            parts[self.recorded.given[node]] = leaf
+        for node, value in self.recorded.given.items():
             if node.op == "get_attr":
-                constants = self._recorded.recording.constants
+                constants = self.recorded.recording.constants
                 parts[value] = self._own[value.name] if value.is_parameter else constants[str(node.target)]
-        for number, site in enumerate(self._recorded.sites):
+        for number, site in enumerate(self.recorded.sites):
             self._run(number, site, parts)
-        return pytree.tree_map(lambda leaf: self._left(leaf, parts), self._recorded.recording.output)
+        return pytree.tree_map(lambda leaf: self._left(leaf, parts), self.recorded.recording.output)
 
     def _run(self, number: int, site: Site, parts: dict[Value, Any]) -> None:
-        operator, choice = self._recorded.forward.operators[number], self._choices[number]
+        operator, choice = self.recorded.forward.operators[number], self._choices[number]
         given = self._given(number, site, parts)
         args = list(fx.node.map_aggregate(tuple(site.node.args), given))
         kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, given))
@@ -183,7 +185,7 @@ class ShardedStage(nn.Module):
             if rule is None:
                 made = function(*args, **kwargs)
             else:
-                local = Local(operator, choice, self._mesh_shape, self._moves.coordinate, function)
+                local = Local(operator, choice, self._moves, function)
                 made = rule(local, args, kwargs)
         for place, value, end in zip(site.places, operator.makes, choice.outputs, strict=True):
             part = made if place is site.node else place.target(made, *place.args[1:])  # type: ignore[operator]
@@ -221,9 +223,9 @@ class ShardedStage(nn.Module):
         return moved
 
     def _left(self, leaf: Any, parts: dict[Value, Any]) -> Any:
-        if not isinstance(leaf, fx.Node) or leaf not in self._recorded.values:
+        if not isinstance(leaf, fx.Node) or leaf not in self.recorded.values:
             return leaf
-        value = self._recorded.values[leaf]
+        value = self.recorded.values[leaf]
         if ("leaving", value.name) not in self._held:
             return parts[value]
         return self._moved(value, parts[value], self._end_of(value), self._held["leaving", value.name])
@@ -237,7 +239,7 @@ class ShardedStage(nn.Module):
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
-        for value in self._recorded.given.values():
+        for value in self.recorded.given.values():
             parameter = self._own.get(value.name) if value.is_trained else None
             if parameter is not None and parameter.grad is not None and value.name in self._gradients:
                 steps = self._steps(value, self._gradients[value.name], self._states[value.name])
