@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -20,8 +22,8 @@ from torch_xmesh.parallelism.assembly import planned_stage
 from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.plan import PlannedStage
 from torch_xmesh.parallelism.reading import forward_of, recorded_forward
+from torch_xmesh.parallelism.running.engine import PlannedEngine
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import CollectiveUse, Space
@@ -81,6 +83,7 @@ RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions}
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
     "data": lambda *args, **more: xm.presets.data_parallel(*args, **more),
     "megatron 2": lambda *args, **more: xm.presets.megatron(*args, tensor_parallel=2, **more),
+    "ZeRO-2": lambda *args, **more: xm.presets.zero_2(*args, **more),
     "megatron 4": lambda *args, **more: xm.presets.megatron(*args, tensor_parallel=4, **more),
 }
 
@@ -92,13 +95,13 @@ def part_of(whole: torch.Tensor, state: tuple[int, ...], shape: tuple[int, ...],
     return whole
 
 
-def check(planned: PlannedStage, model: nn.Module, x: torch.Tensor, mesh: DeviceMesh, collectives: str) -> None:
+def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: DeviceMesh) -> None:
     """Two microbatches against one process; the second one's collectives, and those of the end, are predicted."""
     whole = copy.deepcopy(model)
     seen: list[CollectiveUse] = []
-    stage = ShardedStage(
-        model, recorded_forward(model, (x,)), planned, mesh, collectives=collectives, on_collective=seen.append
-    )
+    (planned,) = plan.stages
+    recorded = recorded_forward(model, (x,))
+    stage = ShardedStage(model, recorded, plan, 0, mesh, keeps_parts=True, on_collective=seen.append)
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
     assert set(parameters) == {name for name, _ in model.named_parameters()}
@@ -109,7 +112,7 @@ def check(planned: PlannedStage, model: nn.Module, x: torch.Tensor, mesh: Device
         gradient = torch.randn(wanted.shape, generator=seed, dtype=torch.float64)
         wanted.backward(gradient)
         if number == 1:
-            seen.clear()
+            seen[:] = [use for use in seen if use.why == "parameter"]  # once a step
         made = stage(one)
         ((_, state),) = stage.output_states().items()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
@@ -121,7 +124,7 @@ def check(planned: PlannedStage, model: nn.Module, x: torch.Tensor, mesh: Device
         found, expected = parameters[kept.name].grad, whole.get_parameter(kept.name).grad
         assert found is not None
         assert expected is not None
-        expected = part_of(expected, kept.state, planned.mesh_shape, at)
+        expected = part_of(expected, kept.zero_state or kept.state, planned.mesh_shape, at)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-10, msg=kept.name)  # a key's bias has none
     counted: Counter[tuple[str, str, int]] = Counter()
     num_bytes: Counter[tuple[str, str, int]] = Counter()
@@ -143,8 +146,7 @@ def runs(rank: int, world_size: int, name: str, plan_name: str) -> None:
     torch.manual_seed(3)
     model, x = model_of(name)
     plan = PLANS[plan_name](model, (x,), devices=xm.Mesh([[0, 1], [2, 3]]), **OPTIONS)
-    (planned,) = plan.stages
-    check(planned, model, x, init_device_mesh("cpu", planned.mesh_shape), plan.collectives)
+    check(plan, model, x, init_device_mesh("cpu", plan.stages[0].mesh_shape))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -173,10 +175,12 @@ def runs_any(rank: int, world_size: int, name: str, seeds: range) -> None:
         shape = (4,) if seed % 3 == 0 else (2, 2)
         links = [(size, 1e-5 / (axis + 1), 1e-9 / (axis + 1)) for axis, size in enumerate(shape)]
         space = Space(links, "ring", compute=kind.compute, num_microbatches=2)
-        sharded = any_sharding(ShardingGraph(Stretch.of(layers.forward), space), Random(seed))
+        sharded = any_sharding(ShardingGraph(Stretch.of(layers.forward), space, zero=seed % 5 % 3), Random(seed))
         found = FoundStage(0, 1, Shape((), kind, (space,)), (0, 1, 2, 3), space, sharded, 1)
         try:
-            check(planned_stage(layers, found, 1, 0), model, x, meshes[shape], "ring")
+            whole = xm.presets.data_parallel(model, (x,), devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
+            plan = dataclasses.replace(whole, stages=(planned_stage(layers, found, 1, 0),))
+            check(plan, model, x, meshes[shape])
         except Exception as error:
             pairs = zip(sharded.operators, sharded.choices, strict=True)
             raise AssertionError(
@@ -193,3 +197,49 @@ def test_any_sharding_is_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", RANDOM)
 def test_many_shardings_are_the_model(name: str) -> None:
     spawn(runs_any, 4, name, range(8, 48), timeout=900)
+
+
+def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
+    """Two steps of an engine of a plan's stages against one process."""
+    torch.manual_seed(3)
+    model, x = model_of(name)
+    whole = copy.deepcopy(model)
+    options = {**OPTIONS, "devices": xm.Mesh([[0, 1], [2, 3]]), "num_microbatches": 4}
+    makers: dict[str, Callable[..., xm.ParallelPlan]] = {
+        "found": xm.plan_parallel,
+        "pipeline": functools.partial(xm.presets.pipeline, num_stages=2),
+        "pipeline 4": functools.partial(xm.presets.pipeline, num_stages=4),
+        "pipeline with ZeRO-2": functools.partial(xm.presets.pipeline, num_stages=2, zero=2),
+    }
+    plan = makers[plan_of](model, (x,), **options)
+    engine = PlannedEngine(plan, model, (x,), loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+    reference = torch.optim.SGD(whole.parameters(), 0.1)
+    batch = torch.cat([x, x.flip(0), x, x.roll(1, 0)])
+    target = torch.randn_like(whole(batch))
+    for _ in range(2):
+        engine.step(batch, target=target)
+        wanted = F.mse_loss(whole(batch), target)
+        reference.zero_grad()
+        wanted.backward()  # type: ignore[no-untyped-call]
+        if engine.last_loss() is not None:
+            assert engine.last_loss() == pytest.approx(wanted.item(), rel=1e-9)
+        for stage, part in engine.parts():
+            found, expected = list(part.named_parameters()), dict(whole.named_parameters())
+            states = {one.name: one.zero_state or one.state for one in plan.stages[stage].parameters}
+            at, shape = part.coordinate, plan.stages[stage].mesh_shape
+            for key, parameter in found:
+                gradient = expected[key].grad
+                assert parameter.grad is not None
+                assert gradient is not None
+                torch.testing.assert_close(parameter.grad, part_of(gradient, states[key], shape, at), msg=key)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("plan", ["found", "pipeline", "pipeline 4", "pipeline with ZeRO-2"])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_stages_of_a_plan_train(name: str, plan: str) -> None:
+    spawn(trains, 4, name, plan, timeout=120)

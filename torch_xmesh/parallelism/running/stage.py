@@ -6,7 +6,8 @@ recorded forward --> operator by operator: parts as it takes them (Moved) --> th
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.utils import _pytree as pytree
 from torch_xmesh import _C
 from torch_xmesh.parallelism.loops import Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
-from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
+from torch_xmesh.parallelism.running.crossing import crossing_of
 from torch_xmesh.parallelism.running.local_rules import Local, rules
 from torch_xmesh.pipeline.capture.regions import enter_modes
 
@@ -33,11 +35,15 @@ class _Taken:
 
 
 class ShardedStage(nn.Module):
-    """A plan's only stage on a mesh. Parameters are this device's parts, under the model's own names.
+    """A stage of a plan on its mesh. Parameters are this device's parts, under the model's own names.
+
+    It is given the values that enter it, whole, and gives those that later stages need, whole; the last stage the
+    model's output.
 
     Args:
         model: with values; they are the same on all devices.
         recorded: its forward, as the plan's was.
+        keeps_parts: outputs stay as the plan leaves them.
         on_collective: told of each collective that is run.
 
     Raises:
@@ -48,28 +54,40 @@ class ShardedStage(nn.Module):
         self,
         model: nn.Module,
         recorded: Recorded,
-        planned: PlannedStage,
+        plan: ParallelPlan,
+        number: int,
         mesh: DeviceMesh,
         *,
-        collectives: str = "ring",
+        keeps_parts: bool = False,
         on_collective: Seen | None = None,
     ) -> None:
         super().__init__()
+        planned = plan.stages[number]
         self.recorded, self._mesh_shape = recorded, tuple(mesh.shape)
         if self._mesh_shape != planned.mesh_shape:
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
-        self._collectives = collectives
+        crossing = crossing_of(recorded, plan)
+        self._entering = crossing.entering[number]
+        self._leaving = None if number + 1 == len(plan.stages) else crossing.entering[number + 1]
+        self._keeps_parts = keeps_parts
+        self._collectives = plan.collectives
         self._axes: list[Any] = [(size, *links) for size, links in zip(planned.mesh_shape, planned.links, strict=True)]
         self._moves = Moves(mesh, on_collective)
         self._costs: dict[tuple[Any, ...], _C.ConversionCosts] = {}
         self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
-        self._choices = _choices(recorded, planned)
+        self._choices = _choices(recorded, planned, crossing.operators[number])
         self._states = {one.name: one.state for one in planned.parameters}
+        self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
         self._gradients: dict[str, State] = {}
-        self._takes = [self._taken(number) for number in range(len(self._choices))]
-        for number, site in enumerate(recorded.sites):
-            self._check(recorded.forward.operators[number], self._choices[number], site)
+        self._takes = {operator: self._taken(operator) for operator in self._choices}
+        for operator, choice in self._choices.items():
+            self._check(recorded.forward.operators[operator], choice, recorded.sites[operator])
+        dear = sorted(name for name, one in self._in_parts.items() if one.zero_level == 3)
+        if dear:
+            raise ValueError(f"parameter {dear[0]} is in parts that each microbatch fetches: that cannot be run")
         self._own = self._own_parts(model)
+        self._fetched: dict[str, torch.Tensor] = {}
+        self.begin_step()
 
     # What is made ready.
 
@@ -109,12 +127,10 @@ class ShardedStage(nn.Module):
                 if why == "parameter":
                     self._gradients.setdefault(value.name, end.gradient)
                 return end
-        if value.maker is None:  # an argument, which all have whole
-            return End(self._whole, self._whole)
+        if value.maker is None or value.maker not in self._choices:  # an argument, or another stage's
+            return self._all
         operator = self.recorded.forward.operators[value.maker]
-        if operator.is_constant:
-            return End(self._whole, self._whole)
-        return self._choices[value.maker].outputs[operator.makes.index(value)]
+        return self._all if operator.is_constant else self._choices[value.maker].outputs[operator.makes.index(value)]
 
     @property
     def _whole(self) -> State:
@@ -133,10 +149,10 @@ class ShardedStage(nn.Module):
             **dict(model.named_buffers(remove_duplicate=False)),
         }
         for value in self.recorded.given.values():
-            if not value.is_parameter or value.name in out:
+            if value.name not in self._states or not value.is_parameter or value.name in out:
                 continue
             whole = tensors[value.name]
-            steps = self._steps(value, self._whole, self._states[value.name])
+            steps = self._steps(value, self._whole, self._kept_state(value.name))
             part = self._moves.run(whole.detach(), steps, value.name, "parameter").clone()
             owner, _, name = value.name.rpartition(".")
             place = self._place(owner)
@@ -149,6 +165,11 @@ class ShardedStage(nn.Module):
                 place.register_buffer(name, part)
         return out
 
+    def _kept_state(self, name: str) -> State:
+        """How a parameter lies between steps: in parts, if the plan keeps it so."""
+        in_parts = self._in_parts.get(name)
+        return self._states[name] if in_parts is None or in_parts.zero_state is None else in_parts.zero_state
+
     def _place(self, path: str) -> nn.Module:
         place: nn.Module = self
         for name in path.split(".") if path else ():
@@ -160,19 +181,45 @@ class ShardedStage(nn.Module):
     # A microbatch.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output's parts, as the plan leaves them."""
+        """One microbatch."""
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = dict(zip(self._entering, leaves, strict=True))
         parts: dict[Value, Any] = {}
-        placeholders = (node for node in self.recorded.given if node.op == "placeholder")
-        for node, leaf in zip(placeholders, leaves, strict=True):
-            parts[self.recorded.given[node]] = leaf
+        for value, whole in given.items():
+            if tuple(whole.shape) != value.shape:
+                raise ValueError(f"the plan is for {value.name} of {list(value.shape)}, got {list(whole.shape)}")
+            parts[value] = self._moved(value, whole, self._all, self._end_of(value))
         for node, value in self.recorded.given.items():
-            if node.op == "get_attr":
-                constants = self.recorded.recording.constants
-                parts[value] = self._own[value.name] if value.is_parameter else constants[str(node.target)]
-        for number, site in enumerate(self.recorded.sites):
-            self._run(number, site, parts)
-        return pytree.tree_map(lambda leaf: self._left(leaf, parts), self.recorded.recording.output)
+            if node.op == "get_attr" and not value.is_parameter:
+                parts[value] = self.recorded.recording.constants[str(node.target)]
+            elif node.op == "get_attr" and value.name in self._own:
+                parts[value] = self._fetched.get(value.name, self._own[value.name])
+        for number in self._choices:
+            self._run(number, self.recorded.sites[number], parts)
+        if self._leaving is not None:
+            return tuple(given[value] if value in given else self._left(value, parts) for value in self._leaving)
+
+        def left(leaf: Any) -> Any:
+            value = self.recorded.values.get(leaf) if isinstance(leaf, fx.Node) else None
+            if value is None:
+                return leaf
+            return given[value] if value in given else self._left(value, parts)
+
+        return pytree.tree_map(left, self.recorded.recording.output)
+
+    def _left(self, value: Value, parts: dict[Value, Any]) -> torch.Tensor:
+        after = self._held.get(("leaving", value.name), self._end_of(value)) if self._keeps_parts else self._all
+        return self._moved(value, parts[value], self._end_of(value), after)
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Of this device in the mesh."""
+        return self._moves.coordinate
+
+    @property
+    def _all(self) -> End:
+        """Every device has all of a value, and of its gradient."""
+        return End(self._whole, self._whole)
 
     def _run(self, number: int, site: Site, parts: dict[Value, Any]) -> None:
         operator, choice = self.recorded.forward.operators[number], self._choices[number]
@@ -222,14 +269,6 @@ class ShardedStage(nn.Module):
         moved: torch.Tensor = Moved.apply(part, self._moves, there, back, value.name)  # type: ignore[no-untyped-call]
         return moved
 
-    def _left(self, leaf: Any, parts: dict[Value, Any]) -> Any:
-        if not isinstance(leaf, fx.Node) or leaf not in self.recorded.values:
-            return leaf
-        value = self.recorded.values[leaf]
-        if ("leaving", value.name) not in self._held:
-            return parts[value]
-        return self._moved(value, parts[value], self._end_of(value), self._held["leaving", value.name])
-
     # A step.
 
     def output_states(self) -> dict[str, State]:
@@ -237,21 +276,47 @@ class ShardedStage(nn.Module):
         return {name: end.value for (why, name), end in self._held.items() if why == "leaving"}
 
     @torch.no_grad()
+    def begin_step(self) -> None:
+        """Parameters in parts are fetched, for all microbatches."""
+        for value in self.recorded.given.values():
+            if value.name in self._in_parts and value.name in self._own:
+                steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
+                whole = self._moves.run(self._own[value.name].detach(), steps, value.name, "parameter")
+                whole = whole.clone() if not steps else whole
+                self._fetched[value.name] = whole.requires_grad_()
+                if self._in_parts[value.name].zero_level == 2:
+                    add_up = functools.partial(self._add_up, value, "backward")
+                    whole.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
     def finish_gradients(self) -> None:
         """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
         for value in self.recorded.given.values():
             parameter = self._own.get(value.name) if value.is_trained else None
-            if parameter is not None and parameter.grad is not None and value.name in self._gradients:
+            if parameter is None or value.name not in self._gradients:
+                continue
+            if value.name in self._in_parts:
+                self._add_up(value, "gradient", self._fetched[value.name])
+            elif parameter.grad is not None:
                 steps = self._steps(value, self._gradients[value.name], self._states[value.name])
                 parameter.grad = self._moves.run(parameter.grad, steps, value.name, "gradient")
 
+    @torch.no_grad()
+    def _add_up(self, value: Value, why: str, fetched: torch.Tensor) -> None:
+        """The gradient of a parameter that was fetched goes to its parts."""
+        if fetched.grad is None:
+            return
+        steps = self._steps(value, self._gradients[value.name], self._kept_state(value.name))
+        part, own = self._moves.run(fetched.grad, steps, value.name, why), self._own[value.name]
+        own.grad = part.clone() if own.grad is None else own.grad + part
+        fetched.grad = None
 
-def _choices(recorded: Recorded, planned: PlannedStage) -> list[Choice]:
+
+def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
+    """By operator."""
     axes = {one.name: one.axes for one in planned.operators}
-    missing = [one.name for one in recorded.forward.operators if one.name not in axes]
-    if missing:
-        raise ValueError(f"the plan does not know operator {missing[0]}: it is for another model")
-    return [choice_along(one.loops, axes[one.name]) for one in recorded.forward.operators]
+    operators = recorded.forward.operators
+    return {number: choice_along(operators[number].loops, axes[operators[number].name]) for number in numbers}
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:
