@@ -15,12 +15,14 @@ import torch
 from small_models import Gpt, Mlp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import torch_xmesh as xm
 from torch_xmesh.parallelism.assembly import planned_stage
 from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
+from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of, recorded_forward
 from torch_xmesh.parallelism.running.engine import PlannedEngine
@@ -122,8 +124,10 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         if kept.name not in parameters:
             continue
         found, expected = parameters[kept.name].grad, whole.get_parameter(kept.name).grad
-        assert found is not None
+        assert isinstance(found, DTensor)
         assert expected is not None
+        assert found.placements == tuple(placements_of(kept.zero_state or kept.state))
+        found = found.to_local()
         expected = part_of(expected, kept.zero_state or kept.state, planned.mesh_shape, at)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-10, msg=kept.name)  # a key's bias has none
     counted: Counter[tuple[str, str, int]] = Counter()
@@ -230,9 +234,11 @@ def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
             at, shape = part.coordinate, plan.stages[stage].mesh_shape
             for key, parameter in found:
                 gradient = expected[key].grad
-                assert parameter.grad is not None
+                assert isinstance(parameter.grad, DTensor)
                 assert gradient is not None
-                torch.testing.assert_close(parameter.grad, part_of(gradient, states[key], shape, at), msg=key)
+                torch.testing.assert_close(
+                    parameter.grad.to_local(), part_of(gradient, states[key], shape, at), msg=key
+                )
         optimizer.step()
         reference.step()
         optimizer.zero_grad()

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh.parallelism.cluster import Cluster
-from torch_xmesh.parallelism.loops import State
+from torch_xmesh.parallelism.loops import PARTIAL, State
 from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage
 from torch_xmesh.pipeline.schedule.choice import choose_schedule
@@ -311,4 +311,4 @@ def grid_of(ranks: Sequence[int], shape: Sequence[int]) -> list[object]:
 
 def placements_of(state: State) -> list[Placement]:
     """As torch says it."""
-    return [Shard(held) if held >= 0 else Replicate() for held in state]
+    return [Shard(held) if held >= 0 else Partial() if held == PARTIAL else Replicate() for held in state]

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
+from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.loops import Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
@@ -23,6 +25,7 @@ from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import crossing_of
 from torch_xmesh.parallelism.running.local_rules import Local, rules
 from torch_xmesh.pipeline.capture.regions import enter_modes
+from torch_xmesh.pipeline.state.gradient_sync import local_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,8 @@ class _Taken:
 
 
 class ShardedStage(nn.Module):
-    """A stage of a plan on its mesh. Parameters are this device's parts, under the model's own names.
+    """A stage of a plan on its mesh. Parameters are DTensors, placed as the plan keeps them, under the model's own
+    names.
 
     It is given the values that enter it, whole, and gives those that later stages need, whole; the last stage the
     model's output.
@@ -63,7 +67,7 @@ class ShardedStage(nn.Module):
     ) -> None:
         super().__init__()
         planned = plan.stages[number]
-        self.recorded, self._mesh_shape = recorded, tuple(mesh.shape)
+        self.recorded, self._mesh, self._mesh_shape = recorded, mesh, tuple(mesh.shape)
         if self._mesh_shape != planned.mesh_shape:
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
         crossing = crossing_of(recorded, plan)
@@ -157,13 +161,28 @@ class ShardedStage(nn.Module):
             owner, _, name = value.name.rpartition(".")
             place = self._place(owner)
             if isinstance(whole, nn.Parameter):
-                parameter = nn.Parameter(part, whole.requires_grad)
+                parameter = nn.Parameter(self._placed(part, self._kept_state(value.name)), whole.requires_grad)
                 place.register_parameter(name, parameter)
                 out[value.name] = parameter
             else:
                 out[value.name] = part
                 place.register_buffer(name, part)
         return out
+
+    def _placements(self, name: str) -> tuple[Placement, ...]:
+        return tuple(placements_of(self._kept_state(name)))
+
+    def _placed(self, part: torch.Tensor, state: State) -> DTensor:
+        return DTensor.from_local(part, self._mesh, placements_of(state), run_check=False)
+
+    def _used(self, value: Value) -> torch.Tensor:
+        """This device's part of a parameter or a buffer, as its readers find it."""
+        own = self._own[value.name]
+        if value.name in self._fetched:
+            return self._fetched[value.name]
+        if not isinstance(own, DTensor):
+            return own
+        return own.to_local(grad_placements=placements_of(self._gradients.get(value.name, self._states[value.name])))
 
     def _kept_state(self, name: str) -> State:
         """How a parameter lies between steps: in parts, if the plan keeps it so."""
@@ -193,7 +212,7 @@ class ShardedStage(nn.Module):
             if node.op == "get_attr" and not value.is_parameter:
                 parts[value] = self.recorded.recording.constants[str(node.target)]
             elif node.op == "get_attr" and value.name in self._own:
-                parts[value] = self._fetched.get(value.name, self._own[value.name])
+                parts[value] = self._used(value)
         for number in self._choices:
             self._run(number, self.recorded.sites[number], parts)
         if self._leaving is not None:
@@ -281,7 +300,7 @@ class ShardedStage(nn.Module):
         for value in self.recorded.given.values():
             if value.name in self._in_parts and value.name in self._own:
                 steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
-                whole = self._moves.run(self._own[value.name].detach(), steps, value.name, "parameter")
+                whole = self._moves.run(local_of(self._own[value.name]).detach(), steps, value.name, "parameter")
                 whole = whole.clone() if not steps else whole
                 self._fetched[value.name] = whole.requires_grad_()
                 if self._in_parts[value.name].zero_level == 2:
@@ -297,9 +316,10 @@ class ShardedStage(nn.Module):
                 continue
             if value.name in self._in_parts:
                 self._add_up(value, "gradient", self._fetched[value.name])
-            elif parameter.grad is not None:
+            elif isinstance(parameter.grad, DTensor) and parameter.grad.placements != self._placements(value.name):
                 steps = self._steps(value, self._gradients[value.name], self._states[value.name])
-                parameter.grad = self._moves.run(parameter.grad, steps, value.name, "gradient")
+                part = self._moves.run(parameter.grad.to_local(), steps, value.name, "gradient")
+                parameter.grad = self._placed(part, self._states[value.name])
 
     @torch.no_grad()
     def _add_up(self, value: Value, why: str, fetched: torch.Tensor) -> None:
@@ -307,8 +327,9 @@ class ShardedStage(nn.Module):
         if fetched.grad is None:
             return
         steps = self._steps(value, self._gradients[value.name], self._kept_state(value.name))
-        part, own = self._moves.run(fetched.grad, steps, value.name, why), self._own[value.name]
-        own.grad = part.clone() if own.grad is None else own.grad + part
+        part = self._placed(self._moves.run(fetched.grad, steps, value.name, why).clone(), self._kept_state(value.name))
+        own = self._own[value.name]
+        own.grad = part if own.grad is None else own.grad + part
         fetched.grad = None
 
 
