@@ -71,6 +71,22 @@ class Classifier(nn.Module):
         return loss
 
 
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(32, 64), nn.Linear(64, 48)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.inner(x + 0.1 * torch.randn_like(x)).relu())
+        out: torch.Tensor = F.dropout(self.head(hidden), p=0.5)
+        return out
+
+
+def noisy() -> tuple[nn.Module, torch.Tensor]:
+    return Noisy(), torch.randn(16, 32)
+
+
 def classifier() -> tuple[nn.Module, torch.Tensor]:
     return Classifier(), torch.randn(16, 32)
 
@@ -81,7 +97,7 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "gpt": gpt, "tied gpt": tied_gpt}
-RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions}
+RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions, "noisy": noisy}
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
     "data": lambda *args, **more: xm.presets.data_parallel(*args, **more),
     "megatron 2": lambda *args, **more: xm.presets.megatron(*args, tensor_parallel=2, **more),
@@ -109,12 +125,14 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     assert set(parameters) == {name for name, _ in model.named_parameters()}
     inputs = [x, torch.randn_like(x) if x.is_floating_point() else x.flip(0)]
     for number, one in enumerate(inputs):
+        torch.manual_seed(number)
         wanted = whole(one)
         seed = torch.Generator().manual_seed(number)
         gradient = torch.randn(wanted.shape, generator=seed, dtype=torch.float64)
         wanted.backward(gradient)
         if number == 1:
             seen[:] = [use for use in seen if use.why == "parameter"]  # once a step
+        torch.manual_seed(number)
         made = stage(one)
         ((_, state),) = stage.output_states().items()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))

@@ -71,6 +71,12 @@ class Local:
         held = zip(self.coordinate, self.choice.axes, self.choice.outputs[0].value, strict=True)
         return all(at == 0 for at, label, state in held if state == PARTIAL and label != PASS)
 
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This device's part of a tensor that lies as the output does."""
+        for held, size, place in zip(self.choice.outputs[0].value, self.mesh_shape, self.coordinate, strict=True):
+            whole = whole.chunk(size, held)[place] if held >= 0 else whole
+        return whole
+
     def local_shape(self) -> list[int]:
         """Of the part of the output."""
         shape = list(self.operator.makes[0].shape)
@@ -106,6 +112,25 @@ class _AddedOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         return gradient, gradient.sum_to_size(ctx.shape), None
+
+
+DRAWING = frozenset({"dropout", "rand_like", "randn_like"})
+"""Kinds that draw random numbers for the whole on every device, and take the device's part: they are one process's, as
+long as all devices of a stage have drawn as many before."""
+
+
+@rule("dropout")
+def dropout(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, p, is_training = (*args, *(kwargs.get(n, d) for n, d in (("p", 0.5), ("training", True))[len(args) - 1 :]))[:3]
+    if not is_training:
+        return x
+    whole = torch.ones(local.operator.makes[0].shape, dtype=x.dtype, device=x.device)
+    return x * local.part_of(F.dropout(whole, p, training=True))
+
+
+@rule("rand_like", "randn_like")
+def drawn_like(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return local.part_of(local.function(args[0].new_empty(local.operator.makes[0].shape), *args[1:], **kwargs))
 
 
 @rule("linear")

@@ -23,7 +23,7 @@ from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import crossing_of
-from torch_xmesh.parallelism.running.local_rules import Local, rules
+from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
 from torch_xmesh.pipeline.capture.regions import enter_modes
 from torch_xmesh.pipeline.state.gradient_sync import local_of
 
@@ -98,7 +98,7 @@ class ShardedStage(nn.Module):
     def _check(self, operator: Operator, choice: Choice, site: Site) -> None:
         if site.node.op == "call_module":
             raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
-        if operator.draws and self.training:
+        if operator.draws and operator.kind not in DRAWING:
             raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
         if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in rules):
             raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
