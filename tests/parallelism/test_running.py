@@ -25,7 +25,6 @@ from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of, recorded_forward
-from torch_xmesh.parallelism.running.engine import PlannedEngine
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import CollectiveUse, Space
@@ -234,7 +233,9 @@ def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
         "pipeline with ZeRO-2": functools.partial(xm.presets.pipeline, num_stages=2, zero=2),
     }
     plan = makers[plan_of](model, (x,), **options)
-    engine = PlannedEngine(plan, model, (x,), loss_fn=F.mse_loss)
+    engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
+    names = {one.name for stage in plan.stages if rank in stage.ranks for one in stage.parameters}
+    assert {key for key, _ in engine.named_parameters()} == names
     optimizer = torch.optim.SGD(engine.parameters(), 0.1)
     reference = torch.optim.SGD(whole.parameters(), 0.1)
     batch = torch.cat([x, x.flip(0), x, x.roll(1, 0)])
@@ -246,7 +247,9 @@ def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
         wanted.backward()  # type: ignore[no-untyped-call]
         if engine.last_loss() is not None:
             assert engine.last_loss() == pytest.approx(wanted.item(), rel=1e-9)
-        for stage, part in engine.parts():
+        for stage in engine.stages:
+            part = engine.stage_module(stage)
+            assert isinstance(part, ShardedStage)
             found, expected = list(part.named_parameters()), dict(whole.named_parameters())
             states = {one.name: one.zero_state or one.state for one in plan.stages[stage].parameters}
             at, shape = part.coordinate, plan.stages[stage].mesh_shape

@@ -98,7 +98,7 @@ class ShardedStage(nn.Module):
     def _check(self, operator: Operator, choice: Choice, site: Site) -> None:
         if site.node.op == "call_module":
             raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
-        if operator.draws and operator.kind not in DRAWING:
+        if operator.draws and operator.kind not in DRAWING and _draws(site.node):
             raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
         if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in rules):
             raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
@@ -338,6 +338,13 @@ def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) 
     axes = {one.name: one.axes for one in planned.operators}
     operators = recorded.forward.operators
     return {number: choice_along(operators[number].loops, axes[operators[number].name]) for number in numbers}
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether it does with these arguments: attention does where it drops weights."""
+    if getattr(node.target, "__name__", "") != "scaled_dot_product_attention":
+        return True
+    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:

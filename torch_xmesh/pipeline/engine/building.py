@@ -56,6 +56,8 @@ class Given:
     places: list[int]
     """By stage, its place in the schedule."""
     options: PlaceOptions
+    planned: Any = None
+    """The stages of a plan, which are made once all ranks have the same."""
 
     @property
     def init_fn(self) -> InitFn | None:
@@ -63,9 +65,14 @@ class Given:
         return self.options.init_fn or own_init_fn(self.model)
 
     @property
+    def is_list(self) -> bool:
+        """The stages are modules of their own."""
+        return not isinstance(self.model, nn.Module)
+
+    @property
     def names_stages(self) -> bool:
         """Parameters are named by stage: there is no one model that names them."""
-        return not isinstance(self.model, nn.Module)
+        return self.is_list and self.planned is None
 
 
 def build_place(given: Given, transfers: Transfers) -> EnginePlace:
@@ -76,6 +83,8 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     options, meshes = given.options, given.meshes
     plan_options = PlanOptions.of(options.strategy, options.topology)
     schedule, auto = _agree_on_options(given, transfers, plan_options)
+    if given.planned is not None:
+        given = dataclasses.replace(given, model=given.planned.modules(transfers))
     partition = _cut(given, transfers, schedule, is_auto=auto is not None)
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
     made = _make_stages(given, transfers, partition, boundaries)
@@ -119,6 +128,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         core=_make_core(made.stages, edges, transfers, boundaries, partition, forward, options.overlap),
         own=own,
         sharded=sharded,
+        planned=given.planned,
         sync=sync,
         buffers=BufferSync(transfers, made.modules, meshes),
     )
@@ -141,7 +151,10 @@ def _agree_on_options(
     else:
         schedule = schedule_of(options.schedule, places, first_number)
     transfers.traffic.meet(
-        options_fields(given.meshes, schedule, model=given.model, options=options, plan_options=plan_options)
+        [
+            *options_fields(given.meshes, schedule, model=given.model, options=options, plan_options=plan_options),
+            ("plan", "none" if given.planned is None else given.planned.digest),
+        ]
     )
     compare_losses(transfers, given.meshes[-1], options.loss_fn)
     transfers.plans.topology(transfers.ranks, plan_options.topology)  # it knows all ranks
@@ -174,7 +187,7 @@ def _cut(given: Given, transfers: Transfers, schedule: Schedule, *, is_auto: boo
         given.example_kwargs,
         split,
         num_stages=num_stages,
-        exchange=exchange_of(transfers, given.meshes) if given.names_stages else None,
+        exchange=exchange_of(transfers, given.meshes) if given.is_list else None,
         **specs,
     )
     return with_agreed_ties(cut, transfers, given.meshes)
@@ -219,7 +232,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
     unused = _unused_parameters(given, rank, cut, stages, unset)
     check_option(options.init_sync)
     modules = {stage: cut.stages[stage].module for stage in stages}
-    if not given.names_stages:
+    if not given.is_list:
         before = [copy for stage, module in modules.items() for copy in copies_on_mesh(stage, module, meshes[stage])]
         make_equal(transfers, before, options.init_sync)
     ties = ties_of(modules)
@@ -247,7 +260,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
     }
     check_ties(ties, modules)
     # Without parallelize a stage is equal on its whole mesh: again, for what was on meta till now.
-    is_whole = options.parallelize is None and not given.names_stages
+    is_whole = options.parallelize is None and not given.is_list
     find = copies_on_mesh if is_whole else copies_of_parts
     parts = [copy for stage, module in modules.items() for copy in find(stage, module, meshes[stage])]
     make_equal(transfers, parts, options.init_sync)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from torch_xmesh.pipeline.state.training import (
 from torch_xmesh.spec import AnyMesh
 from torch_xmesh.topology import Topology
 
+if TYPE_CHECKING:
+    from torch_xmesh.parallelism.plan import ParallelPlan
+
 
 class PipelineEngine:
     """Trains (or evaluates) a model cut into stages, each on its own mesh. Made by every rank of the meshes alike; as a
@@ -58,6 +61,9 @@ class PipelineEngine:
             training steps are measured, with microbatches of different sizes, and the number is chosen with the
             schedule, for each size that a batch has. A data shard has two samples or more of each microbatch, if the
             batch has as many.
+        plan: an ``xm.ParallelPlan`` for the whole model and its example, in place of meshes, split, schedule, number of
+            microbatches, data_axis, parallelize and boundary_placements. Stages run on each device's parts; every rank
+            passes the same model, of which it keeps its parts as DTensors.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the model computes the loss, a mean over its
             samples (or a sum, with ``scale_grads=False``), of shape []. Needed to train.
         parallelize: ``parallelize(stage, module, mesh) -> module``, called for this rank's stages; also the place
@@ -108,10 +114,11 @@ class PipelineEngine:
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
         *,
-        meshes: Sequence[AnyMesh],
+        meshes: Sequence[AnyMesh] | None = None,
         split: SplitAt | str | None = None,
         schedule: str | Schedule | type[Any] = "auto",
-        num_microbatches: int | str,
+        num_microbatches: int | str | None = None,
+        plan: "ParallelPlan | None" = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         parallelize: Callable[[int, nn.Module, Any], nn.Module] | None = None,
         data_axis: Any = DEFAULT_AXIS,
@@ -135,7 +142,26 @@ class PipelineEngine:
         self._reshards = reshards_of(group)
         self._is_closed = False
         self._ended: BaseException | None = None  # by this; see _guarded
+        planned = None
         with telling(self._reshards, meshes):
+            if plan is not None:
+                from torch_xmesh.parallelism.running.planned import PlannedStages
+
+                from_plan = {
+                    "meshes": meshes,
+                    "split": split,
+                    "schedule": None if schedule == "auto" else schedule,
+                    "num_microbatches": num_microbatches,
+                    "parallelize": parallelize,
+                    "data_axis": None if data_axis is DEFAULT_AXIS else [data_axis],
+                    "boundary_placements": boundary_placements,
+                    "group": group,
+                }
+                planned = PlannedStages(plan, model, example_args, example_kwargs, from_plan)
+                meshes, schedule, num_microbatches = planned.meshes, planned.schedule, planned.num_microbatches
+                data_axis, model = None, [None] * len(meshes)
+            if num_microbatches is None:
+                raise ValueError("num_microbatches is missing")
             stages, ranks = stage_meshes_of(self._reshards, meshes, data_axis, parallelize is not None)
             places = places_of(stages)
         self._transfers = Transfers(self._reshards, ranks)
@@ -167,6 +193,7 @@ class PipelineEngine:
                 meshes=stages,
                 places=places,
                 options=options,
+                planned=planned,
             )
             self._place = build_place(given, self._transfers)
             self._steps = EngineSteps(self._place, output_merge_spec, compare_batches)

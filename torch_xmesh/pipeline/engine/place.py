@@ -65,6 +65,7 @@ class EnginePlace:
     core: "_C.PipelinePlace"
     own: OwnStages
     sharded: FullySharded
+    planned: Any
     sync: GradientSync
     buffers: BufferSync
 

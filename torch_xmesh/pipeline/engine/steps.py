@@ -160,6 +160,8 @@ class EngineSteps:
         state.meter = None if auto is None else MemoryMeter(place, tensors_of((given.tree, given.target)))
         if is_train:
             place.sharded.begin_step(self.is_sync)
+            if place.planned is not None:
+                place.planned.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
         weights = []
         if is_last and is_train:
@@ -221,6 +223,8 @@ class EngineSteps:
                 sharded.end_step(self.is_sync)
                 if self.is_sync:
                     sync.sum_shards()
+        if self._place.planned is not None:
+            self._place.planned.end_step()
         if self.is_sync and sync.has_tied:
             with self._timed("tied"):
                 sync.sum_tied()

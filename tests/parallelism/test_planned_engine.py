@@ -1,0 +1,149 @@
+"""PipelineEngine(plan=...): what it is given, what it refuses, and what an engine is used for besides steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import Gpt, Mlp
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.testing import World, mark, spawn
+
+OPTIONS: dict[str, Any] = {
+    "devices": xm.Mesh([[0, 1], [2, 3]]),
+    "num_microbatches": 2,
+    "compute": xm.Compute(flops=1e11, bytes_per_s=1e10),
+    "topology": xm.Topology(devices_per_host=2, nic_bytes_per_s=10**8, local_bytes_per_s=10**10),
+}
+
+
+def model_and_input(seed: int = 1) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(seed)
+    return Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+
+
+def planned(**more: Any) -> xm.ParallelPlan:
+    model, x = model_and_input()
+    return xm.presets.pipeline(model, (x,), num_stages=2, tensor_parallel=2, **{**OPTIONS, **more})
+
+
+def whole_of(tensor: Any) -> torch.Tensor:
+    out: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return out
+
+
+def used(rank: int, world_size: int) -> None:
+    """Losses, gradients' norm, weights and what is evaluated are those of one process; so is what is loaded."""
+    model, x = model_and_input()
+    whole = copy.deepcopy(model)
+    engine = xm.PipelineEngine(model, (x,), plan=planned(), loss_fn=F.mse_loss)
+    batch, target = torch.cat([x, x.flip(0)]), torch.ones(32, 64, dtype=torch.float64)
+    loss = F.mse_loss(whole(batch), target)
+    loss.backward()  # type: ignore[no-untyped-call]
+    engine.step(batch, target=target)
+    assert engine.last_loss() == pytest.approx(loss.item(), rel=1e-12)
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+    assert engine.clip_grad_norm_(0.01).item() == pytest.approx(norm.item(), rel=1e-6)
+    optimizer, reference = (torch.optim.Adam(one.parameters(), 0.01) for one in (engine, whole))
+    optimizer.step()
+    reference.step()
+    for name, parameter in engine.named_parameters():
+        expected_weight = whole.get_parameter(name).detach()
+        torch.testing.assert_close(whole_of(parameter).detach(), expected_weight, rtol=1e-5, atol=1e-6)
+    expected = F.mse_loss(whole(batch), target)
+    engine.evaluate(batch, target=target)
+    assert engine.last_loss() == pytest.approx(expected.item(), rel=1e-12)
+    saved = {name: one.clone() for name, one in engine.state_dict().items()}
+    engine.zero_grad()
+    engine.step(batch, target=target)
+    optimizer.step()
+    engine.load_state_dict(saved)
+    engine.evaluate(batch, target=target)
+    assert engine.last_loss() == pytest.approx(expected.item(), rel=1e-12)
+    with pytest.raises(ValueError, match=r"no_sync\(\) cannot be used with a plan"), engine.no_sync():
+        engine.step(batch, target=target)
+    engine.close()
+
+
+def test_an_engine_with_a_plan_is_used_as_any() -> None:
+    spawn(used, 4, timeout=120)
+
+
+def mistakes(rank: int, world_size: int) -> None:
+    model, x = model_and_input()
+    plan = planned()
+
+    def make(model: Any = model, args: Any = (x,), **more: Any) -> xm.PipelineEngine:
+        return xm.PipelineEngine(model, args, **{"plan": plan, "loss_fn": F.mse_loss, **more})
+
+    deeper = Mlp(64, 5).double()
+    tied = Gpt(num_layers=2)
+    tied.head.weight = tied.tokens.weight
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    of_tied = xm.presets.pipeline(tied, (tokens,), num_stages=2, **OPTIONS)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"meshes": [xm.Mesh([0])]}, "meshes follows from the plan: leave it out"),
+        ({"num_microbatches": 2}, "num_microbatches follows from the plan"),
+        ({"schedule": "1f1b"}, "schedule follows from the plan"),
+        ({"data_axis": 0}, "data_axis follows from the plan"),
+        ({"plan": 5}, r"plan is an xm.ParallelPlan, got 5 \(int\)"),
+        ({"model": [model]}, "with a plan the model is one nn.Module, got list"),
+        ({"model": deeper}, "the plan is for another model, or for microbatches of another size"),
+        ({"args": (x[:8],)}, "the plan is for another model, or for microbatches of another size"),
+        (
+            {"model": tied, "args": (tokens,), "plan": of_tied},
+            r"tokens.weight is on stages \[0, 1\]: that cannot be run",
+        ),
+        ({"plan": None, "meshes": [xm.Mesh(range(4))]}, "num_microbatches is missing"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            make(**options)
+        dist.barrier()
+    for options, message in cases[:8]:  # on one rank alone
+        with pytest.raises(ValueError, match=message if rank == 1 else "rank 1 could not make the pipeline"):
+            make(**(options if rank == 1 else {}))
+        dist.barrier()
+    other = dataclasses.replace(plan, title="another")
+    with pytest.raises(ValueError, match="ranks disagree on plan"):
+        make(plan=other if rank == 2 else plan)
+    dist.barrier()
+    with pytest.raises(ValueError, match="ranks disagree on the model's values: rank 3 has others than rank 0"):
+        make(model=model_and_input(2 if rank == 3 else 1)[0])
+    dist.barrier()
+    engine = make()
+    engine.step(torch.cat([x, x]), target=torch.cat([x, x]))
+    assert engine.last_loss() is not None
+    engine.close()
+
+
+def test_mistakes() -> None:
+    spawn(mistakes, 4, timeout=120)
+
+
+def outlives(rank: int, world_size: int) -> str:
+    model, x = model_and_input()
+    engine = xm.PipelineEngine(model, (x,), plan=planned(), loss_fn=F.mse_loss)
+    mark("running")
+    with pytest.raises((xm.PeerError, xm.StageError, RuntimeError)) as caught:  # noqa: PT012  # the step it happens in
+        for _ in range(10**6):
+            engine.step(torch.cat([x, x]), target=torch.cat([x, x]))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_is_heard_of() -> None:
+    with World(outlives, 4) as world:
+        for rank in range(4):
+            world.wait_mark(rank, "running")
+        world.signal(3, signal.SIGKILL)
+        outcomes = world.join(60)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, 0, -9]

@@ -1,0 +1,117 @@
+"""A plan's stages in the pipeline engine."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
+from torch_xmesh.parallelism.reading import recorded_forward
+from torch_xmesh.parallelism.running.stage import ShardedStage
+from torch_xmesh.pipeline.engine.setup import check_model
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.spec import Mesh
+
+
+class PlannedStages:
+    """What an engine is given where a plan says how a model runs: meshes, a schedule, and once all ranks have agreed
+    the stages themselves. What crosses between stages is whole on all devices of both.
+
+    Args:
+        from_plan: what a user may not give beside a plan, by name.
+
+    Attributes:
+        meshes: by stage.
+        digest: equal for equal plans.
+
+    Raises:
+        ValueError: the plan is for another model, other sizes or other ranks, or something of it cannot be run.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        model: Any,
+        example_args: Sequence[Any],
+        example_kwargs: Mapping[str, Any] | None,
+        from_plan: Mapping[str, Any],
+    ) -> None:
+        given = [name for name, one in from_plan.items() if one is not None]
+        if given:
+            raise ValueError(f"{given[0]} follows from the plan: leave it out")
+        if not isinstance(plan, ParallelPlan):
+            raise ValueError(f"plan is an xm.ParallelPlan, got {plan!r} ({type(plan).__name__})")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
+        check_model(model, "model")
+        self._plan, self._model = plan, model
+        self._recorded = recorded_forward(model, example_args, dict(example_kwargs or {}))
+        self._check()
+        self._grids = [torch.tensor(stage.ranks).view(stage.mesh_shape) for stage in plan.stages]
+        self.meshes = [Mesh(grid) for grid in self._grids]
+        self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
+        self.num_microbatches = plan.num_microbatches
+        self.digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+        self._stages: dict[int, ShardedStage] = {}
+
+    def _check(self) -> None:
+        plan, operators = self._plan, self._recorded.forward.operators
+        found = fingerprint_of([one.name for one in operators], [one.makes[0].shape for one in operators])
+        if found != plan.fingerprint:
+            raise ValueError(
+                f"the plan is for another model, or for microbatches of another size: it was made of {plan.model} "
+                f"({plan.fingerprint}), this is {found}"
+            )
+        if plan.ties:
+            raise ValueError(f"{plan.ties[0].name} is on stages {list(plan.ties[0].stages)}: that cannot be run yet")
+        ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
+        if ranks != list(range(dist.get_world_size())):
+            raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")
+
+    def modules(self, transfers: Transfers) -> list[nn.Module | None]:
+        """By stage this rank's modules. Called by all ranks together.
+
+        Raises:
+            ValueError: the ranks' models have other values.
+        """
+        told = transfers.gather("the model's values", _digest_of(self._model))
+        others = [rank for rank, digest in zip(transfers.ranks, told, strict=True) if digest != told[0]]
+        if others:
+            raise ValueError(
+                f"ranks disagree on the model's values: rank {others[0]} has others than rank {transfers.ranks[0]}; "
+                "with a plan each takes its parts of its own model: seed them alike, or load the same state"
+            )
+        meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # groups are made by all ranks
+        self._stages = {
+            number: ShardedStage(self._model, self._recorded, self._plan, number, meshes[number])
+            for number, stage in enumerate(self._plan.stages)
+            if transfers.rank in stage.ranks
+        }
+        return [self._stages.get(number) for number in range(len(self._plan.stages))]
+
+    def begin_step(self, is_sync: bool) -> None:
+        """Raises ValueError in no_sync()."""
+        if not is_sync:
+            raise ValueError("no_sync() cannot be used with a plan")
+        for stage in self._stages.values():
+            stage.begin_step()
+
+    def end_step(self) -> None:
+        """Gradients lie as the parameters do."""
+        for stage in self._stages.values():
+            stage.finish_gradients()
+
+
+def _digest_of(model: nn.Module) -> str:
+    """Of all values; those on meta have none."""
+    out = hashlib.sha256()
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        out.update(name.encode())
+        if not one.is_meta:
+            out.update(one.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return out.hexdigest()
