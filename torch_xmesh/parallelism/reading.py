@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_xmesh.parallelism.loops import Loops, check_loops
 from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site, Value
@@ -214,6 +213,7 @@ class _Reader:
         """Of an operator without a row, as torch counts them; 0 where it does not know it."""
         if node.op not in ("call_function", "call_method"):
             return 0.0
+        from torch.utils.flop_counter import FlopCounterMode  # it brings triton along
 
         def stand_in(argument: Any) -> Any:
             value = self._values.get(argument) if isinstance(argument, fx.Node) else None
