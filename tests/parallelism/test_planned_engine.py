@@ -41,11 +41,11 @@ def whole_of(tensor: Any) -> torch.Tensor:
     return out
 
 
-def used(rank: int, world_size: int) -> None:
+def used(rank: int, world_size: int, zero: int) -> None:
     """Losses, gradients' norm, weights and what is evaluated are those of one process; so is what is loaded."""
     model, x = model_and_input()
     whole = copy.deepcopy(model)
-    engine = xm.PipelineEngine(model, (x,), plan=planned(), loss_fn=F.mse_loss)
+    engine = xm.PipelineEngine(model, (x,), plan=planned(zero=zero), loss_fn=F.mse_loss)
     batch, target = torch.cat([x, x.flip(0)]), torch.ones(32, 64, dtype=torch.float64)
     loss = F.mse_loss(whole(batch), target)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -69,13 +69,19 @@ def used(rank: int, world_size: int) -> None:
     engine.load_state_dict(saved)
     engine.evaluate(batch, target=target)
     assert engine.last_loss() == pytest.approx(expected.item(), rel=1e-12)
+    engine.eval()
+    engine.evaluate(batch, target=target)
+    assert engine.last_loss() == pytest.approx(expected.item(), rel=1e-12)
+    engine.train()
     with pytest.raises(ValueError, match=r"no_sync\(\) cannot be used with a plan"), engine.no_sync():
         engine.step(batch, target=target)
     engine.close()
 
 
-def test_an_engine_with_a_plan_is_used_as_any() -> None:
-    spawn(used, 4, timeout=120)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_engine_with_a_plan_is_used_as_any(zero: int) -> None:
+    """What is evaluated is what the optimizer has made, in parts or not."""
+    spawn(used, 4, zero, timeout=120)
 
 
 def mistakes(rank: int, world_size: int) -> None:
@@ -128,6 +134,95 @@ def mistakes(rank: int, world_size: int) -> None:
 
 def test_mistakes() -> None:
     spawn(mistakes, 4, timeout=120)
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.a(x) if x.sum() > 0 else self.a(x).relu()
+        return out
+
+
+class Counts(Chooses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number += 1.0
+        out: torch.Tensor = self.a(x) * self.number
+        return out
+
+
+class Remembers(Chooses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.a(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(out.mean(0), alpha=0.1)
+        return out
+
+
+class CountsInABuffer(Chooses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number: torch.Tensor
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number.add_(1)
+        out: torch.Tensor = self.a(x)
+        return out
+
+
+class Drops(Chooses):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.a(x), training=self.training)
+
+
+def refuses(rank: int, world_size: int) -> None:
+    x = torch.randn(16, 64)
+    cases: list[tuple[type[nn.Module], str]] = [
+        (Chooses, "the forward depends on values"),
+        (Counts, "the forward does something else the next time"),
+        (Remembers, "buffer mean is changed by the forward, and not by one operator alone"),
+        (CountsInABuffer, "buffer number is changed by the forward"),
+    ]
+    options = {**OPTIONS, "num_layers": 1}
+    for kind, message in cases:
+        torch.manual_seed(0)
+        model = kind()
+        plan = xm.presets.data_parallel(model, (x,), **options)
+        with pytest.raises(ValueError, match=message):
+            xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
+        dist.barrier()
+    torch.manual_seed(0)
+    model = Drops()
+    plan = xm.presets.data_parallel(model, (x,), **options)
+    engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
+    batch = torch.cat([x, x])
+    engine.step(batch, target=batch)
+    engine.eval()
+    with pytest.raises(ValueError, match="this model runs in training mode alone"):
+        engine.evaluate(batch, target=batch)
+    dist.barrier()
+    torch.manual_seed(0)
+    engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
+    for parameter in engine.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="was frozen or unfrozen"):
+        engine.step(batch, target=batch)
+
+
+def test_what_parts_would_do_otherwise_is_refused() -> None:
+    spawn(refuses, 4, timeout=120)
 
 
 def outlives(rank: int, world_size: int) -> str:

@@ -82,6 +82,28 @@ class Noisy(nn.Module):
         return out
 
 
+class Odd(nn.Module):
+    """Forms of calls that are seldom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(32, 64), nn.Parameter(torch.randn(12, 64))
+        self.down = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        hidden[:, :2] = 0.0
+        weights = torch.softmax(hidden, axis=-1)  # type: ignore[call-overload]
+        bits = self.table.detach().view(torch.int64).remainder(7).to(hidden.dtype).sum(0)
+        rows = F.embedding((x[:, 0].abs() * 10).long() % 12, self.table, padding_idx=-1)
+        out: torch.Tensor = self.down(weights * (1 + bits) + rows) + F.mse_loss(rows, hidden, reduction="sum")
+        return out
+
+
+def odd() -> tuple[nn.Module, torch.Tensor]:
+    return Odd(), torch.randn(16, 32)
+
+
 def noisy() -> tuple[nn.Module, torch.Tensor]:
     return Noisy(), torch.randn(16, 32)
 
@@ -96,7 +118,7 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "gpt": gpt, "tied gpt": tied_gpt}
-RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions, "noisy": noisy}
+RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions, "noisy": noisy, "odd": odd}
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
     "data": lambda *args, **more: xm.presets.data_parallel(*args, **more),
     "megatron 2": lambda *args, **more: xm.presets.megatron(*args, tensor_parallel=2, **more),
@@ -270,3 +292,31 @@ def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_stages_of_a_plan_train(name: str, plan: str) -> None:
     spawn(trains, 4, name, plan, timeout=120)
+
+
+def runs_in_low_precision(rank: int, world_size: int) -> None:
+    """A bias that is added once does not change the type of what devices add up."""
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), torch.randn(16, 64)
+    whole = copy.deepcopy(model)
+
+    class Cast(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out: torch.Tensor = self.inner(x)
+            return out.float()
+
+    plan = xm.presets.megatron(Cast(model), (x,), tensor_parallel=4, devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
+    mesh = init_device_mesh("cpu", plan.stages[0].mesh_shape)
+    stage = ShardedStage(Cast(model), recorded_forward(Cast(model), (x,)), plan, 0, mesh)
+    made, wanted = stage(x), Cast(whole)(x)
+    torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
+    made.sum().backward()
+
+
+def test_low_precision() -> None:
+    spawn(runs_in_low_precision, 4, timeout=60)

@@ -28,6 +28,23 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
 
 def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Recorded:
     """The same with the recording."""
+    recorded, inputs = _recorder(model, args, kwargs)
+    with torch.enable_grad():
+        return _Reader(recorded.record(inputs, None), model).read()
+
+
+def recorded_turns(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Recorded]:
+    """The forward, the forward once more, and in the other mode, of training and evaluation."""
+    recorded, inputs = _recorder(model, args, kwargs)
+    with torch.enable_grad():
+        recordings = [*recorded.record_turns([inputs, inputs], None), recorded.record(inputs, not model.training)]
+        return [_Reader(one, model).read() for one in recordings]
+
+
+def _recorder(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> tuple[RecordedModel, list[torch.Tensor]]:
+    """Who records, and the tensors to do it with."""
     arguments = (tuple(args), dict(kwargs or {}))
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     names = [f"input {i}" for i in range(len(tensors))]
@@ -38,8 +55,7 @@ def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recorded.switch_caches_off()
-    with torch.enable_grad():
-        return _Reader(recorded.record(stand_ins(tensors, device), None), model).read()
+    return recorded, list(stand_ins(tensors, device))
 
 
 def _opened(model: nn.Module) -> frozenset[str]:

@@ -105,13 +105,13 @@ class _AddedOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sum_of: torch.Tensor, added: torch.Tensor, is_first: bool) -> torch.Tensor:
-        ctx.shape = added.shape
-        return sum_of + added if is_first else sum_of.clone()
+        ctx.shape, ctx.dtype = added.shape, added.dtype
+        return sum_of + added.to(sum_of.dtype) if is_first else sum_of.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        return gradient, gradient.sum_to_size(ctx.shape), None
+        return gradient, gradient.sum_to_size(ctx.shape).to(ctx.dtype), None
 
 
 DRAWING = frozenset({"dropout", "rand_like", "randn_like"})
@@ -202,8 +202,12 @@ def mean(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 )
 def distances(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A mean is over as many as the whole has."""
+    old = (kwargs.get("size_average"), kwargs.get("reduce"), *args[2:])
+    if any(isinstance(one, bool) for one in old):
+        raise ValueError(f"{local.operator.name} with old arguments cannot be run in parts")
     made = local.function(*args, **kwargs)
-    is_mean = kwargs.get("reduction", "mean") == "mean" and "sum" not in args and "none" not in args
+    given = [kwargs.get("reduction", "mean"), *(one for one in args if isinstance(one, str))]
+    is_mean = given[-1] == "mean"
     return made / local.summands if is_mean else made
 
 
@@ -218,6 +222,7 @@ def embedding(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     own = indices - place * weight.shape[0]
     is_here = (own >= 0) & (own < weight.shape[0])
     if padding is not None:  # its row has no gradient
+        padding = padding % (math.prod(local.mesh_shape[axis] for axis in axes) * weight.shape[0])
         padding -= place * weight.shape[0]
     found = F.embedding(
         own.clamp(0, weight.shape[0] - 1), weight, padding if padding in range(weight.shape[0]) else None
@@ -231,12 +236,17 @@ def softmax(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     axes = [axis for axis, label in enumerate(local.choice.axes) if label == _own_label(local)]
     if not axes:
         return local.function(*args, **kwargs)
-    x = args[0]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    x = x.to(kwargs.get("dtype") or x.dtype)
+    x = _in_single(args[0])
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
     raised = x - local.greatest(x.amax(dim, keepdim=True), axes)
     total = local.summed(raised.exp().sum(dim, keepdim=True), axes)
-    return raised.exp() / total if local.operator.kind == "softmax" else raised - total.log()
+    made = raised.exp() / total if local.operator.kind == "softmax" else raised - total.log()
+    return made.to(local.operator.makes[0].dtype)
+
+
+def _in_single(x: torch.Tensor) -> torch.Tensor:
+    """Sums of exponentials are computed in 32 bits at least."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _own_label(local: Local) -> str | None:
@@ -282,6 +292,7 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if given.get("label_smoothing") or given.get("size_average") is not None or given.get("reduce") is not None:
         raise ValueError(f"{local.operator.name} with smoothed labels, or old arguments, cannot be run in parts")
     counted = target != ignored
+    x = _in_single(x)
     if classes:
         own = target - local.place_along(classes) * x.shape[1]
         total = torch.ones_like(target, dtype=x.dtype)
@@ -293,9 +304,10 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     else:
         whole = F.cross_entropy if is_raw else F.nll_loss
         losses = whole(x, target, reduction="none", ignore_index=ignored)
+    dtype = local.operator.makes[0].dtype
     if reduction != "mean":
-        return losses.sum() if reduction == "sum" else losses
-    return losses.sum() / local.summed(counted.sum().to(torch.float32), samples)
+        return (losses.sum() if reduction == "sum" else losses).to(dtype)
+    return (losses.sum() / local.summed(counted.sum().to(torch.float32), samples)).to(dtype)
 
 
 def _picked_losses(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
-from torch_xmesh.parallelism.reading import recorded_forward
+from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.pipeline.engine.setup import check_model
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -50,7 +50,9 @@ class PlannedStages:
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_model(model, "model")
         self._plan, self._model = plan, model
-        self._recorded = recorded_forward(model, example_args, dict(example_kwargs or {}))
+        found = runnable(model, example_args, example_kwargs)
+        self._recorded, self._mode = found.recorded, model.training
+        self._depends_on_mode = found.depends_on_mode
         self._check()
         self._grids = [torch.tensor(stage.ranks).view(stage.mesh_shape) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
@@ -94,11 +96,15 @@ class PlannedStages:
         }
         return [self._stages.get(number) for number in range(len(self._plan.stages))]
 
-    def begin_step(self, is_sync: bool) -> None:
-        """Raises ValueError in no_sync()."""
-        if not is_sync:
+    def begin_step(self, is_sync: bool, is_train: bool) -> None:
+        """Raises ValueError in no_sync(), in another mode than the model came in where that does something else, and
+        where parameters were frozen or unfrozen."""
+        if is_train and not is_sync:
             raise ValueError("no_sync() cannot be used with a plan")
         for stage in self._stages.values():
+            if self._depends_on_mode and stage.training != self._mode:
+                mode = "training" if self._mode else "evaluation"
+                raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
             stage.begin_step()
 
     def end_step(self) -> None:

@@ -24,6 +24,7 @@ from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import crossing_of
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
+from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 from torch_xmesh.pipeline.state.gradient_sync import local_of
 
@@ -91,6 +92,8 @@ class ShardedStage(nn.Module):
             raise ValueError(f"parameter {dear[0]} is in parts that each microbatch fetches: that cannot be run")
         self._own = self._own_parts(model)
         self._fetched: dict[str, torch.Tensor] = {}
+        if number == 0:
+            self._keep_unread(model, {one.name for stage in plan.stages for one in stage.parameters})
         self.begin_step()
 
     # What is made ready.
@@ -166,8 +169,22 @@ class ShardedStage(nn.Module):
                 out[value.name] = parameter
             else:
                 out[value.name] = part
-                place.register_buffer(name, part)
+                is_persistent = name not in model.get_submodule(owner)._non_persistent_buffers_set
+                place.register_buffer(name, part, persistent=is_persistent)
         return out
+
+    def _keep_unread(self, model: nn.Module, read: set[str]) -> None:
+        """What no stage reads is kept whole by the first, under its name."""
+        for name, parameter in model.named_parameters():
+            if name not in read:
+                owner, _, key = name.rpartition(".")
+                kept = self._placed(parameter.detach().clone(), self._whole)
+                self._place(owner).register_parameter(key, nn.Parameter(kept, parameter.requires_grad))
+        for name, buffer in model.named_buffers():
+            if name not in read:
+                owner, _, key = name.rpartition(".")
+                is_persistent = key not in model.get_submodule(owner)._non_persistent_buffers_set
+                self._place(owner).register_buffer(key, buffer.detach().clone(), persistent=is_persistent)
 
     def _placements(self, name: str) -> tuple[Placement, ...]:
         return tuple(placements_of(self._kept_state(name)))
@@ -246,7 +263,7 @@ class ShardedStage(nn.Module):
         args = list(fx.node.map_aggregate(tuple(site.node.args), given))
         kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, given))
         function = _function_of(site.node)
-        rule = None if operator.is_constant else rules.get(operator.kind)
+        rule = rules.get(operator.kind) if operator.is_known and not operator.is_constant else None
         with _modes(site.node):
             if rule is None:
                 made = function(*args, **kwargs)
@@ -254,7 +271,12 @@ class ShardedStage(nn.Module):
                 local = Local(operator, choice, self._moves, function)
                 made = rule(local, args, kwargs)
         for place, value, end in zip(site.places, operator.makes, choice.outputs, strict=True):
-            part = made if place is site.node else place.target(made, *place.args[1:])  # type: ignore[operator]
+            if place is site.node:
+                part = made
+            elif structure_of(place) is site.node:
+                part = place.target(made, *place.args[1:])  # type: ignore[operator]
+            else:
+                part = args[0]  # which was changed
             if ("readers", value.name) in self._held:
                 part = self._moved(value, part, end, self._held["readers", value.name])
             parts[value] = part
@@ -268,9 +290,9 @@ class ShardedStage(nn.Module):
             if not isinstance(argument, fx.Node):
                 return argument
             value, is_read = next(sources)
+            if not is_read:  # its shape or its type is
+                return parts[value] if value in parts else torch.empty(value.shape, dtype=value.dtype, device="meta")
             part = parts[value]
-            if not is_read:
-                return part
             one = next(taken)
             if not one.there and not one.back:
                 return part
@@ -296,13 +318,20 @@ class ShardedStage(nn.Module):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Parameters in parts are fetched, for all microbatches."""
+        """Parameters in parts are fetched, for all microbatches.
+
+        Raises:
+            ValueError: a parameter was frozen or unfrozen.
+        """
         for value in self.recorded.given.values():
+            own = self._own.get(value.name) if value.is_parameter else None
+            if isinstance(own, nn.Parameter) and own.requires_grad != value.requires_grad:
+                raise ValueError(f"parameter {value.name} was frozen or unfrozen: with a plan it stays as it came")
             if value.name in self._in_parts and value.name in self._own:
                 steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
                 whole = self._moves.run(local_of(self._own[value.name]).detach(), steps, value.name, "parameter")
                 whole = whole.clone() if not steps else whole
-                self._fetched[value.name] = whole.requires_grad_()
+                self._fetched[value.name] = whole.requires_grad_(value.requires_grad)
                 if self._in_parts[value.name].zero_level == 2:
                     add_up = functools.partial(self._add_up, value, "backward")
                     whole.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
@@ -342,9 +371,11 @@ def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) 
 
 def _draws(node: fx.Node) -> bool:
     """Whether it does with these arguments: attention does where it drops weights."""
-    if getattr(node.target, "__name__", "") != "scaled_dot_product_attention":
+    places = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+    place = places.get(getattr(node.target, "__name__", ""))
+    if place is None:
         return True
-    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+    return bool(node.kwargs.get("dropout_p", node.args[place] if len(node.args) > place else 0.0))
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:

@@ -158,10 +158,10 @@ class EngineSteps:
         self.ran_early = place.overlap and plan.early_weights
         auto = place.auto if plan.is_measured else None
         state.meter = None if auto is None else MemoryMeter(place, tensors_of((given.tree, given.target)))
+        if place.planned is not None:
+            place.planned.begin_step(self.is_sync, is_train)
         if is_train:
             place.sharded.begin_step(self.is_sync)
-            if place.planned is not None:
-                place.planned.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
         weights = []
         if is_last and is_train:
