@@ -144,6 +144,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
     assert set(parameters) == {name for name, _ in model.named_parameters()}
+    assert set(stage.state_dict()) == set(model.state_dict())
     inputs = [x, torch.randn_like(x) if x.is_floating_point() else x.flip(0)]
     for number, one in enumerate(inputs):
         torch.manual_seed(number)

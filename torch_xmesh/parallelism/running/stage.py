@@ -171,6 +171,11 @@ class ShardedStage(nn.Module):
                 out[value.name] = part
                 is_persistent = name not in model.get_submodule(owner)._non_persistent_buffers_set
                 place.register_buffer(name, part, persistent=is_persistent)
+        kept = {id(tensors[name]): one for name, one in out.items()}
+        for name, whole in model.named_parameters(remove_duplicate=False):
+            if name not in out and isinstance(one := kept.get(id(whole)), nn.Parameter):  # another name of the same
+                owner, _, key = name.rpartition(".")
+                self._place(owner).register_parameter(key, one)
         return out
 
     def _keep_unread(self, model: nn.Module, read: set[str]) -> None:
