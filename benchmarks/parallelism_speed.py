@@ -18,10 +18,11 @@ from parallelism_cluster import GIB, devices_of, half_precision, network
 import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.parallelism.cluster import cluster_of
+from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import SLACK
 from torch_xmesh.parallelism.reading import forward_of
-from torch_xmesh.parallelism.search import Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.stretch import Stretch
 
 SPEED_HEAD = (
     ("case", ""),
@@ -115,7 +116,7 @@ def shardings(num_layers: int, width: int, num_heads: int) -> Times:
     with _timed(_C.StrategyGraph, "least_cost") as solved:
         watch = Stopwatch()
         space = Space(links, "ring", compute=half_precision(), num_microbatches=128)
-        shard_stretch(Stretch.of(forward), space)
+        ShardingGraph(Stretch.of(forward), space).least()
         spent, passed = watch.seconds()
     own, clock = (sum(values) for values in zip(*solved, strict=True))
     return {"recording": recorded, "tables": (spent - own, passed - clock), "solution": (own, clock)}

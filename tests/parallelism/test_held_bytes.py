@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from library_models import MODELS
+from shardings import shard_stretch
 from small_models import Gpt, Mlp
 from torch import nn
 
@@ -18,8 +19,9 @@ from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator
 from torch_xmesh.parallelism.reading import forward_of
-from torch_xmesh.parallelism.search import Sharded, Stretch, shard_stretch
+from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.parallelism.trade import trade_offs, variants
 from torch_xmesh.parallelism.zero import with_zero
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from shardings import shard
 from small_models import Gpt, Mlp, transformer
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from torch_xmesh.parallelism.loops import LATER, WHOLE, Choice, choices_of
 from torch_xmesh.parallelism.operators import Operator
 from torch_xmesh.parallelism.reading import forward_of
-from torch_xmesh.parallelism.search import Allowed, Links, Sharded, shard
+from torch_xmesh.parallelism.sharded import Sharded
+from torch_xmesh.parallelism.space import Allowed, Links
 
 FOUR: list[Links] = [(4, 1.0, 1.0)]
 SQUARE: list[Links] = [(2, 1.0, 1.0), (2, 1.0, 0.1)]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from library_models import MODELS
+from shardings import shard
 from torch import nn
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import choices_of
 from torch_xmesh.parallelism.operators import Forward, Operator
 from torch_xmesh.parallelism.reading import forward_of
-from torch_xmesh.parallelism.search import shard
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from library_models import MODELS
+from shardings import shard_stretch
 from small_models import Gpt
 from torch import nn
 
@@ -21,8 +22,8 @@ import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of
-from torch_xmesh.parallelism.search import Stretch, shard_stretch
 from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.parallelism.tables import StretchTables, parameter_bytes
 from torch_xmesh.parallelism.zero import with_zero
 

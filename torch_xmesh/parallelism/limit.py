@@ -101,12 +101,15 @@ class _Search:
         saved = graph.charged(over.chosen, self._in_flight) - graph.charged(fits.chosen, self._in_flight)
         differ = [node for node, pair in enumerate(zip(over.chosen, fits.chosen, strict=True)) if pair[0] != pair[1]]
         if not differ:  # what it is charged for fits, what it holds does not
-            self._closed = bound if self._closed is None else min(self._closed, bound)
+            self._close(bound)
             return True
         node = max(differ, key=lambda one: (abs(saved[one]), -one))
         for is_taken in (True, False):
             self._divide(graph, graph.narrowed(branch.allowed, node, fits.chosen[node], is_taken=is_taken))
         return True
+
+    def _close(self, bound: float) -> None:
+        self._closed = bound if self._closed is None else min(self._closed, bound)
 
     def _note(self, sharded: Sharded) -> Sharded:
         if sharded.bytes.total(self._in_flight) <= self._limit:
@@ -132,9 +135,11 @@ class _Search:
             return None
         bound, weight = first.cost, self._charged(first)
         if weight > self._limit:
-            fits = at(_LARGE * max(first.cost, 1e-9) / weight)
-            if self._charged(fits) > self._limit:
-                return first  # nothing is held less
+            dear = _LARGE * max(first.cost, 1e-9) / weight
+            fits = at(dear)
+            if self._charged(fits) > self._limit:  # nothing was found to divide, and this much is proven
+                self._close(fits.cost + dear * (self._charged(fits) - self._limit))
+                return first
             for _ in range(_MOST_PRICES):
                 saved, more = self._charged(over) - self._charged(fits), fits.cost - over.cost
                 if saved <= 0 or more <= 0:

@@ -1,5 +1,7 @@
 """The cheapest sharding of operators on one mesh, in one call."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from torch_xmesh.parallelism.graph import FREE, Prices, ShardingGraph
@@ -7,8 +9,6 @@ from torch_xmesh.parallelism.operators import Forward
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Allowed, Links, Space
 from torch_xmesh.parallelism.stretch import Stretch
-
-__all__ = ["FREE", "Allowed", "Links", "Prices", "Sharded", "Stretch", "shard", "shard_stretch"]
 
 
 def shard(
