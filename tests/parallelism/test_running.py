@@ -155,7 +155,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         if number == 1:
             seen[:] = [use for use in seen if use.why == "parameter"]  # once a step
         torch.manual_seed(number)
-        made = stage(one)
+        (made,) = stage(one)
         ((_, state),) = stage.output_states().items()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
@@ -314,7 +314,7 @@ def runs_in_low_precision(rank: int, world_size: int) -> None:
     plan = xm.presets.megatron(Cast(model), (x,), tensor_parallel=4, devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
     mesh = init_device_mesh("cpu", plan.stages[0].mesh_shape)
     stage = ShardedStage(Cast(model), recorded_forward(Cast(model), (x,)), plan, 0, mesh)
-    made, wanted = stage(x), Cast(whole)(x)
+    (made,), wanted = stage(x), Cast(whole)(x)
     torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
     made.sum().backward()
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh import _C
@@ -75,9 +74,6 @@ class Moves:
             out = part.new_zeros(extents)
             out.narrow(before, at * part.shape[before], part.shape[before]).copy_(part)
             return out
-        if isinstance(part, FakeTensor):  # what a stage makes is being found out: nothing is sent
-            kept = part if after == REPLICATED else part.chunk(size, after)[0]
-            return kept if before == PARTIAL else torch.cat([kept] * size, before)
         if before == PARTIAL and after == REPLICATED:
             return self.all_reduce(part, step.axis, name, why)
         if before == PARTIAL:
@@ -102,8 +98,6 @@ class Moves:
 
     def all_reduce(self, part: torch.Tensor, axis: int, name: str, why: str, *, is_max: bool = False) -> torch.Tensor:
         """Of all devices along an axis, their sum or the greatest of each element."""
-        if isinstance(part, FakeTensor):
-            return part.clone()
         self._tell(name, why, "all-reduce", axis, part.nbytes)
         out = part.contiguous().clone()
         dist.all_reduce(out, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self._groups[axis])

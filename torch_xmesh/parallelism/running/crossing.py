@@ -1,6 +1,7 @@
 """Which values go from stage to stage, and which operators are whose."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -10,49 +11,89 @@ from torch_xmesh.parallelism.plan import ParallelPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossing:
-    """How a forward is cut.
+class Ports:
+    """What a stage has and is given.
 
     Attributes:
-        operators: by stage the numbers of its operators, in order. Constants are in each stage that reads them.
-        entering: by stage the values that it is given: of the first the model's arguments, of others what earlier
-            stages make and it or later ones need. Each stage hands on what later ones need.
+        operators: their numbers, in order. Constants are in each stage that reads them.
+        arguments: of the model, that it reads.
+        entering: values that it reads and earlier stages make; on the last stage also those that the model returns.
+        leaving: what it makes for later stages; on the last stage what the model returns, each once.
     """
 
-    operators: tuple[tuple[int, ...], ...]
-    entering: tuple[tuple[Value, ...], ...]
+    operators: tuple[int, ...]
+    arguments: tuple[Value, ...]
+    entering: tuple[Value, ...]
+    leaving: tuple[Value, ...]
 
 
-def crossing_of(recorded: Recorded, plan: ParallelPlan) -> Crossing:
-    """Raises ValueError for a plan of another model."""
+def ports_of(recorded: Recorded, plan: ParallelPlan) -> tuple[Ports, ...]:
+    """By stage. Raises ValueError for a plan of another model."""
     named = [{one.name for one in stage.operators} for stage in plan.stages]
     own = [{one.name for one in stage.operators if one.layer is not None} for stage in plan.stages]
     operators = recorded.forward.operators
     missing = [one.name for one in operators if not any(one.name in names for names in named) and not one.is_constant]
     if missing:
         raise ValueError(f"the plan does not know operator {missing[0]}: it is for another model")
-    numbers = tuple(tuple(i for i, one in enumerate(operators) if one.name in names) for names in named)
-    origin: dict[Value, int] = {}
-    for node, value in recorded.given.items():
-        if node.op == "placeholder":
-            origin[value] = 0
+    numbers = [tuple(i for i, one in enumerate(operators) if one.name in names) for names in named]
+    arguments = [value for node, value in recorded.given.items() if node.op == "placeholder"]
+    maker: dict[Value, int] = {}
     for stage, names in enumerate(own):
         for one in operators:
             if one.name in names and not one.is_constant:
-                origin.update(dict.fromkeys(one.makes, stage))
-    last: dict[Value, int] = {}
+                maker.update(dict.fromkeys(one.makes, stage))
+    outputs = outputs_of(recorded)
+    numbers[-1] = tuple(sorted({*numbers[-1], *_constants(recorded, plan, outputs)}))
+    read = [_read(recorded, of_stage) for of_stage in numbers]
+    read[-1].update(dict.fromkeys(outputs))
+    out, last = [], len(numbers) - 1
     for stage, of_stage in enumerate(numbers):
-        for number in of_stage:
-            for value in recorded.sites[number].sources:
-                if value in origin:
-                    last[value] = max(stage, last.get(value, 0))
-    for leaf in pytree.tree_leaves(recorded.recording.output):
-        output = recorded.values.get(leaf) if isinstance(leaf, fx.Node) else None
-        if output is not None and output not in origin:
-            raise ValueError(f"output {output.name} follows from no argument and no parameter: that cannot be run")
-        if output is not None:
-            last[output] = len(plan.stages) - 1
-    entering = [tuple(value for node, value in recorded.given.items() if node.op == "placeholder")]
-    for stage in range(1, len(plan.stages)):
-        entering.append(tuple(value for value in origin if origin[value] < stage <= last.get(value, -1)))
-    return Crossing(numbers, tuple(entering))
+        entering = tuple(value for value in maker if value in read[stage] and maker[value] < stage)
+        leaving = tuple(
+            value
+            for value, source in maker.items()
+            if source == stage and any(value in later for later in read[stage + 1 :])
+        )
+        taken = tuple(value for value in arguments if value in read[stage])
+        out.append(Ports(of_stage, taken, entering, outputs if stage == last else leaving))
+    return tuple(out)
+
+
+def _constants(recorded: Recorded, plan: ParallelPlan, outputs: Sequence[Value]) -> set[int]:
+    """The operators of outputs that follow from arguments alone: the last stage has them, whole."""
+    operators, found = recorded.forward.operators, set[int]()
+    held = {one.name for one in plan.stages[-1].parameters}
+    wanted = [(output, output) for output in outputs]
+    while wanted:
+        value, output = wanted.pop()
+        if value.is_parameter and value.name not in held:
+            raise ValueError(f"output {output.name} follows from {value.name} alone: that cannot be run")
+        if value.maker is not None and operators[value.maker].is_constant and value.maker not in found:
+            found.add(value.maker)
+            wanted += [(source, output) for source in recorded.sites[value.maker].sources]
+    return found
+
+
+def _read(recorded: Recorded, operators: Sequence[int]) -> dict[Value, None]:
+    sites = (recorded.sites[number] for number in operators)
+    return {value: None for site in sites for value, is_read in zip(site.sources, site.is_read, strict=True) if is_read}
+
+
+def changed_of(recorded: Recorded, ports: Ports) -> frozenset[Value]:
+    """Of the values that a stage is given, those that it changes in place."""
+    operators, sites, facts = recorded.forward.operators, recorded.sites, recorded.recording.facts
+    own = {sites[number].node for number in ports.operators}
+    changed = {memory for memory, _, changer in recorded.recording.mutations if changer in own}
+    places = {value: node for node, value in recorded.given.items()}
+    for value in ports.entering:
+        if value.maker is not None:
+            places[value] = sites[value.maker].places[operators[value.maker].makes.index(value)]
+    taken = (*ports.arguments, *ports.entering)
+    return frozenset(value for value in taken if facts[places[value]].memory & changed)
+
+
+def outputs_of(recorded: Recorded) -> tuple[Value, ...]:
+    """What the model returns, each value once."""
+    leaves = pytree.tree_leaves(recorded.recording.output)
+    values = (recorded.values.get(leaf) for leaf in leaves if isinstance(leaf, fx.Node))
+    return tuple(dict.fromkeys(value for value in values if value is not None))

@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
+from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
+from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.engine.setup import check_model
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -20,13 +22,14 @@ from torch_xmesh.spec import Mesh
 
 class PlannedStages:
     """What an engine is given where a plan says how a model runs: meshes, a schedule, and once all ranks have agreed
-    the stages themselves. What crosses between stages is whole on all devices of both.
+    the stages themselves. What crosses between stages lies on each as the plan says.
 
     Args:
         from_plan: what a user may not give beside a plan, by name.
 
     Attributes:
         meshes: by stage.
+        placements: of values that cross stages, by name and stage.
         digest: equal for equal plans.
 
     Raises:
@@ -49,13 +52,16 @@ class PlannedStages:
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_model(model, "model")
-        self._plan, self._model = plan, model
-        found = runnable(model, example_args, example_kwargs)
+        self._plan = plan
+        self._model: nn.Module | None = model
+        self._arguments = sorted_arguments(example_args, example_kwargs)
+        found = runnable(model, *self._arguments)
         self._recorded, self._mode = found.recorded, model.training
         self._depends_on_mode = found.depends_on_mode
         self._check()
-        self._grids = [torch.tensor(stage.ranks).view(stage.mesh_shape) for stage in plan.stages]
+        self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
+        self.placements = crossing_placements(plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
         self.num_microbatches = plan.num_microbatches
         self.digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
@@ -69,8 +75,6 @@ class PlannedStages:
                 f"the plan is for another model, or for microbatches of another size: it was made of {plan.model} "
                 f"({plan.fingerprint}), this is {found}"
             )
-        if plan.ties:
-            raise ValueError(f"{plan.ties[0].name} is on stages {list(plan.ties[0].stages)}: that cannot be run yet")
         ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
         if ranks != list(range(dist.get_world_size())):
             raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")
@@ -81,6 +85,7 @@ class PlannedStages:
         Raises:
             ValueError: the ranks' models have other values.
         """
+        assert self._model is not None
         told = transfers.gather("the model's values", _digest_of(self._model))
         others = [rank for rank, digest in zip(transfers.ranks, told, strict=True) if digest != told[0]]
         if others:
@@ -96,6 +101,13 @@ class PlannedStages:
         }
         return [self._stages.get(number) for number in range(len(self._plan.stages))]
 
+    def partition(self, modules: Sequence[nn.Module | None], chunk_specs: Mapping[str, Any]) -> Partition:
+        """The stages with what goes in and out of each. The model is let go of."""
+        assert self._model is not None
+        out = planned_partition(self._model, self._recorded, self._plan, modules, self._arguments, chunk_specs)
+        self._model = None
+        return out
+
     def begin_step(self, is_sync: bool, is_train: bool) -> None:
         """Raises ValueError in no_sync(), in another mode than the model came in where that does something else, and
         where parameters were frozen or unfrozen."""
@@ -105,12 +117,30 @@ class PlannedStages:
             if self._depends_on_mode and stage.training != self._mode:
                 mode = "training" if self._mode else "evaluation"
                 raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
-            stage.begin_step()
+            stage.begin_step(is_train)
 
     def end_step(self) -> None:
         """Gradients lie as the parameters do."""
         for stage in self._stages.values():
             stage.finish_gradients()
+
+
+def _ascending(grid: torch.Tensor) -> torch.Tensor:
+    """A mesh's rows and columns in another order, so that ranks ascend along each: torch's process groups are in that
+    order, whatever the mesh says, and which of the devices has which part is the same to a plan.
+
+    Raises:
+        ValueError: no order does.
+    """
+    if grid.dim() == 1:
+        return grid.sort().values
+    out = grid[:, grid[0].argsort()]
+    out = out[out[:, 0].argsort()]
+    if not all(bool((out.diff(dim=axis) > 0).all()) for axis in (0, 1)):
+        raise ValueError(
+            f"ranks of a mesh ascend along its rows and columns, in some order of these: got {grid.tolist()}"
+        )
+    return out
 
 
 def _digest_of(model: nn.Module) -> str:

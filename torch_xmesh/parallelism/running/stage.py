@@ -14,15 +14,14 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.judge import placements_of
-from torch_xmesh.parallelism.loops import Choice, End, State, choice_along
+from torch_xmesh.parallelism.loops import WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
-from torch_xmesh.parallelism.running.crossing import crossing_of
+from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
@@ -42,8 +41,8 @@ class ShardedStage(nn.Module):
     """A stage of a plan on its mesh. Parameters are DTensors, placed as the plan keeps them, under the model's own
     names.
 
-    It is given the values that enter it, whole, and gives those that later stages need, whole; the last stage the
-    model's output.
+    It is given the model's arguments that it reads, whole, and this device's parts of the values that enter it. It
+    gives a tuple of this device's parts of those that later stages need; the last stage the model's outputs, whole.
 
     Args:
         model: with values; they are the same on all devices.
@@ -71,16 +70,15 @@ class ShardedStage(nn.Module):
         self.recorded, self._mesh, self._mesh_shape = recorded, mesh, tuple(mesh.shape)
         if self._mesh_shape != planned.mesh_shape:
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
-        crossing = crossing_of(recorded, plan)
-        self._entering = crossing.entering[number]
-        self._leaving = None if number + 1 == len(plan.stages) else crossing.entering[number + 1]
-        self._keeps_parts = keeps_parts
+        self._ports = ports_of(recorded, plan)[number]
+        self._changed = changed_of(recorded, self._ports)
+        self._keeps_parts = keeps_parts or number + 1 < len(plan.stages)
         self._collectives = plan.collectives
         self._axes: list[Any] = [(size, *links) for size, links in zip(planned.mesh_shape, planned.links, strict=True)]
         self._moves = Moves(mesh, on_collective)
         self._costs: dict[tuple[Any, ...], _C.ConversionCosts] = {}
         self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
-        self._choices = _choices(recorded, planned, crossing.operators[number])
+        self._choices = _choices(recorded, planned, self._ports.operators)
         self._states = {one.name: one.state for one in planned.parameters}
         self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
         self._gradients: dict[str, State] = {}
@@ -92,6 +90,8 @@ class ShardedStage(nn.Module):
             raise ValueError(f"parameter {dear[0]} is in parts that each microbatch fetches: that cannot be run")
         self._own = self._own_parts(model)
         self._fetched: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor | None] = {}
+        self._on_several = {one.name for one in plan.ties}  # stages: others set these gradients aside
         if number == 0:
             self._keep_unread(model, {one.name for stage in plan.stages for one in stage.parameters})
         self.begin_step()
@@ -221,15 +221,10 @@ class ShardedStage(nn.Module):
 
     # A microbatch.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One microbatch."""
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        given = dict(zip(self._entering, leaves, strict=True))
-        parts: dict[Value, Any] = {}
-        for value, whole in given.items():
-            if tuple(whole.shape) != value.shape:
-                raise ValueError(f"the plan is for {value.name} of {list(value.shape)}, got {list(whole.shape)}")
-            parts[value] = self._moved(value, whole, self._all, self._end_of(value))
+        taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
+        parts: dict[Value, Any] = {value: one.clone() if value in self._changed else one for value, one in taken}
         for node, value in self.recorded.given.items():
             if node.op == "get_attr" and not value.is_parameter:
                 parts[value] = self.recorded.recording.constants[str(node.target)]
@@ -237,16 +232,7 @@ class ShardedStage(nn.Module):
                 parts[value] = self._used(value)
         for number in self._choices:
             self._run(number, self.recorded.sites[number], parts)
-        if self._leaving is not None:
-            return tuple(given[value] if value in given else self._left(value, parts) for value in self._leaving)
-
-        def left(leaf: Any) -> Any:
-            value = self.recorded.values.get(leaf) if isinstance(leaf, fx.Node) else None
-            if value is None:
-                return leaf
-            return given[value] if value in given else self._left(value, parts)
-
-        return pytree.tree_map(left, self.recorded.recording.output)
+        return tuple(self._left(value, parts) for value in self._ports.leaving)
 
     def _left(self, value: Value, parts: dict[Value, Any]) -> torch.Tensor:
         after = self._held.get(("leaving", value.name), self._end_of(value)) if self._keeps_parts else self._all
@@ -289,6 +275,7 @@ class ShardedStage(nn.Module):
     def _given(self, number: int, site: Site, parts: dict[Value, Any]) -> Callable[[Any], Any]:
         """Arguments as the operator takes them; nodes come in the order in which they were read."""
         taken = iter(self._takes[number])
+        changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
         sources = iter(zip(site.sources, site.is_read, strict=True))
 
         def given(argument: Any) -> Any:
@@ -300,10 +287,13 @@ class ShardedStage(nn.Module):
             part = parts[value]
             one = next(taken)
             if not one.there and not one.back:
-                return part
-            if one.has_gradient and torch.is_grad_enabled():
-                return Moved.apply(part, self._moves, one.there, one.back, value.name)  # type: ignore[no-untyped-call]
-            return self._moves.run(part.detach(), one.there, value.name, "forward")
+                moved = part
+            elif one.has_gradient and torch.is_grad_enabled():
+                moved = Moved.apply(part, self._moves, one.there, one.back, value.name)  # type: ignore[no-untyped-call]
+            else:
+                moved = self._moves.run(part.detach(), one.there, value.name, "forward")
+            is_view = changes and moved.requires_grad and moved._is_view()  # of a move's, which autograd cannot change
+            return moved.clone() if is_view else moved
 
         return given
 
@@ -322,8 +312,11 @@ class ShardedStage(nn.Module):
         return {name: end.value for (why, name), end in self._held.items() if why == "leaving"}
 
     @torch.no_grad()
-    def begin_step(self) -> None:
+    def begin_step(self, is_train: bool = False) -> None:
         """Parameters in parts are fetched, for all microbatches.
+
+        Args:
+            is_train: gradients of earlier steps are set aside until `finish_gradients`.
 
         Raises:
             ValueError: a parameter was frozen or unfrozen.
@@ -332,7 +325,12 @@ class ShardedStage(nn.Module):
             own = self._own.get(value.name) if value.is_parameter else None
             if isinstance(own, nn.Parameter) and own.requires_grad != value.requires_grad:
                 raise ValueError(f"parameter {value.name} was frozen or unfrozen: with a plan it stays as it came")
-            if value.name in self._in_parts and value.name in self._own:
+            is_in_parts = value.name in self._in_parts
+            is_summed = value.is_trained and value.name in self._gradients and value.name not in self._on_several
+            if is_train and isinstance(own, nn.Parameter) and is_summed and not is_in_parts:
+                self._before[value.name] = own.grad  # lies otherwise than what this step adds
+                own.grad = None
+            if is_in_parts and value.name in self._own:
                 steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
                 whole = self._moves.run(local_of(self._own[value.name]).detach(), steps, value.name, "parameter")
                 whole = whole.clone() if not steps else whole
@@ -354,6 +352,9 @@ class ShardedStage(nn.Module):
                 steps = self._steps(value, self._gradients[value.name], self._states[value.name])
                 part = self._moves.run(parameter.grad.to_local(), steps, value.name, "gradient")
                 parameter.grad = self._placed(part, self._states[value.name])
+            before = self._before.pop(value.name, None)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     @torch.no_grad()
     def _add_up(self, value: Value, why: str, fetched: torch.Tensor) -> None:
@@ -370,8 +371,10 @@ class ShardedStage(nn.Module):
 def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
     """By operator."""
     axes = {one.name: one.axes for one in planned.operators}
-    operators = recorded.forward.operators
-    return {number: choice_along(operators[number].loops, axes[operators[number].name]) for number in numbers}
+    operators, whole = recorded.forward.operators, (WHOLE,) * len(planned.mesh_shape)
+    return {
+        number: choice_along(operators[number].loops, axes.get(operators[number].name, whole)) for number in numbers
+    }
 
 
 def _draws(node: fx.Node) -> bool:

@@ -44,7 +44,12 @@ def edges_of(values: Mapping[str, ValueInfo]) -> list[Edge]:
 
 
 class Boundaries:
-    """Where values lie on each stage, and the plans of every edge that this rank takes part in."""
+    """Where values lie on each stage, and the plans of every edge that this rank takes part in.
+
+    Args:
+        given: by value, where it lies on all stages.
+        by_stage: by value and stage, where it lies there; before all else.
+    """
 
     def __init__(
         self,
@@ -52,11 +57,13 @@ class Boundaries:
         meshes: Sequence[StageMesh],
         given: Mapping[str, Placed],
         plan_options: PlanOptions,
+        by_stage: Mapping[tuple[str, int], tuple[Placement, ...]] | None = None,
     ) -> None:
         self.plan_options = plan_options
         self.edges = list(edges)
         self.meshes = list(meshes)
         self._given = dict(given)
+        self._by_stage = dict(by_stage or {})
         for edge in self.edges:
             for info in edge.values:
                 self._check_stack(edge, info)
@@ -66,7 +73,7 @@ class Boundaries:
         edges = [
             dataclasses.replace(edge, values=tuple(values[info.name] for info in edge.values)) for edge in self.edges
         ]
-        return Boundaries(edges, self.meshes, self._given, self.plan_options)
+        return Boundaries(edges, self.meshes, self._given, self.plan_options, self._by_stage)
 
     def _check_stack(self, edge: Edge, info: ValueInfo) -> None:
         """One value for all data shards may be read by many; what each shard has of its own needs as many readers."""
@@ -93,6 +100,8 @@ class Boundaries:
             ValueError: boundary_placements that do not fit the mesh.
         """
         mesh = self.meshes[stage]
+        if (info.name, stage) in self._by_stage:
+            return self._by_stage[info.name, stage]
         if info.name not in self._given:
             if info.varies and not self.is_stacked(info):
                 return (Replicate(),) * len(mesh.grid.shape)

@@ -164,6 +164,9 @@ def _agree_on_options(
 def _cut(given: Given, transfers: Transfers, schedule: Schedule, *, is_auto: bool) -> Partition:
     """The model as stages. A split="auto" is found by the first rank, for all."""
     model, options, split = given.model, given.options, given.options.split
+    if given.planned is not None:
+        planned: Partition = given.planned.partition(model, options.chunk_specs)
+        return planned
     check_limit(split, None if is_auto else options.memory_limit_bytes)
     num_stages = len(given.meshes)
     specs = {"args_chunk_spec": options.chunk_specs["args"], "kwargs_chunk_spec": options.chunk_specs["kwargs"]}
@@ -198,7 +201,8 @@ def _agree_on_model(
 ) -> Boundaries:
     """Where values cross between stages: all ranks have the same model, cut alike, and the schedule fits it."""
     placed = _checked(given.options.boundary_placements, cut)
-    boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options)
+    by_stage = None if given.planned is None else given.planned.placements
+    boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options, by_stage)
     schedule.validate([(edge.from_stage, edge.to_stage) for edge in boundaries.edges])
     transfers.traffic.meet(model_fields(cut, boundaries, given.model))
     return boundaries

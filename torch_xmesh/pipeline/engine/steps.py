@@ -218,13 +218,14 @@ class EngineSteps:
 
     def _end_gradients(self) -> None:
         sharded, sync = self._place.sharded, self._place.sync
+        if self._place.planned is not None:
+            with self._timed("gradients"):
+                self._place.planned.end_step()
         if sharded.is_needed or (self.is_sync and sync.has_shards):
             with self._timed("gradients"):
                 sharded.end_step(self.is_sync)
                 if self.is_sync:
                     sync.sum_shards()
-        if self._place.planned is not None:
-            self._place.planned.end_step()
         if self.is_sync and sync.has_tied:
             with self._timed("tied"):
                 sync.sum_tied()
