@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.loops import Choice, End, State
+from torch_xmesh.parallelism.loops import REPLICATED, Choice, End, State
 from torch_xmesh.parallelism.memory import STATES, Bytes, Kept, fixed_bytes
 from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Value
@@ -213,7 +213,11 @@ class ShardingGraph:
         for reader, place in places:
             self._edge(value, node, made, reader, self._taken(reader, place), reader)
         if is_leaving:  # others give gradients that are added up
-            hub = self._add_hub(f"leaving {value.name}", self.space.hub(value, is_whole=True), maker)
+            ends = self.space.hub(value, is_whole=True)
+            if value in self.stretch.by_samples:
+                most = 0 if self.stretch.by_samples[value] else REPLICATED
+                ends = [end for end in ends if max(end.value) <= most]
+            hub = self._add_hub(f"leaving {value.name}", ends, maker)
             self._leaving[value] = hub
             self._edge(value, node, made, hub.node, hub.ends, maker)
 

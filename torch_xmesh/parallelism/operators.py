@@ -75,11 +75,14 @@ class Forward:
 
     Attributes:
         parameters: all that are trained, also those that the forward does not read.
+        num_samples: of the example, where the outputs go to a loss that each device computes of its samples: those
+            whose first dim has as many are left whole, or in parts of it; others whole. None: outputs are left anyhow.
     """
 
     operators: tuple[Operator, ...]
     outputs: tuple[Value, ...]
     parameters: tuple[Value, ...] = ()
+    num_samples: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

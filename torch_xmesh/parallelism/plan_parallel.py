@@ -18,7 +18,7 @@ from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import Layers, layers_of
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.reading import forward_of, samples_of
 from torch_xmesh.parallelism.stages import StageSearch
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
 from torch_xmesh.spec import Mesh
@@ -58,7 +58,8 @@ def plan_parallel(
         example_args, example_kwargs: one microbatch's arguments, shapes and dtypes only.
         devices: all of them are used. Rows of a mesh of two axes are hosts, unless `topology` knows hosts.
         num_microbatches: of a step.
-        loss_fn: what the engine will be given. It runs on the last stage's output as that lies, and is not planned.
+        loss_fn: what the engine will be given. Each device of the last stage computes it of its samples; it is not
+            planned, but for what brings outputs there. A model that computes its own loss is planned with it.
         memory_limit_bytes: of a device; by host where hosts differ. None: no limit.
         compute: what a device does; by host where hosts differ. None: as an accelerator of 100 TFLOP/s.
         topology: what links carry.
@@ -114,7 +115,9 @@ def subject_of(
     mesh = devices if isinstance(devices, Mesh) else Mesh(devices)
     cluster = cluster_of(mesh, topology, compute, memory_limit_bytes)
     costs = _collectives(collectives, mesh)
-    layers = layers_of(forward_of(model, example_args, dict(example_kwargs or {})), num_layers)
+    arguments = tuple(example_args), dict(example_kwargs or {})
+    forward = dataclasses.replace(forward_of(model, *arguments), num_samples=samples_of(*arguments))
+    layers = layers_of(forward, num_layers)
     return Subject(type(model).__name__, layers, cluster, num_microbatches, costs), name
 
 

@@ -15,6 +15,7 @@ from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
+from torch_xmesh.pipeline.cut.microbatch import batch_size
 
 
 def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:
@@ -31,6 +32,14 @@ def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, An
     recorded, inputs = _recorder(model, args, kwargs)
     with torch.enable_grad():
         return _Reader(recorded.record(inputs, None), model).read()
+
+
+def samples_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """How many samples the arguments have along dim 0; 0 where they do not agree."""
+    try:
+        return batch_size(args, kwargs) or 0
+    except ValueError:
+        return 0
 
 
 def recorded_turns(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Recorded]:

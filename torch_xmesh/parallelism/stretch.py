@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_xmesh.parallelism.memory import Kept, kept_by
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
@@ -16,12 +16,15 @@ class Stretch:
         entering: values that they read and others make.
         leaving: values that they make and others read, or that are the model's outputs.
         kept: what backward needs.
+        by_samples: of those that leave, the model's outputs that go to a loss outside: whether they have samples, in
+            parts of which they may be left.
     """
 
     operators: tuple[Operator, ...]
     entering: tuple[Value, ...]
     leaving: tuple[Value, ...]
     kept: tuple[Kept, ...]
+    by_samples: Mapping[Value, bool] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def of(forward: Forward, numbers: Sequence[int] | None = None) -> "Stretch":
@@ -41,7 +44,9 @@ class Stretch:
         wanted = {value for one in outside for value in one.reads} | set(forward.outputs)
         made = (value for one in operators if not one.is_constant for value in one.makes)
         leaving = tuple(value for value in made if value in wanted)
-        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators, set(leaving))))
+        to_loss = () if forward.num_samples is None else set(leaving).intersection(forward.outputs)
+        by_samples = {value: value.shape[:1] == (forward.num_samples,) for value in to_loss}
+        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators, set(leaving))), by_samples)
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[tuple[int, int]]]:

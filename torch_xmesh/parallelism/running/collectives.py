@@ -93,6 +93,10 @@ class Moves:
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.chunk(size), before)
 
+    def group(self, axis: int) -> dist.ProcessGroup:
+        """The devices along an axis."""
+        return self._groups[axis]
+
     def __deepcopy__(self, memo: Any) -> "Moves":
         return self  # groups are what they are
 

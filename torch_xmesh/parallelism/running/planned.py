@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
+from torch_xmesh.parallelism.reading import samples_of
+from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
@@ -60,6 +62,7 @@ class PlannedStages:
         self._depends_on_mode = found.depends_on_mode
         self._check()
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
+        self._num_samples = samples_of(*self._arguments)
         self.meshes = [Mesh(grid) for grid in self._grids]
         self.placements = crossing_placements(plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
@@ -95,7 +98,9 @@ class PlannedStages:
             )
         meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # groups are made by all ranks
         self._stages = {
-            number: ShardedStage(self._model, self._recorded, self._plan, number, meshes[number])
+            number: ShardedStage(
+                self._model, self._recorded, self._plan, number, meshes[number], num_samples=self._num_samples
+            )
             for number, stage in enumerate(self._plan.stages)
             if transfers.rank in stage.ranks
         }
@@ -118,6 +123,11 @@ class PlannedStages:
                 mode = "training" if self._mode else "evaluation"
                 raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
             stage.begin_step(is_train)
+
+    def loss_shares(self, stage: int) -> LossShares | None:
+        """Of a stage of this rank, if it is the last one."""
+        is_last = stage + 1 == len(self._plan.stages)
+        return self._stages[stage].loss_shares if is_last else None
 
     def end_step(self) -> None:
         """Gradients lie as the parameters do."""

@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.judge import placements_of
-from torch_xmesh.parallelism.loops import WHOLE, Choice, End, State, choice_along
+from torch_xmesh.parallelism.loops import REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
+from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 from torch_xmesh.pipeline.state.gradient_sync import local_of
@@ -42,12 +43,13 @@ class ShardedStage(nn.Module):
     names.
 
     It is given the model's arguments that it reads, whole, and this device's parts of the values that enter it. It
-    gives a tuple of this device's parts of those that later stages need; the last stage the model's outputs, whole.
+    gives a tuple of this device's parts of those that later stages need; the last stage the model's outputs.
 
     Args:
         model: with values; they are the same on all devices.
         recorded: its forward, as the plan's was.
-        keeps_parts: outputs stay as the plan leaves them.
+        num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
+            None: they stay as the plan leaves them.
         on_collective: told of each collective that is run.
 
     Raises:
@@ -62,7 +64,7 @@ class ShardedStage(nn.Module):
         number: int,
         mesh: DeviceMesh,
         *,
-        keeps_parts: bool = False,
+        num_samples: int | None = None,
         on_collective: Seen | None = None,
     ) -> None:
         super().__init__()
@@ -72,7 +74,6 @@ class ShardedStage(nn.Module):
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
         self._ports = ports_of(recorded, plan)[number]
         self._changed = changed_of(recorded, self._ports)
-        self._keeps_parts = keeps_parts or number + 1 < len(plan.stages)
         self._collectives = plan.collectives
         self._axes: list[Any] = [(size, *links) for size, links in zip(planned.mesh_shape, planned.links, strict=True)]
         self._moves = Moves(mesh, on_collective)
@@ -80,6 +81,7 @@ class ShardedStage(nn.Module):
         self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
         self._choices = _choices(recorded, planned, self._ports.operators)
         self._states = {one.name: one.state for one in planned.parameters}
+        self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
         self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
         self._gradients: dict[str, State] = {}
         self._takes = {operator: self._taken(operator) for operator in self._choices}
@@ -148,6 +150,18 @@ class ShardedStage(nn.Module):
         if key not in self._costs:
             self._costs[key] = _C.ConversionCosts(value.shape, value.num_bytes, self._axes, self._collectives)
         return self._moves.steps(self._costs[key], key, before, after)
+
+    def _left_states(self, is_settled: bool, num_samples: int | None) -> dict[Value, End]:
+        """How what leaves is left. `is_settled`: the loss is computed on each device's samples of the outputs."""
+        planned = {value: self._held.get(("leaving", value.name), self._end_of(value)) for value in self._ports.leaving}
+        if not is_settled:
+            return planned
+        made = {value: end.value for value, end in planned.items() if value.maker in self._choices}
+        axes = sample_axes(made, num_samples, len(self._mesh_shape))
+        self.loss_shares = LossShares(self._moves, axes, [has_samples(value, num_samples) for value in planned])
+        state = tuple(0 if axis in axes else REPLICATED for axis in range(len(self._mesh_shape)))
+        by_samples = End(state, state)
+        return {value: by_samples if has_samples(value, num_samples) else self._all for value in planned}
 
     def _own_parts(self, model: nn.Module) -> dict[str, torch.Tensor]:
         out: dict[str, torch.Tensor] = {}
@@ -232,11 +246,7 @@ class ShardedStage(nn.Module):
                 parts[value] = self._used(value)
         for number in self._choices:
             self._run(number, self.recorded.sites[number], parts)
-        return tuple(self._left(value, parts) for value in self._ports.leaving)
-
-    def _left(self, value: Value, parts: dict[Value, Any]) -> torch.Tensor:
-        after = self._held.get(("leaving", value.name), self._end_of(value)) if self._keeps_parts else self._all
-        return self._moved(value, parts[value], self._end_of(value), after)
+        return tuple(self._moved(value, parts[value], self._end_of(value), end) for value, end in self._left.items())
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -309,7 +319,7 @@ class ShardedStage(nn.Module):
 
     def output_states(self) -> dict[str, State]:
         """How the model's outputs are left, by value."""
-        return {name: end.value for (why, name), end in self._held.items() if why == "leaving"}
+        return {value.name: end.value for value, end in self._left.items()}
 
     @torch.no_grad()
     def begin_step(self, is_train: bool = False) -> None:

@@ -256,6 +256,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
             loss_fn=options.loss_fn,
             seed=options.seed,
             scale_grads=options.scale_grads,
+            num_parts=_parts_of_loss(given, stage),
         )
         for stage in stages
     }
@@ -269,6 +270,11 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
     parts = [copy for stage, module in modules.items() for copy in find(stage, module, meshes[stage])]
     make_equal(transfers, parts, options.init_sync)
     return _Made(stages=stages, modules=modules, works=works, named=named, unused=unused, unset=unset)
+
+
+def _parts_of_loss(given: Given, stage: int) -> int:
+    shares = None if given.planned is None else given.planned.loss_shares(stage)
+    return 1 if shares is None else shares.number
 
 
 def _unused_parameters(

@@ -42,7 +42,11 @@ class StepState:
 
 
 class StageWork:
-    """Runs one stage's module; called by the C++ engine with the GIL."""
+    """Runs one stage's module; called by the C++ engine with the GIL.
+
+    Args:
+        num_parts: of a microbatch's samples on this stage's mesh, besides its data shards; the loss is that of one.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class StageWork:
         loss_fn: Callable[..., torch.Tensor] | None,
         seed: int,
         scale_grads: bool,
+        num_parts: int = 1,
     ) -> None:
         self.program = partition.stages[stage]
         self.mesh = mesh
@@ -63,6 +68,7 @@ class StageWork:
         self._loss_fn = loss_fn
         self._seed = seed
         self._scale_grads = scale_grads
+        self._num_parts = num_parts
         infos = partition.values
         self._inputs = [infos[name] for name in self.program.input_values]
         self._outputs = [infos[name] for name in self.program.output_values]
@@ -86,6 +92,7 @@ class StageWork:
             loss_fn=self._loss_fn,
             seed=self._seed,
             scale_grads=self._scale_grads,
+            num_parts=self._num_parts,
         )
 
     @property
@@ -230,7 +237,7 @@ class StageWork:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {shown}")
-        share = samples / step.sizes[microbatch] if self._scale_grads else 1.0
+        share = samples / step.sizes[microbatch] / self._num_parts if self._scale_grads else 1.0
         step.losses[microbatch] = loss.detach() if share == 1.0 else loss.detach() * share
         return loss
 
@@ -245,7 +252,7 @@ class StageWork:
     def loss_weights(self, sizes: Sequence[int]) -> list[float]:
         """By microbatch, the weight of this rank's loss in the step's."""
         total = sum(sizes)
-        return [self.samples(size) / total if self._scale_grads else 1.0 for size in sizes]
+        return [self.samples(size) / total / self._num_parts if self._scale_grads else 1.0 for size in sizes]
 
 
 class StageForward:

@@ -118,6 +118,8 @@ class EngineSteps:
         self._comparison = StepComparison(place, compare_batches)
         self._agreement = StepAgreement(place.transfers, {**self._inputs.texts, **self._comparison.texts})
         self._shared_losses: dict[int, TensorExchange] = {}  # by number of microbatches
+        has_shares = place.planned is not None and place.has_last
+        self._loss_shares = place.planned.loss_shares(len(place.meshes) - 1) if has_shares else None
         self._last_cut: dict[tuple[int, int], int] = {}  # into so many microbatches, by samples and shards
 
     def meet(self, call: str, failure: Exception | None = None) -> None:
@@ -192,6 +194,8 @@ class EngineSteps:
             place.buffers.run()
         output = None
         if state.keeps_outputs:
+            if self._loss_shares is not None:
+                self._loss_shares.gather(state.outputs)
             output = whole_outputs(
                 place.transfers,
                 sized.partition,
@@ -428,6 +432,8 @@ class EngineSteps:
             given.targets = local_microbatches(
                 given.target, given.target_specs, order=order, mesh=place.meshes[-1], what="target"
             )
+            if self._loss_shares is not None:
+                given.targets = self._loss_shares.targets(given.targets, given.target_specs)
         given.order, given.sized = order, None
 
     def _share_losses(self, state: StepState, is_last: bool, losses: Any, has_losses: bool) -> None:
@@ -442,6 +448,8 @@ class EngineSteps:
             found = [state.losses.get(microbatch) for microbatch in range(number)]
             shares = [0.0 if loss is None else loss.item() for loss in found]
             mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
+            if self._loss_shares is not None:
+                mine[:number] = self._loss_shares.total(mine[:number].clone())
         told = self._shared_losses[number].exchange(mine)
         *means, is_there = told.tolist()
         if not is_there:
@@ -451,5 +459,5 @@ class EngineSteps:
         if losses is not None and is_last:
             for microbatch in range(number):
                 own = state.losses.get(microbatch)
-                alone = self._place.meshes[-1].num_shards == 1 and own is not None
+                alone = self._place.meshes[-1].num_shards == 1 and self._loss_shares is None and own is not None
                 losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))

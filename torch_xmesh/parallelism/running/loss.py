@@ -1,0 +1,80 @@
+"""The loss outside of the model: each device of the last stage computes that of its samples."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from torch_xmesh.parallelism.loops import REPLICATED, State
+from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.running.collectives import Moves, Step
+from torch_xmesh.pipeline.cut.chunk_specs import Chunk
+
+
+def sample_axes(leaving: Mapping[Value, State], num_samples: int | None, num_axes: int) -> tuple[int, ...]:
+    """The mesh axes over which the samples of a model's outputs lie, of all of those that have samples.
+
+    Args:
+        leaving: the outputs that the last stage makes, as the plan leaves them.
+    """
+    states = [state for value, state in leaving.items() if has_samples(value, num_samples)]
+    return tuple(axis for axis in range(num_axes) if states and all(state[axis] == 0 for state in states))
+
+
+def has_samples(value: Value, num_samples: int | None) -> bool:
+    """Whether a value's first dim is taken for that of the samples."""
+    return bool(value.shape) and value.shape[0] == num_samples
+
+
+class LossShares:
+    """What a device of the last stage has of targets, losses and outputs.
+
+    Args:
+        axes: over which samples lie.
+        has_samples: of the stage's outputs, in order.
+    """
+
+    def __init__(self, moves: Moves, axes: Sequence[int], has_samples: Sequence[bool]) -> None:
+        self._moves, self._axes, self._has_samples = moves, tuple(axes), tuple(has_samples)
+
+    @property
+    def number(self) -> int:
+        """Parts of a microbatch's samples."""
+        out = 1
+        for axis in self._axes:
+            out *= self._moves.shape[axis]
+        return out
+
+    def targets(self, targets: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+        """Those of this device's samples, of each microbatch."""
+
+        def part(leaf: Any, spec: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not isinstance(spec, Chunk):
+                return leaf
+            for axis in self._axes:
+                leaf = leaf.chunk(self._moves.shape[axis], spec.split_dim)[self._moves.coordinate[axis]]
+            return leaf
+
+        out = []
+        for target in targets:
+            leaves, structure = pytree.tree_flatten(target)
+            parts = [part(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+            out.append(pytree.tree_unflatten(parts, structure))
+        return out
+
+    def total(self, losses: torch.Tensor) -> torch.Tensor:
+        """Of the shares of all devices."""
+        for axis in self._axes:
+            dist.all_reduce(losses, group=self._moves.group(axis))
+        return losses
+
+    @torch.no_grad()
+    def gather(self, outputs: Mapping[int, dict[str, torch.Tensor]]) -> None:
+        """Puts the samples of all devices where this device's are: by microbatch, the stage's outputs in order."""
+        steps = [Step(axis, 0, REPLICATED) for axis in reversed(self._axes)]
+        for microbatch in sorted(outputs):
+            for (name, part), has_some in zip(list(outputs[microbatch].items()), self._has_samples, strict=True):
+                if has_some:
+                    outputs[microbatch][name] = self._moves.run(part, steps, name, "output")
