@@ -136,7 +136,7 @@ def _stages(layers: Layers, cluster: Cluster, meshes: Sequence[tuple[int, ...]],
         links = [(size, 1e-5 / (axis + 1), 1e-9 / (axis + 1)) for axis, size in enumerate(mesh)]
         space = Space(links, "ring", compute=kind.compute, num_microbatches=2)
         stretch = Stretch.of(layers.forward, layers.operators(begins[number], begins[number + 1]))
-        sharded = any_sharding(ShardingGraph(stretch, space, zero=random.randrange(3)), random)
+        sharded = any_sharding(ShardingGraph(stretch, space, zero=random.randrange(4)), random)
         shape = Shape((), kind, (space,))
         out.append(FoundStage(begins[number], begins[number + 1], shape, ranks, space, sharded, 1))
     return out

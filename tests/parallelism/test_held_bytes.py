@@ -68,10 +68,10 @@ def by_batch(operator: Operator, choice: Choice) -> bool:
 
 def test_zero_collectives() -> None:
     """Of one parameter and a step of one microbatch as in Alpa's tests: ZeRO-2 has a reduce-scatter and an all-gather,
-    ZeRO-3 a reduce-scatter and two all-gathers."""
+    ZeRO-3 a reduce-scatter and two all-gathers, one where backward does not read the parameter."""
     space = Space(FOUR, "ring", allowed=by_batch)
     model = nn.Linear(32, 32, bias=False)
-    plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32),))), space)
+    plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32, requires_grad=True),))), space)
     assert kinds(plain) == {"gradient all-reduce": 1}
     size = 32 * 32 * 4
     wanted = {
@@ -90,6 +90,8 @@ def test_zero_collectives() -> None:
         assert found.zero_states == {"weight": (0,)}
         assert found.cost == pytest.approx(space.cost(found.seconds))
     assert with_zero(plain, 1).cost == pytest.approx(plain.cost)
+    first = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32),))), space)
+    assert kinds(with_zero(first, 3)) == {"backward reduce-scatter": 1, "forward all-gather": 1}
 
 
 def test_zero_where_it_pays() -> None:

@@ -78,7 +78,7 @@ def used(rank: int, world_size: int, zero: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_an_engine_with_a_plan_is_used_as_any(zero: int) -> None:
     """What is evaluated is what the optimizer has made, in parts or not."""
     spawn(used, 4, zero, timeout=120)

@@ -236,8 +236,9 @@ class ShardingGraph:
         costs, fixed = self._all_costs.copy(), self._all_fixed.copy()
 
         def add(value: Value, node: int, ends: Sequence[End]) -> None:
+            is_read_back = self.stretch.is_read_back(value)
             for number, end in enumerate(ends):
-                found = in_parts_of(self.space, value, end.value, end.gradient, self.zero)
+                found = in_parts_of(self.space, value, end.value, end.gradient, self.zero, is_read_back)
                 if found is not None:
                     costs[self._begins[node] + number] += found.cost
                     fixed[self._begins[node] + number] += found.bytes.fixed

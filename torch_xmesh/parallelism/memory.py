@@ -19,6 +19,7 @@ _KEEP_NOTHING = frozenset(
     "type_as sum mean expand cat stack pad gather index_select __getitem__ getitem unbind chunk split where "
     "masked_fill masked_fill_ repeat_interleave tril triu roll flip clone contiguous __setitem__".split()
 )
+_NORMS = frozenset("layer_norm group_norm rms_norm batch_norm instance_norm".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,13 @@ def kept_by(operators: Sequence[Operator], leaving: Collection[Value] = ()) -> l
     return out
 
 
+def is_read_back(operator: Operator, place: int) -> bool:
+    """Whether its backward reads again a parameter that it reads at this place. A norm's takes its bias along."""
+    if operator.kind == "embedding":  # the gradient's rows follow from the indices
+        return False
+    return place in _needs(operator)[0] or (operator.kind in _NORMS and operator.requires_grad)
+
+
 def _needs(operator: Operator) -> tuple[Sequence[int], Sequence[int]]:
     """Places of what its backward needs, among what it reads and what it makes."""
     if not operator.requires_grad or operator.kind in _KEEP_NOTHING:
@@ -111,11 +119,11 @@ def _needs(operator: Operator) -> tuple[Sequence[int], Sequence[int]]:
 
 def _is_needed(operator: Operator, place: int, value: Value) -> bool:
     """Of a product each factor is needed for the others' gradients, of what is added once nothing."""
-    others = [one for other, one in enumerate(operator.reads) if other != place]
+    factors = (other for other in range(len(operator.reads)) if other != place and other not in operator.loops.once)
     if len(operator.reads) == 1 or not value.dtype.is_floating_point:
         return True
     return place not in operator.loops.once and (
-        not operator.loops.is_heavy or any(one.requires_grad for one in others)
+        not operator.loops.is_heavy or any(operator.reads[other].requires_grad for other in factors)
     )
 
 

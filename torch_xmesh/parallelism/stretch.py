@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from torch_xmesh.parallelism.memory import Kept, kept_by
+from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_by
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 
 
@@ -61,6 +61,10 @@ class Stretch:
     def parameters(self) -> dict[str, tuple[Value, int, int]]:
         """By name a parameter, its first reader, and its place among what that reads."""
         return {value.name: (value, *places[0]) for value, places in self.readers.items() if value.is_parameter}
+
+    def is_read_back(self, value: Value) -> bool:
+        """Whether the backward of one that reads a value reads it again."""
+        return any(is_read_back(self.operators[number], place) for number, place in self.readers[value])
 
     @functools.cached_property
     def tied(self) -> set[Value]:

@@ -5,6 +5,8 @@ level  optimizer states  gradients  parameter   collectives, of the gradient (g)
 1      parts             whole      whole       a step: reduce-scatter g, all-gather p
 2      parts             parts      whole       a microbatch: reduce-scatter g;                  a step: all-gather p
 3      parts             parts      parts       a microbatch: all-gather p twice, reduce-scatter g
+
+(once where backward does not read it, as it does not read what is added.)
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ def with_zero(sharded: Sharded, level: int) -> Sharded:
         gradient = sharded.gradients.get(name)
         if gradient is None or name in in_parts:
             continue
-        found = in_parts_of(space, value, state, gradient, level)
+        found = in_parts_of(space, value, state, gradient, level, sharded.graph.stretch.is_read_back(value))
         if found is not None:
             in_parts[name] = found
             held += found.bytes
@@ -43,14 +45,16 @@ def with_zero(sharded: Sharded, level: int) -> Sharded:
     return dataclasses.replace(sharded, bytes=held, cost=cost, in_parts=in_parts)
 
 
-def in_parts_of(space: Space, value: Value, state: State, gradient: State, level: int) -> InParts | None:
+def in_parts_of(
+    space: Space, value: Value, state: State, gradient: State, level: int, is_read_back: bool
+) -> InParts | None:
     """What changes for one parameter; None where it stays as it is. Equal parameters share what is computed."""
 
     def make() -> InParts | None:
         parts = parts_of(value, state, gradient, space.shape)
         if parts is None:
             return None
-        after = _collectives(space, value, gradient, parts, state, level)
+        after = _collectives(space, value, gradient, parts, state, level, is_read_back)
         old = _seconds(space, space.steps(value, "gradient", gradient, state))
         new = _seconds(space, after)
         if level == 1 and new.step_collectives > old.step_collectives * (1 + 1e-9):
@@ -59,7 +63,7 @@ def in_parts_of(space: Space, value: Value, state: State, gradient: State, level
         more = new + -old
         return InParts(level, parts, uses, more, space.cost(more), _saved(space, value, state, parts, level))
 
-    key = ("in parts", value.shape, value.num_bytes, state, gradient, level)
+    key = ("in parts", value.shape, value.num_bytes, state, gradient, level, is_read_back)
     out: InParts | None = space.once(key, make)
     return out
 
@@ -82,13 +86,14 @@ def parts_of(value: Value, state: State, gradient: State, mesh_shape: tuple[int,
 
 
 def _collectives(
-    space: Space, value: Value, gradient: State, parts: State, state: State, level: int
+    space: Space, value: Value, gradient: State, parts: State, state: State, level: int, is_read_back: bool
 ) -> list[CollectiveUse]:
     scatter = "gradient" if level == 1 else "backward"
     out = space.steps(value, scatter, gradient, parts)
     if level < 3:
         return [*out, *space.steps(value, "parameter", parts, state)]
-    return [*out, *space.steps(value, "forward", parts, state), *space.steps(value, "backward", parts, state)]
+    ways = ("forward", "backward") if is_read_back else ("forward",)
+    return [*out, *(use for way in ways for use in space.steps(value, way, parts, state))]
 
 
 def _seconds(space: Space, uses: list[CollectiveUse]) -> Seconds:

@@ -22,6 +22,7 @@ from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
+from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, not_kept
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.pipeline.capture.recording import structure_of
@@ -87,9 +88,8 @@ class ShardedStage(nn.Module):
         self._takes = {operator: self._taken(operator) for operator in self._choices}
         for operator, choice in self._choices.items():
             self._check(recorded.forward.operators[operator], choice, recorded.sites[operator])
-        dear = sorted(name for name, one in self._in_parts.items() if one.zero_level == 3)
-        if dear:
-            raise ValueError(f"parameter {dear[0]} is in parts that each microbatch fetches: that cannot be run")
+        self._in_turn = {name for name, one in self._in_parts.items() if one.zero_level == 3}
+        self._last_readers = self._readers_in_turn()
         self._own = self._own_parts(model)
         self._fetched: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor | None] = {}
@@ -242,10 +242,15 @@ class ShardedStage(nn.Module):
         for node, value in self.recorded.given.items():
             if node.op == "get_attr" and not value.is_parameter:
                 parts[value] = self.recorded.recording.constants[str(node.target)]
-            elif node.op == "get_attr" and value.name in self._own:
+            elif node.op == "get_attr" and value.name in self._own and value.name not in self._in_turn:
                 parts[value] = self._used(value)
+        in_turn: dict[Value, Fetch] = {}
         for number in self._choices:
-            self._run(number, self.recorded.sites[number], parts)
+            self._fetch_in_turn(number, parts, in_turn)
+            with not_kept([(in_turn[value], parts[value]) for value in self._reads_in_turn(number)]):
+                self._run(number, self.recorded.sites[number], parts)
+            for value in self._last_readers.get(number, ()):
+                del parts[value]
         return tuple(self._moved(value, parts[value], self._end_of(value), end) for value, end in self._left.items())
 
     @property
@@ -257,6 +262,30 @@ class ShardedStage(nn.Module):
     def _all(self) -> End:
         """Every device has all of a value, and of its gradient."""
         return End(self._whole, self._whole)
+
+    def _reads_in_turn(self, number: int) -> list[Value]:
+        """The parameters that an operator reads and each microbatch fetches."""
+        reads = dict.fromkeys(self.recorded.forward.operators[number].reads) if self._in_turn else ()
+        return [value for value in reads if value.is_parameter and value.name in self._in_turn]
+
+    def _readers_in_turn(self) -> dict[int, list[Value]]:
+        """By operator, those that it is the last to read."""
+        last = {value: number for number in self._choices for value in self._reads_in_turn(number)}
+        out: dict[int, list[Value]] = {}
+        for value, number in last.items():
+            out.setdefault(number, []).append(value)
+        return out
+
+    def _fetch_in_turn(self, number: int, parts: dict[Value, Any], in_turn: dict[Value, Fetch]) -> None:
+        for value in self._reads_in_turn(number):
+            if value in in_turn:
+                continue
+            kept, whole = self._kept_state(value.name), self._states[value.name]
+            there, back = self._steps(value, kept, whole), self._steps(value, self._gradients[value.name], kept)
+            own = self._own[value.name]
+            part = own.to_local() if isinstance(own, DTensor) else own
+            in_turn[value] = Fetch(part.detach(), self._moves, there, back, value.name)
+            parts[value] = Fetched.apply(part, in_turn[value])  # type: ignore[no-untyped-call]
 
     def _run(self, number: int, site: Site, parts: dict[Value, Any]) -> None:
         operator, choice = self.recorded.forward.operators[number], self._choices[number]
@@ -340,7 +369,7 @@ class ShardedStage(nn.Module):
             if is_train and isinstance(own, nn.Parameter) and is_summed and not is_in_parts:
                 self._before[value.name] = own.grad  # lies otherwise than what this step adds
                 own.grad = None
-            if is_in_parts and value.name in self._own:
+            if is_in_parts and value.name in self._own and value.name not in self._in_turn:
                 steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
                 whole = self._moves.run(local_of(self._own[value.name]).detach(), steps, value.name, "parameter")
                 whole = whole.clone() if not steps else whole
@@ -356,7 +385,7 @@ class ShardedStage(nn.Module):
             parameter = self._own.get(value.name) if value.is_trained else None
             if parameter is None or value.name not in self._gradients:
                 continue
-            if value.name in self._in_parts:
+            if value.name in self._fetched:
                 self._add_up(value, "gradient", self._fetched[value.name])
             elif isinstance(parameter.grad, DTensor) and parameter.grad.placements != self._placements(value.name):
                 steps = self._steps(value, self._gradients[value.name], self._states[value.name])
