@@ -122,7 +122,7 @@ class PlannedStages:
             if self._depends_on_mode and stage.training != self._mode:
                 mode = "training" if self._mode else "evaluation"
                 raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
-            stage.begin_step(is_train)
+            stage.begin_step()
 
     def loss_shares(self, stage: int) -> LossShares | None:
         """Of a stage of this rank, if it is the last one."""

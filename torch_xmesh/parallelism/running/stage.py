@@ -91,9 +91,7 @@ class ShardedStage(nn.Module):
         self._in_turn = {name for name, one in self._in_parts.items() if one.zero_level == 3}
         self._last_readers = self._readers_in_turn()
         self._own = self._own_parts(model)
-        self._fetched: dict[str, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor | None] = {}
-        self._on_several = {one.name for one in plan.ties}  # stages: others set these gradients aside
+        self._read: dict[str, torch.Tensor] = {}
         if number == 0:
             self._keep_unread(model, {one.name for stage in plan.stages for one in stage.parameters})
         self.begin_step()
@@ -213,12 +211,7 @@ class ShardedStage(nn.Module):
 
     def _used(self, value: Value) -> torch.Tensor:
         """This device's part of a parameter or a buffer, as its readers find it."""
-        own = self._own[value.name]
-        if value.name in self._fetched:
-            return self._fetched[value.name]
-        if not isinstance(own, DTensor):
-            return own
-        return own.to_local(grad_placements=placements_of(self._gradients.get(value.name, self._states[value.name])))
+        return self._read.get(value.name, local_of(self._own[value.name]))
 
     def _kept_state(self, name: str) -> State:
         """How a parameter lies between steps: in parts, if the plan keeps it so."""
@@ -351,60 +344,47 @@ class ShardedStage(nn.Module):
         return {value.name: end.value for value, end in self._left.items()}
 
     @torch.no_grad()
-    def begin_step(self, is_train: bool = False) -> None:
-        """Parameters in parts are fetched, for all microbatches.
-
-        Args:
-            is_train: gradients of earlier steps are set aside until `finish_gradients`.
+    def begin_step(self) -> None:
+        """Parameters as this step's microbatches read them: those in parts are fetched, once for all.
 
         Raises:
             ValueError: a parameter was frozen or unfrozen.
         """
         for value in self.recorded.given.values():
             own = self._own.get(value.name) if value.is_parameter else None
-            if isinstance(own, nn.Parameter) and own.requires_grad != value.requires_grad:
+            if not isinstance(own, nn.Parameter):
+                continue
+            if own.requires_grad != value.requires_grad:
                 raise ValueError(f"parameter {value.name} was frozen or unfrozen: with a plan it stays as it came")
-            is_in_parts = value.name in self._in_parts
-            is_summed = value.is_trained and value.name in self._gradients and value.name not in self._on_several
-            if is_train and isinstance(own, nn.Parameter) and is_summed and not is_in_parts:
-                self._before[value.name] = own.grad  # lies otherwise than what this step adds
-                own.grad = None
-            if is_in_parts and value.name in self._own and value.name not in self._in_turn:
-                steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
-                whole = self._moves.run(local_of(self._own[value.name]).detach(), steps, value.name, "parameter")
-                whole = whole.clone() if not steps else whole
-                self._fetched[value.name] = whole.requires_grad_(value.requires_grad)
-                if self._in_parts[value.name].zero_level == 2:
-                    add_up = functools.partial(self._add_up, value, "backward")
-                    whole.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
+            if value.name in self._in_turn:
+                continue
+            steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
+            read = self._moves.run(local_of(own).detach(), steps, value.name, "parameter")
+            self._read[value.name] = read.requires_grad_(value.requires_grad)
+            in_parts = self._in_parts.get(value.name)
+            if in_parts is not None and in_parts.zero_level == 2:
+                add_up = functools.partial(self._add_up, value, "backward")
+                read.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
         for value in self.recorded.given.values():
-            parameter = self._own.get(value.name) if value.is_trained else None
-            if parameter is None or value.name not in self._gradients:
-                continue
-            if value.name in self._fetched:
-                self._add_up(value, "gradient", self._fetched[value.name])
-            elif isinstance(parameter.grad, DTensor) and parameter.grad.placements != self._placements(value.name):
-                steps = self._steps(value, self._gradients[value.name], self._states[value.name])
-                part = self._moves.run(parameter.grad.to_local(), steps, value.name, "gradient")
-                parameter.grad = self._placed(part, self._states[value.name])
-            before = self._before.pop(value.name, None)
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            if value.is_trained and value.name in self._read:
+                self._add_up(value, "gradient", self._read[value.name])
 
     @torch.no_grad()
-    def _add_up(self, value: Value, why: str, fetched: torch.Tensor) -> None:
-        """The gradient of a parameter that was fetched goes to its parts."""
-        if fetched.grad is None:
+    def _add_up(self, value: Value, why: str, read: torch.Tensor) -> None:
+        """The gradient of a parameter as it was read goes to the parameter."""
+        if read.grad is None:
             return
-        steps = self._steps(value, self._gradients[value.name], self._kept_state(value.name))
-        part = self._placed(self._moves.run(fetched.grad, steps, value.name, why).clone(), self._kept_state(value.name))
+        kept = self._kept_state(value.name)
+        steps = self._steps(value, self._gradients[value.name], kept)
+        part = self._moves.run(read.grad, steps, value.name, why)
+        placed = self._placed(part if not steps else part.clone(), kept)
         own = self._own[value.name]
-        own.grad = part if own.grad is None else own.grad + part
-        fetched.grad = None
+        own.grad = placed if own.grad is None else own.grad + placed
+        read.grad = None
 
 
 def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
