@@ -2,46 +2,64 @@
 device would take for the operations of this process's parts."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 _LEAST_SLEEP_S = 0.002
+_PRODUCTS: dict[str, Callable[[Sequence[Any]], int]] = {
+    "mm": lambda args: args[0].numel() * args[1].shape[-1],
+    "bmm": lambda args: args[0].numel() * args[1].shape[-1],
+    "addmm": lambda args: args[1].numel() * args[2].shape[-1],
+    "baddbmm": lambda args: args[1].numel() * args[2].shape[-1],
+    "convolution": lambda args: args[0].numel() // args[0].shape[1] * args[1].numel(),  # as large as its input
+    "convolution_backward": lambda args: sum(args[-1][:2]) * (args[0].numel() * args[2][0].numel()),
+}
+"""Kernels by name, with the multiplications of their arguments."""
 
 
-class Paced(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Paced:
     """Inside, this process is a device of `flops` operations per second: products start when the one before has ended,
     and take their operations over `flops`. Sleeping holds no core, so many devices can share few. What the process
     really computes goes on meanwhile, like a host that launches kernels; what is faster than two milliseconds is
-    slept for later."""
+    slept for later.
 
-    def __init__(self, flops: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = flops
-        self._busy_until = 0.0
+    torch's kernels of products on cpu are replaced for as long as the process lives; outside they do as ever."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor's parts come here by themselves
-        count = flop_registry.get(func._overloadpacket)
-        begin = time.monotonic()
-        out = func(*args, **(kwargs or {}))
-        if count is not None:
-            seconds = count(*args, **(kwargs or {}), out_val=out) / self.flops
-            self._busy_until = max(self._busy_until, begin) + seconds
-        left = self._busy_until - time.monotonic()
-        if left > _LEAST_SLEEP_S or (left > 0 and func.namespace in ("c10d", "_c10d_functional")):
-            time.sleep(left)
-        return out
+    def __init__(self) -> None:
+        self.flops = 1.0
+        self._is_on, self._busy_until = False, 0.0
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that are replaced
+            for name, count in _PRODUCTS.items():
+                kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+                self._library.impl(name, self._paced(kernel, count), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+
+    def _paced(self, kernel: Any, count: Callable[[Sequence[Any]], int]) -> Callable[..., Any]:
+        def run(keys: Any, *args: Any) -> Any:
+            begin = time.monotonic()
+            out = kernel.call_boxed(keys, *args)
+            if self._is_on:
+                seconds = 2 * count(args) / self.flops
+                self._busy_until = max(self._busy_until, begin) + seconds
+                left = self._busy_until - time.monotonic()
+                if left > _LEAST_SLEEP_S:
+                    time.sleep(left)
+            return out
+
+        return run
+
+    def __enter__(self) -> None:
+        self._is_on = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_on = False
 
 
 class Block(nn.Module):

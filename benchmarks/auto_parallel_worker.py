@@ -158,7 +158,7 @@ class Case:
     """A model on devices of some speed, under all methods. Every rank makes it."""
 
     def __init__(
-        self, job: dict[str, Any], case: dict[str, Any], topology: xm.Topology, rivals: Rivals, group: Any
+        self, job: dict[str, Any], case: dict[str, Any], topology: xm.Topology, rivals: Rivals, paced: Paced, group: Any
     ) -> None:
         self._job, self._case, self._group = job, case, group
         self._subject = subject(case["model"])
@@ -172,7 +172,8 @@ class Case:
         self._expected = self._gradients()
         self._seconds: dict[str, list[float]] = {name: [] for name in self.methods}
         self._wrong = dict.fromkeys(self.methods, 0)
-        self._paced = Paced(case["flops"][dist.get_rank() // job["devices"]])
+        self._paced = paced
+        paced.flops = case["flops"][dist.get_rank() // job["devices"]]
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """What one process gets."""
@@ -215,7 +216,12 @@ class Case:
         for number in range(1 + self._job["runs"]):
             for name in self.methods:
                 if dist.get_rank() == 0:
-                    tell(self._case["name"], name, f"run {number} of {self._job['runs']}", 0.0)
+                    tell(
+                        self._case["name"],
+                        name,
+                        f"run {number} of {self._job['runs']}",
+                        self._job["ends_at"] - time.time(),
+                    )
                 seconds = self.run(name)
                 if number:
                     self._seconds[name].append(seconds)
@@ -248,9 +254,10 @@ def main() -> None:
     topology = calibrate(num_bytes=8 << 20)
     if dist.get_rank() == 0:
         print(f"topology {topology}", flush=True)
+    paced = Paced()
     rivals = Rivals(job["hosts"], job["devices"])
     for description in job["cases"]:
-        case = Case(job, description, topology, rivals, group)
+        case = Case(job, description, topology, rivals, paced, group)
         case.measure()
         publish(job, case.records() if int(os.environ["RANK"]) == 0 else [])
         case.close()

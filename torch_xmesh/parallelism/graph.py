@@ -187,7 +187,7 @@ class ShardingGraph:
         """A parameter that several operators read: it is kept in one way, and its gradients, if it is trained, are
         added up once."""
         ends = self.space.hub(value)
-        sums = [sum(map(self.space.collective_seconds, self._sums(value, end))) for end in ends]
+        sums = [sum(map(self.space.shared_seconds, self._sums(value, end))) for end in ends]
         costs = np.array([self.space.cost(Seconds(step_collectives=seconds)) for seconds in sums])
         held = np.array([fixed_bytes(value, end.value, self.space.shape) for end in ends])
         node = self._add_node(f"parameter {value.name}", costs, held, self.space.nothing(len(ends)))
@@ -317,7 +317,7 @@ class ShardingGraph:
                 out[edge.owner] += Seconds(forward_collectives=forward, backward_collectives=backward)
         for value, hub in self._tied.items():
             sums = self._sums(value, hub.ends[chosen[hub.node]])
-            out[hub.owner] += Seconds(step_collectives=sum(map(space.collective_seconds, sums)))
+            out[hub.owner] += Seconds(step_collectives=sum(map(space.shared_seconds, sums)))
         return out
 
     def collectives(self, chosen: Sequence[int]) -> list[CollectiveUse]:

@@ -194,6 +194,14 @@ class Space:
     def collective_seconds(self, use: CollectiveUse) -> float:
         return _C.collective_cost(self.model, use.collective, use.num_bytes, self.axes[use.axis])
 
+    def shared_seconds(self, use: CollectiveUse) -> float:
+        """Of a parameter's or its gradient's, which others share: it sends no messages of its own. Alpa's costs are of
+        each by itself."""
+        axis = self.axes[use.axis]
+        if self.model != "alpa":
+            axis = (axis[0], 0.0, *axis[2:])
+        return _C.collective_cost(self.model, use.collective, use.num_bytes, axis)
+
     def node_seconds(self, operator: Operator, choice: Choice, summed: Sequence[int]) -> Seconds:
         """What an operator spends with a choice, its own collectives and the sums of gradients of the parameters at
         `summed` among those that it reads, which lie as the parameters do then."""
@@ -203,7 +211,8 @@ class Space:
             sum(self.collective_seconds(use) for use in own if use.why == why) for why in ("forward", "backward")
         )
         ends = [(operator.reads[place], choice.inputs[place]) for place in summed]
-        gradients = sum(self.conversions(value).cost(end.gradient, end.value) for value, end in ends)
+        sums = (use for value, end in ends for use in self.steps(value, "gradient", end.gradient, end.value))
+        gradients = sum(map(self.shared_seconds, sums))
         return Seconds(
             computed.forward, computed.backward_input, computed.backward_weight, forward, backward, gradients
         )

@@ -99,7 +99,7 @@ def _collectives(
 def _seconds(space: Space, uses: list[CollectiveUse]) -> Seconds:
     by = {"forward": 0.0, "backward": 0.0, "step": 0.0}
     for use in uses:
-        by[use.why if use.why in by else "step"] += space.collective_seconds(use)
+        by[use.why if use.why in by else "step"] += space.shared_seconds(use)
     return Seconds(forward_collectives=by["forward"], backward_collectives=by["backward"], step_collectives=by["step"])
 
 

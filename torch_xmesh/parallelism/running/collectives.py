@@ -24,6 +24,38 @@ class Step:
     after: int
 
 
+_SHARED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
+"""Collectives of which several tensors can share one."""
+_BUCKET_BYTES = 32 << 20
+"""The most that share one, if it is not one tensor."""
+
+
+def _kind(step: Step) -> str:
+    if step.before == PARTIAL:
+        return "all-reduce" if step.after == REPLICATED else "reduce-scatter"
+    if step.before >= 0 and step.after != PARTIAL:
+        return "all-gather" if step.after == REPLICATED else "all-to-all"
+    return "local"
+
+
+def _buckets(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Numbers, in order, in lists of no more than a bucket's bytes each."""
+    out: list[list[int]] = []
+    held = 0
+    for number in numbers:
+        if not out or held + sizes[number] > _BUCKET_BYTES:
+            out.append([])
+            held = 0
+        out[-1].append(number)
+        held += sizes[number]
+    return out
+
+
+def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 class Moves:
     """Moves of values on one mesh, planned as the search has priced them.
 
@@ -92,6 +124,47 @@ class Moves:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.chunk(size), before)
+
+    def run_together(
+        self, parts: Sequence[torch.Tensor], steps: Sequence[Sequence[Step]], names: Sequence[str], why: str
+    ) -> list[torch.Tensor]:
+        """The same of several tensors; those that need the same collectives along the same axes share them. Each is
+        told by itself."""
+        out = list(parts)
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, (part, own) in enumerate(zip(parts, steps, strict=True)):
+            alike.setdefault((part.dtype, *((step.axis, _kind(step)) for step in own)), []).append(number)
+        for numbers in alike.values():
+            for bucket in _buckets(numbers, [part.nbytes for part in parts]):
+                for turn in range(len(steps[bucket[0]])):
+                    mine = [(out[number], steps[number][turn], names[number]) for number in bucket]
+                    for number, made in zip(bucket, self._together(mine, why), strict=True):
+                        out[number] = made
+        return out
+
+    def _together(self, parts: Sequence[tuple[torch.Tensor, Step, str]], why: str) -> list[torch.Tensor]:
+        """One step of several, of one kind along one axis."""
+        axis, kind = parts[0][1].axis, _kind(parts[0][1])
+        size, group = self.shape[axis], self._groups[axis]
+        if len(parts) == 1 or kind not in _SHARED or size == 1:
+            return [self._run(part, step, name, why) for part, step, name in parts]
+        for part, _, name in parts:
+            self._tell(name, why, kind, axis, part.nbytes * (size if kind == "all-gather" else 1))
+        if kind == "all-reduce":
+            flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
+            dist.all_reduce(flat, group=group)
+            return _split(flat, [part.shape for part, _, _ in parts])
+        if kind == "reduce-scatter":
+            pieces = [part.chunk(size, step.after) for part, step, _ in parts]
+            flat = torch.cat([one[place].reshape(-1) for place in range(size) for one in pieces])
+            scattered = flat.new_empty(len(flat) // size)
+            dist.reduce_scatter_tensor(scattered, flat, group=group)
+            return _split(scattered, [one[0].shape for one in pieces])
+        flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
+        gathered = flat.new_empty(size * len(flat))
+        dist.all_gather_into_tensor(gathered, flat, group=group)
+        rows = [_split(row, [part.shape for part, _, _ in parts]) for row in gathered.chunk(size)]
+        return [torch.cat([row[i] for row in rows], step.before) for i, (_, step, _) in enumerate(parts)]
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """The devices along an axis."""

@@ -1,8 +1,8 @@
 """Parameters that are in parts at all times (ZeRO-3): each microbatch fetches them before they are read, lets go of
-them, and fetches them once more where backward reads them.
+them, and fetches them once more where backward reads them; those of a layer together.
 
-forward   part --> whole --> operators that read it; what they save of it is noted, not kept
-backward           whole, fetched anew by the first that reads it --> gradient of the whole --> gradient of the part
+forward   parts --> wholes --> operators that read them; what they save of them is noted, not kept
+backward            wholes, fetched anew by the first that reads one --> their gradients --> gradients of the parts
 """
 
 import dataclasses
@@ -16,77 +16,107 @@ from torch_xmesh.parallelism.running.collectives import Moves, Step
 
 
 @dataclasses.dataclass(frozen=True)
+class InTurn:
+    """A parameter, as each microbatch fetches it.
+
+    Attributes:
+        there: from its parts to the whole; `back`: from the whole's gradient to those of the parts.
+    """
+
+    name: str
+    there: tuple[Step, ...]
+    back: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class _View:
     """Of a whole parameter, as an operator has saved it."""
 
     fetch: "Fetch"
+    number: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
 class Fetch:
-    """A parameter in one microbatch.
+    """Parameters of a layer in one microbatch.
 
     Args:
-        part: this device's, without a graph.
-        there: from the parts to the whole; `back`: from the whole's gradient to the part's.
+        parts: this device's, without a graph.
     """
 
-    def __init__(
-        self, part: torch.Tensor, moves: Moves, there: Sequence[Step], back: Sequence[Step], name: str
-    ) -> None:
-        self._part, self._moves, self._there, self._back, self._name = part, moves, there, back, name
-        self._again: torch.Tensor | None = None
+    def __init__(self, moves: Moves, parameters: Sequence[InTurn], parts: Sequence[torch.Tensor]) -> None:
+        self._moves, self._parameters, self._parts = moves, parameters, parts
+        self._saved: set[int] = set()
+        self._again: dict[int, torch.Tensor] = {}
 
-    def fetched(self, why: str) -> torch.Tensor:
-        """The whole."""
-        return self._moves.run(self._part, self._there, self._name, why)
+    def fetched(self, numbers: Sequence[int], why: str) -> list[torch.Tensor]:
+        """Some of them, whole."""
+        there = [self._parameters[number].there for number in numbers]
+        names = [self._parameters[number].name for number in numbers]
+        return self._moves.run_together([self._parts[number] for number in numbers], there, names, why)
 
-    def again(self) -> torch.Tensor:
-        """The whole in backward; fetched once."""
-        if self._again is None:
-            self._again = self.fetched("backward")
-        return self._again
+    def save(self, number: int) -> None:
+        """Backward reads it."""
+        self._saved.add(number)
 
-    def gradient(self, whole: torch.Tensor) -> torch.Tensor:
-        """That of the part. Nothing reads the parameter anymore."""
-        self._again = None
-        return self._moves.run(whole, self._back, self._name, "backward")
+    def again(self, number: int) -> torch.Tensor:
+        """In backward, which fetches all that it reads of the layer at once."""
+        if not self._again:
+            numbers = sorted(self._saved)
+            self._again = dict(zip(numbers, self.fetched(numbers, "backward"), strict=True))
+        return self._again[number]
+
+    def gradients(self, wholes: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Those of the parts. Nothing reads the parameters anymore."""
+        self._again = {}
+        out: list[torch.Tensor | None] = [None] * len(wholes)
+        numbers = [number for number, one in enumerate(wholes) if one is not None]
+        back = [self._parameters[number].back for number in numbers]
+        names = [self._parameters[number].name for number in numbers]
+        given = [one for one in wholes if one is not None]
+        for number, part in zip(numbers, self._moves.run_together(given, back, names, "backward"), strict=True):
+            out[number] = part
+        return out
 
 
 class Fetched(torch.autograd.Function):
-    """The whole parameter, of the part that autograd knows."""
+    """Whole parameters, of the parts that autograd knows."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, fetch: Fetch) -> torch.Tensor:
+    def forward(ctx: Any, fetch: Fetch, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.fetch = fetch
-        return fetch.fetched("forward")
+        ctx.set_materialize_grads(False)
+        return tuple(one.contiguous() for one in fetch.fetched(range(len(parts)), "forward"))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.fetch.gradient(gradients[0]), None
+        return None, *ctx.fetch.gradients(gradients)
 
 
 @contextmanager
-def not_kept(fetched: Sequence[tuple[Fetch, torch.Tensor]]) -> Iterator[None]:
-    """Operators inside do not keep these parameters for backward."""
+def not_kept(fetched: Sequence[tuple[Fetch, int, torch.Tensor]]) -> Iterator[None]:
+    """Operators inside do not keep these parameters for backward: each with its number in what fetches it."""
     if not fetched:
         yield
         return
-    known = {whole.untyped_storage().data_ptr(): fetch for fetch, whole in fetched}
+    known = {whole.untyped_storage().data_ptr(): (fetch, number) for fetch, number, whole in fetched}
 
     def pack(tensor: torch.Tensor) -> Any:
-        fetch = known.get(tensor.untyped_storage().data_ptr()) if type(tensor) is torch.Tensor else None
-        if fetch is None:
+        found = known.get(tensor.untyped_storage().data_ptr()) if type(tensor) is torch.Tensor else None
+        if found is None:
             return tensor
-        return _View(fetch, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        fetch, number = found
+        fetch.save(number)
+        return _View(fetch, number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _View):
             out: torch.Tensor = packed
             return out
-        return packed.fetch.again().as_strided(packed.size, packed.stride, packed.offset)
+        whole = packed.fetch.again(packed.number).contiguous()
+        return whole.as_strided(packed.size, packed.stride, packed.offset)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -22,7 +22,7 @@ from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
-from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, not_kept
+from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn, not_kept
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.pipeline.capture.recording import structure_of
@@ -90,8 +90,10 @@ class ShardedStage(nn.Module):
             self._check(recorded.forward.operators[operator], choice, recorded.sites[operator])
         self._in_turn = {name for name, one in self._in_parts.items() if one.zero_level == 3}
         self._last_readers = self._readers_in_turn()
+        self._layers_in_turn = self._fetched_together(planned)
         self._own = self._own_parts(model)
         self._read: dict[str, torch.Tensor] = {}
+        self._summed_later: list[Value] = []
         if number == 0:
             self._keep_unread(model, {one.name for stage in plan.stages for one in stage.parameters})
         self.begin_step()
@@ -237,10 +239,12 @@ class ShardedStage(nn.Module):
                 parts[value] = self.recorded.recording.constants[str(node.target)]
             elif node.op == "get_attr" and value.name in self._own and value.name not in self._in_turn:
                 parts[value] = self._used(value)
-        in_turn: dict[Value, Fetch] = {}
+        in_turn: dict[Value, tuple[Fetch, int]] = {}
         for number in self._choices:
-            self._fetch_in_turn(number, parts, in_turn)
-            with not_kept([(in_turn[value], parts[value]) for value in self._reads_in_turn(number)]):
+            own = self._reads_in_turn(number)
+            if any(value not in in_turn for value in own):
+                self._fetch(self._layers_in_turn[number], parts, in_turn)
+            with not_kept([(*in_turn[value], parts[value]) for value in own]):
                 self._run(number, self.recorded.sites[number], parts)
             for value in self._last_readers.get(number, ()):
                 del parts[value]
@@ -269,16 +273,31 @@ class ShardedStage(nn.Module):
             out.setdefault(number, []).append(value)
         return out
 
-    def _fetch_in_turn(self, number: int, parts: dict[Value, Any], in_turn: dict[Value, Fetch]) -> None:
-        for value in self._reads_in_turn(number):
-            if value in in_turn:
-                continue
+    def _fetched_together(self, planned: PlannedStage) -> dict[int, list[Value]]:
+        """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
+        layer_of = {one.name: one.layer for one in planned.operators}
+        out: dict[int, list[Value]] = {}
+        known: set[Value] = set()
+        first: dict[int | None, int] = {}
+        for number in self._choices:
+            for value in self._reads_in_turn(number):
+                if value not in known:
+                    known.add(value)
+                    layer = layer_of[self.recorded.forward.operators[number].name]
+                    out.setdefault(first.setdefault(layer, number), []).append(value)
+        return out
+
+    def _fetch(self, values: Sequence[Value], parts: dict[Value, Any], known: dict[Value, tuple[Fetch, int]]) -> None:
+        parameters, own = [], []
+        for value in values:
             kept, whole = self._kept_state(value.name), self._states[value.name]
             there, back = self._steps(value, kept, whole), self._steps(value, self._gradients[value.name], kept)
-            own = self._own[value.name]
-            part = own.to_local() if isinstance(own, DTensor) else own
-            in_turn[value] = Fetch(part.detach(), self._moves, there, back, value.name)
-            parts[value] = Fetched.apply(part, in_turn[value])  # type: ignore[no-untyped-call]
+            parameters.append(InTurn(value.name, there, back))
+            own.append(self._read[value.name])
+        fetch = Fetch(self._moves, parameters, [part.detach() for part in own])
+        wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
+        for number, (value, whole) in enumerate(zip(values, wholes, strict=True)):
+            parts[value], known[value] = whole, (fetch, number)
 
     def _run(self, number: int, site: Site, parts: dict[Value, Any]) -> None:
         operator, choice = self.recorded.forward.operators[number], self._choices[number]
@@ -350,41 +369,58 @@ class ShardedStage(nn.Module):
         Raises:
             ValueError: a parameter was frozen or unfrozen.
         """
+        taken = []
         for value in self.recorded.given.values():
             own = self._own.get(value.name) if value.is_parameter else None
             if not isinstance(own, nn.Parameter):
                 continue
             if own.requires_grad != value.requires_grad:
                 raise ValueError(f"parameter {value.name} was frozen or unfrozen: with a plan it stays as it came")
-            if value.name in self._in_turn:
-                continue
-            steps = self._steps(value, self._kept_state(value.name), self._states[value.name])
-            read = self._moves.run(local_of(own).detach(), steps, value.name, "parameter")
-            self._read[value.name] = read.requires_grad_(value.requires_grad)
+            taken.append(value)
+        local = [local_of(self._own[value.name]).detach() for value in taken]
+        steps = [self._steps(value, self._kept_state(value.name), self._read_state(value.name)) for value in taken]
+        names = [value.name for value in taken]
+        read = self._moves.run_together(local, steps, names, "parameter")
+        for value, one in zip(taken, read, strict=True):
+            self._read[value.name] = one.requires_grad_(value.requires_grad)
             in_parts = self._in_parts.get(value.name)
             if in_parts is not None and in_parts.zero_level == 2:
-                add_up = functools.partial(self._add_up, value, "backward")
-                read.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
+                one.register_post_accumulate_grad_hook(functools.partial(self._add_up_later, value))  # type: ignore[no-untyped-call]
 
-    @torch.no_grad()
+    def _read_state(self, name: str) -> State:
+        """How microbatches find a parameter: in parts, if each of them fetches it."""
+        return self._kept_state(name) if name in self._in_turn else self._states[name]
+
+    def _add_up_later(self, value: Value, read: torch.Tensor) -> None:
+        """At the end of this backward, with others."""
+        if not self._summed_later:
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_up_now)
+        self._summed_later.append(value)
+
+    def _add_up_now(self) -> None:
+        later, self._summed_later = self._summed_later, []
+        self._add_up(later, "backward")
+
     def finish_gradients(self) -> None:
         """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
-        for value in self.recorded.given.values():
-            if value.is_trained and value.name in self._read:
-                self._add_up(value, "gradient", self._read[value.name])
+        given = self.recorded.given.values()
+        self._add_up([value for value in given if value.is_trained and value.name in self._read], "gradient")
 
     @torch.no_grad()
-    def _add_up(self, value: Value, why: str, read: torch.Tensor) -> None:
-        """The gradient of a parameter as it was read goes to the parameter."""
-        if read.grad is None:
-            return
-        kept = self._kept_state(value.name)
-        steps = self._steps(value, self._gradients[value.name], kept)
-        part = self._moves.run(read.grad, steps, value.name, why)
-        placed = self._placed(part if not steps else part.clone(), kept)
-        own = self._own[value.name]
-        own.grad = placed if own.grad is None else own.grad + placed
-        read.grad = None
+    def _add_up(self, values: Sequence[Value], why: str) -> None:
+        """The gradients of parameters as they were read go to the parameters."""
+        own = [value for value in dict.fromkeys(values) if self._read[value.name].grad is not None]
+        names = [value.name for value in own]
+        steps = [
+            () if name in self._in_turn else self._steps(value, self._gradients[name], self._kept_state(name))
+            for name, value in zip(names, own, strict=True)
+        ]
+        grads = [cast(torch.Tensor, self._read[name].grad) for name in names]
+        for name, way, part in zip(names, steps, self._moves.run_together(grads, steps, names, why), strict=True):
+            placed = self._placed(part if not way else part.clone(), self._kept_state(name))
+            parameter = self._own[name]
+            parameter.grad = placed if parameter.grad is None else parameter.grad + placed
+            self._read[name].grad = None
 
 
 def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
