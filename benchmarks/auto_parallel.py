@@ -40,7 +40,7 @@ METHODS = ("found", *_PRESETS, *_RIVALS)
 CASES: dict[str, dict[str, Any]] = {
     "gpt 0.1 GFLOP/s": {"model": "gpt", "flops": [1e8, 1e8]},
     "gpt 0.4 GFLOP/s": {"model": "gpt", "flops": [4e8, 4e8]},
-    "gpt 1.6 GFLOP/s": {"model": "gpt", "flops": [1.6e9, 1.6e9]},
+    "gpt 0.8 GFLOP/s": {"model": "gpt", "flops": [8e8, 8e8]},
     "gpt, one host slow": {"model": "gpt", "flops": [6e8, 2e8]},
     "wide, then dense": {"model": "wide-dense", "flops": [5e8, 5e8]},
 }

@@ -4,10 +4,8 @@ recorded forward --> operator by operator: parts as it takes them (Moved) --> th
                      leaves them --> where several read it: as the plan holds it (Moved)
 """
 
-import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -20,23 +18,13 @@ from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.loops import REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
-from torch_xmesh.parallelism.running.collectives import Moved, Moves, Seen, Step
+from torch_xmesh.parallelism.running.calls import Call, Way
+from torch_xmesh.parallelism.running.collectives import Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
 from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn, not_kept
-from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, rules
+from torch_xmesh.parallelism.running.local_rules import DRAWING, rules
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
-from torch_xmesh.pipeline.capture.recording import structure_of
-from torch_xmesh.pipeline.capture.regions import enter_modes
 from torch_xmesh.pipeline.state.gradient_sync import local_of
-
-
-@dataclasses.dataclass(frozen=True)
-class _Taken:
-    """How an operator takes a tensor that it reads."""
-
-    there: tuple[Step, ...]
-    back: tuple[Step, ...]
-    has_gradient: bool
 
 
 class ShardedStage(nn.Module):
@@ -85,11 +73,12 @@ class ShardedStage(nn.Module):
         self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
         self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
         self._gradients: dict[str, State] = {}
-        self._takes = {operator: self._taken(operator) for operator in self._choices}
+        self._calls = {operator: self._call(operator) for operator in self._choices}
+        self._dead_after = self._last_reads()
+        self._ways_out = {value: self._way(value, self._end_of(value), end) for value, end in self._left.items()}
         for operator, choice in self._choices.items():
             self._check(recorded.forward.operators[operator], choice, recorded.sites[operator])
         self._in_turn = {name for name, one in self._in_parts.items() if one.zero_level == 3}
-        self._last_readers = self._readers_in_turn()
         self._layers_in_turn = self._fetched_together(planned)
         self._own = self._own_parts(model)
         self._read: dict[str, torch.Tensor] = {}
@@ -111,19 +100,53 @@ class ShardedStage(nn.Module):
         if own and operator.kind not in rules:
             raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
 
-    def _taken(self, number: int) -> tuple[_Taken, ...]:
+    def _taken(self, number: int) -> list[Way]:
         operator, choice = self.recorded.forward.operators[number], self._choices[number]
         out = []
         for value, end in zip(operator.reads, choice.inputs, strict=True):
             has_gradient = value.requires_grad and operator.requires_grad
             if value.is_parameter and not self._is_tied(value):
                 self._gradients.setdefault(value.name, end.gradient)
-                out.append(_Taken((), (), has_gradient))
+                out.append(Way(value.name))
                 continue
             held = self._end_of(value)
             back = self._steps(value, end.gradient, held.gradient) if has_gradient else ()
-            out.append(_Taken(self._steps(value, held.value, end.value), back, has_gradient))
-        return tuple(out)
+            out.append(Way(value.name, self._steps(value, held.value, end.value), back, has_gradient))
+        return out
+
+    def _call(self, number: int) -> Call:
+        operator, choice, site = (
+            self.recorded.forward.operators[number],
+            self._choices[number],
+            self.recorded.sites[number],
+        )
+        leaves = [
+            self._way(value, end, self._held.get(("readers", value.name), end))
+            for value, end in zip(operator.makes, choice.outputs, strict=True)
+        ]
+        changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
+        takes = self._taken(number)
+        return Call(operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes)
+
+    def _way(self, value: Value, before: End, after: End) -> Way:
+        there = self._steps(value, before.value, after.value)
+        back = self._steps(value, after.gradient, before.gradient) if value.requires_grad else ()
+        return Way(value.name, there, back, value.requires_grad)
+
+    def _last_reads(self) -> dict[int, list[Value]]:
+        """By operator, the values of which it is the last to read anything."""
+        last = {value: number for number in self._choices for value in self.recorded.sites[number].sources}
+        last.update(
+            (value, number)
+            for number in self._choices
+            for value in self.recorded.forward.operators[number].makes
+            if value not in last
+        )
+        out: dict[int, list[Value]] = {}
+        for value, number in last.items():
+            if value not in self._left:
+                out.setdefault(number, []).append(value)
+        return out
 
     def _is_tied(self, value: Value) -> bool:
         return ("parameter", value.name) in self._held
@@ -240,15 +263,22 @@ class ShardedStage(nn.Module):
             elif node.op == "get_attr" and value.name in self._own and value.name not in self._in_turn:
                 parts[value] = self._used(value)
         in_turn: dict[Value, tuple[Fetch, int]] = {}
-        for number in self._choices:
-            own = self._reads_in_turn(number)
-            if any(value not in in_turn for value in own):
-                self._fetch(self._layers_in_turn[number], parts, in_turn)
-            with not_kept([(*in_turn[value], parts[value]) for value in own]):
-                self._run(number, self.recorded.sites[number], parts)
-            for value in self._last_readers.get(number, ()):
-                del parts[value]
-        return tuple(self._moved(value, parts[value], self._end_of(value), end) for value, end in self._left.items())
+        for number, call in self._calls.items():
+            if self._in_turn:
+                self._run_in_turn(number, parts, in_turn)
+            else:
+                call.run(parts)
+            for value in self._dead_after.get(number, ()):
+                parts.pop(value, None)
+        return tuple(way.moved(parts[value], self._moves) for value, way in self._ways_out.items())
+
+    def _run_in_turn(self, number: int, parts: dict[Value, Any], known: dict[Value, tuple[Fetch, int]]) -> None:
+        """A call before which parameters may have to be fetched."""
+        own = self._reads_in_turn(number)
+        if any(value not in known for value in own):
+            self._fetch(self._layers_in_turn[number], parts, known)
+        with not_kept([(*known[value], parts[value]) for value in own]):
+            self._calls[number].run(parts)
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -262,16 +292,8 @@ class ShardedStage(nn.Module):
 
     def _reads_in_turn(self, number: int) -> list[Value]:
         """The parameters that an operator reads and each microbatch fetches."""
-        reads = dict.fromkeys(self.recorded.forward.operators[number].reads) if self._in_turn else ()
+        reads = dict.fromkeys(self.recorded.forward.operators[number].reads)
         return [value for value in reads if value.is_parameter and value.name in self._in_turn]
-
-    def _readers_in_turn(self) -> dict[int, list[Value]]:
-        """By operator, those that it is the last to read."""
-        last = {value: number for number in self._choices for value in self._reads_in_turn(number)}
-        out: dict[int, list[Value]] = {}
-        for value, number in last.items():
-            out.setdefault(number, []).append(value)
-        return out
 
     def _fetched_together(self, planned: PlannedStage) -> dict[int, list[Value]]:
         """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
@@ -298,63 +320,6 @@ class ShardedStage(nn.Module):
         wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
         for number, (value, whole) in enumerate(zip(values, wholes, strict=True)):
             parts[value], known[value] = whole, (fetch, number)
-
-    def _run(self, number: int, site: Site, parts: dict[Value, Any]) -> None:
-        operator, choice = self.recorded.forward.operators[number], self._choices[number]
-        given = self._given(number, site, parts)
-        args = list(fx.node.map_aggregate(tuple(site.node.args), given))
-        kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, given))
-        function = _function_of(site.node)
-        rule = rules.get(operator.kind) if operator.is_known and not operator.is_constant else None
-        with _modes(site.node):
-            if rule is None:
-                made = function(*args, **kwargs)
-            else:
-                local = Local(operator, choice, self._moves, function)
-                made = rule(local, args, kwargs)
-        for place, value, end in zip(site.places, operator.makes, choice.outputs, strict=True):
-            if place is site.node:
-                part = made
-            elif structure_of(place) is site.node:
-                part = place.target(made, *place.args[1:])  # type: ignore[operator]
-            else:
-                part = args[0]  # which was changed
-            if ("readers", value.name) in self._held:
-                part = self._moved(value, part, end, self._held["readers", value.name])
-            parts[value] = part
-
-    def _given(self, number: int, site: Site, parts: dict[Value, Any]) -> Callable[[Any], Any]:
-        """Arguments as the operator takes them; nodes come in the order in which they were read."""
-        taken = iter(self._takes[number])
-        changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
-        sources = iter(zip(site.sources, site.is_read, strict=True))
-
-        def given(argument: Any) -> Any:
-            if not isinstance(argument, fx.Node):
-                return argument
-            value, is_read = next(sources)
-            if not is_read:  # its shape or its type is
-                return parts[value] if value in parts else torch.empty(value.shape, dtype=value.dtype, device="meta")
-            part = parts[value]
-            one = next(taken)
-            if not one.there and not one.back:
-                moved = part
-            elif one.has_gradient and torch.is_grad_enabled():
-                moved = Moved.apply(part, self._moves, one.there, one.back, value.name)  # type: ignore[no-untyped-call]
-            else:
-                moved = self._moves.run(part.detach(), one.there, value.name, "forward")
-            is_view = changes and moved.requires_grad and moved._is_view()  # of a move's, which autograd cannot change
-            return moved.clone() if is_view else moved
-
-        return given
-
-    def _moved(self, value: Value, part: torch.Tensor, before: End, after: End) -> torch.Tensor:
-        there = self._steps(value, before.value, after.value)
-        back = self._steps(value, after.gradient, before.gradient) if value.requires_grad else ()
-        if not there and not back:
-            return part
-        moved: torch.Tensor = Moved.apply(part, self._moves, there, back, value.name)  # type: ignore[no-untyped-call]
-        return moved
 
     # A step.
 
@@ -439,18 +404,3 @@ def _draws(node: fx.Node) -> bool:
     if place is None:
         return True
     return bool(node.kwargs.get("dropout_p", node.args[place] if len(node.args) > place else 0.0))
-
-
-def _function_of(node: fx.Node) -> Callable[..., Any]:
-    if node.op == "call_method":
-        name = str(node.target)
-        return lambda own, *args, **kwargs: getattr(own, name)(*args, **kwargs)
-    return node.target  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def _modes(node: fx.Node) -> Iterator[None]:
-    """The grad mode and autocast that the node was recorded in."""
-    modes = node.meta.get("modes")
-    with enter_modes(*modes) if modes is not None else contextlib.nullcontext():
-        yield

@@ -1,0 +1,146 @@
+"""An operator as a stage runs it: prepared once, run for each microbatch."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_xmesh.parallelism.loops import Choice
+from torch_xmesh.parallelism.operators import Operator, Site, Value
+from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
+from torch_xmesh.parallelism.running.local_rules import Local, rules
+from torch_xmesh.pipeline.capture.recording import structure_of
+from torch_xmesh.pipeline.capture.regions import enter_modes
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a value comes from one sharding to another, and its gradient back.
+
+    Attributes:
+        has_gradient: somebody wants it.
+    """
+
+    name: str
+    there: tuple[Step, ...] = ()
+    back: tuple[Step, ...] = ()
+    has_gradient: bool = False
+
+    def moved(self, part: torch.Tensor, moves: Moves) -> torch.Tensor:
+        """The device's part afterwards."""
+        if not self.there and not self.back:
+            return part
+        if self.has_gradient and torch.is_grad_enabled():
+            out: torch.Tensor = Moved.apply(part, moves, self.there, self.back, self.name)  # type: ignore[no-untyped-call]
+            return out
+        return moves.run(part.detach(), self.there, self.name, "forward")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor among the arguments."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A tensor among the arguments. `way`: None where its shape or type alone is read."""
+
+    value: Value
+    way: Way | None
+
+
+class Call:
+    """An operator with its arguments.
+
+    Args:
+        takes: how it takes each tensor that it reads, in order.
+        leaves: by value that it makes, how that goes to its readers, if these are several.
+        changes: it changes its first argument in place.
+    """
+
+    def __init__(
+        self,
+        operator: Operator,
+        choice: Choice,
+        site: Site,
+        moves: Moves,
+        *,
+        takes: Sequence[Way],
+        leaves: Sequence[Way],
+        changes: bool,
+    ) -> None:
+        self._moves, self._changes = moves, changes
+        self._function = _function_of(site.node)
+        self._modes = site.node.meta.get("modes")
+        self._local: Local | None = None
+        if operator.is_known and not operator.is_constant and operator.kind in rules:
+            self._local, self._rule = Local(operator, choice, moves, self._function), rules[operator.kind]
+        taken = iter(takes)
+        self._sources = [
+            _Source(value, next(taken) if is_read else None)
+            for value, is_read in zip(site.sources, site.is_read, strict=True)
+        ]
+        slots = iter(range(len(self._sources)))
+
+        def slot(argument: Any) -> Any:
+            return _Slot(next(slots)) if isinstance(argument, fx.Node) else argument
+
+        self._args: list[Any] = list(fx.node.map_aggregate(tuple(site.node.args), slot))
+        self._kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, slot))
+        self._is_flat = not self._kwargs and not any(isinstance(one, list | tuple | dict | slice) for one in self._args)
+        self._makes = [
+            (value, _finder(place, site.node), way)
+            for place, value, way in zip(site.places, operator.makes, leaves, strict=True)
+        ]
+
+    def run(self, parts: dict[Value, Any]) -> None:
+        """Reads this device's parts of values, and adds those of what it makes."""
+        given = [self._given(source, parts) for source in self._sources]
+        if self._is_flat:
+            args, kwargs = [given[one.number] if type(one) is _Slot else one for one in self._args], self._kwargs
+        else:
+
+            def fill(one: Any) -> Any:
+                return given[one.number] if isinstance(one, _Slot) else one
+
+            args = list(fx.node.map_aggregate(self._args, fill))
+            kwargs = dict(fx.node.map_aggregate(self._kwargs, fill))
+        if self._modes is None:
+            made = self._called(args, kwargs)
+        else:
+            with enter_modes(*self._modes):
+                made = self._called(args, kwargs)
+        for value, found, way in self._makes:
+            parts[value] = way.moved(found(made, args), self._moves)
+
+    def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return self._function(*args, **kwargs) if self._local is None else self._rule(self._local, args, kwargs)
+
+    def _given(self, source: _Source, parts: dict[Value, Any]) -> Any:
+        value, way = source.value, source.way
+        if way is None:
+            return parts[value] if value in parts else torch.empty(value.shape, dtype=value.dtype, device="meta")
+        moved = way.moved(parts[value], self._moves)
+        if self._changes and moved.requires_grad and moved._is_view():  # of a move's, which autograd cannot change
+            return moved.clone()
+        return moved
+
+
+def _finder(place: fx.Node, node: fx.Node) -> Callable[[Any, list[Any]], torch.Tensor]:
+    """Finds a tensor in what a call has made, or among its arguments."""
+    if place is node:
+        return lambda made, args: made
+    if structure_of(place) is node:
+        return lambda made, args: place.target(made, *place.args[1:])  # type: ignore[operator]
+    return lambda made, args: args[0]  # which was changed
+
+
+def _function_of(node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        name = str(node.target)
+        return lambda own, *args, **kwargs: getattr(own, name)(*args, **kwargs)
+    return node.target  # type: ignore[return-value]
