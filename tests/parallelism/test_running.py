@@ -117,8 +117,35 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers, nn.Linear(8 * 16, 16), nn.LogSoftmax(-1)), torch.randn(8, 4, 6, 6)
 
 
+class Normed(nn.Module):
+    """Batch norms over parts of the samples and of the channels, changed in place behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False)
+        self.head, self.norm3 = nn.Linear(8, 16), nn.BatchNorm1d(16, track_running_stats=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.first(x)), inplace=True)
+        x = x + self.norm2(self.second(x))
+        out: torch.Tensor = self.norm3(self.head(x.mean((2, 3))))
+        return out
+
+
+def normed() -> tuple[nn.Module, torch.Tensor]:
+    return Normed(), torch.randn(8, 4, 6, 6)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "gpt": gpt, "tied gpt": tied_gpt}
-RANDOM = {**MODELS, "classifier": classifier, "convolutions": convolutions, "noisy": noisy, "odd": odd}
+RANDOM = {
+    **MODELS,
+    "classifier": classifier,
+    "convolutions": convolutions,
+    "noisy": noisy,
+    "odd": odd,
+    "normed": normed,
+}
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
     "data": lambda *args, **more: xm.presets.data_parallel(*args, **more),
     "megatron 2": lambda *args, **more: xm.presets.megatron(*args, tensor_parallel=2, **more),
@@ -161,6 +188,10 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
     stage.finish_gradients()
+    for name, buffer in whole.named_buffers():
+        if not name.endswith("num_batches_tracked"):
+            state = next(one.state for one in planned.parameters if one.name == name)
+            torch.testing.assert_close(stage.get_buffer(name), part_of(buffer, state, planned.mesh_shape, at))
     for kept in planned.parameters:
         if kept.name not in parameters:
             continue

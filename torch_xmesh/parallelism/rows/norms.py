@@ -7,7 +7,7 @@ import torch
 from torch_xmesh.parallelism.loops import Labels, Loops, Within
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
 
-_STATISTIC = 4
+_STATISTIC, _MOMENT = 4, 8
 """Bytes of one: norms and softmax compute in 32 bits."""
 
 
@@ -46,7 +46,7 @@ def batch_norm(call: Call) -> Loops:
     inputs: dict[int, Labels] = {one.index: ("c",) for one in call.tensors}
     inputs[x.index] = labels
     uses_batch = bool(call.get(5, "training", False)) or not isinstance(call.get(1, "running_mean"), Tensor)
-    statistics = Within("n", "all-reduce", 2 * _STATISTIC * x.shape[1], ("c",))
+    statistics = Within("n", "all-reduce", 2 * _MOMENT * x.shape[1], ("c",))
     return call.loops(inputs, labels, extents_of(labels, x.shape), within=(statistics,) if uses_batch else ())
 
 

@@ -9,10 +9,14 @@ from torch import fx
 
 from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator, Site, Value
+from torch_xmesh.parallelism.running.batch_norm import batch_norm
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
-from torch_xmesh.parallelism.running.local_rules import Local, rules
+from torch_xmesh.parallelism.running.local_rules import Local, Rule, rules
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
+
+RULES: dict[str, Rule] = {**rules, "batch_norm": batch_norm}
+"""How operators run on parts where that is not the call itself, by kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Call:
         self._function = _function_of(site.node)
         self._modes = site.node.meta.get("modes")
         self._local: Local | None = None
-        if operator.is_known and not operator.is_constant and operator.kind in rules:
-            self._local, self._rule = Local(operator, choice, moves, self._function), rules[operator.kind]
+        if operator.is_known and not operator.is_constant and operator.kind in RULES:
+            self._local, self._rule = Local(operator, choice, moves, self._function), RULES[operator.kind]
         taken = iter(takes)
         self._sources = [
             _Source(value, next(taken) if is_read else None)

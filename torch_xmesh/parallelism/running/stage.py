@@ -18,11 +18,11 @@ from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.loops import REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
-from torch_xmesh.parallelism.running.calls import Call, Way
+from torch_xmesh.parallelism.running.calls import RULES, Call, Way
 from torch_xmesh.parallelism.running.collectives import Moves, Seen, Step
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
 from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn, not_kept
-from torch_xmesh.parallelism.running.local_rules import DRAWING, rules
+from torch_xmesh.parallelism.running.local_rules import DRAWING
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.pipeline.state.gradient_sync import local_of
 
@@ -94,10 +94,10 @@ class ShardedStage(nn.Module):
             raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
         if operator.draws and operator.kind not in DRAWING and _draws(site.node):
             raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
-        if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in rules):
+        if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in RULES):
             raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
         own = {one.label for one in operator.loops.within} & {*choice.axes}
-        if own and operator.kind not in rules:
+        if own and operator.kind not in RULES:
             raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
 
     def _taken(self, number: int) -> list[Way]:
