@@ -38,11 +38,20 @@ def add_parallelize_command(commands: Any) -> None:
     parser.add_argument("--save", type=Path, help="write the plan as JSON")
     parser.add_argument("--plot", type=Path, help="draw the plan into this image")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--run",
+        dest="is_training",
+        action="store_true",
+        help="train three steps on this machine's processes: predicted beside measured",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
-    model, args, kwargs = _made(options.model)
     given = _options(options)
+    if options.is_training:
+        _train(options, given)
+        return
+    model, args, kwargs = _made(options.model)
     if options.costs:
         subject, _ = subject_of(model, args, kwargs, **given)
         print(f"{collective_table(subject)}\n\n{compute_table(subject)}\n")
@@ -57,6 +66,26 @@ def _run(options: argparse.Namespace) -> None:
     print(compared(plan, model, args, kwargs, given) if options.compare else plan)
     if options.explain:
         print(plan.explain(options.explain))
+
+
+def _train(options: argparse.Namespace, given: dict[str, Any]) -> None:
+    """In a process for each device, each of which makes the same model."""
+    from torch_xmesh.cli_run import is_rank, run_plan, start_ranks
+
+    if not is_rank():
+        status = start_ranks(given["devices"].size(), sys.argv[1:])
+        if status:
+            raise SystemExit(status)
+        return
+    torch.manual_seed(0)
+    model, args, kwargs = _made(options.model)
+    run_plan(
+        model,
+        args,
+        kwargs,
+        given,
+        lambda measured: plan_parallel(model, args, kwargs, max_seconds=options.max_seconds, **measured),
+    )
 
 
 def _made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

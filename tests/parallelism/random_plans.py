@@ -54,7 +54,7 @@ class RandomModel(nn.Module):
             values = [made[source] for source in sources]
             made.append(_KINDS[kind][1](part, *values, self.table, indices))
         out: torch.Tensor = self.head(made[-1])
-        return out, {"early": made[self.early] * 0.5}
+        return out, {"early": made[self.early] * 0.5, "mean": made[-1].square().mean()}
 
 
 def _in_place(part: nn.Module, x: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -91,7 +91,7 @@ def random_input(generator: torch.Generator, batch: int) -> tuple[torch.Tensor, 
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
     out, more = output
-    loss: torch.Tensor = F.mse_loss(out, target) + more["early"].square().mean()
+    loss: torch.Tensor = F.mse_loss(out, target) + more["early"].square().mean() + more["mean"]
     return loss
 
 

@@ -66,7 +66,7 @@ def _along(one: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def batch_norm(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """As torch.nn.functional's, on a device's samples or channels."""
     names = ["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
-    given = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+    given: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
     given |= dict(zip(names, args, strict=False)) | dict(kwargs)
     x, axes = given["input"], local.axes_of("n")
     running = given.get("running_mean"), given.get("running_var")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.judge import placements_of
-from torch_xmesh.parallelism.loops import REPLICATED, WHOLE, Choice, End, State, choice_along
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.calls import RULES, Call, Way
@@ -85,6 +85,7 @@ class ShardedStage(nn.Module):
         self._summed_later: list[Value] = []
         if number == 0:
             self._keep_unread(model, {one.name for stage in plan.stages for one in stage.parameters})
+        self.train(model.training)
         self.begin_step()
 
     # What is made ready.
@@ -184,7 +185,10 @@ class ShardedStage(nn.Module):
         self.loss_shares = LossShares(self._moves, axes, [has_samples(value, num_samples) for value in planned])
         state = tuple(0 if axis in axes else REPLICATED for axis in range(len(self._mesh_shape)))
         by_samples = End(state, state)
-        return {value: by_samples if has_samples(value, num_samples) else self._all for value in planned}
+        whole = End(
+            self._whole, tuple(PARTIAL if held == 0 else REPLICATED for held in state)
+        )  # each device adds to it
+        return {value: by_samples if has_samples(value, num_samples) else whole for value in planned}
 
     def _own_parts(self, model: nn.Module) -> dict[str, torch.Tensor]:
         out: dict[str, torch.Tensor] = {}

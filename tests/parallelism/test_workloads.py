@@ -1,0 +1,101 @@
+"""Models as people have them train under plans as one process does: those of examples/models, and of libraries."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from library_models import MODELS as OF_LIBRARIES
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import torch_xmesh as xm
+from torch_xmesh.cli_run import output_loss
+from torch_xmesh.testing import spawn
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
+OPTIONS: dict[str, Any] = {
+    "devices": xm.Mesh([[0, 1], [2, 3]]),
+    "num_microbatches": 2,
+    "topology": xm.Topology(devices_per_host=2, nic_bytes_per_s=10**8, local_bytes_per_s=10**9),
+}
+PLANS: dict[str, Any] = {
+    "found": lambda *args, **options: xm.plan_parallel(args[0], *args[1:], **options),
+    "Megatron": lambda model, args, kwargs, **options: xm.presets.megatron(
+        model, args, example_kwargs=kwargs, tensor_parallel=2, **options
+    ),
+    "pipeline with ZeRO-3": lambda model, args, kwargs, **options: xm.presets.pipeline(
+        model, args, example_kwargs=kwargs, num_stages=2, zero=3, num_layers=4, **options
+    ),
+}
+
+
+def example(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    sys.path.insert(0, str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model, args = module.make()
+    return model, args, {}
+
+
+def in_double(one: Any) -> Any:
+    return one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+
+
+def filled(one: Any) -> Any:
+    """Arguments other than zeros."""
+    if not isinstance(one, torch.Tensor) or bool((one != one.flatten()[0]).any()):
+        return one
+    return torch.randint_like(one, 1, 90) if not one.is_floating_point() else torch.randn_like(one)
+
+
+def trains(rank: int, world_size: int, name: str, plan_of: str, flops: float) -> None:
+    torch.manual_seed(4)
+    model, args, kwargs = example(name) if name not in OF_LIBRARIES else OF_LIBRARIES[name]()
+    model = model.double()
+    if name in OF_LIBRARIES and name != "ResNet-50":
+        model.eval()  # an engine's dropout is not one process's
+    args, kwargs = pytree.tree_map(in_double, (args, kwargs))
+    kwargs = {key: one if key == "attention_mask" else filled(one) for key, one in kwargs.items()}
+    args = pytree.tree_map(filled, args)
+    whole = copy.deepcopy(model)
+    options = {**OPTIONS, "compute": xm.Compute(flops=flops, bytes_per_s=1e10)}
+    plan = PLANS[plan_of](model, args, kwargs, **options)
+    parts = [pytree.tree_map(lambda one, d=d: one.roll(d, 0), (args, kwargs)) for d in range(2)]
+    batch, named = pytree.tree_map(lambda *some: torch.cat(some), *parts)
+    with xm.PipelineEngine(model, args, kwargs, plan=plan, loss_fn=output_loss) as engine:
+        engine.step(*batch, return_outputs=False, **named)
+        loss = sum(output_loss(whole(*own, **own_named)) / 2 for own, own_named in parts)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert engine.last_loss() == pytest.approx(loss.item(), rel=1e-6)
+        for key, parameter in engine.named_parameters():
+            found, expected = parameter.grad, whole.get_parameter(key).grad
+            if isinstance(found, DTensor):
+                found = found.full_tensor()
+            if found is None or expected is None:
+                assert not any(one.any() for one in (found, expected) if one is not None), key
+            else:
+                scale = expected.abs().max().item()
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale + 1e-10, msg=key)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["gpt", "moe", "wide_resnet"])
+def test_examples_train_as_one_process(name: str, plan: str) -> None:
+    spawn(trains, 4, name, plan, 1e11, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5", "ResNet-50", "GPT-2", "ViT"])
+def test_models_of_libraries_train_as_one_process(name: str) -> None:
+    OF_LIBRARIES[name]()  # skipped here where the library is missing
+    spawn(trains, 4, name, "found", 1e9, timeout=240)

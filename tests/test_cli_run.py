@@ -1,0 +1,40 @@
+"""``python -m torch_xmesh parallelize --run``, as a person calls it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ON_META = """
+import torch
+
+def make():
+    with torch.device("meta"):
+        return torch.nn.Linear(8, 8), (torch.zeros(4, 8),)
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    full = [sys.executable, "-m", "torch_xmesh", "parallelize", *arguments]
+    return subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_model_is_planned_and_trained() -> None:
+    done = command("examples/models/gpt.py:make", "--mesh", "1x2", "--microbatches", "2", "--run")
+    assert done.returncode == 0, done.stderr
+    assert "GPT on 2 devices (found)" in done.stdout
+    steps = re.findall(r"step (\d): \S+ \S+, predicted \S+ \S+, loss (\S+)", done.stdout)
+    assert [number for number, _ in steps] == ["0", "1", "2"]
+    losses = [float(loss) for _, loss in steps]
+    assert losses[2] < losses[0]
+
+
+def test_a_model_without_values_cannot_be_trained(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(ON_META)
+    done = command(f"{path}:make", "--mesh", "1x2", "--run")
+    assert done.returncode != 0
+    assert "--run trains: the function must return a model with values, not on meta" in done.stderr
