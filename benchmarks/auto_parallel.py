@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from auto_parallel_records import Record, live_table, rows, summary
-from charts import Bar, draw_bars, new_figure, save_figure
+from auto_parallel_records import Record, live_table, plot, rows, summary
 from harness import MeasurementError, exit_code, launch, machine_notes, save, wrong_note
 from progress import Listener
 
-from torch_xmesh import palette
 from torch_xmesh.testing.cluster import Cluster
 
 _HOSTS, _DEVICES, _RATE = 2, 4, "200mbit"
@@ -84,35 +82,8 @@ def measure(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
             "cases": [{"name": name, "methods": options.methods, **CASES[name]} for name in options.cases],
         }
         done = launch(cluster, listener, _WORKER, job, _MOST_SECONDS)
-        about = {"machine": notes, "cluster": cluster.description}
+        about = {"suite": "auto_parallel", "machine": notes, "cluster": cluster.description}
     return [Record(**record) for record in done.records], about
-
-
-def plot(path: Path, records: Sequence[Record], about: str) -> None:
-    """A group of bars for each case; the line across a bar is the prediction."""
-    groups = list(dict.fromkeys(record.case for record in records))
-    methods = list(dict.fromkeys(record.method for record in records))
-    colors = dict(zip(methods, palette.colors_of(methods), strict=True))
-    best = {group: min(one.seconds for one in records if one.case == group) for group in groups}
-    bars = [
-        Bar(
-            one.case,
-            one.method,
-            one.seconds / best[one.case],
-            one.seconds_min / best[one.case],
-            one.seconds_max / best[one.case],
-            None if one.predicted_seconds is None else one.predicted_seconds / best[one.case],
-        )
-        for one in records
-    ]
-    figure = new_figure(4.0 * len(groups), 5.0)
-    axes = figure.add_subplot()
-    draw_bars(axes, bars, groups=groups, colors=colors)
-    axes.set_ylabel("step, over the case's fastest")
-    axes.set_title(f"plans found and plans by hand; black lines are predictions ({about})", fontsize=9)
-    handles = [axes.bar(0, 0, color=colors[method]) for method in methods]
-    axes.legend(handles, methods, fontsize=7, ncols=2)
-    save_figure(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,8 @@ class Paced:
 
     def __init__(self) -> None:
         self.flops = 1.0
+        self.operations = 0
+        self.sleep = time.sleep
         self._is_on, self._busy_until = False, 0.0
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
@@ -46,11 +48,13 @@ class Paced:
             begin = time.monotonic()
             out = kernel.call_boxed(keys, *args)
             if self._is_on:
-                seconds = 2 * count(args) / self.flops
+                operations = 2 * count(args)
+                self.operations += operations
+                seconds = operations / self.flops
                 self._busy_until = max(self._busy_until, begin) + seconds
                 left = self._busy_until - time.monotonic()
                 if left > _LEAST_SLEEP_S:
-                    time.sleep(left)
+                    self.sleep(left)
             return out
 
         return run

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+from charts import Bar, draw_bars, new_figure, save_figure
 from table import LiveTable
+
+from torch_xmesh import palette
 
 _APART = 0.05
 """Plans whose predictions differ by less are not compared."""
@@ -108,3 +112,30 @@ def _order(plans: Sequence[Record]) -> tuple[int, int]:
     ]
     inverted = sum((_predicted(one) < _predicted(other)) != (one.seconds < other.seconds) for one, other in pairs)
     return inverted, len(pairs)
+
+
+def plot(path: Path, records: Sequence[Record], about: str) -> None:
+    """A group of bars for each case; the line across a bar is the prediction."""
+    groups = list(dict.fromkeys(record.case for record in records))
+    methods = list(dict.fromkeys(record.method for record in records))
+    colors = dict(zip(methods, palette.colors_of(methods), strict=True))
+    best = {group: min(one.seconds for one in records if one.case == group) for group in groups}
+    bars = [
+        Bar(
+            one.case,
+            one.method,
+            one.seconds / best[one.case],
+            one.seconds_min / best[one.case],
+            one.seconds_max / best[one.case],
+            None if one.predicted_seconds is None else one.predicted_seconds / best[one.case],
+        )
+        for one in records
+    ]
+    figure = new_figure(4.0 * len(groups), 5.0)
+    axes = figure.add_subplot()
+    draw_bars(axes, bars, groups=groups, colors=colors)
+    axes.set_ylabel("step, over the case's fastest")
+    axes.set_title(f"plans found and plans by hand; black lines are predictions ({about})", fontsize=9)
+    handles = [axes.bar(0, 0, color=colors[method]) for method in methods]
+    axes.legend(handles, methods, fontsize=7, ncols=2)
+    save_figure(figure, path)

@@ -138,7 +138,7 @@ def plans_of(
     hosts, devices = job["hosts"], job["devices"]
     rates = {host: xm.Compute(flops=flops, bytes_per_s=1e15) for host, flops in enumerate(case["flops"])}
     options: dict[str, Any] = {
-        "devices": xm.Mesh(torch.arange(hosts * devices).view(hosts, devices)),
+        "devices": xm.Mesh(torch.arange(hosts * devices).view(hosts, devices), device_type="cpu"),
         "num_microbatches": one.num_microbatches,
         "compute": rates if len(set(case["flops"])) > 1 else rates[0],
         "topology": topology,

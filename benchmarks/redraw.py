@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import auto_parallel_records
 import parallelism_alpa
 import pipeline_charts
 import pipeline_records
@@ -23,6 +24,9 @@ def redraw(path: Path) -> Path:
         pipeline_charts.plot_overhead(picture, [pipeline_records.OverheadRecord(**record) for record in records])
     elif about.get("suite") == "alpa":
         parallelism_alpa.plot_alpa(picture, [parallelism_alpa.AlpaRecord(**record) for record in records])
+    elif about.get("suite") == "auto_parallel":
+        found = [auto_parallel_records.Record(**record) for record in records]
+        auto_parallel_records.plot(picture, found, about["cluster"])
     elif about.get("suite") in PIPELINE_SUITES:
         title = f"suite {about['suite']}: {about['cluster']}"
         pipeline_charts.plot(picture, [pipeline_records.Record(**record) for record in records], title=title)

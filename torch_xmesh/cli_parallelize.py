@@ -49,6 +49,7 @@ def add_parallelize_command(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> None:
     given = _options(options)
     if options.is_training:
+        given["devices"] = Mesh(given["devices"], device_type="cpu")
         _train(options, given)
         return
     model, args, kwargs = _made(options.model)
