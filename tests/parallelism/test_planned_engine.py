@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from small_models import Gpt, Mlp
 from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -211,6 +212,97 @@ class Drops(Chooses):
         return F.dropout(self.a(x), training=self.training)
 
 
+class ReturnsItsWeight(Chooses):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return self.a(x), self.a.weight
+
+
+class ChangesARow(Chooses):
+    """A constant is changed through a view of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 64)
+        rows[0].fill_(5.0)
+        out: torch.Tensor = (self.a(x).unsqueeze(1) + rows).sum(1)
+        return out
+
+
+class AddsNoise(Chooses):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.a(x + torch.randn_like(x)).square()
+        return out
+
+
+class Sequences(Chooses):
+    """[length, batch, width], and a penalty."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return self.a(x), self.a.weight.square().sum()
+
+
+def runs_rightly(rank: int, world_size: int) -> None:
+    """What a plan's stages could do otherwise than one process, unseen."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    options = {**OPTIONS, "num_layers": 1}
+
+    def both(model: nn.Module, loss_fn: Any, x: torch.Tensor, **more: Any) -> tuple[xm.PipelineEngine, nn.Module]:
+        whole = copy.deepcopy(model)
+        plan = xm.presets.megatron(model, (x,), tensor_parallel=2, **options)
+        return xm.PipelineEngine(model, (x,), plan=plan, loss_fn=loss_fn, **more), whole
+
+    torch.manual_seed(0)
+    engine, whole = both(ChangesARow(), F.mse_loss, x)
+    batch, target = torch.cat([x, x]), torch.ones(32, 64)
+    engine.step(batch, target=target)
+    assert engine.last_loss() == pytest.approx(F.mse_loss(whole(batch), target).item(), rel=1e-5)
+    engine.close()
+
+    torch.manual_seed(0)
+    engine, _ = both(AddsNoise().eval(), F.mse_loss, x)
+    torch.manual_seed(rank)  # a rank's own generator does not matter
+    made = engine.evaluate(batch, target=target)
+    told: list[Any] = [None] * world_size
+    dist.all_gather_object(told, made.double().sum().item())
+    assert len(set(told)) == 1
+    engine.close()
+
+    torch.manual_seed(0)
+    spec, first = TensorChunkSpec(1), TensorChunkSpec(0)  # type: ignore[no-untyped-call]
+    words = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(1))
+    wanted = torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(1))
+
+    def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = F.cross_entropy(output[0].flatten(0, 1), target.flatten()) + 0.1 * output[1]
+        return loss
+
+    more = {"args_chunk_spec": (spec,), "target_chunk_spec": spec, "output_merge_spec": (spec, first)}
+    engine, whole = both(Sequences(), loss_of, words, **more)
+    batch = torch.cat([words, words.flip(1)], 1)
+    engine.step(batch, target=wanted, return_outputs=False)
+    assert engine.last_loss() == pytest.approx(loss_of(whole(batch), wanted).item(), rel=1e-5)
+    engine.close()
+
+    def sum_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = F.cross_entropy(output[0], target, reduction="sum") + output[1]
+        return loss
+
+    torch.manual_seed(0)
+    engine, whole = both(Sequences(), sum_of, x, scale_grads=False)
+    batch, labels = torch.cat([x, x]), wanted[0]
+    engine.step(batch, target=labels, return_outputs=False)
+    loss = sum(sum_of(whole(x), half) for half in labels.chunk(2))
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert engine.last_loss() == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(whole_of(parameter.grad), whole.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
+    engine.close()
+
+
+def test_what_parts_could_do_otherwise_unseen() -> None:
+    spawn(runs_rightly, 4, timeout=120)
+
+
 def refuses(rank: int, world_size: int) -> None:
     x = torch.randn(16, 64)
     cases: list[tuple[type[nn.Module], str]] = [
@@ -218,6 +310,7 @@ def refuses(rank: int, world_size: int) -> None:
         (Counts, "the forward does something else the next time"),
         (Remembers, "buffer mean is changed by the forward, and not by one operator alone"),
         (CountsInABuffer, "buffer number is changed by the forward"),
+        (ReturnsItsWeight, "output a.weight follows from a.weight alone"),
     ]
     options = {**OPTIONS, "num_layers": 1}
     for kind, message in cases:
@@ -236,6 +329,15 @@ def refuses(rank: int, world_size: int) -> None:
     engine.eval()
     with pytest.raises(ValueError, match="this model runs in training mode alone"):
         engine.evaluate(batch, target=batch)
+    engine.train()
+    engine.step(batch, target=batch)  # a refusal does not end the engine
+    parameter = next(iter(engine.parameters()))
+    hook = parameter.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="has a hook" if rank == 1 else "rank 1|has a hook"):
+        engine.step(batch, target=batch)
+    hook.remove()
+    engine.step(batch, target=batch)
+    engine.close()
     dist.barrier()
     torch.manual_seed(0)
     engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)

@@ -35,7 +35,7 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, mean, inverse, weight = ctx.saved_tensors
-        gradient, dims = gradients[0], _others(x)
+        gradient, dims = gradients[0].to(mean.dtype), _others(x)
         centered = (x - _along(mean, x)) * _along(inverse, x)
         of_bias, of_weight = gradient.sum(dims), (gradient * centered).sum(dims)
         both = ctx.add_up(torch.cat([of_bias, of_weight]).double(), "backward").to(inverse.dtype)

@@ -96,8 +96,10 @@ class Call:
         self._args: list[Any] = list(fx.node.map_aggregate(tuple(site.node.args), slot))
         self._kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, slot))
         self._is_flat = not self._kwargs and not any(isinstance(one, list | tuple | dict | slice) for one in self._args)
+        others = [place for place in site.places if not _is_own(place, site.node)]  # of the same memory, read last
+        behind = {place: len(self._sources) - len(others) + number for number, place in enumerate(others)}
         self._makes = [
-            (value, _finder(place, site.node), way)
+            (value, _finder(place, site.node, behind.get(place)), way)
             for place, value, way in zip(site.places, operator.makes, leaves, strict=True)
         ]
 
@@ -119,7 +121,7 @@ class Call:
             with enter_modes(*self._modes):
                 made = self._called(args, kwargs)
         for value, found, way in self._makes:
-            parts[value] = way.moved(found(made, args), self._moves)
+            parts[value] = way.moved(found(made, args, given), self._moves)
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return self._function(*args, **kwargs) if self._local is None else self._rule(self._local, args, kwargs)
@@ -134,13 +136,24 @@ class Call:
         return moved
 
 
-def _finder(place: fx.Node, node: fx.Node) -> Callable[[Any, list[Any]], torch.Tensor]:
-    """Finds a tensor in what a call has made, or among its arguments."""
+_Finder = Callable[[Any, list[Any], list[Any]], torch.Tensor]
+
+
+def _is_own(place: fx.Node, node: fx.Node) -> bool:
+    """Whether a tensor is what a call makes, a part of that, or its first argument, which it changes."""
+    first = node.args[0] if node.args else None
+    return place is node or structure_of(place) is node or place is first
+
+
+def _finder(place: fx.Node, node: fx.Node, behind: int | None) -> _Finder:
+    """Finds a tensor in what a call has made, or among its arguments, or among all that it was given."""
+    if behind is not None:
+        return lambda made, args, given: given[behind]
     if place is node:
-        return lambda made, args: made
+        return lambda made, args, given: made
     if structure_of(place) is node:
-        return lambda made, args: place.target(made, *place.args[1:])  # type: ignore[operator]
-    return lambda made, args: args[0]  # which was changed
+        return lambda made, args, given: place.target(made, *place.args[1:])  # type: ignore[operator]
+    return lambda made, args, given: args[0]  # which was changed
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:

@@ -63,10 +63,10 @@ def _constants(recorded: Recorded, plan: ParallelPlan, outputs: Sequence[Value])
     """The operators of outputs that follow from arguments alone: the last stage has them, whole."""
     operators, found = recorded.forward.operators, set[int]()
     held = {one.name for one in plan.stages[-1].parameters}
-    wanted = [(output, output) for output in outputs]
+    wanted = [(output, output) for output in outputs]  # a parameter alone is one that a device has a part of
     while wanted:
         value, output = wanted.pop()
-        if value.is_parameter and value.name not in held:
+        if value.is_parameter and (value is output or value.name not in held):
             raise ValueError(f"output {output.name} follows from {value.name} alone: that cannot be run")
         if value.maker is not None and operators[value.maker].is_constant and value.maker not in found:
             found.add(value.maker)

@@ -112,6 +112,7 @@ def _program(
         tuple(names[value] for value in ports.arguments),
         any(recorded.forward.operators[number].draws for number in ports.operators),
         adapter,
+        is_always_seeded=True,  # devices of a stage draw alike
     )
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
 from torch_xmesh.parallelism.reading import samples_of
@@ -62,7 +64,6 @@ class PlannedStages:
         self._depends_on_mode = found.depends_on_mode
         self._check()
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
-        self._num_samples = samples_of(*self._arguments)
         self.meshes = [Mesh(grid) for grid in self._grids]
         self.placements = crossing_placements(plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
@@ -82,8 +83,11 @@ class PlannedStages:
         if ranks != list(range(dist.get_world_size())):
             raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")
 
-    def modules(self, transfers: Transfers) -> list[nn.Module | None]:
+    def modules(self, transfers: Transfers, chunk_specs: Mapping[str, Any], is_mean: bool) -> list[nn.Module | None]:
         """By stage this rank's modules. Called by all ranks together.
+
+        Args:
+            is_mean: losses are means over samples, which parts of them can share.
 
         Raises:
             ValueError: the ranks' models have other values.
@@ -96,10 +100,12 @@ class PlannedStages:
                 f"ranks disagree on the model's values: rank {others[0]} has others than rank {transfers.ranks[0]}; "
                 "with a plan each takes its parts of its own model: seed them alike, or load the same state"
             )
+        by_samples = is_mean and all(_is_along_first(specs) for specs in chunk_specs.values())
+        num_samples = samples_of(*self._arguments) if by_samples else 0
         meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # groups are made by all ranks
         self._stages = {
             number: ShardedStage(
-                self._model, self._recorded, self._plan, number, meshes[number], num_samples=self._num_samples
+                self._model, self._recorded, self._plan, number, meshes[number], num_samples=num_samples
             )
             for number, stage in enumerate(self._plan.stages)
             if transfers.rank in stage.ranks
@@ -113,15 +119,24 @@ class PlannedStages:
         self._model = None
         return out
 
-    def begin_step(self, is_sync: bool, is_train: bool) -> None:
-        """Raises ValueError in no_sync(), in another mode than the model came in where that does something else, and
-        where parameters were frozen or unfrozen."""
+    def check_step(self, is_sync: bool, is_train: bool) -> None:
+        """Whether a step may begin; nothing is changed.
+
+        Raises:
+            ValueError: in no_sync(), in another mode than the model came in where that does something else, where
+                parameters were frozen or unfrozen, or have hooks.
+        """
         if is_train and not is_sync:
             raise ValueError("no_sync() cannot be used with a plan")
         for stage in self._stages.values():
-            if self._depends_on_mode and stage.training != self._mode:
+            if self._depends_on_mode and not stage.has_first_modes():
                 mode = "training" if self._mode else "evaluation"
                 raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
+            stage.check_parameters()
+
+    def begin_step(self) -> None:
+        """Parameters are made ready for all microbatches."""
+        for stage in self._stages.values():
             stage.begin_step()
 
     def loss_shares(self, stage: int) -> LossShares | None:
@@ -151,6 +166,12 @@ def _ascending(grid: torch.Tensor) -> torch.Tensor:
             f"ranks of a mesh ascend along its rows and columns, in some order of these: got {grid.tolist()}"
         )
     return out
+
+
+def _is_along_first(specs: Any) -> bool:
+    """Whether samples are along the first dim of all tensors."""
+    chunks = [one for one in pytree.tree_leaves(specs) if isinstance(one, TensorChunkSpec)]
+    return all(one.split_dim == 0 for one in chunks)
 
 
 def _digest_of(model: nn.Module) -> str:

@@ -85,7 +85,9 @@ class ShardedStage(nn.Module):
         self._summed_later: list[Value] = []
         if number == 0:
             self._keep_unread(model, {one.name for stage in plan.stages for one in stage.parameters})
-        self.train(model.training)
+        for path, module in self.named_modules():
+            module.training = model.get_submodule(path).training
+        self._modes = [(module, module.training) for module in self.modules()]
         self.begin_step()
 
     # What is made ready.
@@ -331,20 +333,29 @@ class ShardedStage(nn.Module):
         """How the model's outputs are left, by value."""
         return {value.name: end.value for value, end in self._left.items()}
 
-    @torch.no_grad()
-    def begin_step(self) -> None:
-        """Parameters as this step's microbatches read them: those in parts are fetched, once for all.
+    def has_first_modes(self) -> bool:
+        """Whether all modules are in the modes, of training and evaluation, in which they came."""
+        return all(module.training == mode for module, mode in self._modes)
 
-        Raises:
-            ValueError: a parameter was frozen or unfrozen.
-        """
-        taken = []
+    def check_parameters(self) -> None:
+        """Raises ValueError where a parameter was frozen or unfrozen, or has hooks, which would not be called."""
         for value in self.recorded.given.values():
             own = self._own.get(value.name) if value.is_parameter else None
             if not isinstance(own, nn.Parameter):
                 continue
             if own.requires_grad != value.requires_grad:
                 raise ValueError(f"parameter {value.name} was frozen or unfrozen: with a plan it stays as it came")
+            if own._backward_hooks or own._post_accumulate_grad_hooks:
+                raise ValueError(f"parameter {value.name} has a hook: with a plan gradients come to it once a step")
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Parameters as this step's microbatches read them: those in parts are fetched, once for all."""
+        taken = []
+        for value in self.recorded.given.values():
+            own = self._own.get(value.name) if value.is_parameter else None
+            if not isinstance(own, nn.Parameter):
+                continue
             taken.append(value)
         local = [local_of(self._own[value.name]).detach() for value in taken]
         steps = [self._steps(value, self._kept_state(value.name), self._read_state(value.name)) for value in taken]

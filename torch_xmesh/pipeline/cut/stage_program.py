@@ -22,6 +22,7 @@ class StageProgram:
         input_values: order of the inputs; `model_inputs` are those that the user passes to the step.
         output_values: order of the outputs. In the last stage: the model's outputs, an earlier stage's ones handed
             through.
+        is_always_seeded: where it draws random numbers, they follow from the engine's seed in any mode.
         uses_rng: False if the stage certainly draws no random numbers in training mode.
         adapter: how a ready module is called, None for a recorded one.
         codes: what a recorded one may run.
@@ -39,6 +40,7 @@ class StageProgram:
     codes: Any = dataclasses.field(default=None, repr=False)
     infos: Sequence[ValueInfo] = dataclasses.field(default=(), repr=False)
     inner: StageModule | None = dataclasses.field(default=None, repr=False)
+    is_always_seeded: bool = False
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the stage.

@@ -84,7 +84,9 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     plan_options = PlanOptions.of(options.strategy, options.topology)
     schedule, auto = _agree_on_options(given, transfers, plan_options)
     if given.planned is not None:
-        given = dataclasses.replace(given, model=given.planned.modules(transfers))
+        given = dataclasses.replace(
+            given, model=given.planned.modules(transfers, options.chunk_specs, options.scale_grads)
+        )
     partition = _cut(given, transfers, schedule, is_auto=auto is not None)
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
     made = _make_stages(given, transfers, partition, boundaries)

@@ -110,7 +110,7 @@ class StageWork:
             torch.set_grad_enabled(step.is_train)
         code = step.codes[self.stage][microbatch] if self.is_recorded else None
         uses_rng = self.program.uses_rng if code is None else code.uses_rng
-        if not (uses_rng and self.program.module.training):
+        if not (uses_rng and (self.program.module.training or self.program.is_always_seeded)):
             return self._run(step, microbatch, samples, inputs)
         with dropout_rng(
             dropout_seed(

@@ -161,7 +161,7 @@ class EngineSteps:
         auto = place.auto if plan.is_measured else None
         state.meter = None if auto is None else MemoryMeter(place, tensors_of((given.tree, given.target)))
         if place.planned is not None:
-            place.planned.begin_step(self.is_sync, is_train)
+            place.planned.begin_step()
         if is_train:
             place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
@@ -321,6 +321,8 @@ class EngineSteps:
             self._comparison.modes(),
         )
         given.compared |= self._comparison.values(tree, target, takers, given.shapes, samples or of_target or 0)
+        if place.planned is not None:
+            place.planned.check_step(self.is_sync, is_train)
         if is_train:
             place.sync.check_step()
         if (both := samples if samples is not None else of_target) is not None:
