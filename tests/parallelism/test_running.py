@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_plans import any_sharding
 from small_models import Gpt, Mlp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,7 +27,6 @@ from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of, recorded_forward
 from torch_xmesh.parallelism.running.stage import ShardedStage
-from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import CollectiveUse, Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
@@ -229,16 +229,6 @@ def runs(rank: int, world_size: int, name: str, plan_name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_on_parts_is_the_model(name: str, plan: str) -> None:
     spawn(runs, 4, name, plan, timeout=120)
-
-
-def any_sharding(graph: ShardingGraph, random: Random) -> Sharded:
-    """Of half of the operators any choice, of the others the cheapest then."""
-    allowed = graph.everything()
-    for place, operator in enumerate(graph.stretch.operators):
-        if random.random() < 0.5 and not operator.is_constant:
-            choice = random.randrange(len(graph.space.choices(operator)))
-            allowed = graph.narrowed(allowed, place, choice, is_taken=True)
-    return graph.least(allowed=allowed)
 
 
 def runs_any(rank: int, world_size: int, name: str, seeds: range) -> None:

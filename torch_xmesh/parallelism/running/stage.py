@@ -187,9 +187,8 @@ class ShardedStage(nn.Module):
         self.loss_shares = LossShares(self._moves, axes, [has_samples(value, num_samples) for value in planned])
         state = tuple(0 if axis in axes else REPLICATED for axis in range(len(self._mesh_shape)))
         by_samples = End(state, state)
-        whole = End(
-            self._whole, tuple(PARTIAL if held == 0 else REPLICATED for held in state)
-        )  # each device adds to it
+        added_up = tuple(PARTIAL if held == 0 else REPLICATED for held in state)
+        whole = End(self._whole, added_up)  # each device's loss adds to the gradient
         return {value: by_samples if has_samples(value, num_samples) else whole for value in planned}
 
     def _own_parts(self, model: nn.Module) -> dict[str, torch.Tensor]:
