@@ -32,6 +32,12 @@ def test_a_model_is_planned_and_trained() -> None:
     assert losses[2] < losses[0]
 
 
+def test_what_would_not_be_printed_is_refused() -> None:
+    done = command("examples/models/gpt.py:make", "--mesh", "1x2", "--run", "--compare")
+    assert done.returncode == 2
+    assert "--run prints the plan that it measures: leave --compare out" in done.stderr
+
+
 def test_a_model_without_values_cannot_be_trained(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(ON_META)

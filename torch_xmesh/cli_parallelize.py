@@ -49,6 +49,9 @@ def add_parallelize_command(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> None:
     given = _options(options)
     if options.is_training:
+        shown = [name for name in ("costs", "compare", "explain", "save", "plot", "json") if getattr(options, name)]
+        if shown:
+            raise ValueError(f"--run prints the plan that it measures: leave --{shown[0]} out")
         given["devices"] = Mesh(given["devices"], device_type="cpu")
         _train(options, given)
         return
