@@ -28,6 +28,7 @@ _CASE_FIELDS = ("shape", "dtype", "src_mesh", "src", "dst_mesh", "dst")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 for a user's mistake, 141 where what it writes to is closed."""
     options = _parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options.run(options)
         sys.stdout.flush()

@@ -77,7 +77,7 @@ def _train(options: argparse.Namespace, given: dict[str, Any]) -> None:
     from torch_xmesh.cli_run import is_rank, run_plan, start_ranks
 
     if not is_rank():
-        status = start_ranks(given["devices"].size(), sys.argv[1:])
+        status = start_ranks(given["devices"].size(), options.arguments)
         if status:
             raise SystemExit(status)
         return
