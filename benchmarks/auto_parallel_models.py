@@ -4,6 +4,7 @@ device would take for the operations of this process's parts."""
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,41 +30,40 @@ class Paced:
     really computes goes on meanwhile, like a host that launches kernels; what is faster than two milliseconds is
     slept for later.
 
-    torch's kernels of products on cpu are replaced for as long as the process lives; outside they do as ever."""
+    torch's kernels of products on cpu are replaced inside, for every thread of the process."""
 
     def __init__(self) -> None:
         self.flops = 1.0
         self.operations = 0
         self.sleep = time.sleep
-        self._is_on, self._busy_until = False, 0.0
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that are replaced
-            for name, count in _PRODUCTS.items():
-                kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-                self._library.impl(name, self._paced(kernel, count), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+        self._busy_until = 0.0
+        self._replaced = ExitStack()
 
     def _paced(self, kernel: Any, count: Callable[[Sequence[Any]], int]) -> Callable[..., Any]:
         def run(keys: Any, *args: Any) -> Any:
             begin = time.monotonic()
             out = kernel.call_boxed(keys, *args)
-            if self._is_on:
-                operations = 2 * count(args)
-                self.operations += operations
-                seconds = operations / self.flops
-                self._busy_until = max(self._busy_until, begin) + seconds
-                left = self._busy_until - time.monotonic()
-                if left > _LEAST_SLEEP_S:
-                    self.sleep(left)
+            operations = 2 * count(args)
+            self.operations += operations
+            seconds = operations / self.flops
+            self._busy_until = max(self._busy_until, begin) + seconds
+            left = self._busy_until - time.monotonic()
+            if left > _LEAST_SLEEP_S:
+                self.sleep(left)
             return out
 
         return run
 
     def __enter__(self) -> None:
-        self._is_on = True
+        library = self._replaced.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that are replaced
+            for name, count in _PRODUCTS.items():
+                kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+                library.impl(name, self._paced(kernel, count), "CPU", with_keyset=True)
 
     def __exit__(self, *error: object) -> None:
-        self._is_on = False
+        self._replaced.close()
 
 
 class Block(nn.Module):

@@ -217,11 +217,11 @@ class Case:
         """A step, from the first rank's start to the last one's end; its gradients are checked."""
         method = self.methods[name]
         method.zero_gradients()
-        dist.barrier(group=self._group)
-        begin = time.monotonic()
         with self._paced:
+            dist.barrier(group=self._group)
+            begin = time.monotonic()
             method.step()
-        end = time.monotonic()
+            end = time.monotonic()
         times = torch.tensor([-begin, end], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
         wrong = torch.tensor([self._count_wrong(method)])
