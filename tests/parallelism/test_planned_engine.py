@@ -227,6 +227,21 @@ class ChangesARow(Chooses):
         return out
 
 
+class NamedAsAStageIs(nn.Module):
+    """Its parameters have the names of a stage's own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(64, 64)
+        self.recorded = nn.Parameter(torch.ones(64))
+        self.coordinate: torch.Tensor
+        self.register_buffer("coordinate", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.own(x) * self.recorded + self.coordinate
+        return out
+
+
 class AddsNoise(Chooses):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.a(x + torch.randn_like(x)).square()
@@ -250,12 +265,14 @@ def runs_rightly(rank: int, world_size: int) -> None:
         plan = xm.presets.megatron(model, (x,), tensor_parallel=2, **options)
         return xm.PipelineEngine(model, (x,), plan=plan, loss_fn=loss_fn, **more), whole
 
-    torch.manual_seed(0)
-    engine, whole = both(ChangesARow(), F.mse_loss, x)
     batch, target = torch.cat([x, x]), torch.ones(32, 64)
-    engine.step(batch, target=target)
-    assert engine.last_loss() == pytest.approx(F.mse_loss(whole(batch), target).item(), rel=1e-5)
-    engine.close()
+    for kind in (ChangesARow, NamedAsAStageIs):
+        torch.manual_seed(0)
+        engine, whole = both(kind(), F.mse_loss, x)
+        engine.step(batch, target=target)
+        assert engine.last_loss() == pytest.approx(F.mse_loss(whole(batch), target).item(), rel=1e-5)
+        assert {*engine.state_dict()} == {*whole.state_dict()}
+        engine.close()
 
     torch.manual_seed(0)
     engine, _ = both(AddsNoise().eval(), F.mse_loss, x)

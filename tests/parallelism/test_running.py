@@ -187,7 +187,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         ((_, state),) = stage.output_states().items()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
-    stage.finish_gradients()
+    stage.own.finish_gradients()
     for name, buffer in whole.named_buffers():
         if not name.endswith("num_batches_tracked"):
             state = next(one.state for one in planned.parameters if one.name == name)

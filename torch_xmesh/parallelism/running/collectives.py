@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, State
+from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.space import CollectiveUse
 
 Seen = Callable[[CollectiveUse], None]
@@ -71,19 +72,6 @@ class Moves:
         assert coordinate is not None
         self.coordinate = tuple(coordinate)
         self._on_collective = on_collective
-        self._steps: dict[tuple[Any, ...], tuple[Step, ...]] = {}
-
-    def steps(self, costs: "_C.ConversionCosts", key: tuple[Any, ...], before: State, after: State) -> tuple[Step, ...]:
-        """From one state to another, by the way that costs least; `key`: of values whose costs are the same."""
-        found = self._steps.get((key, before, after))
-        if found is None:
-            out, state = [], before
-            for axis, afterwards, _, _ in costs.steps(before, after) if before != after else ():
-                held = tuple(afterwards)
-                out.append(Step(axis, state[axis], held[axis]))
-                state = held
-            found = self._steps[key, before, after] = tuple(out)
-        return found
 
     def run(self, part: torch.Tensor, steps: Sequence[Step], name: str, why: str) -> torch.Tensor:
         """The device's part afterwards; without a graph."""
@@ -184,6 +172,38 @@ class Moves:
         """Bytes as CollectiveUse counts them."""
         if self._on_collective is not None:
             self._on_collective(CollectiveUse(name, why, kind, axis, float(num_bytes)))
+
+
+class Conversions:
+    """How values come from one sharding to another: by the way that the plan has priced, which costs least.
+
+    Args:
+        links: of each mesh axis, as a planned stage has them.
+        collectives: the cost model's name.
+    """
+
+    def __init__(self, shape: Sequence[int], links: Sequence[tuple[float, ...]], collectives: str) -> None:
+        self._axes: list[Any] = [(size, *one) for size, one in zip(shape, links, strict=True)]
+        self._collectives = collectives
+        self._costs: dict[tuple[Any, ...], _C.ConversionCosts] = {}
+        self._steps: dict[tuple[Any, ...], tuple[Step, ...]] = {}
+
+    def steps(self, value: Value, before: State, after: State) -> tuple[Step, ...]:
+        """Of a value."""
+        if before == after:
+            return ()
+        key = (value.shape, value.num_bytes)
+        found = self._steps.get((*key, before, after))
+        if found is None:
+            if key not in self._costs:
+                self._costs[key] = _C.ConversionCosts(value.shape, value.num_bytes, self._axes, self._collectives)
+            out, state = [], before
+            for axis, afterwards, _, _ in self._costs[key].steps(before, after):
+                held = tuple(afterwards)
+                out.append(Step(axis, state[axis], held[axis]))
+                state = held
+            found = self._steps[(*key, before, after)] = tuple(out)
+        return found
 
 
 class Moved(torch.autograd.Function):

@@ -132,12 +132,12 @@ class PlannedStages:
             if self._depends_on_mode and not stage.has_first_modes():
                 mode = "training" if self._mode else "evaluation"
                 raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
-            stage.check_parameters()
+            stage.own.check()
 
     def begin_step(self) -> None:
         """Parameters are made ready for all microbatches."""
         for stage in self._stages.values():
-            stage.begin_step()
+            stage.own.begin_step()
 
     def loss_shares(self, stage: int) -> LossShares | None:
         """Of a stage of this rank, if it is the last one."""
@@ -147,7 +147,7 @@ class PlannedStages:
     def end_step(self) -> None:
         """Gradients lie as the parameters do."""
         for stage in self._stages.values():
-            stage.finish_gradients()
+            stage.own.finish_gradients()
 
 
 def _ascending(grid: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,231 @@
+"""A stage's parameters: how each device keeps its parts, what microbatches read, where gradients go.
+
+kept between steps --> once a step, or (ZeRO-3) by each microbatch: as the stage reads them --> operators
+          gradients as the parameters lie <-- added up over devices, once a step, or (ZeRO-2, 3) in backward <--+
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torch_xmesh.parallelism.judge import placements_of
+from torch_xmesh.parallelism.loops import REPLICATED, State
+from torch_xmesh.parallelism.operators import Recorded, Value
+from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.running.collectives import Conversions, Moves
+from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn
+from torch_xmesh.pipeline.state.gradient_sync import local_of
+
+InTurnKnown = dict[Value, tuple[Fetch, int]]
+"""Parameters that a microbatch has fetched, with their numbers in what fetched them."""
+
+
+class StageParameters:
+    """Parameters and buffers of the model that a stage reads, in this device's parts.
+
+    Args:
+        numbers: of the stage's operators, in order.
+        gradients: by name, how a parameter's gradient lies behind the operators that read it.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        planned: PlannedStage,
+        numbers: Sequence[int],
+        gradients: Mapping[str, State],
+        mesh: DeviceMesh,
+        moves: Moves,
+        conversions: Conversions,
+    ) -> None:
+        self._recorded, self._mesh = recorded, mesh
+        self._gradients, self._moves, self._conversions = gradients, moves, conversions
+        self._states = {one.name: one.state for one in planned.parameters}
+        self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
+        self._in_turn = {name for name, one in self._in_parts.items() if one.zero_level == 3}
+        self._layers = self._fetched_together(planned, numbers)
+        self._own: dict[str, torch.Tensor] = {}
+        self._read: dict[str, torch.Tensor] = {}
+        self._summed_later: list[Value] = []
+
+    # How they are kept.
+
+    def keep(self, model: nn.Module, home: nn.Module) -> None:
+        """This device's parts of the model's values, registered under its names in `home`."""
+        tensors = _named_tensors(model)
+        whole_state = (REPLICATED,) * self._mesh.ndim
+        for value in self._recorded.given.values():
+            if value.name not in self._states or not value.is_parameter or value.name in self._own:
+                continue
+            whole, state = tensors[value.name], self._kept_state(value.name)
+            steps = self._conversions.steps(value, whole_state, state)
+            part = self._moves.run(whole.detach(), steps, value.name, "parameter").clone()
+            if isinstance(whole, nn.Parameter):
+                part = nn.Parameter(self._placed(part, state), whole.requires_grad)
+            _register(model, home, value.name, part)
+            self._own[value.name] = part
+        kept = {id(tensors[name]): one for name, one in self._own.items()}
+        for name, whole in tensors.items():
+            one = kept.get(id(whole))
+            if name not in self._own and one is not None:  # another name of the same
+                _register(model, home, name, one)
+
+    def keep_unread(self, model: nn.Module, home: nn.Module, read: set[str]) -> None:
+        """What no stage reads, whole, under its name in `home`."""
+        for name, parameter in model.named_parameters():
+            if name not in read:
+                kept = self._placed(parameter.detach().clone(), (REPLICATED,) * self._mesh.ndim)
+                _register(model, home, name, nn.Parameter(kept, parameter.requires_grad))
+        for name, buffer in model.named_buffers():
+            if name not in read:
+                _register(model, home, name, buffer.detach().clone())
+
+    def _placed(self, part: torch.Tensor, state: State) -> DTensor:
+        return DTensor.from_local(part, self._mesh, placements_of(state), run_check=False)
+
+    def _kept_state(self, name: str) -> State:
+        """How a parameter lies between steps: in parts, if the plan keeps it so."""
+        in_parts = self._in_parts.get(name)
+        return self._states[name] if in_parts is None or in_parts.zero_state is None else in_parts.zero_state
+
+    def _read_state(self, name: str) -> State:
+        """How microbatches find a parameter: in parts, if each of them fetches it."""
+        return self._kept_state(name) if name in self._in_turn else self._states[name]
+
+    def _gradient_state(self, name: str) -> State:
+        """How the gradient of what microbatches find lies: as a parameter's parts, if each of them fetches it."""
+        return self._kept_state(name) if name in self._in_turn else self._gradients[name]
+
+    def _parameters(self) -> list[tuple[Value, nn.Parameter]]:
+        """Those that the stage reads."""
+        given = dict.fromkeys(value for value in self._recorded.given.values() if value.is_parameter)
+        own = [(value, self._own.get(value.name)) for value in given]
+        return [(value, one) for value, one in own if isinstance(one, nn.Parameter)]
+
+    def check(self) -> None:
+        """Raises ValueError where a parameter was frozen or unfrozen, or has hooks, which would not be called."""
+        for value, own in self._parameters():
+            if own.requires_grad != value.requires_grad:
+                raise ValueError(f"parameter {value.name} was frozen or unfrozen: with a plan it stays as it came")
+            if own._backward_hooks or own._post_accumulate_grad_hooks:
+                raise ValueError(f"parameter {value.name} has a hook: with a plan gradients come to it once a step")
+
+    # What a microbatch reads.
+
+    def read(self, value: Value) -> torch.Tensor | None:
+        """This device's part of a parameter or a buffer, as operators take it; None: not the stage's, or fetched before
+        its first reader."""
+        if value.name not in self._own or value.name in self._in_turn:
+            return None
+        return self._read.get(value.name, local_of(self._own[value.name]))
+
+    def fetched_by(self, number: int) -> list[Value]:
+        """The parameters that an operator reads and each microbatch fetches."""
+        if not self._in_turn:
+            return []
+        reads = dict.fromkeys(self._recorded.forward.operators[number].reads)
+        return [value for value in reads if value.is_parameter and value.name in self._in_turn]
+
+    def _fetched_together(self, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, list[Value]]:
+        """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
+        layer_of = {one.name: one.layer for one in planned.operators}
+        out: dict[int, list[Value]] = {}
+        known: set[Value] = set()
+        first: dict[int | None, int] = {}
+        for number in numbers:
+            for value in self.fetched_by(number):
+                if value not in known:
+                    known.add(value)
+                    layer = layer_of[self._recorded.forward.operators[number].name]
+                    out.setdefault(first.setdefault(layer, number), []).append(value)
+        return out
+
+    def fetch(self, number: int, parts: dict[Value, Any], known: InTurnKnown) -> None:
+        """Before an operator that is the first of its layer to read one, in a microbatch."""
+        parameters, own = [], []
+        for value in self._layers[number]:
+            kept, whole = self._kept_state(value.name), self._states[value.name]
+            there = self._conversions.steps(value, kept, whole)
+            back = self._conversions.steps(value, self._gradients[value.name], kept)
+            parameters.append(InTurn(value.name, there, back))
+            own.append(self._read[value.name])
+        fetch = Fetch(self._moves, parameters, [part.detach() for part in own])
+        wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
+        for place, (value, whole) in enumerate(zip(self._layers[number], wholes, strict=True)):
+            parts[value], known[value] = whole, (fetch, place)
+
+    # A step.
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Parameters as this step's microbatches read them: those in parts are fetched, once for all."""
+        taken = self._parameters()
+        local = [local_of(own).detach() for _, own in taken]
+        steps = [
+            self._conversions.steps(value, self._kept_state(value.name), self._read_state(value.name))
+            for value, _ in taken
+        ]
+        read = self._moves.run_together(local, steps, [value.name for value, _ in taken], "parameter")
+        for (value, _), one in zip(taken, read, strict=True):
+            self._read[value.name] = one.requires_grad_(value.requires_grad)
+            in_parts = self._in_parts.get(value.name)
+            if in_parts is not None and in_parts.zero_level == 2:
+                one.register_post_accumulate_grad_hook(functools.partial(self._add_up_later, value))  # type: ignore[no-untyped-call]
+
+    def _add_up_later(self, value: Value, read: torch.Tensor) -> None:
+        """At the end of this backward, with others."""
+        if not self._summed_later:
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_up_now)
+        self._summed_later.append(value)
+
+    def _add_up_now(self) -> None:
+        later, self._summed_later = self._summed_later, []
+        self._add_up(later, "backward")
+
+    def finish_gradients(self) -> None:
+        """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
+        self._add_up([value for value, _ in self._parameters() if value.requires_grad], "gradient")
+
+    @torch.no_grad()
+    def _add_up(self, values: Sequence[Value], why: str) -> None:
+        """The gradients of parameters as they were read go to the parameters."""
+        own = [value for value in dict.fromkeys(values) if self._read[value.name].grad is not None]
+        names = [value.name for value in own]
+        steps = [
+            ()
+            if name in self._in_turn
+            else self._conversions.steps(value, self._gradients[name], self._kept_state(name))
+            for name, value in zip(names, own, strict=True)
+        ]
+        grads = [cast(torch.Tensor, self._read[name].grad) for name in names]
+        for name, way, part in zip(names, steps, self._moves.run_together(grads, steps, names, why), strict=True):
+            placed = self._placed(part if not way else part.clone(), self._kept_state(name))
+            parameter = self._own[name]
+            parameter.grad = placed if parameter.grad is None else parameter.grad + placed
+            self._read[name].grad = None
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, under all their names."""
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _register(model: nn.Module, home: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Parameters as such, all else as buffers, persistent where the model's are. Names of attributes of `home` may be
+    among the model's, so torch's own methods, which refuse these, are not called."""
+    owner, _, key = name.rpartition(".")
+    place = home
+    for part in owner.split(".") if owner else ():
+        place = cast(nn.Module, place._modules.setdefault(part, nn.Module()))
+    if isinstance(tensor, nn.Parameter):
+        place._parameters[key] = tensor
+        return
+    place._buffers[key] = tensor
+    if key in model.get_submodule(owner)._non_persistent_buffers_set:
+        place._non_persistent_buffers_set.add(key)
