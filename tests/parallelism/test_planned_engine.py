@@ -207,9 +207,22 @@ class CountsInABuffer(Chooses):
         return out
 
 
-class Drops(Chooses):
+class Drops(nn.Module):
+    """What it does in training it does not in evaluation, and a counter goes on in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(self.a(x), training=self.training)
+        out: torch.Tensor = self.b(F.dropout(self.norm(self.a(x)), training=self.training))
+        return out
+
+
+class AddsInEvaluation(Chooses):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.a(x)
+        return out if self.training else out + 1
 
 
 class ReturnsItsWeight(Chooses):
@@ -320,6 +333,49 @@ def test_what_parts_could_do_otherwise_unseen() -> None:
     spawn(runs_rightly, 4, timeout=120)
 
 
+def runs_in_both_modes(rank: int, world_size: int, zero: int, is_first: bool) -> None:
+    """Evaluated in evaluation mode between steps in training mode, whichever the model came in."""
+    torch.manual_seed(0)
+    model, x = Drops().train(is_first).double(), torch.randn(16, 64, dtype=torch.float64)
+    whole = copy.deepcopy(model)
+    plan = xm.presets.pipeline(model, (x,), num_stages=2, tensor_parallel=1, zero=zero, **OPTIONS)
+    engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
+    optimizer, reference = (torch.optim.SGD(one.parameters(), 0.1) for one in (engine, whole))
+    batch, target = torch.cat([x, x.flip(0)]), torch.ones(32, 64, dtype=torch.float64)
+    drawn = []
+    for _ in range(2):
+        engine.eval()
+        whole.eval()
+        engine.evaluate(batch, target=target)
+        loss = sum(F.mse_loss(whole(half), part) for half, part in zip(batch.chunk(2), target.chunk(2), strict=True))
+        assert engine.last_loss() == pytest.approx(float(loss) / 2, rel=1e-9)
+        engine.step(batch, target=target)  # trained as it is evaluated
+        loss.backward()  # type: ignore[union-attr]
+        assert engine.last_loss() == pytest.approx(float(loss) / 2, rel=1e-9)
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        optimizer.step()
+        reference.step()
+        engine.zero_grad()
+        reference.zero_grad()
+        engine.train()
+        engine.step(batch, target=target)  # masks are the engine's
+        engine.zero_grad()
+        drawn.append(engine.last_loss())
+        whole.train()
+        for half in batch.chunk(2):
+            whole(half)  # statistics
+    assert drawn[0] is None or drawn[0] != drawn[1]
+    engine.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_training_and_evaluation(zero: int, is_first: bool) -> None:
+    spawn(runs_in_both_modes, 4, zero, is_first, timeout=120)
+
+
 def refuses(rank: int, world_size: int) -> None:
     x = torch.randn(16, 64)
     cases: list[tuple[type[nn.Module], str]] = [
@@ -332,20 +388,25 @@ def refuses(rank: int, world_size: int) -> None:
     options = {**OPTIONS, "num_layers": 1}
     for kind, message in cases:
         torch.manual_seed(0)
-        model = kind()
+        model: nn.Module = kind()
         plan = xm.presets.data_parallel(model, (x,), **options)
         with pytest.raises(ValueError, match=message):
             xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
         dist.barrier()
     torch.manual_seed(0)
-    model = Drops()
+    model = AddsInEvaluation()
     plan = xm.presets.data_parallel(model, (x,), **options)
     engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
     batch = torch.cat([x, x])
     engine.step(batch, target=batch)
     engine.eval()
-    with pytest.raises(ValueError, match="this model runs in training mode alone"):
+    with pytest.raises(ValueError, match="this model runs in training mode alone.*there is add, which the plan"):
         engine.evaluate(batch, target=batch)
+    engine.train()
+    engine.step(batch, target=batch)
+    next(engine.stage_module(0).children()).eval()
+    with pytest.raises(ValueError, match="this model runs in training mode alone"):
+        engine.step(batch, target=batch)
     engine.train()
     engine.step(batch, target=batch)  # a refusal does not end the engine
     parameter = next(iter(engine.parameters()))

@@ -26,6 +26,7 @@ from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of, recorded_forward
+from torch_xmesh.parallelism.running.refusals import Turns
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.space import CollectiveUse, Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
@@ -168,7 +169,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     seen: list[CollectiveUse] = []
     (planned,) = plan.stages
     recorded = recorded_forward(model, (x,))
-    stage = ShardedStage(model, recorded, plan, 0, mesh, on_collective=seen.append)
+    stage = ShardedStage(model, Turns(recorded, None), plan, 0, mesh, on_collective=seen.append)
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
     assert set(parameters) == {name for name, _ in model.named_parameters()}
@@ -184,7 +185,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
             seen[:] = [use for use in seen if use.why == "parameter"]  # once a step
         torch.manual_seed(number)
         (made,) = stage(one)
-        ((_, state),) = stage.output_states().items()
+        ((_, state),) = stage.first.left_states().items()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
     stage.own.finish_gradients()
@@ -208,7 +209,9 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         counted[use.why, use.collective, use.axis] += 1
         num_bytes[use.why, use.collective, use.axis] += round(use.num_bytes)
     predicted = {(one.why, one.collective, one.axis): (one.count, round(one.num_bytes)) for one in planned.collectives}
-    if not any(operator.loops.within for operator in stage.recorded.forward.operators):  # in halves of these bytes
+    if not any(
+        operator.loops.within for operator in stage.first.recorded.forward.operators
+    ):  # in halves of these bytes
         assert {key: (count, num_bytes[key]) for key, count in counted.items()} == predicted
     assert dict(counted) == {key: count for key, (count, _) in predicted.items()}
 
@@ -336,7 +339,7 @@ def runs_in_low_precision(rank: int, world_size: int) -> None:
 
     plan = xm.presets.megatron(Cast(model), (x,), tensor_parallel=4, devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
     mesh = init_device_mesh("cpu", plan.stages[0].mesh_shape)
-    stage = ShardedStage(Cast(model), recorded_forward(Cast(model), (x,)), plan, 0, mesh, num_samples=0)
+    stage = ShardedStage(Cast(model), Turns(recorded_forward(Cast(model), (x,)), None), plan, 0, mesh, num_samples=0)
     (made,), wanted = stage(x), Cast(whole)(x)
     torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
     made.sum().backward()

@@ -44,6 +44,7 @@ def ports_of(recorded: Recorded, plan: ParallelPlan) -> tuple[Ports, ...]:
                 maker.update(dict.fromkeys(one.makes, stage))
     outputs = outputs_of(recorded)
     numbers[-1] = tuple(sorted({*numbers[-1], *_constants(recorded, plan, outputs)}))
+    numbers = [_with_constants(recorded, of_stage) for of_stage in numbers]
     read = [_read(recorded, of_stage) for of_stage in numbers]
     read[-1].update(dict.fromkeys(outputs))
     out, last = [], len(numbers) - 1
@@ -72,6 +73,18 @@ def _constants(recorded: Recorded, plan: ParallelPlan, outputs: Sequence[Value])
             found.add(value.maker)
             wanted += [(source, output) for source in recorded.sites[value.maker].sources]
     return found
+
+
+def _with_constants(recorded: Recorded, numbers: Sequence[int]) -> tuple[int, ...]:
+    """With the constants that these operators read and the plan, which is of another mode, does not know."""
+    operators, found = recorded.forward.operators, {*numbers}
+    rest = [*numbers]
+    while rest:
+        makers = {value.maker for value in _read(recorded, [rest.pop()]) if value.maker is not None}
+        more = [maker for maker in makers if maker not in found and operators[maker].is_constant]
+        found.update(more)
+        rest += more
+    return tuple(sorted(found))
 
 
 def _read(recorded: Recorded, operators: Sequence[int]) -> dict[Value, None]:

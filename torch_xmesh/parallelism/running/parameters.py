@@ -25,11 +25,15 @@ InTurnKnown = dict[Value, tuple[Fetch, int]]
 """Parameters that a microbatch has fetched, with their numbers in what fetched them."""
 
 
+def in_turn_of(planned: PlannedStage) -> frozenset[str]:
+    """The parameters that each microbatch fetches anew (ZeRO-3), by name."""
+    return frozenset(one.name for one in planned.parameters if one.zero_level == 3)
+
+
 class StageParameters:
     """Parameters and buffers of the model that a stage reads, in this device's parts.
 
     Args:
-        numbers: of the stage's operators, in order.
         gradients: by name, how a parameter's gradient lies behind the operators that read it.
     """
 
@@ -37,7 +41,6 @@ class StageParameters:
         self,
         recorded: Recorded,
         planned: PlannedStage,
-        numbers: Sequence[int],
         gradients: Mapping[str, State],
         mesh: DeviceMesh,
         moves: Moves,
@@ -47,8 +50,7 @@ class StageParameters:
         self._gradients, self._moves, self._conversions = gradients, moves, conversions
         self._states = {one.name: one.state for one in planned.parameters}
         self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
-        self._in_turn = {name for name, one in self._in_parts.items() if one.zero_level == 3}
-        self._layers = self._fetched_together(planned, numbers)
+        self._in_turn = in_turn_of(planned)
         self._own: dict[str, torch.Tensor] = {}
         self._read: dict[str, torch.Tensor] = {}
         self._summed_later: list[Value] = []
@@ -124,31 +126,10 @@ class StageParameters:
             return None
         return self._read.get(value.name, local_of(self._own[value.name]))
 
-    def fetched_by(self, number: int) -> list[Value]:
-        """The parameters that an operator reads and each microbatch fetches."""
-        if not self._in_turn:
-            return []
-        reads = dict.fromkeys(self._recorded.forward.operators[number].reads)
-        return [value for value in reads if value.is_parameter and value.name in self._in_turn]
-
-    def _fetched_together(self, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, list[Value]]:
-        """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
-        layer_of = {one.name: one.layer for one in planned.operators}
-        out: dict[int, list[Value]] = {}
-        known: set[Value] = set()
-        first: dict[int | None, int] = {}
-        for number in numbers:
-            for value in self.fetched_by(number):
-                if value not in known:
-                    known.add(value)
-                    layer = layer_of[self._recorded.forward.operators[number].name]
-                    out.setdefault(first.setdefault(layer, number), []).append(value)
-        return out
-
-    def fetch(self, number: int, parts: dict[Value, Any], known: InTurnKnown) -> None:
-        """Before an operator that is the first of its layer to read one, in a microbatch."""
+    def fetch(self, values: Sequence[Value], parts: dict[Value, Any], known: InTurnKnown) -> None:
+        """Parameters of a layer, before the first operator that reads one, in a microbatch."""
         parameters, own = [], []
-        for value in self._layers[number]:
+        for value in values:
             kept, whole = self._kept_state(value.name), self._states[value.name]
             there = self._conversions.steps(value, kept, whole)
             back = self._conversions.steps(value, self._gradients[value.name], kept)
@@ -156,7 +137,7 @@ class StageParameters:
             own.append(self._read[value.name])
         fetch = Fetch(self._moves, parameters, [part.detach() for part in own])
         wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
-        for place, (value, whole) in enumerate(zip(self._layers[number], wholes, strict=True)):
+        for place, (value, whole) in enumerate(zip(values, wholes, strict=True)):
             parts[value], known[value] = whole, (fetch, place)
 
     # A step.

@@ -9,9 +9,10 @@ from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.judge import placements_of
-from torch_xmesh.parallelism.operators import Recorded, Value
+from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.running.crossing import Ports, outputs_of, ports_of
+from torch_xmesh.parallelism.running.refusals import Turns
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
@@ -27,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def planned_partition(
     model: nn.Module,
-    recorded: Recorded,
+    turns: Turns,
     plan: ParallelPlan,
     modules: Sequence[nn.Module | None],
     arguments: Arguments,
@@ -35,6 +36,7 @@ def planned_partition(
 ) -> Partition:
     """The stages of a plan, each with its module, or None where that is another rank's. Values have the names that
     the plan gives them."""
+    recorded = turns.recorded
     specs = leaf_specs(arguments[0], chunk_specs["args"], "args")
     specs += leaf_specs(arguments[1], chunk_specs["kwargs"], "kwargs")
     samples = batch_size(*arguments, chunk_specs["args"], chunk_specs["kwargs"])
@@ -73,7 +75,7 @@ def planned_partition(
         names[value] = value.name
         readers = [stage for stage, one in enumerate(ports) if value in one.entering]
         add(value, [Affine(0, size) for size in value.shape], readers, maker.get(value, last))
-    programs = [_program(stage, one, modules[stage], recorded, names) for stage, one in enumerate(ports)]
+    programs = [_program(stage, one, modules[stage], turns, names) for stage, one in enumerate(ports)]
     result = finish_partition(
         programs, values, arguments=arguments, named=named, samples=samples, fixed_batch=samples is not None
     )
@@ -94,9 +96,10 @@ def _refuse(shapes: Shapes, usual: Mapping[str, Any]) -> SizedStages:
 
 
 def _program(
-    stage: int, ports: Ports, module: nn.Module | None, recorded: Recorded, names: Mapping[Value, str]
+    stage: int, ports: Ports, module: nn.Module | None, turns: Turns, names: Mapping[Value, str]
 ) -> StageProgram:
     taken = (*ports.arguments, *ports.entering)
+    own = {turns.recorded.forward.operators[number].name for number in ports.operators}
     positions = tuple(range(len(taken)))
     adapter = ReadyAdapter(
         positions,
@@ -110,7 +113,7 @@ def _program(
         tuple(names[value] for value in taken),
         tuple(names[value] for value in ports.leaving),
         tuple(names[value] for value in ports.arguments),
-        any(recorded.forward.operators[number].draws for number in ports.operators),
+        any(one.draws and one.name in own for recorded in turns.runnable for one in recorded.forward.operators),
         adapter,
         is_always_seeded=True,  # devices of a stage draw alike
     )

@@ -59,9 +59,8 @@ class PlannedStages:
         self._plan = plan
         self._model: nn.Module | None = model
         self._arguments = sorted_arguments(example_args, example_kwargs)
-        found = runnable(model, *self._arguments)
-        self._recorded, self._mode = found.recorded, model.training
-        self._depends_on_mode = found.depends_on_mode
+        self._turns = runnable(model, *self._arguments)
+        self._recorded = self._turns.recorded
         self._check()
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
@@ -104,9 +103,7 @@ class PlannedStages:
         num_samples = samples_of(*self._arguments) if by_samples else 0
         meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # groups are made by all ranks
         self._stages = {
-            number: ShardedStage(
-                self._model, self._recorded, self._plan, number, meshes[number], num_samples=num_samples
-            )
+            number: ShardedStage(self._model, self._turns, self._plan, number, meshes[number], num_samples=num_samples)
             for number, stage in enumerate(self._plan.stages)
             if transfers.rank in stage.ranks
         }
@@ -115,7 +112,7 @@ class PlannedStages:
     def partition(self, modules: Sequence[nn.Module | None], chunk_specs: Mapping[str, Any]) -> Partition:
         """The stages with what goes in and out of each. The model is let go of."""
         assert self._model is not None
-        out = planned_partition(self._model, self._recorded, self._plan, modules, self._arguments, chunk_specs)
+        out = planned_partition(self._model, self._turns, self._plan, modules, self._arguments, chunk_specs)
         self._model = None
         return out
 
@@ -123,15 +120,13 @@ class PlannedStages:
         """Whether a step may begin; nothing is changed.
 
         Raises:
-            ValueError: in no_sync(), in another mode than the model came in where that does something else, where
-                parameters were frozen or unfrozen, or have hooks.
+            ValueError: in no_sync(), in a mode in which the stages cannot be run, where parameters were frozen or
+                unfrozen, or have hooks.
         """
         if is_train and not is_sync:
             raise ValueError("no_sync() cannot be used with a plan")
         for stage in self._stages.values():
-            if self._depends_on_mode and not stage.has_first_modes():
-                mode = "training" if self._mode else "evaluation"
-                raise ValueError(f"with a plan this model runs in {mode} mode alone, in which it came")
+            stage.check_mode()
             stage.own.check()
 
     def begin_step(self) -> None:

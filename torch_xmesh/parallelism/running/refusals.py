@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.operators import Recorded
 from torch_xmesh.parallelism.reading import recorded_turns
@@ -12,30 +13,63 @@ from torch_xmesh.pipeline.capture.recording import difference, nodes_behind
 
 
 @dataclasses.dataclass(frozen=True)
-class Runnable:
+class Turns:
     """A forward that stages can run.
 
     Attributes:
-        depends_on_mode: it does something else in the other mode, of training and evaluation.
+        other: in the other mode, of training and evaluation; None: it does the same in both, ValueError: something that
+            cannot be run.
     """
 
     recorded: Recorded
-    depends_on_mode: bool
+    other: Recorded | ValueError | None
+
+    @property
+    def runnable(self) -> list[Recorded]:
+        """Those of both modes that can be run."""
+        return [one for one in (self.recorded, self.other) if isinstance(one, Recorded)]
 
 
-def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> Runnable:
+def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> Turns:
     """Raises ValueError for a forward that depends on values, on how often it was called, or that changes buffers in a
     way that parts of them would not."""
     first, again, other = recorded_turns(model, example_args, dict(example_kwargs or {}))
-    for guard in first.recording.guards:
+    _check_guards(first)
+    if differs := difference(first.recording, again.recording):
+        raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
+    _check_buffers(first)
+    if not (differs := difference(first.recording, other.recording)):
+        return Turns(first, None)
+    try:
+        _check_alike(first, other)
+        _check_guards(other)
+        _check_buffers(other)
+    except ValueError as error:
+        return Turns(first, error)
+    return Turns(first, other)
+
+
+def _check_alike(first: Recorded, other: Recorded) -> None:
+    """Modes may differ in what operators do and in some that one of them lacks, not in what the model returns."""
+    known = {one.name: [value.shape for value in one.makes] for one in first.forward.operators}
+    for one in other.forward.operators:
+        if not one.is_constant and known.get(one.name) != [value.shape for value in one.makes]:
+            raise ValueError(f"in the other there is {one.name}, which the plan does not know so")
+    if _output_of(first) != _output_of(other):
+        raise ValueError("in the other it returns something else")
+
+
+def _output_of(recorded: Recorded) -> tuple[Any, ...]:
+    leaves, structure = pytree.tree_flatten(recorded.recording.output)
+    return [recorded.values[leaf].name if isinstance(leaf, fx.Node) else leaf for leaf in leaves], structure
+
+
+def _check_guards(recorded: Recorded) -> None:
+    for guard in recorded.recording.guards:
         behind = (one for node in guard.nodes for one in nodes_behind(node))
         if all(one.op != "placeholder" for one in behind):
             continue  # of constants: it is what it was
         raise ValueError(f"the forward depends on values ({guard.source}): a plan's stages would do as for the example")
-    if differs := difference(first.recording, again.recording):
-        raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
-    _check_buffers(first)
-    return Runnable(first, bool(difference(first.recording, other.recording)))
 
 
 def _check_buffers(recorded: Recorded) -> None:

@@ -1,26 +1,15 @@
-"""A stage of a plan as a module that runs on each device's parts.
-
-recorded forward --> operator by operator: parts as it takes them (Moved) --> the call, or its rule --> parts as it
-                     leaves them --> where several read it: as the plan holds it (Moved)
-"""
-
-from collections.abc import Sequence
-from typing import Any
+"""A stage of a plan as a module that runs on each device's parts."""
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
-from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
-from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
-from torch_xmesh.parallelism.running.calls import RULES, Call, Way
+from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves, Seen
-from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
-from torch_xmesh.parallelism.running.fetching import not_kept
-from torch_xmesh.parallelism.running.local_rules import DRAWING
-from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
-from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters
+from torch_xmesh.parallelism.running.forward import StageForward
+from torch_xmesh.parallelism.running.loss import LossShares
+from torch_xmesh.parallelism.running.parameters import StageParameters
+from torch_xmesh.parallelism.running.refusals import Turns
 
 
 class ShardedStage(nn.Module):
@@ -32,7 +21,7 @@ class ShardedStage(nn.Module):
 
     Args:
         model: with values; they are the same on all devices.
-        recorded: its forward, as the plan's was.
+        turns: its forward in both modes, of training and evaluation; that in which it comes was planned.
         num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
             None: they stay as the plan leaves them.
         on_collective: told of each collective that is run.
@@ -44,7 +33,7 @@ class ShardedStage(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        recorded: Recorded,
+        turns: Turns,
         plan: ParallelPlan,
         number: int,
         mesh: DeviceMesh,
@@ -54,150 +43,48 @@ class ShardedStage(nn.Module):
     ) -> None:
         super().__init__()
         planned = plan.stages[number]
-        self.recorded, self._mesh, self._mesh_shape = recorded, mesh, tuple(mesh.shape)
-        if self._mesh_shape != planned.mesh_shape:
-            raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {self._mesh_shape}")
-        self._ports = ports_of(recorded, plan)[number]
-        self._changed = changed_of(recorded, self._ports)
+        if tuple(mesh.shape) != planned.mesh_shape:
+            raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {tuple(mesh.shape)}")
         self._moves = Moves(mesh, on_collective)
-        self._conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
-        self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
-        self._choices = _choices(recorded, planned, self._ports.operators)
-        self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
-        self._gradients: dict[str, State] = {}
-        self._calls = {operator: self._call(operator) for operator in self._choices}
-        self._dead_after = self._last_reads()
-        self._ways_out = {value: self._way(value, self._end_of(value), end) for value, end in self._left.items()}
-        for operator, choice in self._choices.items():
-            self._check(recorded.forward.operators[operator], choice, recorded.sites[operator])
-        self.own = StageParameters(
-            recorded, planned, [*self._calls], self._gradients, mesh, self._moves, self._conversions
-        )
-        self._modes: list[tuple[nn.Module, bool]] = []
+        conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
+        self.first = StageForward(turns.recorded, plan, number, self._moves, conversions, num_samples)
+        self._other: StageForward | ValueError = self.first
+        if isinstance(turns.other, ValueError):
+            self._other = turns.other
+        elif turns.other is not None:
+            try:
+                self._other = StageForward(turns.other, plan, number, self._moves, conversions, num_samples)
+                self._other.check_like(self.first)
+            except ValueError as error:
+                self._other = error
+        self.own = StageParameters(turns.recorded, planned, self.first.gradients, mesh, self._moves, conversions)
+        self._depends_on_mode = turns.other is not None
+        self._first_modes: list[tuple[nn.Module, bool]] = []
         self.own.keep(model, self)
         if number == 0:
             self.own.keep_unread(model, self, {one.name for stage in plan.stages for one in stage.parameters})
         for path, module in self.named_modules():
             module.training = model.get_submodule(path).training
-        self._modes.extend((module, module.training) for module in self.modules())
+        self._first_modes.extend((module, module.training) for module in self.modules())
         self.own.begin_step()
-
-    # What is made ready.
-
-    def _check(self, operator: Operator, choice: Choice, site: Site) -> None:
-        if site.node.op == "call_module":
-            raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
-        if operator.draws and operator.kind not in DRAWING and _draws(site.node):
-            raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
-        if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in RULES):
-            raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
-        own = {one.label for one in operator.loops.within} & {*choice.axes}
-        if own and operator.kind not in RULES:
-            raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
-
-    def _taken(self, number: int) -> list[Way]:
-        operator, choice = self.recorded.forward.operators[number], self._choices[number]
-        out = []
-        for value, end in zip(operator.reads, choice.inputs, strict=True):
-            has_gradient = value.requires_grad and operator.requires_grad
-            if value.is_parameter and not self._is_tied(value):
-                self._gradients.setdefault(value.name, end.gradient)
-                out.append(Way(value.name))
-                continue
-            held = self._end_of(value)
-            back = self._conversions.steps(value, end.gradient, held.gradient) if has_gradient else ()
-            out.append(Way(value.name, self._conversions.steps(value, held.value, end.value), back, has_gradient))
-        return out
-
-    def _call(self, number: int) -> Call:
-        operator, choice, site = (
-            self.recorded.forward.operators[number],
-            self._choices[number],
-            self.recorded.sites[number],
-        )
-        leaves = [
-            self._way(value, end, self._held.get(("readers", value.name), end))
-            for value, end in zip(operator.makes, choice.outputs, strict=True)
-        ]
-        changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
-        takes = self._taken(number)
-        return Call(operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes)
-
-    def _way(self, value: Value, before: End, after: End) -> Way:
-        there = self._conversions.steps(value, before.value, after.value)
-        back = self._conversions.steps(value, after.gradient, before.gradient) if value.requires_grad else ()
-        return Way(value.name, there, back, value.requires_grad)
-
-    def _last_reads(self) -> dict[int, list[Value]]:
-        """By operator, the values of which it is the last to read anything."""
-        last = {value: number for number in self._choices for value in self.recorded.sites[number].sources}
-        last.update(
-            (value, number)
-            for number in self._choices
-            for value in self.recorded.forward.operators[number].makes
-            if value not in last
-        )
-        out: dict[int, list[Value]] = {}
-        for value, number in last.items():
-            if value not in self._left:
-                out.setdefault(number, []).append(value)
-        return out
-
-    def _is_tied(self, value: Value) -> bool:
-        return ("parameter", value.name) in self._held
-
-    def _end_of(self, value: Value) -> End:
-        """How a value lies for its readers."""
-        for why in ("readers", "entering", "parameter"):
-            if (why, value.name) in self._held:
-                end = self._held[why, value.name]
-                if why == "parameter":
-                    self._gradients.setdefault(value.name, end.gradient)
-                return end
-        if value.maker is None or value.maker not in self._choices:  # an argument, or another stage's
-            return self._all
-        operator = self.recorded.forward.operators[value.maker]
-        return self._all if operator.is_constant else self._choices[value.maker].outputs[operator.makes.index(value)]
-
-    @property
-    def _whole(self) -> State:
-        return (-1,) * len(self._mesh_shape)
-
-    def _left_states(self, is_settled: bool, num_samples: int | None) -> dict[Value, End]:
-        """How what leaves is left. `is_settled`: the loss is computed on each device's samples of the outputs."""
-        planned = {value: self._held.get(("leaving", value.name), self._end_of(value)) for value in self._ports.leaving}
-        if not is_settled:
-            return planned
-        made = {value: end.value for value, end in planned.items() if value.maker in self._choices}
-        axes = sample_axes(made, num_samples, len(self._mesh_shape))
-        self.loss_shares = LossShares(self._moves, axes, [has_samples(value, num_samples) for value in planned])
-        state = tuple(0 if axis in axes else REPLICATED for axis in range(len(self._mesh_shape)))
-        by_samples = End(state, state)
-        added_up = tuple(PARTIAL if held == 0 else REPLICATED for held in state)
-        whole = End(self._whole, added_up)  # each device's loss adds to the gradient
-        return {value: by_samples if has_samples(value, num_samples) else whole for value in planned}
-
-    # A microbatch.
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One microbatch."""
-        taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
-        parts: dict[Value, Any] = {value: one.clone() if value in self._changed else one for value, one in taken}
-        for node, value in self.recorded.given.items():
-            if node.op == "get_attr" and not value.is_parameter:
-                parts[value] = self.recorded.recording.constants[str(node.target)]
-            elif node.op == "get_attr" and (read := self.own.read(value)) is not None:
-                parts[value] = read
-        fetched: InTurnKnown = {}
-        for number, call in self._calls.items():
-            in_turn = self.own.fetched_by(number)
-            if any(value not in fetched for value in in_turn):
-                self.own.fetch(number, parts, fetched)
-            with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
-                call.run(parts)
-            for value in self._dead_after.get(number, ()):
-                parts.pop(value, None)
-        return tuple(way.moved(parts[value], self._moves) for value, way in self._ways_out.items())
+        return self._of_mode().run(given, self.own)
+
+    def check_mode(self) -> None:
+        """Raises ValueError where modules are in modes in which the stage cannot be run."""
+        self._of_mode()
+
+    def _of_mode(self) -> StageForward:
+        if not self._depends_on_mode or all(module.training == mode for module, mode in self._first_modes):
+            return self.first
+        first, other = ("training", "evaluation") if self._first_modes[0][1] else ("evaluation", "training")
+        if isinstance(self._other, ValueError):
+            raise ValueError(f"with a plan this model runs in {first} mode alone, in which it came: {self._other}")
+        if any(module.training == self._first_modes[0][1] for module, _ in self._first_modes):
+            raise ValueError(f"with a plan this model's modules are in the modes in which they came, or all in {other}")
+        return self._other
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -205,34 +92,6 @@ class ShardedStage(nn.Module):
         return self._moves.coordinate
 
     @property
-    def _all(self) -> End:
-        """Every device has all of a value, and of its gradient."""
-        return End(self._whole, self._whole)
-
-    # A step.
-
-    def output_states(self) -> dict[str, State]:
-        """How the model's outputs are left, by value."""
-        return {value.name: end.value for value, end in self._left.items()}
-
-    def has_first_modes(self) -> bool:
-        """Whether all modules are in the modes, of training and evaluation, in which they came."""
-        return all(module.training == mode for module, mode in self._modes)
-
-
-def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
-    """By operator."""
-    axes = {one.name: one.axes for one in planned.operators}
-    operators, whole = recorded.forward.operators, (WHOLE,) * len(planned.mesh_shape)
-    return {
-        number: choice_along(operators[number].loops, axes.get(operators[number].name, whole)) for number in numbers
-    }
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether it does with these arguments: attention does where it drops weights."""
-    places = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-    place = places.get(getattr(node.target, "__name__", ""))
-    if place is None:
-        return True
-    return bool(node.kwargs.get("dropout_p", node.args[place] if len(node.args) > place else 0.0))
+    def loss_shares(self) -> LossShares | None:
+        """Of the last stage, if there is a loss on each device's samples."""
+        return self.first.loss_shares

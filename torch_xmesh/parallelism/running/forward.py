@@ -1,0 +1,238 @@
+"""A recorded forward of a stage, made ready to run on each device's parts.
+
+operator by operator: parts as it takes them (Moved) --> the call, or its rule --> parts as it leaves them
+                      --> where several read it: as the plan holds it (Moved)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
+from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
+from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
+from torch_xmesh.parallelism.running.calls import RULES, Call, Way
+from torch_xmesh.parallelism.running.collectives import Conversions, Moves
+from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
+from torch_xmesh.parallelism.running.fetching import not_kept
+from torch_xmesh.parallelism.running.local_rules import DRAWING
+from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
+from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
+
+
+class StageForward:
+    """What a stage does with a microbatch, in one mode, of training and evaluation.
+
+    Args:
+        recorded: the model's forward in that mode, its operators those of the plan.
+        num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
+            None: they stay as the plan leaves them.
+
+    Attributes:
+        gradients: by name, how a parameter's gradient lies behind the operators that read it.
+        loss_shares: of the last stage, if there is a loss on each device's samples.
+
+    Raises:
+        ValueError: something of it cannot be run in parts.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        plan: ParallelPlan,
+        number: int,
+        moves: Moves,
+        conversions: Conversions,
+        num_samples: int | None,
+    ) -> None:
+        planned = plan.stages[number]
+        self.recorded, self._moves, self._conversions = recorded, moves, conversions
+        self._ports = ports_of(recorded, plan)[number]
+        self._changed = changed_of(recorded, self._ports)
+        self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
+        self._choices = _choices(recorded, planned, self._ports.operators)
+        self.loss_shares: LossShares | None = None
+        self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
+        gradients: dict[str, State] = {}
+        self.gradients: Mapping[str, State] = gradients
+        self._gradients = gradients
+        self._calls = {operator: self._call(operator) for operator in self._choices}
+        self._dead_after = self._last_reads()
+        self._ways_out = {value: self._way(value, self._end_of(value), end) for value, end in self._left.items()}
+        in_turn = in_turn_of(planned)
+        self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._choices}
+        self._layers = self._fetched_together(planned)
+        for operator, choice in self._choices.items():
+            _check(recorded.forward.operators[operator], choice, recorded.sites[operator])
+
+    def left_states(self) -> dict[str, State]:
+        """How what leaves is left, by value."""
+        return {value.name: end.value for value, end in self._left.items()}
+
+    def check_like(self, first: "StageForward") -> None:
+        """Raises ValueError where more than what is done between differs from another mode's."""
+        for mine, theirs in (
+            (self._ports.arguments, first._ports.arguments),
+            (self._ports.entering, first._ports.entering),
+        ):
+            if [value.name for value in mine] != [value.name for value in theirs]:
+                raise ValueError("in the other a stage is given other values")
+        if self.left_states() != first.left_states():
+            raise ValueError("in the other a stage leaves other values")
+
+    def run(self, given: Sequence[torch.Tensor], own: StageParameters) -> tuple[torch.Tensor, ...]:
+        """A microbatch."""
+        taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
+        parts: dict[Value, Any] = {value: one.clone() if value in self._changed else one for value, one in taken}
+        for node, value in self.recorded.given.items():
+            if node.op == "get_attr" and not value.is_parameter:
+                parts[value] = self.recorded.recording.constants[str(node.target)]
+            elif node.op == "get_attr" and (read := own.read(value)) is not None:
+                parts[value] = read
+        fetched: InTurnKnown = {}
+        for number, call in self._calls.items():
+            in_turn = self._in_turn[number]
+            if number in self._layers:
+                own.fetch(self._layers[number], parts, fetched)
+            with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
+                call.run(parts)
+            for value in self._dead_after.get(number, ()):
+                parts.pop(value, None)
+        return tuple(way.moved(parts[value], self._moves) for value, way in self._ways_out.items())
+
+    def _taken(self, number: int) -> list[Way]:
+        operator, choice = self.recorded.forward.operators[number], self._choices[number]
+        out = []
+        for value, end in zip(operator.reads, choice.inputs, strict=True):
+            has_gradient = value.requires_grad and operator.requires_grad
+            if value.is_parameter and not self._is_tied(value):
+                self._gradients.setdefault(value.name, end.gradient)
+                out.append(Way(value.name))
+                continue
+            held = self._end_of(value)
+            back = self._conversions.steps(value, end.gradient, held.gradient) if has_gradient else ()
+            out.append(Way(value.name, self._conversions.steps(value, held.value, end.value), back, has_gradient))
+        return out
+
+    def _call(self, number: int) -> Call:
+        operator, choice, site = (
+            self.recorded.forward.operators[number],
+            self._choices[number],
+            self.recorded.sites[number],
+        )
+        leaves = [
+            self._way(value, end, self._held.get(("readers", value.name), end))
+            for value, end in zip(operator.makes, choice.outputs, strict=True)
+        ]
+        changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
+        takes = self._taken(number)
+        return Call(operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes)
+
+    def _way(self, value: Value, before: End, after: End) -> Way:
+        there = self._conversions.steps(value, before.value, after.value)
+        back = self._conversions.steps(value, after.gradient, before.gradient) if value.requires_grad else ()
+        return Way(value.name, there, back, value.requires_grad)
+
+    def _last_reads(self) -> dict[int, list[Value]]:
+        """By operator, the values of which it is the last to read anything."""
+        last = {value: number for number in self._choices for value in self.recorded.sites[number].sources}
+        last.update(
+            (value, number)
+            for number in self._choices
+            for value in self.recorded.forward.operators[number].makes
+            if value not in last
+        )
+        out: dict[int, list[Value]] = {}
+        for value, number in last.items():
+            if value not in self._left:
+                out.setdefault(number, []).append(value)
+        return out
+
+    def _reads_among(self, names: frozenset[str], number: int) -> list[Value]:
+        reads = dict.fromkeys(self.recorded.forward.operators[number].reads) if names else {}
+        return [value for value in reads if value.is_parameter and value.name in names]
+
+    def _fetched_together(self, planned: PlannedStage) -> dict[int, list[Value]]:
+        """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
+        layer_of = {one.name: one.layer for one in planned.operators}
+        out: dict[int, list[Value]] = {}
+        known: set[Value] = set()
+        first: dict[int | None, int] = {}
+        for number, values in self._in_turn.items():
+            for value in values:
+                if value not in known:
+                    known.add(value)
+                    layer = layer_of[self.recorded.forward.operators[number].name]
+                    out.setdefault(first.setdefault(layer, number), []).append(value)
+        return out
+
+    def _is_tied(self, value: Value) -> bool:
+        return ("parameter", value.name) in self._held
+
+    def _end_of(self, value: Value) -> End:
+        """How a value lies for its readers."""
+        for why in ("readers", "entering", "parameter"):
+            if (why, value.name) in self._held:
+                end = self._held[why, value.name]
+                if why == "parameter":
+                    self._gradients.setdefault(value.name, end.gradient)
+                return end
+        if value.maker is None or value.maker not in self._choices:  # an argument, or another stage's
+            return self._all
+        operator = self.recorded.forward.operators[value.maker]
+        return self._all if operator.is_constant else self._choices[value.maker].outputs[operator.makes.index(value)]
+
+    @property
+    def _all(self) -> End:
+        """Every device has all of a value, and of its gradient."""
+        return End(self._whole, self._whole)
+
+    @property
+    def _whole(self) -> State:
+        return (-1,) * len(self._moves.shape)
+
+    def _left_states(self, is_settled: bool, num_samples: int | None) -> dict[Value, End]:
+        """How what leaves is left. `is_settled`: the loss is computed on each device's samples of the outputs."""
+        planned = {value: self._held.get(("leaving", value.name), self._end_of(value)) for value in self._ports.leaving}
+        if not is_settled:
+            return planned
+        made = {value: end.value for value, end in planned.items() if value.maker in self._choices}
+        axes = sample_axes(made, num_samples, len(self._moves.shape))
+        self.loss_shares = LossShares(self._moves, axes, [has_samples(value, num_samples) for value in planned])
+        state = tuple(0 if axis in axes else REPLICATED for axis in range(len(self._moves.shape)))
+        by_samples = End(state, state)
+        added_up = tuple(PARTIAL if held == 0 else REPLICATED for held in state)
+        whole = End(self._whole, added_up)  # each device's loss adds to the gradient
+        return {value: by_samples if has_samples(value, num_samples) else whole for value in planned}
+
+
+def _check(operator: Operator, choice: Choice, site: Site) -> None:
+    if site.node.op == "call_module":
+        raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
+    if operator.draws and operator.kind not in DRAWING and _draws(site.node):
+        raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
+    if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in RULES):
+        raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
+    own = {one.label for one in operator.loops.within} & {*choice.axes}
+    if own and operator.kind not in RULES:
+        raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
+
+
+def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
+    """By operator."""
+    axes = {one.name: one.axes for one in planned.operators}
+    operators, whole = recorded.forward.operators, (WHOLE,) * len(planned.mesh_shape)
+    return {
+        number: choice_along(operators[number].loops, axes.get(operators[number].name, whole)) for number in numbers
+    }
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether it does with these arguments: attention does where it drops weights."""
+    places = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+    place = places.get(getattr(node.target, "__name__", ""))
+    if place is None:
+        return True
+    return bool(node.kwargs.get("dropout_p", node.args[place] if len(node.args) > place else 0.0))
