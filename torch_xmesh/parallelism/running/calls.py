@@ -11,6 +11,7 @@ from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator, Site, Value
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
+from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import Local, Rule, rules
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
@@ -77,7 +78,7 @@ class Call:
         leaves: Sequence[Way],
         changes: bool,
     ) -> None:
-        self._moves, self._changes = moves, changes
+        self._moves, self._changes, self._kind = moves, changes, operator.kind
         self._function = _function_of(site.node)
         self._modes = site.node.meta.get("modes")
         self._local: Local | None = None
@@ -102,6 +103,10 @@ class Call:
             (value, _finder(place, site.node, behind.get(place)), way)
             for place, value, way in zip(site.places, operator.makes, leaves, strict=True)
         ]
+
+    def cast(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter as the operator takes it under the autocast that is on."""
+        return parameter if self._modes is not None else cast_for(self._kind, parameter)
 
     def run(self, parts: dict[Value, Any]) -> None:
         """Reads this device's parts of values, and adds those of what it makes."""

@@ -34,6 +34,7 @@ class _View:
 
     fetch: "Fetch"
     number: int
+    dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -95,9 +96,25 @@ class Fetched(torch.autograd.Function):
         return None, *ctx.fetch.gradients(gradients)
 
 
+_CAST = frozenset(
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm einsum conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention".split()
+)
+"""Kinds of operators that compute in autocast's type, whatever they are given in single precision."""
+
+
+def cast_for(kind: str, whole: torch.Tensor) -> torch.Tensor:
+    """A parameter as an operator takes it under the autocast that is on, which would cast it to the same."""
+    device = whole.device.type
+    if kind not in _CAST or whole.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return whole
+    return whole.to(torch.get_autocast_dtype(device))
+
+
 @contextmanager
 def not_kept(fetched: Sequence[tuple[Fetch, int, torch.Tensor]]) -> Iterator[None]:
-    """Operators inside do not keep these parameters for backward: each with its number in what fetches it."""
+    """Operators inside do not keep these parameters for backward: each with its number in what fetches it, as they take
+    it."""
     if not fetched:
         yield
         return
@@ -109,13 +126,13 @@ def not_kept(fetched: Sequence[tuple[Fetch, int, torch.Tensor]]) -> Iterator[Non
             return tensor
         fetch, number = found
         fetch.save(number)
-        return _View(fetch, number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return _View(fetch, number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _View):
             out: torch.Tensor = packed
             return out
-        whole = packed.fetch.again(packed.number).contiguous()
+        whole = packed.fetch.again(packed.number).contiguous().to(packed.dtype)
         return whole.as_strided(packed.size, packed.stride, packed.offset)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -96,8 +96,11 @@ class StageForward:
             in_turn = self._in_turn[number]
             if number in self._layers:
                 own.fetch(self._layers[number], parts, fetched)
+            wholes = {value: parts[value] for value in in_turn}
+            parts.update((value, call.cast(whole)) for value, whole in wholes.items())
             with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
                 call.run(parts)
+            parts.update(wholes)
             for value in self._dead_after.get(number, ()):
                 parts.pop(value, None)
         return tuple(way.moved(parts[value], self._moves) for value, way in self._ways_out.items())

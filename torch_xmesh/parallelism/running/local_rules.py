@@ -241,7 +241,14 @@ def softmax(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     raised = x - local.greatest(x.amax(dim, keepdim=True), axes)
     total = local.summed(raised.exp().sum(dim, keepdim=True), axes)
     made = raised.exp() / total if local.operator.kind == "softmax" else raised - total.log()
-    return made.to(local.operator.makes[0].dtype)
+    return made.to(_dtype_of(local, (args[0].new_empty([1] * args[0].dim()), *args[1:]), kwargs))
+
+
+def _dtype_of(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype:
+    """Of what the call itself makes of small arguments like these: under autocast it may not be the recorded one."""
+    with torch.no_grad():
+        made: torch.Tensor = local.function(*args, **kwargs)
+    return made.dtype
 
 
 def _in_single(x: torch.Tensor) -> torch.Tensor:
@@ -304,7 +311,8 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     else:
         whole = F.cross_entropy if is_raw else F.nll_loss
         losses = whole(x, target, reduction="none", ignore_index=ignored)
-    dtype = local.operator.makes[0].dtype
+    few = {**given, "input": given["input"][:0], "target": target[:0], "weight": None}
+    dtype = _dtype_of(local, (), few)
     if reduction != "mean":
         return (losses.sum() if reduction == "sum" else losses).to(dtype)
     return (losses.sum() / local.summed(counted.sum().to(torch.float32), samples)).to(dtype)

@@ -9,14 +9,16 @@ from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.judge import placements_of
-from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
+from torch_xmesh.parallelism.reading import recorded_forward
 from torch_xmesh.parallelism.running.crossing import Ports, outputs_of, ports_of
 from torch_xmesh.parallelism.running.refusals import Turns
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
 from torch_xmesh.pipeline.cut.partition_parts import finish_partition, input_names
+from torch_xmesh.pipeline.cut.ready import MetaCopies
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
 from torch_xmesh.pipeline.cut.stage_program import StageProgram
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
@@ -36,63 +38,94 @@ def planned_partition(
 ) -> Partition:
     """The stages of a plan, each with its module, or None where that is another rank's. Values have the names that
     the plan gives them."""
-    recorded = turns.recorded
     specs = leaf_specs(arguments[0], chunk_specs["args"], "args")
     specs += leaf_specs(arguments[1], chunk_specs["kwargs"], "kwargs")
     samples = batch_size(*arguments, chunk_specs["args"], chunk_specs["kwargs"])
-    ports = ports_of(recorded, plan)
-    taken = {one.name for one in recorded.forward.operators}
+    ports = ports_of(turns.recorded, plan)
+    taken = {one.name for one in turns.recorded.forward.operators}
     named = [(f"{name}_" if name in taken else name, path) for name, path in input_names(model, arguments)]
-    placeholders = [value for node, value in recorded.given.items() if node.op == "placeholder"]
-    names = dict(zip(placeholders, (name for name, _ in named), strict=True))
-    maker = {value: stage for stage, one in enumerate(ports[:-1]) for value in one.leaving}
-    last, outputs = len(ports) - 1, outputs_of(recorded)
     dims = [spec.split_dim if isinstance(spec, Chunk) else None for spec in _tensor_specs(arguments, specs)]
-    values: dict[str, ValueInfo] = {}
-
-    def add(value: Value, sizes: Sequence[Affine], readers: Sequence[int], producer: int | None) -> None:
-        tensor = TensorInfo(tuple(sizes), value.dtype, value.requires_grad)
-        values[names[value]] = ValueInfo(
-            name=names[value],
-            producer=producer,
-            consumers=tuple(stage for stage in readers if stage != producer),
-            shape=value.shape,
-            dtype=value.dtype,
-            requires_grad=value.requires_grad,
-            batch_dim=tensor.batch_dim,
-            is_output=value in outputs,
-            tensor=tensor,
-            samples=samples or 0,
-            fixed_batch=samples is not None,
-        )
-
-    for value, dim in zip(placeholders, dims, strict=True):
-        sizes = [Affine(0, size) for size in value.shape]
-        if dim is not None:
-            sizes[dim] = Affine(value.shape[dim] // (samples or 1), 0)
-        add(value, sizes, [stage for stage, one in enumerate(ports) if value in one.arguments], None)
-    for value in (*maker, *(one for one in outputs if one not in maker and one not in names)):
-        names[value] = value.name
-        readers = [stage for stage, one in enumerate(ports) if value in one.entering]
-        add(value, [Affine(0, size) for size in value.shape], readers, maker.get(value, last))
+    crossing = _Crossing(plan, [name for name, _ in named], dims, samples)
+    names, values = crossing.values(turns.recorded)
     programs = [_program(stage, one, modules[stage], turns, names) for stage, one in enumerate(ports)]
     result = finish_partition(
         programs, values, arguments=arguments, named=named, samples=samples, fixed_batch=samples is not None
     )
-    leaves, structure = pytree.tree_flatten(recorded.recording.output)
-    of_values = tuple(ValueName(names[recorded.values[leaf]]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    leaves, structure = pytree.tree_flatten(turns.recorded.recording.output)
+    node_values = turns.recorded.values
+    of_values = tuple(ValueName(names[node_values[leaf]]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     result.tied_parameters = [[(stage, one.name) for stage in one.stages] for one in plan.ties]
-    result.outputs, result.resize = OutputStructure(of_values, structure), _refuse
+    result.outputs = OutputStructure(of_values, structure)
+    copies = MetaCopies([model])
+    examples = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="meta"), arguments)
+
+    def resize(shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> SizedStages:
+        """Under another autocast, for other types."""
+        if any(values[name].shape != shape for name, shape in shapes.items()):
+            raise ValueError("a plan is for its example's sizes alone")
+        (copy,) = copies.modules()
+        assert copy is not None
+        _, others = crossing.values(recorded_forward(copy, *examples))
+        return SizedStages(others, result.outputs, result.fixed_batch, result.stages)
+
+    result.resize = resize
     return result
+
+
+class _Crossing:
+    """What the engine is told of values that enter the model, cross stages or leave it.
+
+    Args:
+        inputs: names of the model's tensor arguments, in order.
+        dims: along which each of them is cut into microbatches.
+        samples: of a microbatch.
+    """
+
+    def __init__(
+        self, plan: ParallelPlan, inputs: Sequence[str], dims: Sequence[int | None], samples: int | None
+    ) -> None:
+        self._plan, self._inputs, self._dims, self._samples = plan, inputs, dims, samples
+
+    def values(self, recorded: Recorded) -> tuple[dict[Value, str], dict[str, ValueInfo]]:
+        """Their names, and by name what they are."""
+        ports = ports_of(recorded, self._plan)
+        placeholders = [value for node, value in recorded.given.items() if node.op == "placeholder"]
+        names = dict(zip(placeholders, self._inputs, strict=True))
+        maker = {value: stage for stage, one in enumerate(ports[:-1]) for value in one.leaving}
+        outputs = outputs_of(recorded)
+        out: dict[str, ValueInfo] = {}
+
+        def add(value: Value, sizes: Sequence[Affine], readers: Sequence[int], producer: int | None) -> None:
+            tensor = TensorInfo(tuple(sizes), value.dtype, value.requires_grad)
+            out[names[value]] = ValueInfo(
+                name=names[value],
+                producer=producer,
+                consumers=tuple(stage for stage in readers if stage != producer),
+                shape=value.shape,
+                dtype=value.dtype,
+                requires_grad=value.requires_grad,
+                batch_dim=tensor.batch_dim,
+                is_output=value in outputs,
+                tensor=tensor,
+                samples=self._samples or 0,
+                fixed_batch=self._samples is not None,
+            )
+
+        for value, dim in zip(placeholders, self._dims, strict=True):
+            sizes = [Affine(0, size) for size in value.shape]
+            if dim is not None:
+                sizes[dim] = Affine(value.shape[dim] // (self._samples or 1), 0)
+            add(value, sizes, [stage for stage, one in enumerate(ports) if value in one.arguments], None)
+        for value in (*maker, *(one for one in outputs if one not in maker and one not in names)):
+            names[value] = value.name
+            readers = [stage for stage, one in enumerate(ports) if value in one.entering]
+            add(value, [Affine(0, size) for size in value.shape], readers, maker.get(value, len(ports) - 1))
+        return names, out
 
 
 def _tensor_specs(arguments: Arguments, specs: Sequence[Any]) -> list[Any]:
     leaves = pytree.tree_leaves(arguments)
     return [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
-
-
-def _refuse(shapes: Shapes, usual: Mapping[str, Any]) -> SizedStages:
-    raise ValueError("a plan is for its example's sizes alone")
 
 
 def _program(
