@@ -192,7 +192,9 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     for name, buffer in whole.named_buffers():
         if not name.endswith("num_batches_tracked"):
             state = next(one.state for one in planned.parameters if one.name == name)
-            torch.testing.assert_close(stage.get_buffer(name), part_of(buffer, state, planned.mesh_shape, at))
+            kept_buffer = stage.get_buffer(name)
+            assert isinstance(kept_buffer, DTensor)
+            torch.testing.assert_close(kept_buffer.to_local(), part_of(buffer, state, planned.mesh_shape, at))
     for kept in planned.parameters:
         if kept.name not in parameters:
             continue

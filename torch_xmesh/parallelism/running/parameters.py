@@ -67,10 +67,11 @@ class StageParameters:
             whole, state = tensors[value.name], self._kept_state(value.name)
             steps = self._conversions.steps(value, whole_state, state)
             part = self._moves.run(whole.detach(), steps, value.name, "parameter").clone()
+            placed: torch.Tensor = self._placed(part, state)
             if isinstance(whole, nn.Parameter):
-                part = nn.Parameter(self._placed(part, state), whole.requires_grad)
-            _register(model, home, value.name, part)
-            self._own[value.name] = part
+                placed = nn.Parameter(placed, whole.requires_grad)
+            _register(model, home, value.name, placed)
+            self._own[value.name] = placed
         kept = {id(tensors[name]): one for name, one in self._own.items()}
         for name, whole in tensors.items():
             one = kept.get(id(whole))
@@ -78,14 +79,18 @@ class StageParameters:
                 _register(model, home, name, one)
 
     def keep_unread(self, model: nn.Module, home: nn.Module, read: set[str]) -> None:
-        """What no stage reads, whole, under its name in `home`."""
-        for name, parameter in model.named_parameters():
-            if name not in read:
-                kept = self._placed(parameter.detach().clone(), (REPLICATED,) * self._mesh.ndim)
-                _register(model, home, name, nn.Parameter(kept, parameter.requires_grad))
-        for name, buffer in model.named_buffers():
-            if name not in read:
-                _register(model, home, name, buffer.detach().clone())
+        """What no stage reads, whole, under its names in `home`."""
+        tensors = _named_tensors(model)
+        elsewhere = {id(tensors[name]) for name in read}
+        kept: dict[int, torch.Tensor] = {}
+        for name, whole in tensors.items():
+            if id(whole) in elsewhere:
+                continue
+            if id(whole) not in kept:
+                placed: torch.Tensor = self._placed(whole.detach().clone(), (REPLICATED,) * self._mesh.ndim)
+                is_parameter = isinstance(whole, nn.Parameter)
+                kept[id(whole)] = nn.Parameter(placed, whole.requires_grad) if is_parameter else placed
+            _register(model, home, name, kept[id(whole)])
 
     def _placed(self, part: torch.Tensor, state: State) -> DTensor:
         return DTensor.from_local(part, self._mesh, placements_of(state), run_check=False)
