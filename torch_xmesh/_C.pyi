@@ -487,8 +487,10 @@ def conversion_table(
     made: Sequence[tuple[Sequence[int], Sequence[int]]],
     taken: Sequence[tuple[Sequence[int], Sequence[int]]],
     has_gradient: bool,
+    times: int = 1,
 ) -> CostTable:
-    """Between the choices of who makes a value and of who takes it: pairs of the value's state and the gradient's."""
+    """Between the choices of who makes a value and of who takes it: pairs of the value's state and the gradient's. The
+    value goes that way `times` times, its gradient back once."""
 
 class StrategyGraph:
     """Sharding choices of operators, and what they cost alone and in pairs."""

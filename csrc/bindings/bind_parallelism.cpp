@@ -107,11 +107,12 @@ void bindGraph(py::module_& module) {
           py::arg("row"), py::arg("column"));
   module.def(
       "conversion_table",
-      [](const core::ConversionCosts& costs, const std::vector<End>& made, const std::vector<End>& taken, bool has_gradient) {
-        return std::make_shared<core::CostTable>(core::conversionTable(costs, endsOf(made), endsOf(taken), has_gradient));
+      [](const core::ConversionCosts& costs, const std::vector<End>& made, const std::vector<End>& taken, bool has_gradient, int times) {
+        return std::make_shared<core::CostTable>(core::conversionTable(costs, endsOf(made), endsOf(taken), has_gradient, times));
       },
-      py::arg("costs"), py::arg("made"), py::arg("taken"), py::arg("has_gradient"),
-      "Between the choices of who makes a value and of who takes it: pairs of the value's state and the gradient's.");
+      py::arg("costs"), py::arg("made"), py::arg("taken"), py::arg("has_gradient"), py::arg("times") = 1,
+      "Between the choices of who makes a value and of who takes it: pairs of the value's state and the gradient's. The value goes that way `times` "
+      "times, its gradient back once.");
   py::class_<core::StrategyGraph>(module, "StrategyGraph", "Sharding choices of operators, and what they cost alone and in pairs.")
       .def(py::init<>())
       .def("add_node", &core::StrategyGraph::addNode, py::arg("name"), py::arg("costs"), "Its number. Raises ValueError without a choice.")

@@ -46,6 +46,16 @@ def llama() -> Made:
     return _quietly(library.LlamaForCausalLM, config), (TOKENS,), {}
 
 
+def llama_with_checkpoints() -> Made:
+    model, args, kwargs = llama()
+    model.train()
+    for enable in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # by version
+        if hasattr(model, enable):
+            getattr(model, enable)()
+            break
+    return model, args, kwargs
+
+
 def bert() -> Made:
     library = _transformers()
     config = library.BertConfig(
@@ -95,6 +105,7 @@ def encoder() -> Made:
 MODELS: dict[str, Callable[[], Made]] = {
     "GPT-2": gpt2,
     "Llama": llama,
+    "Llama with checkpoints": llama_with_checkpoints,
     "BERT": bert,
     "ViT": vit,
     "T5": t5,

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from random_plans import any_sharding
-from small_models import Gpt, Mlp
+from small_models import Gpt, Layer, Mlp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import torch_xmesh as xm
 from torch_xmesh.parallelism.assembly import planned_stage
@@ -138,7 +139,44 @@ def normed() -> tuple[nn.Module, torch.Tensor]:
     return Normed(), torch.randn(8, 4, 6, 6)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "gpt": gpt, "tied gpt": tied_gpt}
+class Checkpointed(nn.Module):
+    """Layers that backward computes once more, masks and all; of the last one a part."""
+
+    def __init__(self, dropped: float) -> None:
+        super().__init__()
+        self.dropped = dropped
+        self.layers = nn.ModuleList(Layer(64, 4, is_pre=True) for _ in range(2))
+        self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def last(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = F.dropout(self.inner(x).relu(), self.dropped)
+        return self.head(x), x.mean((1, 2), keepdim=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        made, mean = checkpoint(self.last, x, use_reentrant=True)
+        out: torch.Tensor = made * mean + x
+        return out
+
+
+def checkpointed() -> tuple[nn.Module, torch.Tensor]:
+    return Checkpointed(0.25), torch.randn(8, 16, 64)
+
+
+def checkpointed_alike() -> tuple[nn.Module, torch.Tensor]:
+    """As one process would, without masks."""
+    return Checkpointed(0.0), torch.randn(8, 16, 64)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "mlp": mlp,
+    "gpt": gpt,
+    "tied gpt": tied_gpt,
+    "checkpointed": checkpointed,
+    "checkpointed alike": checkpointed_alike,
+}
 RANDOM = {
     **MODELS,
     "classifier": classifier,
@@ -318,7 +356,7 @@ def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["found", "pipeline", "pipeline 4", "pipeline with ZeRO-2", "pipeline with ZeRO-3"])
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "checkpointed alike"])
 def test_stages_of_a_plan_train(name: str, plan: str) -> None:
     spawn(trains, 4, name, plan, timeout=120)
 

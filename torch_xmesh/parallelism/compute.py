@@ -72,7 +72,8 @@ class ComputeSeconds:
 
 def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int], compute: Compute) -> ComputeSeconds:
     """Of one microbatch. A gradient of one input takes as long as the forward does: it is a product of the same loops,
-    or reads as many bytes. Of a parameter that is only added, scaled by or looked into it takes to be written."""
+    or reads as many bytes. Of a parameter that is only added, scaled by or looked into it takes to be written. What
+    is computed again is with the inputs' gradients."""
     if operator.views:
         return ComputeSeconds()
     flops = operator.loops.flops / num_devices_used(choice, mesh_shape)
@@ -84,14 +85,15 @@ def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int
     )
     once = compute.seconds(flops, read + made)
     if not operator.requires_grad:
-        return ComputeSeconds(once)
+        return ComputeSeconds(once, once if operator.is_computed_again else 0.0)
     weights = [pair for pair in zip(operator.reads, choice.inputs, strict=True) if pair[0].is_trained]
     num_inputs = sum(value.requires_grad and not value.is_parameter for value in operator.reads)
     if operator.loops.flops:
         of_weights = once * sum(len(value.shape) > 1 for value, _ in weights)
     else:
         of_weights = compute.seconds(0.0, sum(_num_bytes(mesh_shape, value, end) for value, end in weights))
-    return ComputeSeconds(once, once * min(num_inputs, 2), of_weights)
+    again = once if operator.is_computed_again else 0.0
+    return ComputeSeconds(once, again + once * min(num_inputs, 2), of_weights)
 
 
 def _num_bytes(mesh_shape: Sequence[int], value: Value, end: End) -> float:

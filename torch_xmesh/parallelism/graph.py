@@ -42,7 +42,8 @@ FREE = Prices()
 
 @dataclasses.dataclass(frozen=True)
 class _Edge:
-    """A value between two nodes of the graph; `owner`: the operator whose expense that is."""
+    """A value between two nodes of the graph; `owner`: the operator whose expense that is. `is_again`: backward brings
+    it once more."""
 
     value: Value
     node: int
@@ -51,6 +52,7 @@ class _Edge:
     taken: list[End]
     has_gradient: bool
     owner: int
+    is_again: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,17 +221,30 @@ class ShardingGraph:
                 ends = [end for end in ends if max(end.value) <= most]
             hub = self._add_hub(f"leaving {value.name}", ends, maker)
             self._leaving[value] = hub
-            self._edge(value, node, made, hub.node, hub.ends, maker)
+            self._edge(value, node, made, hub.node, hub.ends, maker, is_outside=True)
 
     def _taken(self, reader: int, place: int) -> list[End]:
         return self.space.taken_ends(self._choices[reader], place)
 
-    def _edge(self, value: Value, node: int, made: list[End], reader: int, taken: list[End], owner: int) -> None:
+    def _edge(
+        self,
+        value: Value,
+        node: int,
+        made: list[End],
+        reader: int,
+        taken: list[End],
+        owner: int,
+        *,
+        is_outside: bool = False,
+    ) -> None:
+        """`is_outside`: it is brought there behind all checkpoints."""
         operators = self.stretch.operators
         gives_gradient = reader >= len(operators) or operators[reader].requires_grad
         has_gradient = value.requires_grad and gives_gradient
-        self._graph.add_edge(node, reader, self.space.table(value, made, taken, has_gradient))
-        self._edges.append(_Edge(value, node, made, reader, taken, has_gradient, owner))
+        is_again = operators[owner].is_given_again if reader == owner else operators[owner].is_computed_again
+        is_again = is_again and not is_outside
+        self._graph.add_edge(node, reader, self.space.table(value, made, taken, has_gradient, 1 + is_again))
+        self._edges.append(_Edge(value, node, made, reader, taken, has_gradient, owner, is_again))
 
     def _with_zero(self) -> tuple[Array, Array]:
         """Costs and bytes of parameters in parts."""
@@ -342,6 +357,8 @@ class ShardingGraph:
         left, right = edge.made[chosen[edge.node]], edge.taken[chosen[edge.reader]]
         steps = self.space.steps
         backward = steps(edge.value, "backward", right.gradient, left.gradient) if edge.has_gradient else []
+        if edge.is_again:
+            backward = steps(edge.value, "backward", left.value, right.value) + backward
         return steps(edge.value, "forward", left.value, right.value), backward
 
 

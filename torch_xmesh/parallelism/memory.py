@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from torch_xmesh.parallelism.loops import Choice, State, num_parts
-from torch_xmesh.parallelism.operators import Operator, Value
+from torch_xmesh.parallelism.operators import Again, Operator, Value
 
 STATES = 2
 """Optimizer states of a parameter, each as large: Adam's."""
@@ -82,10 +82,14 @@ def kept_by(operators: Sequence[Operator], leaving: Collection[Value] = ()) -> l
     comes; parameters are there anyway."""
     root: dict[Value, Value] = {}
     out: list[Kept] = []
+    checkpoint_of = {value: operator.checkpoint for operator in operators for value in operator.makes}
     for number, operator in enumerate(operators):
         for value in operator.makes:
             root[value] = root.get(operator.reads[0], operator.reads[0]) if operator.views and operator.reads else value
         reads, makes = _needs(operator)
+        if operator.checkpoint is not None:  # what it reads of the inside is made anew
+            reads = [i for i, value in enumerate(operator.reads) if checkpoint_of.get(value) != operator.checkpoint]
+            makes = ()
         wanted = [(place, False, operator.reads[place]) for place in reads]
         wanted += [
             (place, True, value) for place, value in enumerate(operator.makes) if place in makes or value in leaving
@@ -97,8 +101,28 @@ def kept_by(operators: Sequence[Operator], leaving: Collection[Value] = ()) -> l
     return out
 
 
+def with_checkpoints(operators: Sequence[Operator], checkpoints: Sequence[int | None]) -> tuple[Operator, ...]:
+    """The same, each in the checkpoint of that number. Backward computes one once more up to its last operator that
+    keeps something, which it only gives its tensors (T. Chen et al., Training Deep Nets with Sublinear Memory Cost,
+    2016)."""
+    last: dict[int, int] = {}
+    for number, (operator, checkpoint) in enumerate(zip(operators, checkpoints, strict=True)):
+        if checkpoint is not None and any(_needs(operator)):
+            last[checkpoint] = number
+    out = []
+    for number, (operator, checkpoint) in enumerate(zip(operators, checkpoints, strict=True)):
+        if checkpoint is not None:
+            end = last.get(checkpoint, -1)
+            again: Again = "all" if number < end else "given" if number == end else "nothing"
+            operator = dataclasses.replace(operator, checkpoint=checkpoint, again=again)
+        out.append(operator)
+    return tuple(out)
+
+
 def is_read_back(operator: Operator, place: int) -> bool:
     """Whether its backward reads again a parameter that it reads at this place. A norm's takes its bias along."""
+    if operator.is_given_again:
+        return True
     if operator.kind == "embedding":  # the gradient's rows follow from the indices
         return False
     return place in _needs(operator)[0] or (operator.kind in _NORMS and operator.requires_grad)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Literal
 
 import torch
 from torch import fx
@@ -36,6 +37,10 @@ class Value:
         return self.is_parameter and self.requires_grad
 
 
+Again = Literal["nothing", "given", "all"]
+"""What backward does once more of an operator in a checkpoint: it is given its tensors; it is computed, too."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """One operator of a forward.
@@ -51,6 +56,8 @@ class Operator:
             of it, and parts of that are taken as they are needed.
         draws: it draws random numbers.
         views: what it makes is the memory of the first tensor that it reads.
+        checkpoint: the number of the activation checkpoint that it is in.
+        again: what of it backward does once more, in a checkpoint.
     """
 
     name: str
@@ -63,10 +70,22 @@ class Operator:
     is_constant: bool = False
     draws: bool = False
     views: bool = False
+    checkpoint: int | None = None
+    again: "Again" = "nothing"
 
     @property
     def requires_grad(self) -> bool:
         return any(value.requires_grad for value in self.makes)
+
+    @property
+    def is_given_again(self) -> bool:
+        """Whether backward brings it its tensors once more."""
+        return self.again != "nothing"
+
+    @property
+    def is_computed_again(self) -> bool:
+        """Whether backward computes it once more, and leaves what it makes as before."""
+        return self.again == "all"
 
 
 @dataclasses.dataclass(frozen=True)

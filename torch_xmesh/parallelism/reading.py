@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import Loops, check_loops
+from torch_xmesh.parallelism.memory import with_checkpoints
 from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
@@ -59,7 +60,14 @@ def _recorder(
     names = [f"input {i}" for i in range(len(tensors))]
     device = torch.device("cpu")
     recorded = RecordedModel(
-        model, arguments, names=names, opened=_opened(model), batch=(), device=device, closes_what_fails=True
+        model,
+        arguments,
+        names=names,
+        opened=_opened(model),
+        batch=(),
+        device=device,
+        closes_what_fails=True,
+        opens_checkpoints=True,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,6 +111,7 @@ class _Reader:
         self._sites: list[Site] = []
         self._count_of: dict[str, int] = {}
         self._parts: dict[fx.Node, list[fx.Node]] = {}
+        self._checkpoints: list[int | None] = []  # by operator
         self._is_varied: set[Value] = set()  # parameters, products and random numbers are behind them
 
     def read(self) -> Recorded:
@@ -126,7 +135,7 @@ class _Reader:
             for name, one in self._model.named_parameters()
             if one.requires_grad
         )
-        forward = Forward(tuple(self._operators), tuple(outputs), parameters)
+        forward = Forward(with_checkpoints(self._operators, self._checkpoints), tuple(outputs), parameters)
         return Recorded(forward, self._recording, tuple(self._sites), self._values, self._firsts)
 
     def _given(self, node: fx.Node, facts: NodeFacts) -> Value:
@@ -225,6 +234,7 @@ class _Reader:
             Value(full_name if len(tensors) == 1 else f"{full_name}[{i}]", *tensor, maker=number)
             for i, tensor in enumerate(tensors)
         )
+        self._checkpoints.append(node.meta.get("checkpoint"))
         draws, views = self._recording.facts[node].draws, self._is_view(node)
         is_constant = not loops.is_heavy and not draws and not any(value in self._is_varied for value in read)
         if not is_constant:

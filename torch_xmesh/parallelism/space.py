@@ -148,15 +148,18 @@ class Space:
         )
         return out
 
-    def table(self, value: Value, made: list[End], taken: list[End], has_gradient: bool) -> "_C.CostTable":
-        """What it costs to bring a value from each of one's ends to each of another's, and its gradient back."""
+    def table(
+        self, value: Value, made: list[End], taken: list[End], has_gradient: bool, times: int = 1
+    ) -> "_C.CostTable":
+        """What it costs to bring a value so often from each of one's ends to each of another's, and its gradient back
+        once."""
 
         def make() -> "_C.CostTable":
             self._alive += [made, taken]
             left, right = ([(end.value, end.gradient) for end in ends] for ends in (made, taken))
-            return _C.conversion_table(self.conversions(value), left, right, has_gradient)
+            return _C.conversion_table(self.conversions(value), left, right, has_gradient, times)
 
-        key = ("table", value.shape, value.num_bytes, has_gradient, id(made), id(taken))
+        key = ("table", value.shape, value.num_bytes, has_gradient, times, id(made), id(taken))
         out: _C.CostTable = self.once(key, make)
         return out
 
@@ -177,8 +180,8 @@ class Space:
                 cuts = math.prod(size for place, (other, size) in others if place != axis and other in own.cut_by)
                 once = CollectiveUse(name, "forward", own.collective, axis, own.num_bytes / cuts)
                 out += [once] * own.num_forward
-                if operator.requires_grad:
-                    out += [dataclasses.replace(once, why="backward")] * own.num_backward
+                back = own.num_backward * operator.requires_grad + own.num_forward * operator.is_computed_again
+                out += [dataclasses.replace(once, why="backward")] * back
         return out
 
     def steps(self, value: Value, why: str, before: State, after: State) -> list[CollectiveUse]:
@@ -240,7 +243,7 @@ class Space:
         """What operators have in common that cost the same."""
         read = tuple((value.shape, value.dtype, value.requires_grad, value.is_parameter) for value in operator.reads)
         made = tuple((value.shape, value.dtype, value.requires_grad) for value in operator.makes)
-        return id(choices), operator.loops.key, read, made, operator.views
+        return id(choices), operator.loops.key, read, made, operator.views, operator.again
 
     def held_bytes(self, operator: Operator, choices: list[Choice], places: tuple[int, ...]) -> Array:
         """What a device holds of the parameters at these places among what the operator reads, by choice."""

@@ -202,11 +202,12 @@ std::vector<ConversionStep> ConversionCosts::steps(const ValueState& from, const
   return out;
 }
 
-CostTable conversionTable(const ConversionCosts& costs, const std::vector<ValueEnd>& made, const std::vector<ValueEnd>& taken, bool has_gradient) {
+CostTable conversionTable(
+    const ConversionCosts& costs, const std::vector<ValueEnd>& made, const std::vector<ValueEnd>& taken, bool has_gradient, int times) {
   CostTable out{made.size(), taken.size(), {}};
   for (const ValueEnd& from : made) {
     for (const ValueEnd& to : taken) {
-      out.costs.push_back(costs.cost(from.value, to.value) + (has_gradient ? costs.cost(to.gradient, from.gradient) : 0));
+      out.costs.push_back(times * costs.cost(from.value, to.value) + (has_gradient ? costs.cost(to.gradient, from.gradient) : 0));
     }
   }
   return out;

@@ -1,7 +1,8 @@
 """What brings a device's part of a value from one sharding to another, and its gradient back."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Moves:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.coordinate = tuple(coordinate)
-        self._on_collective = on_collective
+        self._on_collective, self._is_again = on_collective, False
 
     def run(self, part: torch.Tensor, steps: Sequence[Step], name: str, why: str) -> torch.Tensor:
         """The device's part afterwards; without a graph."""
@@ -154,6 +155,15 @@ class Moves:
         rows = [_split(row, [part.shape for part, _, _ in parts]) for row in gathered.chunk(size)]
         return [torch.cat([row[i] for row in rows], step.before) for i, (_, step, _) in enumerate(parts)]
 
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """What is moved inside is moved for backward, which computes a part of the forward once more."""
+        self._is_again = True
+        try:
+            yield
+        finally:
+            self._is_again = False
+
     def group(self, axis: int) -> dist.ProcessGroup:
         """The devices along an axis."""
         return self._groups[axis]
@@ -171,6 +181,7 @@ class Moves:
     def _tell(self, name: str, why: str, kind: str, axis: int, num_bytes: int) -> None:
         """Bytes as CollectiveUse counts them."""
         if self._on_collective is not None:
+            why = "backward" if self._is_again else why
             self._on_collective(CollectiveUse(name, why, kind, axis, float(num_bytes)))
 
 

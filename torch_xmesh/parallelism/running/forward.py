@@ -4,10 +4,14 @@ operator by operator: parts as it takes them (Moved) --> the call, or its rule -
                       --> where several read it: as the plan holds it (Moved)
 """
 
+import contextlib
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
@@ -20,6 +24,19 @@ from torch_xmesh.parallelism.running.fetching import not_kept
 from torch_xmesh.parallelism.running.local_rules import DRAWING
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """An activation checkpoint.
+
+    Attributes:
+        takes: what its operators read and others make.
+        leaves: what they make and others read.
+    """
+
+    takes: tuple[Value, ...]
+    leaves: tuple[Value, ...]
 
 
 class StageForward:
@@ -64,6 +81,7 @@ class StageForward:
         in_turn = in_turn_of(planned)
         self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._choices}
         self._layers = self._fetched_together(planned)
+        self._turns, self._regions = self._in_regions()
         for operator, choice in self._choices.items():
             _check(recorded.forward.operators[operator], choice, recorded.sites[operator])
 
@@ -92,18 +110,59 @@ class StageForward:
             elif node.op == "get_attr" and (read := own.read(value)) is not None:
                 parts[value] = read
         fetched: InTurnKnown = {}
-        for number, call in self._calls.items():
-            in_turn = self._in_turn[number]
+        for numbers in self._turns:
+            region = self._regions.get(numbers[0])
+            if region is not None and torch.is_grad_enabled():
+                self._run_region(numbers, region, parts, own)
+            else:
+                self._run(numbers, parts, own, fetched)
+        return tuple(way.moved(parts[value], self._moves) for value, way in self._ways_out.items())
+
+    def _run(
+        self,
+        numbers: Sequence[int],
+        parts: dict[Value, Any],
+        own: StageParameters,
+        fetched: InTurnKnown,
+        *,
+        is_region: bool = False,
+    ) -> None:
+        """Operators in order; of a checkpoint nothing is kept anyhow."""
+        for number in numbers:
+            call, in_turn = self._calls[number], self._in_turn[number]
             if number in self._layers:
                 own.fetch(self._layers[number], parts, fetched)
-            wholes = {value: parts[value] for value in in_turn}
-            parts.update((value, call.cast(whole)) for value, whole in wholes.items())
-            with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
+            if not in_turn or is_region:
                 call.run(parts)
-            parts.update(wholes)
+            else:
+                wholes = {value: parts[value] for value in in_turn}
+                parts.update((value, call.cast(whole)) for value, whole in wholes.items())
+                with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
+                    call.run(parts)
+                parts.update(wholes)
             for value in self._dead_after.get(number, ()):
                 parts.pop(value, None)
-        return tuple(way.moved(parts[value], self._moves) for value, way in self._ways_out.items())
+
+    def _run_region(
+        self, numbers: Sequence[int], region: "_Region", parts: dict[Value, Any], own: StageParameters
+    ) -> None:
+        """An activation checkpoint: backward does it once more, with its collectives."""
+        num_runs = 0
+
+        def compute(*given: Any) -> tuple[Any, ...]:
+            nonlocal num_runs
+            inside = dict(zip(region.takes, given, strict=True))
+            num_runs += 1
+            with self._moves.again() if num_runs > 1 else contextlib.nullcontext():
+                self._run(numbers, inside, own, {}, is_region=True)
+            return tuple(inside[value] for value in region.leaves)
+
+        given = [parts[value] for value in region.takes]
+        made = torch.utils.checkpoint.checkpoint(compute, *given, use_reentrant=False)
+        for number in numbers:
+            for value in self._dead_after.get(number, ()):
+                parts.pop(value, None)
+        parts.update(zip(region.leaves, made, strict=True))
 
     def _taken(self, number: int) -> list[Way]:
         operator, choice = self.recorded.forward.operators[number], self._choices[number]
@@ -161,15 +220,39 @@ class StageForward:
         """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
         layer_of = {one.name: one.layer for one in planned.operators}
         out: dict[int, list[Value]] = {}
-        known: set[Value] = set()
-        first: dict[int | None, int] = {}
+        known: set[tuple[Value, int | None]] = set()
+        first: dict[tuple[int | None, int | None], int] = {}
         for number, values in self._in_turn.items():
+            operator = self.recorded.forward.operators[number]
             for value in values:
-                if value not in known:
-                    known.add(value)
-                    layer = layer_of[self.recorded.forward.operators[number].name]
+                if (value, operator.checkpoint) not in known:  # a checkpoint has its own
+                    known.add((value, operator.checkpoint))
+                    layer = layer_of[operator.name], operator.checkpoint
                     out.setdefault(first.setdefault(layer, number), []).append(value)
         return out
+
+    def _in_regions(self) -> tuple[list[list[int]], dict[int, "_Region"]]:
+        """Operators, in lists: those of an activation checkpoint in one. And by their first one what it is given."""
+        operators, sites = self.recorded.forward.operators, self.recorded.sites
+        turns: list[list[int]] = []
+        regions: dict[int, _Region] = {}
+        for checkpoint, found in itertools.groupby(self._calls, key=lambda number: operators[number].checkpoint):
+            numbers = [*found]
+            turns.append(numbers)
+            if checkpoint is None:
+                continue
+            made = {value: None for number in numbers for value in operators[number].makes}
+            fetched = {value for number in numbers for value in self._in_turn[number]}
+            dead = {value for number in numbers for value in self._dead_after.get(number, ())}
+            takes: dict[Value, None] = {}
+            for number in numbers:
+                sources = zip(sites[number].sources, sites[number].is_read, strict=True)
+                takes |= {value: None for value, is_read in sources if is_read}
+            regions[numbers[0]] = _Region(
+                tuple(value for value in takes if value not in made and value not in fetched),
+                tuple(value for value in made if value not in dead),
+            )
+        return turns, regions
 
     def _is_tied(self, value: Value) -> bool:
         return ("parameter", value.name) in self._held

@@ -1,5 +1,7 @@
 """What a forward does, written down as a torch.fx graph while it runs."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ class GraphWriter:
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # or ids are used again
         self._base_modes = current_modes()
+        self._num_checkpoints = 0
+        self._checkpoint: int | None = None
 
     def new(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """A node in the module and the modes in which the forward is."""
@@ -45,7 +49,20 @@ class GraphWriter:
         modules = [*self.stack, str(target)] if op == "call_module" else list(self.stack)
         modes = current_modes()
         node.meta.update(source=user_line(), modules=modules, modes=None if modes == self._base_modes else modes)
+        node.meta["checkpoint"] = self._checkpoint
         return node
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Nodes made inside are those of a checkpoint, or of the outermost of several."""
+        before = self._checkpoint
+        if before is None:
+            self._checkpoint = self._num_checkpoints
+            self._num_checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoint = before
 
     def define(self, node: fx.Node, value: Any, *, draws: bool = False, keeps: bool = False) -> None:
         """`node` is `value`: each of its tensors gets a node of its own; `keeps`: but for those that have one."""

@@ -56,9 +56,10 @@ class RecordedModel:
         batch: Collection[str],
         device: torch.device,
         closes_what_fails: bool = False,
+        opens_checkpoints: bool = False,
     ) -> None:
         """`batch` names the arguments that are cut into microbatches. `closes_what_fails`: a module whose insides
-        cannot be run on fakes is not looked into, nor are others of its class."""
+        cannot be run on fakes is not looked into, nor are others of its class. `opens_checkpoints`: see Recorder."""
         self.names, self.opened, self._batch = list(names), opened, batch
         self.type_name = type(model).__name__
         self._shadow = Shadow(model, device)
@@ -70,6 +71,7 @@ class RecordedModel:
         self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
         self._leaves, self._structure = pytree.tree_flatten(arguments)
         self._closes_what_fails, self._failed_in = closes_what_fails, ""
+        self._opens_checkpoints = opens_checkpoints
         self.device = device
         self._begun, self._num_recorded = time.monotonic(), 0
 
@@ -157,7 +159,12 @@ class RecordedModel:
         random.seed(seed)
         np.random.seed(seed)  # models draw from the global one
         recorder = Recorder(
-            self._shadow, opened=self.opened, on_memory=self._on_memory, as_fakes=self._as_fakes, batch=self._batch
+            self._shadow,
+            opened=self.opened,
+            on_memory=self._on_memory,
+            as_fakes=self._as_fakes,
+            batch=self._batch,
+            opens_checkpoints=self._opens_checkpoints,
         )
         try:
             return recorder.record(self.names, pytree.tree_unflatten(leaves, self._structure))

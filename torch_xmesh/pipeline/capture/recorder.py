@@ -38,7 +38,7 @@ from torch_xmesh.pipeline.capture.node_forms import (
 from torch_xmesh.pipeline.capture.recording import Guard, Recording, memory_of, nodes_behind, structure_of
 from torch_xmesh.pipeline.capture.shadow import Shadow
 from torch_xmesh.pipeline.capture.source_lines import user_line
-from torch_xmesh.pipeline.capture.told_calls import checkpoint_of, run_checkpoint, told_calls
+from torch_xmesh.pipeline.capture.told_calls import CHECKPOINT_OPTIONS, checkpoint_of, run_checkpoint, told_calls
 from torch_xmesh.pipeline.capture.watch import OperatorWatch, RandomStates
 
 _READS = frozenset(
@@ -62,11 +62,13 @@ class Recorder(TorchFunctionMode):
         on_memory: frozenset[type],
         as_fakes: frozenset[str],
         batch: Collection[str],
+        opens_checkpoints: bool = False,
     ) -> None:
         """`as_fakes`: nodes whose results are fakes, whatever they are made of; `batch`: the names of the inputs that
-        are cut into microbatches."""
+        are cut into microbatches; `opens_checkpoints`: nodes of what is checkpointed have its number in
+        ``meta["checkpoint"]``, instead of one node that is all of it."""
         super().__init__()
-        self._batch, self._as_fakes = batch, as_fakes
+        self._batch, self._as_fakes, self._opens_checkpoints = batch, as_fakes, opens_checkpoints
         self._shadow, self._opened, self._on_memory = shadow, opened, on_memory
         self._alive: list[torch.Tensor] = []  # or ids are used again
         self._guards: list[Guard] = []
@@ -181,9 +183,14 @@ class Recorder(TorchFunctionMode):
         return self._call("call_function", function, args, kwargs, compute)
 
     def checkpoint(self, run: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """A checkpoint is one node; `run` does it. What it runs must be modules in which no stage begins."""
+        """A checkpoint whose insides are not recorded is one node; `run` does it. What it runs must be modules in which
+        no stage begins."""
         if self._is_paused:
             return run(function, *args, **kwargs)
+        if self._opens_checkpoints:
+            own = {name: one for name, one in kwargs.items() if name not in CHECKPOINT_OPTIONS}
+            with self._writer.checkpoint():
+                return function(*args, **own)
         with self._paused():
             found = self._writer.lift(function)
             if isinstance(found, str):

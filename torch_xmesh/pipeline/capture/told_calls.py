@@ -27,6 +27,10 @@ class CallRecorder(Protocol):
         """A function is checkpointed: ``run(function, *args, **kwargs)`` does it."""
 
 
+CHECKPOINT_OPTIONS = frozenset("use_reentrant context_fn determinism_check debug early_stop preserve_rng_state".split())
+"""Of torch's checkpoint: its other keyword arguments are the function's."""
+
+
 def checkpoint_of(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A checkpoint, as a graph calls it."""
     return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
