@@ -92,6 +92,19 @@ def mixtral() -> Made:
     return _quietly(library.MixtralForCausalLM, config), (TOKENS,), {}
 
 
+def qwen3_moe() -> Made:
+    library = _transformers()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = library.Qwen3MoeConfig(**DECODER, **experts, head_dim=16, router_aux_loss_coef=0.1)
+    return _quietly(library.Qwen3MoeForCausalLM, config), (TOKENS,), {"labels": TOKENS}
+
+
+def olmoe() -> Made:
+    library = _transformers()
+    config = library.OlmoeConfig(**DECODER, num_experts=8, num_experts_per_tok=2, pad_token_id=0)
+    return _quietly(library.OlmoeForCausalLM, config), (TOKENS,), {}
+
+
 def resnet50() -> Made:
     library = pytest.importorskip("torchvision", reason="torchvision is not installed: pip install -e .[models]")
     return library.models.resnet50(), (torch.zeros(8, 3, 64, 64),), {}
@@ -110,6 +123,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "ViT": vit,
     "T5": t5,
     "Mixtral": mixtral,
+    "Qwen3-MoE": qwen3_moe,
+    "OLMoE": olmoe,
     "ResNet-50": resnet50,
     "nn.TransformerEncoder": encoder,
 }

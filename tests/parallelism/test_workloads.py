@@ -59,6 +59,13 @@ def filled(one: Any) -> Any:
 
 
 def trains(rank: int, world_size: int, name: str, plan_of: str, flops: float) -> None:
+    model, args, kwargs = made(name)
+    options = {**OPTIONS, "compute": xm.Compute(flops=flops, bytes_per_s=1e10)}
+    check(model, args, kwargs, PLANS[plan_of](model, args, kwargs, **options))
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model in float64 with arguments."""
     torch.manual_seed(4)
     model, args, kwargs = example(name) if name not in OF_LIBRARIES else OF_LIBRARIES[name]()
     model = model.double()
@@ -66,10 +73,12 @@ def trains(rank: int, world_size: int, name: str, plan_of: str, flops: float) ->
         model.eval()  # an engine's dropout is not one process's
     args, kwargs = pytree.tree_map(in_double, (args, kwargs))
     kwargs = {key: one if key == "attention_mask" else filled(one) for key, one in kwargs.items()}
-    args = pytree.tree_map(filled, args)
+    return model, pytree.tree_map(filled, args), kwargs
+
+
+def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: xm.ParallelPlan) -> None:
+    """A step of two microbatches: the loss and all gradients."""
     whole = copy.deepcopy(model)
-    options = {**OPTIONS, "compute": xm.Compute(flops=flops, bytes_per_s=1e10)}
-    plan = PLANS[plan_of](model, args, kwargs, **options)
     parts = [pytree.tree_map(lambda one, d=d: one.roll(d, 0), (args, kwargs)) for d in range(2)]
     batch, named = pytree.tree_map(lambda *some: torch.cat(some), *parts)
     with xm.PipelineEngine(model, args, kwargs, plan=plan, loss_fn=output_loss) as engine:

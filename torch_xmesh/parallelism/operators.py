@@ -127,7 +127,8 @@ class Recorded:
     Attributes:
         sites: by operator.
         values: by node, what it is in the end.
-        given: of placeholders and of what the model holds.
+        given: of placeholders and of what the model holds; parameters of modules that are called as one are under nodes
+            that are not the graph's.
     """
 
     forward: Forward

@@ -107,6 +107,8 @@ class _Reader:
         self._recording, self._model = recording, model
         self._values: dict[fx.Node, Value] = {}
         self._firsts: dict[fx.Node, Value] = {}
+        self._of_modules: dict[str, Value] = {}  # parameters of modules that are called as one
+        self._names = {id(one): name for name, one in model.named_parameters()}
         self._operators: list[Operator] = []
         self._sites: list[Site] = []
         self._count_of: dict[str, int] = {}
@@ -128,6 +130,10 @@ class _Reader:
                     self._value_of(node)
             elif structure_of(node) is None:
                 self._add(node, facts, changed.get(node))
+        known = {*self._firsts.values()}
+        for name, value in self._of_modules.items():
+            if value not in known:
+                self._firsts[fx.Node(self._recording.graph, name, "get_attr", name, (), {})] = value
         leaves = pytree.tree_leaves(self._recording.output)
         outputs = {self._values[leaf]: None for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._values}
         parameters = tuple(
@@ -283,7 +289,9 @@ class _Reader:
         """The parameters of a module that is called as one, as arguments under their names."""
         out = {}
         for key, one in self._model.get_submodule(name).named_parameters():
-            value = Value(f"{name}.{key}", tuple(one.shape), one.dtype, one.requires_grad, is_parameter=True)
+            full_name = self._names[id(one)]
+            value = Value(full_name, tuple(one.shape), one.dtype, one.requires_grad, is_parameter=True)
+            self._of_modules[full_name] = value
             if value.requires_grad:
                 self._is_varied.add(value)
             out[key] = Tensor(len(reads), value.shape, value.dtype)

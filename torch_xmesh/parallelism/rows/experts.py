@@ -5,8 +5,18 @@ import math
 from torch_xmesh.parallelism.loops import Labels, Loops, Within
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, row
 
+CLASSES = (
+    "MixtralExperts",
+    "Qwen2MoeExperts",
+    "Qwen3MoeExperts",
+    "OlmoeExperts",
+    "DeepseekV3NaiveMoe",
+    "GraniteMoeExperts",
+)
+"""Names of transformers' classes whose experts are alike."""
 
-@row("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts", "OlmoeExperts", "DeepseekV3NaiveMoe", "GraniteMoeExperts")
+
+@row(*CLASSES)
 def experts(call: Call) -> Loops:
     """transformers' experts: (hidden states, which experts each token goes to, with which weights), and parameters
     whose first dim is the experts'.
@@ -20,7 +30,7 @@ def experts(call: Call) -> Loops:
         call.tensor(2, "top_k_weights"),
     )
     up, down = call.kwargs.get("gate_up_proj"), call.kwargs.get("down_proj")
-    if not isinstance(up, Tensor) or not isinstance(down, Tensor) or len(hidden.shape) != 2:
+    if not isinstance(up, Tensor) or not isinstance(down, Tensor) or len(hidden.shape) != 2 or len(call.tensors) != 5:
         raise ValueError("experts with other parameters")
     num_tokens, width = hidden.shape
     num_experts, inner = down.shape[0], down.shape[2]

@@ -5,18 +5,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator, Site, Value
+from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
+from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
+from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import Local, Rule, rules
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 
-RULES: dict[str, Rule] = {**rules, "batch_norm": batch_norm}
+RULES: dict[str, Rule] = {**rules, "batch_norm": batch_norm, **dict.fromkeys(CLASSES, experts)}
 """How operators run on parts where that is not the call itself, by kind."""
 
 
@@ -65,6 +68,7 @@ class Call:
         takes: how it takes each tensor that it reads, in order.
         leaves: by value that it makes, how that goes to its readers, if these are several.
         changes: it changes its first argument in place.
+        module: that is called, where it is one.
     """
 
     def __init__(
@@ -77,9 +81,10 @@ class Call:
         takes: Sequence[Way],
         leaves: Sequence[Way],
         changes: bool,
+        module: nn.Module | None = None,
     ) -> None:
         self._moves, self._changes, self._kind = moves, changes, operator.kind
-        self._function = _function_of(site.node)
+        self._function = _function_of(site.node) if module is None else CalledModule(module)
         self._modes = site.node.meta.get("modes")
         self._local: Local | None = None
         if operator.is_known and not operator.is_constant and operator.kind in RULES:
@@ -96,6 +101,8 @@ class Call:
 
         self._args: list[Any] = list(fx.node.map_aggregate(tuple(site.node.args), slot))
         self._kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, slot))
+        if module is not None:  # its parameters are the sources behind the arguments
+            self._kwargs |= {f"{OWN}{name}": _Slot(next(slots)) for name, _ in module.named_parameters()}
         self._is_flat = not self._kwargs and not any(isinstance(one, list | tuple | dict | slice) for one in self._args)
         others = [place for place in site.places if not _is_own(place, site.node)]  # of the same memory, read last
         behind = {place: len(self._sources) - len(others) + number for number, place in enumerate(others)}

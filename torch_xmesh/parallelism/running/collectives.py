@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,19 @@ class Step:
     axis: int
     before: int
     after: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """Rows that devices along a mesh axis send each other.
+
+    Attributes:
+        sent: how many rows this device sends to each of them; `received`: how many it has from each.
+    """
+
+    axis: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
 
 
 _SHARED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
@@ -63,7 +77,7 @@ class Moves:
 
     Args:
         mesh: of one or two axes, with process groups.
-        on_collective: told of each collective that is run.
+        on_collective: told of each collective that moves values.
     """
 
     def __init__(self, mesh: DeviceMesh, on_collective: Seen | None = None) -> None:
@@ -176,6 +190,23 @@ class Moves:
         self._tell(name, why, "all-reduce", axis, part.nbytes)
         out = part.contiguous().clone()
         dist.all_reduce(out, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self._groups[axis])
+        return out
+
+    def swapped(self, counts: torch.Tensor, axis: int) -> torch.Tensor:
+        """Of a tensor with a row for each device along an axis, the rows that these have for this one. They are of
+        counts, not of values: nobody is told."""
+        received = torch.empty_like(counts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, counts.contiguous(), group=self._groups[axis])
+        return received
+
+    def exchange(self, rows: torch.Tensor, hop: Hop, name: str, why: str, *, is_back: bool) -> torch.Tensor:
+        """The rows that come to this device by a hop, or, of rows that came by it, those that come back. Either way as
+        many bytes are told as there are rows where the hop begins, on as many devices."""
+        sent, received = (hop.received, hop.sent) if is_back else (hop.sent, hop.received)
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        num_bytes = math.prod(rows.shape[1:]) * rows.itemsize * sum(hop.sent)
+        self._tell(name, why, "all-to-all", hop.axis, self.shape[hop.axis] * num_bytes)
+        dist.all_to_all_single(out, rows.contiguous(), [*received], [*sent], group=self._groups[hop.axis])
         return out
 
     def _tell(self, name: str, why: str, kind: str, axis: int, num_bytes: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import fx
+from torch import fx, nn
 
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
@@ -46,6 +46,7 @@ class StageForward:
         recorded: the model's forward in that mode, its operators those of the plan.
         num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
             None: they stay as the plan leaves them.
+        called: modules that are called as one, by name.
 
     Attributes:
         gradients: by name, how a parameter's gradient lies behind the operators that read it.
@@ -63,9 +64,10 @@ class StageForward:
         moves: Moves,
         conversions: Conversions,
         num_samples: int | None,
+        called: Mapping[str, nn.Module],
     ) -> None:
         planned = plan.stages[number]
-        self.recorded, self._moves, self._conversions = recorded, moves, conversions
+        self.recorded, self._moves, self._conversions, self._called = recorded, moves, conversions, called
         self._ports = ports_of(recorded, plan)[number]
         self._changed = changed_of(recorded, self._ports)
         self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
@@ -190,7 +192,8 @@ class StageForward:
         ]
         changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
         takes = self._taken(number)
-        return Call(operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes)
+        module = self._called[str(site.node.target)] if site.node.op == "call_module" else None
+        return Call(operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes, module=module)
 
     def _way(self, value: Value, before: End, after: End) -> Way:
         there = self._conversions.steps(value, before.value, after.value)
@@ -295,8 +298,6 @@ class StageForward:
 
 
 def _check(operator: Operator, choice: Choice, site: Site) -> None:
-    if site.node.op == "call_module":
-        raise ValueError(f"{operator.name}: modules that are called as one cannot be run in parts")
     if operator.draws and operator.kind not in DRAWING and _draws(site.node):
         raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
     if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in RULES):

@@ -5,7 +5,7 @@ kept between steps --> once a step, or (ZeRO-3) by each microbatch: as the stage
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -57,8 +57,12 @@ class StageParameters:
 
     # How they are kept.
 
-    def keep(self, model: nn.Module, home: nn.Module) -> None:
-        """This device's parts of the model's values, registered under its names in `home`."""
+    def keep(self, model: nn.Module, home: nn.Module, called: Mapping[str, nn.Module]) -> None:
+        """This device's parts of the model's values, registered under its names in `home`, with the modules that are
+        `called` as one, by name."""
+        for name, module in called.items():
+            owner, _, key = name.rpartition(".")
+            _place(home, owner)._modules[key] = module
         tensors = _named_tensors(model)
         whole_state = (REPLICATED,) * self._mesh.ndim
         for value in self._recorded.given.values():
@@ -78,17 +82,18 @@ class StageParameters:
             if name not in self._own and one is not None:  # another name of the same
                 _register(model, home, name, one)
 
-    def keep_unread(self, model: nn.Module, home: nn.Module, read: set[str]) -> None:
-        """What no stage reads, whole, under its names in `home`."""
+    def keep_unread(self, model: nn.Module, home: nn.Module, read: set[str], called: Collection[str]) -> None:
+        """What no stage reads, whole, under its names in `home`. Modules `called` as one have their own buffers."""
+        within = tuple(f"{name}." for name in called)
         tensors = _named_tensors(model)
         elsewhere = {id(tensors[name]) for name in read}
         kept: dict[int, torch.Tensor] = {}
         for name, whole in tensors.items():
-            if id(whole) in elsewhere:
+            is_parameter = isinstance(whole, nn.Parameter)
+            if id(whole) in elsewhere or (name.startswith(within) and not is_parameter):
                 continue
             if id(whole) not in kept:
                 placed: torch.Tensor = self._placed(whole.detach().clone(), (REPLICATED,) * self._mesh.ndim)
-                is_parameter = isinstance(whole, nn.Parameter)
                 kept[id(whole)] = nn.Parameter(placed, whole.requires_grad) if is_parameter else placed
             _register(model, home, name, kept[id(whole)])
 
@@ -171,7 +176,7 @@ class StageParameters:
 
     def _add_up_now(self) -> None:
         later, self._summed_later = self._summed_later, []
-        self._add_up(later, "backward")
+        self._add_up(sorted(later, key=lambda value: value.name), "backward")  # they come in no order for all devices
 
     def finish_gradients(self) -> None:
         """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
@@ -202,13 +207,18 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
+def _place(home: nn.Module, path: str) -> nn.Module:
+    place = home
+    for part in path.split(".") if path else ():
+        place = cast(nn.Module, place._modules.setdefault(part, nn.Module()))
+    return place
+
+
 def _register(model: nn.Module, home: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Parameters as such, all else as buffers, persistent where the model's are. Names of attributes of `home` may be
     among the model's, so torch's own methods, which refuse these, are not called."""
     owner, _, key = name.rpartition(".")
-    place = home
-    for part in owner.split(".") if owner else ():
-        place = cast(nn.Module, place._modules.setdefault(part, nn.Module()))
+    place = _place(home, owner)
     if isinstance(tensor, nn.Parameter):
         place._parameters[key] = tensor
         return

@@ -5,7 +5,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh.parallelism.plan import ParallelPlan
+from torch_xmesh.parallelism.running.called_modules import called_modules
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves, Seen
+from torch_xmesh.parallelism.running.crossing import ports_of
 from torch_xmesh.parallelism.running.forward import StageForward
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.parameters import StageParameters
@@ -24,7 +26,7 @@ class ShardedStage(nn.Module):
         turns: its forward in both modes, of training and evaluation; that in which it comes was planned.
         num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
             None: they stay as the plan leaves them.
-        on_collective: told of each collective that is run.
+        on_collective: told of each collective that moves values.
 
     Raises:
         ValueError: something of the plan cannot be run.
@@ -47,22 +49,25 @@ class ShardedStage(nn.Module):
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {tuple(mesh.shape)}")
         self._moves = Moves(mesh, on_collective)
         conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
-        self.first = StageForward(turns.recorded, plan, number, self._moves, conversions, num_samples)
+        called = called_modules(model, turns.recorded, ports_of(turns.recorded, plan)[number].operators)
+        self.first = StageForward(turns.recorded, plan, number, self._moves, conversions, num_samples, called)
         self._other: StageForward | ValueError = self.first
         if isinstance(turns.other, ValueError):
             self._other = turns.other
         elif turns.other is not None:
             try:
-                self._other = StageForward(turns.other, plan, number, self._moves, conversions, num_samples)
+                self._other = StageForward(turns.other, plan, number, self._moves, conversions, num_samples, called)
                 self._other.check_like(self.first)
             except ValueError as error:
                 self._other = error
         self.own = StageParameters(turns.recorded, planned, self.first.gradients, mesh, self._moves, conversions)
         self._depends_on_mode = turns.other is not None
         self._first_modes: list[tuple[nn.Module, bool]] = []
-        self.own.keep(model, self)
+        self.own.keep(model, self, called)
         if number == 0:
-            self.own.keep_unread(model, self, {one.name for stage in plan.stages for one in stage.parameters})
+            read = {one.name for stage in plan.stages for one in stage.parameters}
+            everywhere = called_modules(model, turns.recorded, range(len(turns.recorded.sites)))
+            self.own.keep_unread(model, self, read, everywhere)
         for path, module in self.named_modules():
             module.training = model.get_submodule(path).training
         self._first_modes.extend((module, module.training) for module in self.modules())
