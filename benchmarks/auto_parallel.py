@@ -36,8 +36,8 @@ _PRESETS = (
 _RIVALS = ("FSDP2 on gloo", "FSDP2 on xmesh", "DTensor TP on gloo", "DTensor TP on xmesh")
 METHODS = ("found", *_PRESETS, *_RIVALS)
 CASES: dict[str, dict[str, Any]] = {
-    "gpt 0.1 GFLOP/s": {"model": "gpt", "flops": [1e8, 1e8]},
-    "gpt 0.4 GFLOP/s": {"model": "gpt", "flops": [4e8, 4e8]},
+    "gpt 0.05 GFLOP/s": {"model": "gpt", "flops": [5e7, 5e7]},
+    "gpt 0.2 GFLOP/s": {"model": "gpt", "flops": [2e8, 2e8]},
     "gpt 0.8 GFLOP/s": {"model": "gpt", "flops": [8e8, 8e8]},
     "gpt, one host slow": {"model": "gpt", "flops": [6e8, 2e8]},
     "wide, then dense": {"model": "wide-dense", "flops": [5e8, 5e8]},

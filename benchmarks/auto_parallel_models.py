@@ -1,6 +1,8 @@
 """What auto_parallel.py trains, and devices of a given speed: products are computed, and then take as long as such a
 device would take for the operations of this process's parts."""
 
+import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,9 +28,9 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any]], int]] = {
 
 class Paced:
     """Inside, this process is a device of `flops` operations per second: products start when the one before has ended,
-    and take their operations over `flops`. Sleeping holds no core, so many devices can share few. What the process
-    really computes goes on meanwhile, like a host that launches kernels; what is faster than two milliseconds is
-    slept for later.
+    and take their operations over `flops`. Sleeping holds no core, so many devices can share few. What a thread really
+    computes between two products counts as done meanwhile, as by a host that launches kernels ahead; what it waits for
+    does not. What is faster than two milliseconds is slept for later.
 
     torch's kernels of products on cpu are replaced inside, for every thread of the process."""
 
@@ -36,20 +38,22 @@ class Paced:
         self.flops = 1.0
         self.operations = 0
         self.sleep = time.sleep
-        self._busy_until = 0.0
+        self._busy_until, self._threads = 0.0, threading.local()
         self._replaced = ExitStack()
 
     def _paced(self, kernel: Any, count: Callable[[Sequence[Any]], int]) -> Callable[..., Any]:
         def run(keys: Any, *args: Any) -> Any:
             begin = time.monotonic()
+            ahead = time.thread_time() - getattr(self._threads, "ended", math.inf)
             out = kernel.call_boxed(keys, *args)
             operations = 2 * count(args)
             self.operations += operations
             seconds = operations / self.flops
-            self._busy_until = max(self._busy_until, begin) + seconds
+            self._busy_until = max(self._busy_until, begin - max(ahead, 0.0)) + seconds
             left = self._busy_until - time.monotonic()
             if left > _LEAST_SLEEP_S:
                 self.sleep(left)
+            self._threads.ended = time.thread_time()
             return out
 
         return run

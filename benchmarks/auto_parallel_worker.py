@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_xmesh as xm
+from torch_xmesh import _C
 from torch_xmesh.calibration import calibrate
 
 _NUM_PROBES = 10
+_PROBE_BYTES = 1 << 20
 
 
 class Method(ABC):
@@ -102,33 +104,35 @@ class ByHand(Method):
 
 
 def measured_topology(hosts: int, devices: int) -> xm.Topology:
-    """What links carry; and what a message takes in gloo's all-reduces of one element, where all devices have theirs at
-    the same time: they share this machine's cores."""
+    """What network interfaces carry. And, of gloo's all-reduces, what a message takes and what hosts carry inside where
+    all devices have theirs at the same time: they share this machine's cores."""
     found = calibrate(num_bytes=8 << 20).links
     ranks = torch.arange(hosts * devices)
     within = _group(list(ranks.view(hosts, devices)), "gloo")
     everyone = _group([ranks], "gloo")
+    small, large = _all_reduce_seconds(within, 1), _all_reduce_seconds(within, _PROBE_BYTES // 4)
+    per_byte = _C.collective_cost("gloo", "all-reduce", float(_PROBE_BYTES), (devices, 0.0, 1.0))
     return xm.Topology(
         devices_per_host=devices,
         nic_bytes_per_s=found.nic_bytes_per_s,
-        local_bytes_per_s=found.local_bytes_per_s,
-        latency_us=_message_us(everyone, hosts * devices),
-        local_latency_us=_message_us(within, devices),
+        local_bytes_per_s=round(per_byte / max(large - small, 1e-9)),
+        latency_us=_all_reduce_seconds(everyone, 1) * 1e6 / (2 * (hosts * devices - 1)),  # messages of a ring
+        local_latency_us=small * 1e6 / (2 * (devices - 1)),
     )
 
 
-def _message_us(group: dist.ProcessGroup, size: int) -> float:
-    """Of a ring's 2 (n - 1), the median of all-reduces; the same on all ranks."""
-    taken = []
+def _all_reduce_seconds(group: dist.ProcessGroup, count: int) -> float:
+    """Of so many elements, the median; the same on all ranks."""
+    taken, sent = [], torch.zeros(count)
     for _ in range(_NUM_PROBES):
         dist.barrier()
         begin = time.monotonic()
         for _ in range(_NUM_PROBES):
-            dist.all_reduce(torch.zeros(1), group=group)
+            dist.all_reduce(sent, group=group)
         taken.append((time.monotonic() - begin) / _NUM_PROBES)
     mean = torch.tensor([statistics.median(taken)], dtype=torch.float64)
     dist.all_reduce(mean)
-    return float(mean) / dist.get_world_size() * 1e6 / (2 * (size - 1))
+    return float(mean) / dist.get_world_size()
 
 
 def plans_of(

@@ -560,8 +560,9 @@ class StageProblem:
         count: int,
         accepts: Callable[[list[_PlannedStage]], bool] | None = None,
         go_on: Callable[[], bool] | None = None,
-        most_stages: int | None = None,
+        num_stages: int | None = None,
     ) -> list[tuple[float, bool, list[_PlannedStage]]]:
-        """The cheapest ones: (seconds, whether that is proven, stages (first layer, end, submesh, option))."""
+        """The cheapest ones, of any number of stages or of this one: (seconds, whether that is proven, stages (first
+        layer, end, submesh, option))."""
     def smallest_memory(self) -> tuple[int, list[_PlannedStage], int] | None:
         """The least bytes of a device that leave a plan, its stages, and which of them needs so much."""

@@ -129,9 +129,10 @@ void setEntering(core::StageProblem& problem, size_t submesh, const std::vector<
 
 std::vector<std::tuple<double, bool, std::vector<Stage>>> bestPlans(core::StageProblem problem, size_t count,
                                                                     const std::function<bool(const std::vector<Stage>&)>& accepts,
-                                                                    const std::function<bool()>& go_on, std::optional<size_t> most_stages) {
+                                                                    const std::function<bool()>& go_on, std::optional<size_t> num_stages) {
   core::StageSearchLimits limits;
-  problem.in_flight.resize(std::min(most_stages.value_or(problem.in_flight.size()), problem.in_flight.size()));
+  limits.least_stages = num_stages.value_or(1);
+  problem.in_flight.resize(std::min(num_stages.value_or(problem.in_flight.size()), problem.in_flight.size()));
   limits.count = count;
   if (accepts) {
     limits.accepts = [&](const core::StagePlan& plan) {
@@ -179,8 +180,8 @@ void bindStageSearch(py::module_& module) {
       .def("set_entering", &setEntering, py::arg("submesh"), py::arg("seconds"),
            "What the values that a stage reads, and their gradients, take on their way, by its first layer.")
       .def("best_plans", &bestPlans, py::arg("count"), py::arg("accepts") = nullptr, py::arg("go_on") = nullptr,
-           py::arg("most_stages") = std::nullopt,
-           "The cheapest ones: (seconds, whether that is proven, stages (first layer, end, submesh, option)). The first is the best; see the C++ "
+           py::arg("num_stages") = std::nullopt,
+           "The cheapest ones, of any number of stages or of this one: (seconds, whether that is proven, stages (first layer, end, submesh, option)). The first is the best; see the C++ "
            "bestStagePlans.")
       .def(
           "smallest_memory",

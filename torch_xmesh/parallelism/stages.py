@@ -24,8 +24,8 @@ from torch_xmesh.parallelism.zero import LEVELS, with_zero
 
 UNLIMITED = 2**62
 _MOST_BRANCHES = 24
-_FEW_STAGES = (1, 2, 4, 8, 16, 32)
-"""The best plan of at most so many stages is looked at, too."""
+_STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""The best plan of each of these numbers of stages is looked at, too."""
 _MUCH_SLOWER = 10.0
 """Unless it takes so many times as long, by the tables."""
 _MANY_HOSTS = 16
@@ -167,14 +167,15 @@ class StageSearch:
     # What is asked for.
 
     def best(self, count: int, go_on: Callable[[], bool] | None = None) -> list[FoundPlan]:
-        """The cheapest plans, at most so many, and the cheapest of few stages: the first is the best by the tables."""
+        """The cheapest plans, at most so many, and the cheapest of some numbers of stages, of which a schedule may hide
+        more than the tables know: the first is the best by these."""
         problem = self._problem()
         plans = problem.best_plans(count, accepts=self._can_be_placed, go_on=go_on)
-        for most in _FEW_STAGES:
-            if plans and most < len(self._layers) and (go_on is None or go_on()):
-                few = problem.best_plans(1, accepts=self._can_be_placed, go_on=go_on, most_stages=most)
+        for number in _STAGES:
+            if plans and number <= len(self._layers) and (go_on is None or go_on()):
+                best = problem.best_plans(1, accepts=self._can_be_placed, go_on=go_on, num_stages=number)
                 known = [stages for _, _, stages in plans]
-                plans += [one for one in few if one[0] <= _MUCH_SLOWER * plans[0][0] and one[2] not in known]
+                plans += [one for one in best if one[0] <= _MUCH_SLOWER * plans[0][0] and one[2] not in known]
         if not plans and go_on is not None and not go_on():
             raise ValueError("max_seconds were over before a plan was found")
         if not plans:

@@ -192,7 +192,7 @@ class StageSearch {
     if (is_stopped_ || !table_.fill(relaxed_.countsLeft(), seconds_of, std::plus<>(), [this] { return goOn(); })) {
       return out;
     }
-    for (size_t num_stages = 1; num_stages <= mostStages(problem_); ++num_stages) {
+    for (size_t num_stages = std::max<size_t>(limits_.least_stages, 1); num_stages <= mostStages(problem_); ++num_stages) {
       const double most_seconds = best_.size() < limits_.count ? kNoTime : best_.back().seconds;
       if (const double sum = table_.at(num_stages, 0, counts_.last()); sum + wait(t_maxes_[lowest]) < most_seconds) {
         const Tried found = tryPlans(moves, num_stages, lowest);

@@ -62,6 +62,7 @@ struct StageSearchLimits {
   size_t count = 1;                               ///< of plans returned, at most
   double epsilon = 0;                             ///< seconds: slowest stages that differ by less count as equally slow
   std::function<bool(const StagePlan&)> accepts;  ///< plans it refuses are not returned; none refuses nothing
+  size_t least_stages = 1;                        ///< plans of fewer are not returned
   size_t most_tries = 500000;                     ///< stages looked at, in all, for other plans where one is refused
   std::function<bool()> go_on;                    ///< asked now and then: once it says no, what was found is returned; none never does
 };

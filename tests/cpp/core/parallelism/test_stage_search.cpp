@@ -57,6 +57,26 @@ TEST(StageSearch, IsTheBestOfAllPlans) {
   EXPECT_GT(num_found, 300U);
 }
 
+TEST(StageSearch, IsTheBestOfPlansOfSoManyStages) {
+  size_t num_found = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const StageProblem problem = randomProblem(random, seed % 3 != 0);
+    StageSearchLimits limits;
+    limits.least_stages = 1 + seed % 4;
+    const double expected = leastSeconds(problem, [&](const std::vector<PlannedStage>& stages) { return stages.size() >= limits.least_stages; });
+    const std::vector<StagePlan> plans = bestStagePlans(problem, limits);
+    ASSERT_EQ(plans.empty(), expected == kNone);
+    if (!plans.empty()) {
+      EXPECT_TRUE(plans.front().is_proven);
+      EXPECT_EQ(plans.front().seconds, expected);
+      ++num_found;
+    }
+  }
+  EXPECT_GT(num_found, 60U);
+}
+
 /// Algorithm 1 without what spares work, for one class of devices: every t_max, from the smallest on.
 double leastSecondsOfAllLimits(const StageProblem& problem) {
   std::set<double> limits;
