@@ -85,6 +85,40 @@ def test_an_engine_with_a_plan_is_used_as_any(zero: int) -> None:
     spawn(used, 4, zero, timeout=120)
 
 
+def trains_frozen(rank: int, world_size: int, zero: int, frozen: str) -> None:
+    """Frozen parameters stay, the others' gradients are one process's; a stage may have no other."""
+    torch.manual_seed(2)
+    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(name.startswith(f"layers.{layer}") for layer in frozen))
+    whole = copy.deepcopy(model)
+    plan = xm.presets.pipeline(model, (x,), num_stages=2, zero=zero, **OPTIONS)
+    engine = xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss)
+    trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
+    optimizers = [torch.optim.SGD(one, 0.1) for one in (trained, whole.parameters()) if one]
+    batch, target = torch.cat([x, x.flip(0)]), torch.ones(32, 64, dtype=torch.float64)
+    for _ in range(2):
+        engine.step(batch, target=target)
+        F.mse_loss(whole(batch), target).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        assert engine.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.zero_grad()
+    for name, parameter in engine.named_parameters():
+        expected = whole.get_parameter(name)
+        assert parameter.requires_grad == expected.requires_grad
+        torch.testing.assert_close(whole_of(parameter).detach(), expected.detach(), rtol=1e-6, atol=1e-8, msg=name)
+    engine.close()
+
+
+@pytest.mark.parametrize("frozen", ["0", "13", "01", "23"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_frozen_parameters(zero: int, frozen: str) -> None:
+    spawn(trains_frozen, 4, zero, frozen, timeout=60)
+
+
 def trains_tied(rank: int, world_size: int, zero: int) -> None:
     """Weights that two stages have stay equal, and are one process's; so are gradients that add up over steps."""
     torch.manual_seed(2)

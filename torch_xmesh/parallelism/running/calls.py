@@ -1,8 +1,9 @@
 """An operator as a stage runs it: prepared once, run for each microbatch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -15,7 +16,7 @@ from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
 from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
-from torch_xmesh.parallelism.running.local_rules import Local, Rule, rules
+from torch_xmesh.parallelism.running.local_rules import Local, Rule, is_plain, rules, shape_made
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 
@@ -84,6 +85,7 @@ class Call:
         module: nn.Module | None = None,
     ) -> None:
         self._moves, self._changes, self._kind = moves, changes, operator.kind
+        self._site, self._operator = site, operator
         self._function = _function_of(site.node) if module is None else CalledModule(module)
         self._modes = site.node.meta.get("modes")
         self._local: Local | None = None
@@ -110,6 +112,50 @@ class Call:
             (value, _finder(place, site.node, behind.get(place)), way)
             for place, value, way in zip(site.places, operator.makes, leaves, strict=True)
         ]
+
+    @property
+    def reads(self) -> list[Value]:
+        """Tensors among its arguments."""
+        return [source.value for source in self._sources]
+
+    @property
+    def makes(self) -> tuple[Value, ...]:
+        return self._operator.makes
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether it runs without collectives, changes nothing, and can be written down as nodes of a graph."""
+        node = self._site.node
+        ways = [*(source.way for source in self._sources), *(way for _, _, way in self._makes)]
+        return (
+            node.op in ("call_function", "call_method")
+            and self._modes is None
+            and not self._changes
+            and not self._operator.draws
+            and all(way is not None and not way.there and not way.back for way in ways)
+            and all(place is node or structure_of(place) is node for place in self._site.places)
+            and (self._local is None or is_plain(self._local))
+        )
+
+    def write(self, graph: fx.Graph, nodes: dict[Value, fx.Node]) -> None:
+        """As nodes of a graph; `nodes` are those of the values that it reads, and will be of those that it makes."""
+        given = [nodes[value] for value in self.reads]
+
+        def fill(one: Any) -> Any:
+            return given[one.number] if isinstance(one, _Slot) else one
+
+        args = tuple(fx.node.map_aggregate(tuple(self._args), fill))
+        kwargs = dict(fx.node.map_aggregate(self._kwargs, fill))
+        node = self._site.node
+        shape = None if self._local is None else shape_made(self._local)
+        if shape is not None:
+            made = graph.call_method(shape[0], (args[0], shape[1]))
+        else:
+            made = graph.create_node(node.op, node.target, args, kwargs)
+        for place, value in zip(self._site.places, self.makes, strict=True):
+            nodes[value] = made
+            if place is not node:
+                nodes[value] = graph.call_function(cast(Any, place.target), (made, *place.args[1:]))
 
     def cast(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter as the operator takes it under the autocast that is on."""

@@ -19,6 +19,7 @@ from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.running.calls import RULES, Call, Way
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves
+from torch_xmesh.parallelism.running.compiled import Compiler, Segment
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
 from torch_xmesh.parallelism.running.fetching import not_kept
 from torch_xmesh.parallelism.running.local_rules import DRAWING
@@ -84,6 +85,7 @@ class StageForward:
         self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._choices}
         self._layers = self._fetched_together(planned)
         self._turns, self._regions = self._in_regions()
+        self._segments: dict[int, Segment] = {}
         for operator, choice in self._choices.items():
             _check(recorded.forward.operators[operator], choice, recorded.sites[operator])
 
@@ -130,7 +132,15 @@ class StageForward:
         is_region: bool = False,
     ) -> None:
         """Operators in order; of a checkpoint nothing is kept anyhow."""
+        inside = 0  # of a segment that has run, so many operators are left
         for number in numbers:
+            if number in self._segments:
+                self._segments[number].run(parts)
+                inside = len(self._segments[number].numbers)
+            if inside:
+                inside -= 1
+                self._drop_dead(number, parts)
+                continue
             call, in_turn = self._calls[number], self._in_turn[number]
             if number in self._layers:
                 own.fetch(self._layers[number], parts, fetched)
@@ -142,8 +152,22 @@ class StageForward:
                 with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
                     call.run(parts)
                 parts.update(wholes)
-            for value in self._dead_after.get(number, ()):
-                parts.pop(value, None)
+            self._drop_dead(number, parts)
+
+    def _drop_dead(self, number: int, parts: dict[Value, Any]) -> None:
+        """Values that no operator behind this one reads."""
+        for value in self._dead_after.get(number, ()):
+            parts.pop(value, None)
+
+    def compile(self, compiler: Compiler) -> None:
+        """From now on what is between collectives runs compiled; but what reads parameters that each microbatch
+        fetches."""
+        self._segments = {}
+        for turn in self._turns:
+            for is_fetched, numbers in itertools.groupby(turn, key=lambda number: bool(self._in_turn[number])):
+                if not is_fetched:
+                    for segment in compiler.segments([*numbers], self._calls, self._dead_after):
+                        self._segments[segment.numbers[0]] = segment
 
     def _run_region(
         self, numbers: Sequence[int], region: "_Region", parts: dict[Value, Any], own: StageParameters
@@ -162,8 +186,7 @@ class StageForward:
         given = [parts[value] for value in region.takes]
         made = torch.utils.checkpoint.checkpoint(compute, *given, use_reentrant=False)
         for number in numbers:
-            for value in self._dead_after.get(number, ()):
-                parts.pop(value, None)
+            self._drop_dead(number, parts)
         parts.update(zip(region.leaves, made, strict=True))
 
     def _taken(self, number: int) -> list[Way]:

@@ -171,14 +171,36 @@ def convolution(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return out
 
 
-@rule(
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as", "ravel"
-)
+_VIEWS = frozenset("view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as ravel".split())
+_OWN_LOOPS = {"embedding": "v", "cross_entropy": "c", "nll_loss": "c"} | {
+    f"conv{kind}{dims}d": "g" for kind in ("", "_transpose") for dims in (1, 2, 3)
+}
+"""Of kinds whose calls are others where this loop is sharded."""
+_EXPANDS = frozenset("expand expand_as broadcast_to".split())
+
+
+def shape_made(local: Local) -> tuple[str, list[int]] | None:
+    """The tensor's method that makes a device's part of a view, and the part's shape; None of other operators."""
+    kind = local.operator.kind
+    method = "reshape" if kind in _VIEWS else "expand" if kind in _EXPANDS else None
+    return None if method is None else (method, local.local_shape())
+
+
+def is_plain(local: Local) -> bool:
+    """Whether, with these parts, it is a view or the call itself."""
+    kind, axes = local.operator.kind, {*local.choice.axes}
+    if shape_made(local) is not None:
+        return True
+    own = {one.label for one in local.operator.loops.within} | {_OWN_LOOPS.get(kind, "")}
+    return local.summands == 1 and axes.isdisjoint(own) and kind != "batch_norm"
+
+
+@rule(*_VIEWS)
 def view(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0].reshape(local.local_shape())
 
 
-@rule("expand", "expand_as", "broadcast_to")
+@rule(*_EXPANDS)
 def expand(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0].expand(local.local_shape())
 

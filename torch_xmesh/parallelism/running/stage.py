@@ -1,5 +1,7 @@
 """A stage of a plan as a module that runs on each device's parts."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.running.called_modules import called_modules
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves, Seen
+from torch_xmesh.parallelism.running.compiled import Compiler
 from torch_xmesh.parallelism.running.crossing import ports_of
 from torch_xmesh.parallelism.running.forward import StageForward
 from torch_xmesh.parallelism.running.loss import LossShares
@@ -76,6 +79,16 @@ class ShardedStage(nn.Module):
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One microbatch."""
         return self._of_mode().run(given, self.own)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """What the stage does between collectives is compiled, at the first step: ``torch.compile`` with these
+        arguments but the first."""
+        if args:
+            raise TypeError("compile() of a planned stage takes torch.compile's keyword arguments")
+        compiler = Compiler(kwargs)
+        for forward in {self.first, self._other}:
+            if isinstance(forward, StageForward):
+                forward.compile(compiler)
 
     def check_mode(self) -> None:
         """Raises ValueError where modules are in modes in which the stage cannot be run."""

@@ -1,0 +1,104 @@
+"""Stages of plans, compiled between their collectives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import Gpt, Mlp
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import torch_xmesh as xm
+from torch_xmesh.parallelism.running.stage import ShardedStage
+from torch_xmesh.testing import spawn
+
+OPTIONS: dict[str, Any] = {
+    "devices": xm.Mesh([[0, 1], [2, 3]]),
+    "num_microbatches": 2,
+    "compute": xm.Compute(flops=1e11, bytes_per_s=1e10),
+    "topology": xm.Topology(devices_per_host=2, nic_bytes_per_s=10**8, local_bytes_per_s=10**10),
+}
+PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
+    "data": lambda *args: xm.presets.data_parallel(*args, **OPTIONS),
+    "megatron": lambda *args: xm.presets.megatron(*args, tensor_parallel=4, **OPTIONS),
+    "pipeline with ZeRO-3": lambda *args: xm.presets.pipeline(*args, num_stages=2, zero=3, **OPTIONS),
+}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.drop = Gpt(num_layers=3), nn.Dropout(0.0)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.gpt.tokens(tokens) + self.gpt.positions(torch.arange(tokens.shape[1]))
+        for layer in self.gpt.layers.children():
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.gpt.head(self.gpt.norm(self.drop(x)))
+
+
+def trains(rank: int, world_size: int, name: str, plan: str) -> tuple[int, int]:
+    """Graphs compiled, and how often they ran."""
+    torch.manual_seed(1)
+    model: nn.Module = {"gpt": lambda: Gpt(num_layers=3), "checkpointed": Checkpointed}[name]().double()
+    whole = copy.deepcopy(model)
+    tokens, target = torch.randint(0, 96, (16, 16)), torch.randn(16, 16, 96).double()
+    compiled, ran = [], []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+
+        def run(*given: Any) -> Any:
+            ran.append(graph)
+            return graph(*given)
+
+        return run
+
+    engine = xm.PipelineEngine(model, (tokens[:8],), plan=PLANS[plan](model, (tokens[:8],)), loss_fn=F.mse_loss)
+    for stage in engine.stages:
+        engine.stage_module(stage).compile(backend=count)
+    for _ in range(2):
+        engine.zero_grad()
+        engine.step(tokens, target=target)
+    num_compiled = len(compiled)
+    F.mse_loss(whole(tokens), target).backward()  # type: ignore[no-untyped-call]
+    for key, parameter in engine.named_parameters():
+        found, expected = parameter.grad, whole.get_parameter(key).grad
+        assert isinstance(found, DTensor)
+        assert expected is not None
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-6, atol=1e-9, msg=key)
+    engine.eval()
+    engine.evaluate(tokens, target=target)
+    if engine.last_loss() is not None:
+        assert engine.last_loss() == pytest.approx(F.mse_loss(whole(tokens), target).item(), rel=1e-9)
+    engine.close()
+    return num_compiled, len(ran)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["gpt", "checkpointed"])
+def test_stages_are_compiled(name: str, plan: str) -> None:
+    """They do as before; a graph for each kind of segment, not for each layer."""
+    for num_compiled, num_ran in spawn(trains, 4, name, plan, timeout=240):
+        assert 0 < num_compiled < 30, num_compiled
+        assert num_ran > num_compiled
+
+
+def refuses(rank: int, world_size: int) -> None:
+    model, x = Mlp(64, 4), torch.randn(16, 64)
+    engine = xm.PipelineEngine(model, (x,), plan=PLANS["data"](model, (x,)), loss_fn=F.mse_loss)
+    stage = engine.stage_module(0)
+    assert isinstance(stage, ShardedStage)
+    with pytest.raises(TypeError, match=r"takes torch.compile's keyword arguments"):
+        stage.compile("inductor")
+    engine.close()
+
+
+def test_mistakes() -> None:
+    spawn(refuses, 4, timeout=60)
