@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.utils import _pytree as pytree
 
 import torch_xmesh as xm
 from torch_xmesh.cli_run import output_loss
+from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.running.stage import ShardedStage
+from torch_xmesh.parallelism.space import CollectiveUse
 from torch_xmesh.testing import spawn
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
@@ -77,12 +81,19 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: xm.ParallelPlan) -> None:
-    """A step of two microbatches: the loss and all gradients."""
+    """A step of two microbatches: the loss, all gradients, and which collectives are run."""
     whole = copy.deepcopy(model)
     parts = [pytree.tree_map(lambda one, d=d: one.roll(d, 0), (args, kwargs)) for d in range(2)]
     batch, named = pytree.tree_map(lambda *some: torch.cat(some), *parts)
     with xm.PipelineEngine(model, args, kwargs, plan=plan, loss_fn=output_loss) as engine:
+        seen: dict[int, list[CollectiveUse]] = {stage: [] for stage in engine.stages}
+        for stage, uses in seen.items():
+            part = engine.stage_module(stage)
+            assert isinstance(part, ShardedStage)
+            part._moves._on_collective = uses.append
         engine.step(*batch, return_outputs=False, **named)
+        for stage, uses in seen.items():
+            check_collectives(plan.stages[stage], engine.stage_module(stage), uses)
         loss = sum(output_loss(whole(*own, **own_named)) / 2 for own, own_named in parts)
         assert isinstance(loss, torch.Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -96,6 +107,29 @@ def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan:
             else:
                 scale = expected.abs().max().item()
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale + 1e-10, msg=key)
+
+
+def check_collectives(planned: PlannedStage, part: nn.Module, uses: list[CollectiveUse]) -> None:
+    """Of two microbatches: as many, and as many bytes, as predicted. Bytes of what operators run within themselves are
+    predicted where most flow; of a loss that is computed on each device's samples no plan says how it comes back."""
+    assert isinstance(part, ShardedStage)
+    counted: Counter[tuple[str, str, int]] = Counter()
+    num_bytes: Counter[tuple[str, str, int]] = Counter()
+    left = part.first.left_states()
+    for use in uses:
+        if use.why == "backward" and use.value in left and use.num_bytes <= 8:
+            continue
+        counted[use.why, use.collective, use.axis] += 1
+        num_bytes[use.why, use.collective, use.axis] += round(use.num_bytes)
+    times = {"forward": 2, "backward": 2, "gradient": 1, "parameter": 1}
+    predicted = {
+        (one.why, one.collective, one.axis): (times[one.why] * one.count, times[one.why] * round(one.num_bytes))
+        for one in planned.collectives
+    }
+    differing = {key: (counted[key], predicted.get(key)) for key in {*counted, *predicted}}
+    assert dict(counted) == {key: count for key, (count, _) in predicted.items()}, differing
+    if not any(operator.loops.within for operator in part.first.recorded.forward.operators):
+        assert dict(num_bytes) == {key: wanted for key, (_, wanted) in predicted.items()}
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch_xmesh.parallelism.cluster import Cluster
 from torch_xmesh.parallelism.loops import PARTIAL, State
 from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage
 from torch_xmesh.pipeline.schedule.choice import choose_schedule
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -285,14 +286,25 @@ def edges_between(num_stages: int, moves: Sequence[Move]) -> dict[tuple[int, int
 
 
 def stage_costs(stage: FoundStage, extra_bytes: int = 0) -> StageCosts:
-    """Of one microbatch: inputs' gradients come with what the stage's collectives take backward."""
+    """Of one microbatch: inputs' gradients come with what the stage's collectives take backward, and with parameters'
+    gradients where the backward cannot be split."""
     seconds, held = stage.sharded.seconds, stage.sharded.bytes
+    later = 0.0 if _is_whole(stage) else seconds.backward_weight
     return StageCosts(
         forward_seconds=seconds.forward + seconds.forward_collectives,
-        backward_input_seconds=seconds.backward_input + seconds.backward_collectives,
-        backward_weight_seconds=seconds.backward_weight,
+        backward_input_seconds=seconds.backward + seconds.backward_collectives - later,
+        backward_weight_seconds=later,
         activation_bytes=round(held.per_microbatch),
         fixed_bytes=round(held.fixed) + extra_bytes,
+    )
+
+
+def _is_whole(stage: FoundStage) -> bool:
+    """Whether its backward runs at once: an activation checkpoint is computed anew for both halves, as are parameters
+    fetched (ZeRO-3); experts are given tokens, or none, on some devices alone."""
+    sharded = stage.sharded
+    return 3 in sharded.zero_levels.values() or any(
+        one.is_given_again or one.kind in CLASSES for one in sharded.operators
     )
 
 

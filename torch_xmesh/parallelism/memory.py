@@ -19,6 +19,9 @@ _KEEP_NOTHING = frozenset(
     "type_as sum mean expand cat stack pad gather index_select __getitem__ getitem unbind chunk split where "
     "masked_fill masked_fill_ repeat_interleave tril triu roll flip clone contiguous __setitem__".split()
 )
+_KEEP_A_MASK = frozenset("masked_fill masked_fill_ where gather index_select".split())
+"""Of those that keep nothing that is counted: masks and indices, which a checkpoint computes anew all the same."""
+_READ_NO_BIAS = frozenset("batch_norm group_norm instance_norm".split())
 _NORMS = frozenset("layer_norm group_norm rms_norm batch_norm instance_norm".split())
 
 
@@ -107,7 +110,8 @@ def with_checkpoints(operators: Sequence[Operator], checkpoints: Sequence[int | 
     2016)."""
     last: dict[int, int] = {}
     for number, (operator, checkpoint) in enumerate(zip(operators, checkpoints, strict=True)):
-        if checkpoint is not None and any(_needs(operator)):
+        is_kept = any(_needs(operator)) or (operator.kind in _KEEP_A_MASK and operator.requires_grad)
+        if checkpoint is not None and is_kept:
             last[checkpoint] = number
     out = []
     for number, (operator, checkpoint) in enumerate(zip(operators, checkpoints, strict=True)):
@@ -120,10 +124,16 @@ def with_checkpoints(operators: Sequence[Operator], checkpoints: Sequence[int | 
 
 
 def is_read_back(operator: Operator, place: int) -> bool:
-    """Whether its backward reads again a parameter that it reads at this place. A norm's takes its bias along."""
+    """Whether its backward reads again a parameter that it reads at this place. A layer norm's takes its bias along, a
+    convolution's its weights, also where its input needs no gradient."""
     if operator.is_given_again:
         return True
     if operator.kind == "embedding":  # the gradient's rows follow from the indices
+        return False
+    if operator.kind.startswith("conv") and len(operator.reads[place].shape) > 1:
+        return operator.requires_grad
+    trained = [i for i, value in enumerate(operator.reads) if value.is_trained]
+    if operator.kind in _READ_NO_BIAS and len(trained) == 2 and place == trained[1]:
         return False
     return place in _needs(operator)[0] or (operator.kind in _NORMS and operator.requires_grad)
 

@@ -13,6 +13,7 @@ from torch_xmesh.parallelism.loops import Loops, check_loops
 from torch_xmesh.parallelism.memory import with_checkpoints
 from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.rows import rows
+from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
@@ -43,12 +44,18 @@ def samples_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         return 0
 
 
-def recorded_turns(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Recorded]:
-    """The forward, the forward once more, and in the other mode, of training and evaluation."""
+def recorded_turns(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> tuple[Recorded, Recorded, Recorded | ValueError]:
+    """The forward, the forward once more, and in the other mode, of training and evaluation, where it can be recorded
+    in that."""
     recorded, inputs = _recorder(model, args, kwargs)
     with torch.enable_grad():
-        recordings = [*recorded.record_turns([inputs, inputs], None), recorded.record(inputs, not model.training)]
-        return [_Reader(one, model).read() for one in recordings]
+        first, again = (_Reader(one, model).read() for one in recorded.record_turns([inputs, inputs], None))
+        try:
+            return first, again, _Reader(recorded.record(inputs, not model.training), model).read()
+        except ValueError as error:
+            return first, again, error
 
 
 def _recorder(
@@ -80,7 +87,7 @@ def _opened(model: nn.Module) -> frozenset[str]:
     out: set[str] = set()
     closed: list[str] = []
     for name, module in model.named_modules():
-        if name and type(module).__name__ in rows:
+        if name and has_row(module):
             closed.append(f"{name}.")
         elif not any(name.startswith(outer) for outer in closed):
             out.add(name)
@@ -202,7 +209,7 @@ class _Reader:
         if not tensors:
             return
         call = Call(name, args, kwargs, len(reads), tuple(tensor.shape for tensor in tensors))
-        loops = self._loops(call, reads)
+        loops = self._loops(node, call, reads)
         if change is not None and change.others:
             loops = None
             reads += [self._value_of(other) for other in change.others]
@@ -306,10 +313,11 @@ class _Reader:
         held = [(part, tensor) for part in parts for tensor in self._recording.facts[part].tensors[:1]]
         return [part for part, _ in held], [tensor for _, tensor in held]
 
-    @staticmethod
-    def _loops(call: Call, reads: Sequence[Value]) -> Loops | None:
+    def _loops(self, node: fx.Node, call: Call, reads: Sequence[Value]) -> Loops | None:
         """Those of its row, where that knows the call."""
         if call.name not in rows:
+            return None
+        if node.op == "call_module" and not has_row(self._model.get_submodule(str(node.target))):
             return None
         try:
             found = rows[call.name](call)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_by
+from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_by, with_checkpoints
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 
 
@@ -32,6 +32,8 @@ class Stretch:
         own: they are no values on the way."""
         chosen = set(range(len(forward.operators)) if numbers is None else numbers)
         operators = tuple(one for number, one in enumerate(forward.operators) if number in chosen)
+        if len(operators) < len(forward.operators) and any(one.checkpoint is not None for one in operators):
+            operators = with_checkpoints(operators, [one.checkpoint for one in operators])  # it may be in halves
         makers = {one.makes[0].maker for one in operators}
         constant = {one.makes[0].maker for one in forward.operators if one.is_constant}
         entering = {

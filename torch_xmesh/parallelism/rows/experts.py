@@ -2,6 +2,8 @@
 
 import math
 
+from torch import nn
+
 from torch_xmesh.parallelism.loops import Labels, Loops, Within
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, row
 
@@ -10,10 +12,15 @@ CLASSES = (
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
     "OlmoeExperts",
-    "DeepseekV3NaiveMoe",
     "GraniteMoeExperts",
 )
 """Names of transformers' classes whose experts are alike."""
+
+
+def has_row(module: nn.Module) -> bool:
+    """Whether a module is one of these, and not a class of somebody else's of that name."""
+    kind = type(module)
+    return kind.__name__ in CLASSES and kind.__module__.startswith("transformers.")
 
 
 @row(*CLASSES)

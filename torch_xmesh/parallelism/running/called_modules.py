@@ -1,32 +1,49 @@
 """Modules that are called as one: those that cannot be looked into, and those that have a row."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from torch_xmesh.parallelism.operators import Recorded
+from torch_xmesh.pipeline.state.gradient_sync import local_of
 
 OWN = "self."
 """What a parameter's name begins with where it is an argument: no other argument's does."""
 
 
-def without_values(module: nn.Module) -> nn.Module:
-    """A copy whose parameters have no memory; calls bring them. Buffers are copied."""
-    memo = {
-        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in module.parameters()
-    }
-    return copy.deepcopy(module, memo)
-
-
-def called_modules(model: nn.Module, recorded: Recorded, numbers: Iterable[int]) -> dict[str, nn.Module]:
-    """Copies without values of the modules that these operators call as one, by name."""
+def names_called(recorded: Recorded, numbers: Iterable[int]) -> list[str]:
+    """The modules that these operators call as one."""
     nodes = (recorded.sites[number].node for number in numbers)
-    names = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
-    return {name: without_values(model.get_submodule(name)) for name in names}
+    return [*dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")]
+
+
+def called_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Copies of modules, by name. Their parameters have no memory: calls bring them. Their buffers are copied, one that
+    several share once."""
+    modules = {name: model.get_submodule(name) for name in names}
+    memo: dict[int, Any] = {
+        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+        for module in modules.values()
+        for one in module.parameters()
+    }
+    return {name: copy.deepcopy(module, memo) for name, module in modules.items()}
+
+
+def check_buffers(model: nn.Module, recorded: Recorded, by_stage: Sequence[Iterable[int]]) -> None:
+    """Raises ValueError for a buffer of modules called as one on several stages, by the operators of each: their copies
+    could not change it together."""
+    stage_of: dict[int, int] = {}
+    for stage, numbers in enumerate(by_stage):
+        varied = [number for number in numbers if not recorded.forward.operators[number].is_constant]
+        for name in names_called(recorded, varied):
+            for key, buffer in model.get_submodule(name).named_buffers():
+                if stage_of.setdefault(id(buffer), stage) != stage:
+                    raise ValueError(f"buffer {name}.{key} is in modules called as one on several stages")
 
 
 class CalledModule:
@@ -38,4 +55,5 @@ class CalledModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = {key.removeprefix(OWN): one for key, one in kwargs.items() if key.startswith(OWN)}
         others = {key: one for key, one in kwargs.items() if not key.startswith(OWN)}
-        return functional_call(self.module, own, args, others)
+        buffers = {key: local_of(one) for key, one in self.module.named_buffers() if isinstance(one, DTensor)}
+        return functional_call(self.module, own | buffers, args, others)

@@ -99,7 +99,14 @@ class Call:
         slots = iter(range(len(self._sources)))
 
         def slot(argument: Any) -> Any:
-            return _Slot(next(slots)) if isinstance(argument, fx.Node) else argument
+            if not isinstance(argument, fx.Node):
+                return argument
+            number = next(slots, None)
+            if number is None:
+                raise ValueError(
+                    f"{operator.name} takes what is no tensor, and made in the forward: that cannot be run"
+                )
+            return _Slot(number)
 
         self._args: list[Any] = list(fx.node.map_aggregate(tuple(site.node.args), slot))
         self._kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, slot))
@@ -187,7 +194,7 @@ class Call:
     def _given(self, source: _Source, parts: dict[Value, Any]) -> Any:
         value, way = source.value, source.way
         if way is None:
-            return parts[value] if value in parts else torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return parts[value] if value in parts else torch.empty((), dtype=value.dtype).expand(value.shape)
         moved = way.moved(parts[value], self._moves)
         if self._changes and moved.requires_grad and moved._is_view():  # of a move's, which autograd cannot change
             return moved.clone()

@@ -73,11 +73,12 @@ class Compiler:
         dead = {value for number in numbers for value in dead_after.get(number, ())}
         leaves = tuple(value for number in numbers for value in calls[number].makes if value not in dead)
         graph.output(tuple(nodes[value] for value in leaves))
-        function = self._of(fx.GraphModule(nn.Module(), graph))
+        kinds = tuple((value.shape, value.dtype, value.requires_grad) for value in takes)
+        function = self._of(fx.GraphModule(nn.Module(), graph), kinds)
         return Segment(tuple(numbers), tuple(takes), leaves, function)
 
-    def _of(self, module: fx.GraphModule) -> Any:
-        key = module.code, *(id(node.target) for node in module.graph.nodes if node.op == "call_function")
+    def _of(self, module: fx.GraphModule, kinds: tuple[Any, ...]) -> Any:
+        key = kinds, module.code, *(id(node.target) for node in module.graph.nodes if node.op == "call_function")
         if key not in self._compiled:
             self._compiled[key] = torch.compile(module, **self._options)
         return self._compiled[key]

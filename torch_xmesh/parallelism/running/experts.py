@@ -32,6 +32,19 @@ class _Exchanged(torch.autograd.Function):
         return rows, None, None, None, None
 
 
+class RunsAtOnce(torch.autograd.Function):
+    """What enters a stage with experts. Its backward is not split: devices would do that in different ways, since only
+    those whose experts are given tokens have parameters' gradients to compute later. (The engine knows the name.)"""
+
+    @staticmethod
+    def forward(ctx: Any, entering: torch.Tensor) -> torch.Tensor:
+        return entering.view_as(entering)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
 class _Reached(torch.autograd.Function):
     """What experts have made. Backward goes on to what they were given, reads their parameters, and gives these
     gradients, also on a device whose experts are given nothing (`is_idle`): all devices run the same collectives."""

@@ -17,10 +17,12 @@ from torch import fx, nn
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
+from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.calls import RULES, Call, Way
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves
 from torch_xmesh.parallelism.running.compiled import Compiler, Segment
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
+from torch_xmesh.parallelism.running.experts import RunsAtOnce
 from torch_xmesh.parallelism.running.fetching import not_kept
 from torch_xmesh.parallelism.running.local_rules import DRAWING
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
@@ -75,10 +77,9 @@ class StageForward:
         self._choices = _choices(recorded, planned, self._ports.operators)
         self.loss_shares: LossShares | None = None
         self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
-        gradients: dict[str, State] = {}
-        self.gradients: Mapping[str, State] = gradients
-        self._gradients = gradients
+        self.gradients: dict[str, State] = {}
         self._calls = {operator: self._call(operator) for operator in self._choices}
+        self._has_experts = any(recorded.forward.operators[i].kind in CLASSES for i in self._calls)
         self._dead_after = self._last_reads()
         self._ways_out = {value: self._way(value, self._end_of(value), end) for value, end in self._left.items()}
         in_turn = in_turn_of(planned)
@@ -103,11 +104,16 @@ class StageForward:
                 raise ValueError("in the other a stage is given other values")
         if self.left_states() != first.left_states():
             raise ValueError("in the other a stage leaves other values")
+        if any(first.gradients.get(name, state) != state for name, state in self.gradients.items()):
+            raise ValueError("in the other gradients of parameters lie otherwise")
 
     def run(self, given: Sequence[torch.Tensor], own: StageParameters) -> tuple[torch.Tensor, ...]:
         """A microbatch."""
         taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
         parts: dict[Value, Any] = {value: one.clone() if value in self._changed else one for value, one in taken}
+        if self._has_experts:
+            for value, one in parts.items():
+                parts[value] = RunsAtOnce.apply(one) if one.requires_grad else one  # type: ignore[no-untyped-call]
         for node, value in self.recorded.given.items():
             if node.op == "get_attr" and not value.is_parameter:
                 parts[value] = self.recorded.recording.constants[str(node.target)]
@@ -195,7 +201,7 @@ class StageForward:
         for value, end in zip(operator.reads, choice.inputs, strict=True):
             has_gradient = value.requires_grad and operator.requires_grad
             if value.is_parameter and not self._is_tied(value):
-                self._gradients.setdefault(value.name, end.gradient)
+                self.gradients.setdefault(value.name, end.gradient)
                 out.append(Way(value.name))
                 continue
             held = self._end_of(value)
@@ -247,19 +253,21 @@ class StageForward:
         layer_of = {one.name: one.layer for one in planned.operators}
         out: dict[int, list[Value]] = {}
         known: set[tuple[Value, int | None]] = set()
-        first: dict[tuple[int | None, int | None], int] = {}
+        first: dict[tuple[int | None, int | None, bool], int] = {}
         for number, values in self._in_turn.items():
             operator = self.recorded.forward.operators[number]
             for value in values:
                 if (value, operator.checkpoint) not in known:  # a checkpoint has its own
                     known.add((value, operator.checkpoint))
-                    layer = layer_of[operator.name], operator.checkpoint
+                    layer = layer_of[operator.name], operator.checkpoint, operator.is_given_again
                     out.setdefault(first.setdefault(layer, number), []).append(value)
         return out
 
     def _in_regions(self) -> tuple[list[list[int]], dict[int, "_Region"]]:
         """Operators, in lists: those of an activation checkpoint in one. And by their first one what it is given."""
         operators, sites = self.recorded.forward.operators, self.recorded.sites
+        here = {*self._ports.arguments, *self._ports.entering, *self.recorded.given.values()}
+        here.update(value for number in self._calls for value in operators[number].makes)
         turns: list[list[int]] = []
         regions: dict[int, _Region] = {}
         for checkpoint, found in itertools.groupby(self._calls, key=lambda number: operators[number].checkpoint):
@@ -270,10 +278,7 @@ class StageForward:
             made = {value: None for number in numbers for value in operators[number].makes}
             fetched = {value for number in numbers for value in self._in_turn[number]}
             dead = {value for number in numbers for value in self._dead_after.get(number, ())}
-            takes: dict[Value, None] = {}
-            for number in numbers:
-                sources = zip(sites[number].sources, sites[number].is_read, strict=True)
-                takes |= {value: None for value, is_read in sources if is_read}
+            takes = {value: None for number in numbers for value in sites[number].sources if value in here}
             regions[numbers[0]] = _Region(
                 tuple(value for value in takes if value not in made and value not in fetched),
                 tuple(value for value in made if value not in dead),
@@ -289,7 +294,7 @@ class StageForward:
             if (why, value.name) in self._held:
                 end = self._held[why, value.name]
                 if why == "parameter":
-                    self._gradients.setdefault(value.name, end.gradient)
+                    self.gradients.setdefault(value.name, end.gradient)
                 return end
         if value.maker is None or value.maker not in self._choices:  # an argument, or another stage's
             return self._all

@@ -155,6 +155,7 @@ class StageParameters:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Parameters as this step's microbatches read them: those in parts are fetched, once for all."""
+        self._summed_later = []
         taken = self._parameters()
         local = [local_of(own).detach() for _, own in taken]
         steps = [

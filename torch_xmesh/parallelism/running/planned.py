@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
 from torch_xmesh.parallelism.reading import samples_of
+from torch_xmesh.parallelism.running.called_modules import check_buffers
+from torch_xmesh.parallelism.running.crossing import ports_of
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
@@ -71,6 +73,7 @@ class PlannedStages:
         self._stages: dict[int, ShardedStage] = {}
 
     def _check(self) -> None:
+        assert self._model is not None
         plan, operators = self._plan, self._recorded.forward.operators
         found = fingerprint_of([one.name for one in operators], [one.makes[0].shape for one in operators])
         if found != plan.fingerprint:
@@ -78,6 +81,8 @@ class PlannedStages:
                 f"the plan is for another model, or for microbatches of another size: it was made of {plan.model} "
                 f"({plan.fingerprint}), this is {found}"
             )
+        by_stage = [ports.operators for ports in ports_of(self._recorded, plan)]
+        check_buffers(self._model, self._recorded, by_stage)
         ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
         if ranks != list(range(dist.get_world_size())):
             raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")

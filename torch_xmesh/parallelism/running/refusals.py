@@ -35,15 +35,19 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
     way that parts of them would not."""
     first, again, other = recorded_turns(model, example_args, dict(example_kwargs or {}))
     _check_guards(first)
+    _check_checkpoints(first)
     if differs := difference(first.recording, again.recording):
         raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
     _check_buffers(first)
-    draws = [[one.draws for one in turn.forward.operators] for turn in (first, other)]
-    if not difference(first.recording, other.recording) and draws[0] == draws[1]:
+    if isinstance(other, ValueError):
+        return Turns(first, other)
+    unseen = [[(one.draws, one.checkpoint) for one in turn.forward.operators] for turn in (first, other)]
+    if not difference(first.recording, other.recording) and unseen[0] == unseen[1]:
         return Turns(first, None)
     try:
         _check_alike(first, other)
         _check_guards(other)
+        _check_checkpoints(other)
         _check_buffers(other)
     except ValueError as error:
         return Turns(first, error)
@@ -71,6 +75,12 @@ def _check_guards(recorded: Recorded) -> None:
         if all(one.op != "placeholder" for one in behind):
             continue  # of constants: it is what it was
         raise ValueError(f"the forward depends on values ({guard.source}): a plan's stages would do as for the example")
+
+
+def _check_checkpoints(recorded: Recorded) -> None:
+    if recorded.recording.closed_checkpoints:
+        where = recorded.recording.closed_checkpoints[0]
+        raise ValueError(f"an activation checkpoint at {where} is inside of a module that cannot be looked into")
 
 
 def _check_buffers(recorded: Recorded) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.running.called_modules import called_modules
+from torch_xmesh.parallelism.running.called_modules import called_modules, names_called
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves, Seen
 from torch_xmesh.parallelism.running.compiled import Compiler
 from torch_xmesh.parallelism.running.crossing import ports_of
@@ -52,7 +52,8 @@ class ShardedStage(nn.Module):
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {tuple(mesh.shape)}")
         self._moves = Moves(mesh, on_collective)
         conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
-        called = called_modules(model, turns.recorded, ports_of(turns.recorded, plan)[number].operators)
+        ports = ports_of(turns.recorded, plan)
+        called = called_modules(model, names_called(turns.recorded, ports[number].operators))
         self.first = StageForward(turns.recorded, plan, number, self._moves, conversions, num_samples, called)
         self._other: StageForward | ValueError = self.first
         if isinstance(turns.other, ValueError):
@@ -69,7 +70,7 @@ class ShardedStage(nn.Module):
         self.own.keep(model, self, called)
         if number == 0:
             read = {one.name for stage in plan.stages for one in stage.parameters}
-            everywhere = called_modules(model, turns.recorded, range(len(turns.recorded.sites)))
+            everywhere = names_called(turns.recorded, range(len(turns.recorded.sites)))
             self.own.keep_unread(model, self, read, everywhere)
         for path, module in self.named_modules():
             module.training = model.get_submodule(path).training

@@ -72,6 +72,7 @@ class Recorder(TorchFunctionMode):
         self._shadow, self._opened, self._on_memory = shadow, opened, on_memory
         self._alive: list[torch.Tensor] = []  # or ids are used again
         self._guards: list[Guard] = []
+        self._closed_checkpoints: list[str] = []
         self._mutations: list[tuple[int, int, fx.Node]] = []
         self._changed_buffers: dict[str, fx.Node] = {}
         self._is_paused = False
@@ -106,6 +107,7 @@ class Recorder(TorchFunctionMode):
             opened=self._opened,
             has_gradients=torch.is_grad_enabled(),
             numbers=self._shadow.numbers(self._opened),
+            closed_checkpoints=tuple(self._closed_checkpoints),
         )
 
     def _input(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,6 +188,7 @@ class Recorder(TorchFunctionMode):
         """A checkpoint whose insides are not recorded is one node; `run` does it. What it runs must be modules in which
         no stage begins."""
         if self._is_paused:
+            self._closed_checkpoints.append(user_line())
             return run(function, *args, **kwargs)
         if self._opens_checkpoints:
             own = {name: one for name, one in kwargs.items() if name not in CHECKPOINT_OPTIONS}

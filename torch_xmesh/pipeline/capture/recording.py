@@ -99,6 +99,7 @@ class Recording:
         opened: the modules that were looked into.
         has_gradients: gradients were enabled.
         numbers: that were attributes of opened modules after the forward.
+        closed_checkpoints: where activation checkpoints are called in what is not looked into.
     """
 
     graph: fx.Graph
@@ -111,6 +112,7 @@ class Recording:
     opened: frozenset[str]
     has_gradients: bool
     numbers: dict[str, float]
+    closed_checkpoints: tuple[str, ...] = ()
 
     def text_of(self, node: fx.Node) -> str:
         """A node as text that is the same in every process."""
