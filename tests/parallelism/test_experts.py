@@ -24,6 +24,7 @@ from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.running.experts import RunsAtOnce
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
@@ -284,3 +285,12 @@ def trains_called(rank: int, world_size: int, seeds: range) -> None:
 
 def test_a_module_that_is_called_as_one_runs_whole() -> None:
     spawn(trains_called, 4, range(8), timeout=240)
+
+
+def test_the_backward_of_a_stage_with_experts_is_not_split() -> None:
+    """Devices would split it in different ways: with no tokens for its experts one has nothing to compute later."""
+    x = torch.randn(4, 8, requires_grad=True)
+    made = nn.Linear(8, 8)(RunsAtOnce.apply(x))  # type: ignore[no-untyped-call]
+    _, weights = xm.split_backward(made, torch.ones(4, 8), x)
+    assert "a planned stage with experts" in (weights.whole_because or "")
+    weights()
