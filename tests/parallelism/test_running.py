@@ -102,6 +102,32 @@ class Odd(nn.Module):
         return out
 
 
+class Attends(nn.Module):
+    """With weights dropped: seen are keys that come before, or those of a mask, which leaves some queries none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.shared = nn.Linear(32, 64), nn.Linear(32, 32)
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            one.view(*x.shape[:2], -1, 16).transpose(1, 2) for one in (self.query(x), self.shared(x), x)
+        )
+        made = F.scaled_dot_product_attention(query, key, value, dropout_p=0.25, is_causal=True, enable_gqa=True)
+        seen = (x[:, None, :, :1] > -0.5) & (x[:, None, :, 1:2] < 1).transpose(-1, -2)
+        wide = key.repeat_interleave(2, 1)
+        made = made + F.scaled_dot_product_attention(query, wide, wide, seen, 0.5, scale=0.3)
+        bias = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, float("-inf"))
+        made = made + F.scaled_dot_product_attention(query, wide, wide, bias, 0.5)
+        out: torch.Tensor = self.out(made.transpose(1, 2).flatten(2))
+        return out
+
+
+def attends() -> tuple[nn.Module, torch.Tensor]:
+    return Attends(), torch.randn(8, 12, 32)
+
+
 def odd() -> tuple[nn.Module, torch.Tensor]:
     return Odd(), torch.randn(16, 32)
 
@@ -183,6 +209,7 @@ RANDOM = {
     "convolutions": convolutions,
     "noisy": noisy,
     "odd": odd,
+    "attends": attends,
     "normed": normed,
 }
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {

@@ -132,6 +132,37 @@ def check_collectives(planned: PlannedStage, part: nn.Module, uses: list[Collect
         assert dict(num_bytes) == {key: wanted for key, (_, wanted) in predicted.items()}
 
 
+def trains_and_evaluates(rank: int, world_size: int, name: str) -> None:
+    """As they come, weights dropped: steps in training, and between them one process's loss in evaluation."""
+    model, args, kwargs = made(name)
+    model.train()
+    whole = copy.deepcopy(model).eval()
+    plan = xm.plan_parallel(model, args, kwargs, compute=xm.Compute(flops=1e9, bytes_per_s=1e10), **OPTIONS)
+    batch, named = pytree.tree_map(lambda one: torch.cat([one, one.roll(1, 0)]), (args, kwargs))
+    losses = []
+    with xm.PipelineEngine(model, args, kwargs, plan=plan, loss_fn=output_loss) as engine:
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+        for _ in range(2):
+            engine.train()
+            engine.step(*batch, return_outputs=False, **named)
+            losses.append(engine.last_loss())
+            engine.zero_grad()
+            engine.eval()
+            engine.evaluate(*batch, **named)
+            if engine.last_loss() is not None:
+                halves = [pytree.tree_map(lambda one, i=i: one.chunk(2)[i], (batch, named)) for i in range(2)]
+                wanted = sum(float(output_loss(whole(*own, **own_named))) / 2 for own, own_named in halves)
+                assert engine.last_loss() == pytest.approx(wanted, rel=1e-6)
+        optimizer.step()
+    assert losses[0] is None or losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "T5"])
+def test_models_of_libraries_in_both_modes(name: str) -> None:
+    OF_LIBRARIES[name]()  # skipped here where the library is missing
+    spawn(trains_and_evaluates, 4, name, timeout=240)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["gpt", "moe", "wide_resnet"])
 def test_examples_train_as_one_process(name: str, plan: str) -> None:

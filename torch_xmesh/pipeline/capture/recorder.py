@@ -51,6 +51,16 @@ _WRITES = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __iand_
 """Functions that change their first argument, besides those whose name ends in an underscore."""
 
 
+_DROPS = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split())
+"""Functions that give back what they are given, where nothing is dropped."""
+
+
+def _as_new(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result as a tensor of its own: recordings in both modes, of training and evaluation, have the same nodes."""
+    result = compute(*args, **kwargs)
+    return result.view_as(result) if any(result is one for one in (*args, *kwargs.values())) else result
+
+
 class Recorder(TorchFunctionMode):
     """Records one forward; see `record`. Threading: that of the forward."""
 
@@ -66,7 +76,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """`as_fakes`: nodes whose results are fakes, whatever they are made of; `batch`: the names of the inputs that
         are cut into microbatches; `opens_checkpoints`: nodes of what is checkpointed have its number in
-        ``meta["checkpoint"]``, instead of one node that is all of it."""
+        ``meta["checkpoint"]``, instead of one node that is all of it, and dropouts that drop nothing are there, too."""
         super().__init__()
         self._batch, self._as_fakes, self._opens_checkpoints = batch, as_fakes, opens_checkpoints
         self._shadow, self._opened, self._on_memory = shadow, opened, on_memory
@@ -221,7 +231,10 @@ class Recorder(TorchFunctionMode):
         if name in _READS:
             return self._read(name, func, args, kwargs)
         self._check_written(name, args, kwargs)
-        return self._call(*as_node(func, name, args), kwargs, functools.partial(run_function, func, args))
+        compute = functools.partial(run_function, func, args)
+        if self._opens_checkpoints and name in _DROPS:
+            compute = functools.partial(_as_new, compute)
+        return self._call(*as_node(func, name, args), kwargs, compute)
 
     # How.
 
