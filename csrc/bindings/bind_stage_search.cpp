@@ -179,9 +179,9 @@ void bindStageSearch(py::module_& module) {
            "One more way to run each stretch of layers: lists by first and last layer, those with last before first unused.")
       .def("set_entering", &setEntering, py::arg("submesh"), py::arg("seconds"),
            "What the values that a stage reads, and their gradients, take on their way, by its first layer.")
-      .def("best_plans", &bestPlans, py::arg("count"), py::arg("accepts") = nullptr, py::arg("go_on") = nullptr,
-           py::arg("num_stages") = std::nullopt,
-           "The cheapest ones, of any number of stages or of this one: (seconds, whether that is proven, stages (first layer, end, submesh, option)). The first is the best; see the C++ "
+      .def("best_plans", &bestPlans, py::arg("count"), py::arg("accepts") = nullptr, py::arg("go_on") = nullptr, py::arg("num_stages") = std::nullopt,
+           "The cheapest ones, of any number of stages or of this one: (seconds, whether that is proven, stages (first layer, end, submesh, "
+           "option)). The first is the best; see the C++ "
            "bestStagePlans.")
       .def(
           "smallest_memory",

@@ -202,8 +202,8 @@ std::vector<ConversionStep> ConversionCosts::steps(const ValueState& from, const
   return out;
 }
 
-CostTable conversionTable(
-    const ConversionCosts& costs, const std::vector<ValueEnd>& made, const std::vector<ValueEnd>& taken, bool has_gradient, int times) {
+CostTable conversionTable(const ConversionCosts& costs, const std::vector<ValueEnd>& made, const std::vector<ValueEnd>& taken, bool has_gradient,
+                          int times) {
   CostTable out{made.size(), taken.size(), {}};
   for (const ValueEnd& from : made) {
     for (const ValueEnd& to : taken) {

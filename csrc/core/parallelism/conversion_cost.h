@@ -88,7 +88,7 @@ struct ValueEnd {
 
 /// What it costs to bring a value `times` times from each of the ends that `made` lists (rows) to each that `taken` lists, and, where it has one,
 /// its gradient back once.
-CostTable conversionTable(
-    const ConversionCosts& costs, const std::vector<ValueEnd>& made, const std::vector<ValueEnd>& taken, bool has_gradient, int times);
+CostTable conversionTable(const ConversionCosts& costs, const std::vector<ValueEnd>& made, const std::vector<ValueEnd>& taken, bool has_gradient,
+                          int times);
 
 }  // namespace xmesh::core
