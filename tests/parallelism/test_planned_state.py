@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from planned_cases import PLANS
 from small_models import Gpt
 from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
-
-OPTIONS: dict[str, Any] = {
-    "devices": xm.Mesh([[0, 1], [2, 3]]),
-    "num_microbatches": 2,
-    "compute": xm.Compute(flops=1e11, bytes_per_s=1e10),
-    "topology": xm.Topology(devices_per_host=2, nic_bytes_per_s=10**8, local_bytes_per_s=10**10),
-}
-PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
-    "data": lambda *args: xm.presets.data_parallel(*args, **OPTIONS),
-    "ZeRO-2": lambda *args: xm.presets.zero_2(*args, **OPTIONS),
-    "ZeRO-3": lambda *args: xm.presets.zero_3(*args, **OPTIONS),
-    "megatron": lambda *args: xm.presets.megatron(*args, tensor_parallel=4, **OPTIONS),
-    "pipeline": lambda *args: xm.presets.pipeline(*args, num_stages=2, tensor_parallel=2, **OPTIONS),
-    "pipeline with ZeRO-3": lambda *args: xm.presets.pipeline(*args, num_stages=2, zero=3, **OPTIONS),
-    "found": lambda *args: xm.plan_parallel(*args, **OPTIONS),
-}
 
 
 class Convolutions(nn.Module):

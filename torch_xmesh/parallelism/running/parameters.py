@@ -189,10 +189,8 @@ class StageParameters:
         own = [value for value in dict.fromkeys(values) if self._read[value.name].grad is not None]
         names = [value.name for value in own]
         steps = [
-            ()
-            if name in self._in_turn
-            else self._conversions.steps(value, self._gradients[name], self._kept_state(name))
-            for name, value in zip(names, own, strict=True)
+            self._conversions.steps(value, self._gradient_state(value.name), self._kept_state(value.name))
+            for value in own
         ]
         grads = [cast(torch.Tensor, self._read[name].grad) for name in names]
         for name, way, part in zip(names, steps, self._moves.run_together(grads, steps, names, why), strict=True):

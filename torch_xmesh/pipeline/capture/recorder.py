@@ -50,7 +50,6 @@ _READS = frozenset(
 _WRITES = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __iand__ __ior__ __ixor__".split())
 """Functions that change their first argument, besides those whose name ends in an underscore."""
 
-
 _DROPS = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split())
 """Functions that give back what they are given, where nothing is dropped."""
 
