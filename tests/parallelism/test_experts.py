@@ -153,7 +153,7 @@ def trains_forced(rank: int, world_size: int, name: str, label: str, zero: int) 
         plan = xm.plan_parallel(model, args, example_kwargs=kwargs, devices=xm.Mesh([[0, 1], [2, 3]]), **OPTIONS)
     else:
         plan = forced(model, args, kwargs, label, zero)
-    trained(model, args, kwargs, plan)
+    trained(model, args, kwargs, plan, is_priced=label == "found")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def trains_any(rank: int, world_size: int, seeds: range) -> None:
         model, args, kwargs = in_double("Mixtral")
         plan = random_plan(model, args, kwargs, Random(seed))
         try:
-            trained(model, args, kwargs, plan)
+            trained(model, args, kwargs, plan, is_priced=False)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}\n{plan}") from error
 
@@ -262,7 +262,7 @@ def trains_called(rank: int, world_size: int, seeds: range) -> None:
     for seed in seeds:
         plan = random_plan(model, (x,), {}, Random(seed))
         try:
-            trained(copy.deepcopy(model), (x,), {}, plan)
+            trained(copy.deepcopy(model), (x,), {}, plan, is_priced=False)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}\n{plan}") from error
     plan = xm.presets.data_parallel(model, (x,), devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
