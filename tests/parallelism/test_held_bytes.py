@@ -15,6 +15,7 @@ from small_models import Gpt, Mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import torch_xmesh as xm
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.loops import Choice
@@ -84,9 +85,31 @@ def test_what_backward_keeps_with_checkpoints() -> None:
     kept = kept_by_autograd(checkpointed, (tokens,), {}) + sum(one.nbytes for one in Checkpointed.given)
     assert sharded.bytes.per_microbatch == pytest.approx(kept, rel=0.2)
     assert sharded.bytes.per_microbatch < usual.bytes.per_microbatch / 4
+    x = torch.randn(8, 16, model.tokens.embedding_dim, requires_grad=True)
+    inside = kept_by_autograd(next(model.layers.children()), (x,), {}) - x.nbytes
+    assert sharded.bytes.again == pytest.approx(inside, rel=0.2), "of one layer: the others' are not there yet, or gone"
+    assert usual.bytes.again == 0
     assert sharded.seconds.forward == usual.seconds.forward
     again = sharded.seconds.backward - usual.seconds.backward
     assert 0.5 * usual.seconds.forward < again < usual.seconds.forward
+
+
+def test_what_is_computed_anew_counts_for_a_limit() -> None:
+    """The least that a plan needs is what its devices hold with a checkpoint computed anew, and a plan that is found
+    within a limit keeps it so."""
+    model, x = nn.Sequential(*[Checkpointed(Mlp(16, 4)) for _ in range(2)]), torch.zeros(512, 16)
+    options: dict[str, Any] = {"compute": COMPUTE, "num_microbatches": 2}
+    alone = xm.plan_parallel(model, (x,), devices=xm.Mesh([0]), **options)
+    (stage,) = alone.stages
+    assert stage.bytes.again == 3 * x.nbytes, "what its second to last linear are given"
+    assert stage.peak_bytes == pytest.approx(stage.bytes.fixed + stage.in_flight * stage.bytes.per_microbatch, abs=1)
+    with pytest.raises(ValueError, match=rf"the smallest limit that one keeps is {stage.peak_bytes}\b"):
+        xm.plan_parallel(model, (x,), devices=xm.Mesh([0]), memory_limit_bytes=stage.peak_bytes - 1, **options)
+    limit = round(0.6 * stage.peak_bytes)
+    for found in xm.plan_parallel(model, (x,), devices=xm.Mesh(range(4)), memory_limit_bytes=limit, **options).stages:
+        assert found.bytes.again > 0
+        assert found.bytes.total(found.in_flight) <= limit
+    assert "of a checkpoint computed anew" in str(alone)
 
 
 def kinds(sharded: Sharded) -> Counter[str]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from library_models import MODELS
 from shardings import shard_stretch
 from small_models import Gpt
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_xmesh as xm
 from torch_xmesh import _C
@@ -256,6 +258,34 @@ def test_tables_of_stretches_are_sums() -> None:
         assert seconds[first * count + last] == pytest.approx(wanted, abs=1e-12)
         names = {v.name for number in numbers for v in sharded.operators[number].reads if v.is_parameter}
         held = sum(parameter_bytes(space, *sharded.parameters[name], sharded.in_parts.get(name)) for name in names)
+        assert fixed[first * count + last] == pytest.approx(held, abs=1)
+    assert fixed[count - 1] == pytest.approx(sharded.bytes.fixed, abs=1)
+
+
+def test_tables_have_the_largest_checkpoint_of_a_stretch() -> None:
+    """Which is computed anew beside what all layers hold."""
+
+    class Checkpointed(Gpt):
+        def forward(self, indices: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(indices)
+            for number, layer in enumerate(self.layers.children()):
+                x = layer(x) if number == 1 else checkpoint(layer, x, use_reentrant=False)
+            out: torch.Tensor = self.head(x)
+            return out
+
+    layers = layers_of(forward_of(Checkpointed(num_layers=4), (TOKENS,)))
+    sharded = shard_stretch(Stretch.of(layers.forward), Space([(1, 0.0, 0.0)], "ring", compute=RATES))
+    _, fixed, _ = StretchTables(layers, sharded.graph.stretch).of(sharded)
+    layer_of, count = layers.layer_of(), len(layers)
+    again = [Counter[int]() for _ in range(3)]
+    for one, found in zip(again, sharded.graph.again_bytes(sharded.chosen).values(), strict=True):
+        for number, num_bytes in zip(*found, strict=True):
+            one[layer_of[int(number)]] += int(num_bytes)
+    for first, last in itertools.combinations_with_replacement(range(count), 2):
+        numbers = [number for layer in layers.numbers[first : last + 1] for number in layer]
+        names = {v.name for number in numbers for v in sharded.operators[number].reads if v.is_parameter}
+        held = sum(parameter_bytes(sharded.graph.space, *sharded.parameters[name]) for name in names)
+        held += max(sum(one[layer] for layer in range(first, last + 1)) for one in again)
         assert fixed[first * count + last] == pytest.approx(held, abs=1)
     assert fixed[count - 1] == pytest.approx(sharded.bytes.fixed, abs=1)
 

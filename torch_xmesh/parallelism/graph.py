@@ -99,7 +99,8 @@ class ShardingGraph:
         self._zero_costs, self._zero_fixed = self._all_costs, self._all_fixed
         if zero:
             self._zero_costs, self._zero_fixed = self._with_zero()
-        self._kept = _KeptArrays(stretch, space, self._choices)
+        self._kept = _KeptArrays(stretch.kept, space, self._choices)
+        self._again = _KeptArrays(stretch.again, space, self._choices)
 
     def least(self, prices: Prices = FREE, allowed: Numbers | None = None) -> Sharded:
         """The cheapest choices; `allowed`: of all nodes' choices those that are not 0.
@@ -141,7 +142,8 @@ class ShardingGraph:
 
     def _build(self) -> None:
         stretch, space = self.stretch, self.space
-        charges = self._charges()
+        charges, charges_again = self._charges(stretch.kept), self._charges(stretch.again)
+        num_again = len({stretch.operators[number].checkpoint for number in charges_again})
         for number, operator in enumerate(stretch.operators):
             choices, summed = self._choices[number], stretch.summed[number]
             held = tuple(
@@ -150,12 +152,10 @@ class ShardingGraph:
             kept = space.nothing(len(choices))
             for one, share in charges.get(number, ()):
                 kept = kept + share * space.part_bytes(one, choices)
-            self._add_node(
-                operator.name,
-                space.node_costs(operator, choices, summed),
-                space.held_bytes(operator, choices, held),
-                kept,
-            )
+            fixed = space.held_bytes(operator, choices, held)
+            for one, share in charges_again.get(number, ()):  # their mean is at most the largest
+                fixed = fixed + share / num_again * space.part_bytes(one, choices)
+            self._add_node(operator.name, space.node_costs(operator, choices, summed), fixed, kept)
         leaving = set(stretch.leaving)
         for maker, operator in enumerate(stretch.operators):
             if not operator.is_constant:
@@ -167,11 +167,11 @@ class ShardingGraph:
             if value in stretch.tied:
                 self._keep(value, stretch.readers[value])
 
-    def _charges(self) -> dict[int, list[tuple[Kept, float]]]:
+    def _charges(self, kept: Sequence[Kept]) -> dict[int, list[tuple[Kept, float]]]:
         """What of backward's tensors each operator pays: where several need one they share its price."""
         out: dict[int, list[tuple[Kept, float]]] = {}
-        count = Counter(one.memory for one in self.stretch.kept)
-        for one in self.stretch.kept:
+        count = Counter(one.memory for one in kept)
+        for one in kept:
             out.setdefault(one.operator, []).append((one, 1 / count[one.memory]))
         return out
 
@@ -279,6 +279,14 @@ class ShardingGraph:
         """What a device keeps for backward: tensors' first operators, and bytes."""
         return self._kept.held(chosen)
 
+    def again_bytes(self, chosen: Sequence[int]) -> dict[int, tuple[Numbers, Array]]:
+        """By checkpoint what a device holds while backward computes it anew: tensors' first operators, and bytes."""
+        operators, num_bytes = self._again.held(chosen)
+        checkpoints = np.array([self.stretch.operators[number].checkpoint for number in operators], np.int64)
+        return {
+            int(one): (operators[checkpoints == one], num_bytes[checkpoints == one]) for one in np.unique(checkpoints)
+        }
+
     def choices_of(self, chosen: Sequence[int]) -> tuple[Choice, ...]:
         return tuple(choices[chosen[number]] for number, choices in enumerate(self._choices))
 
@@ -317,7 +325,9 @@ class ShardingGraph:
                 trained += num_bytes
             else:
                 whole += num_bytes
-        return Bytes(trained + whole, trained, STATES * trained, math.fsum(self._kept.held(chosen)[1]))
+        kept = math.fsum(self._kept.held(chosen)[1])
+        again = max((math.fsum(num_bytes) for _, num_bytes in self.again_bytes(chosen).values()), default=0.0)
+        return Bytes(trained + whole, trained, STATES * trained, kept, again)
 
     def spent(self, chosen: Sequence[int]) -> list[Seconds]:
         """By operator, as its costs."""
@@ -365,13 +375,13 @@ class ShardingGraph:
 class _KeptArrays:
     """What backward needs as arrays: a tensor that is held in several ways is held several times."""
 
-    def __init__(self, stretch: Stretch, space: Space, choices: Sequence[list[Choice]]) -> None:
+    def __init__(self, kept: Sequence[Kept], space: Space, choices: Sequence[list[Choice]]) -> None:
         numbers: dict[Value, int] = {}
-        self._operators: Numbers = np.array([one.operator for one in stretch.kept], np.int64)
-        self._memories: Numbers = np.array([numbers.setdefault(one.memory, len(numbers)) for one in stretch.kept])
-        states = [space.part_states(one, choices[one.operator]) for one in stretch.kept]
-        num_bytes = [space.part_bytes(one, choices[one.operator]) for one in stretch.kept]
-        self._begins: Numbers = np.cumsum([0, *(len(one) for one in states)])[:-1]
+        self._operators: Numbers = np.array([one.operator for one in kept], np.int64)
+        self._memories: Numbers = np.array([numbers.setdefault(one.memory, len(numbers)) for one in kept], np.int64)
+        states = [space.part_states(one, choices[one.operator]) for one in kept]
+        num_bytes = [space.part_bytes(one, choices[one.operator]) for one in kept]
+        self._begins: Numbers = np.cumsum([0, *(len(one) for one in states)], dtype=np.int64)[:-1]
         self._states: Numbers = np.concatenate([np.zeros(0, np.int64), *states])
         self._bytes = np.concatenate([np.zeros(0), *num_bytes])
 

@@ -1,7 +1,7 @@
 """What a device holds: parameters with all that belongs to them, and what backward needs of a microbatch."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch_xmesh.parallelism.loops import Choice, State, num_parts
 from torch_xmesh.parallelism.operators import Again, Operator, Value
@@ -34,17 +34,19 @@ class Bytes:
         gradients: of parameters.
         states: of the optimizer.
         per_microbatch: what backward keeps, of each microbatch in flight.
+        again: what the backward of one microbatch holds while it computes an activation checkpoint anew: the largest.
     """
 
     parameters: float = 0.0
     gradients: float = 0.0
     states: float = 0.0
     per_microbatch: float = 0.0
+    again: float = 0.0
 
     @property
     def fixed(self) -> float:
         """However many microbatches are in flight."""
-        return self.parameters + self.gradients + self.states
+        return self.parameters + self.gradients + self.states + self.again
 
     def total(self, in_flight: int) -> float:
         """With so many microbatches."""
@@ -56,6 +58,7 @@ class Bytes:
             self.gradients + other.gradients,
             self.states + other.states,
             self.per_microbatch + other.per_microbatch,
+            self.again + other.again,
         )
 
 
@@ -83,25 +86,53 @@ class Kept:
 def kept_by(operators: Sequence[Operator], leaving: Collection[Value] = ()) -> list[Kept]:
     """What backward needs of these operators' tensors, and what they make for others, which is there until its gradient
     comes; parameters are there anyway."""
-    root: dict[Value, Value] = {}
     out: list[Kept] = []
-    checkpoint_of = {value: operator.checkpoint for operator in operators for value in operator.makes}
+    checkpoint_of = _checkpoints(operators)
+    root = _memories(operators)
     for number, operator in enumerate(operators):
-        for value in operator.makes:
-            root[value] = root.get(operator.reads[0], operator.reads[0]) if operator.views and operator.reads else value
         reads, makes = _needs(operator)
         if operator.checkpoint is not None:  # what it reads of the inside is made anew
             reads = [i for i, value in enumerate(operator.reads) if checkpoint_of.get(value) != operator.checkpoint]
             makes = ()
-        wanted = [(place, False, operator.reads[place]) for place in reads]
-        wanted += [
-            (place, True, value) for place, value in enumerate(operator.makes) if place in makes or value in leaving
-        ]
-        for place, is_made, value in wanted:
-            memory = root.get(value, value)
-            if not memory.is_parameter:
-                out.append(Kept(number, place, is_made, value, memory))
+        makes = [place for place, value in enumerate(operator.makes) if place in makes or value in leaving]
+        out += _kept(number, operator, reads, makes, root)
     return out
+
+
+def kept_again_by(operators: Sequence[Operator]) -> list[Kept]:
+    """What backward needs of what it computes anew: of a checkpoint's operators, what is made inside."""
+    checkpoint_of = _checkpoints(operators)
+    root = _memories(operators)
+    out: list[Kept] = []
+    for number, operator in enumerate(operators):
+        if operator.checkpoint is not None:
+            found = _kept(number, operator, *_needs(operator), root)
+            out += [one for one in found if checkpoint_of.get(one.memory) == operator.checkpoint]
+    return out
+
+
+def _checkpoints(operators: Sequence[Operator]) -> dict[Value, int | None]:
+    """In which each value is made."""
+    return {value: operator.checkpoint for operator in operators for value in operator.makes}
+
+
+def _memories(operators: Sequence[Operator]) -> dict[Value, Value]:
+    """By value the one whose memory it is."""
+    root: dict[Value, Value] = {}
+    for operator in operators:
+        for value in operator.makes:
+            root[value] = root.get(operator.reads[0], operator.reads[0]) if operator.views and operator.reads else value
+    return root
+
+
+def _kept(
+    number: int, operator: Operator, reads: Sequence[int], makes: Sequence[int], root: Mapping[Value, Value]
+) -> list[Kept]:
+    """Of these places; parameters are there anyway."""
+    wanted = [(place, False, operator.reads[place]) for place in reads]
+    wanted += [(place, True, operator.makes[place]) for place in makes]
+    found = [Kept(number, place, is_made, value, root.get(value, value)) for place, is_made, value in wanted]
+    return [one for one in found if not one.memory.is_parameter]
 
 
 def with_checkpoints(operators: Sequence[Operator], checkpoints: Sequence[int | None]) -> tuple[Operator, ...]:

@@ -56,7 +56,8 @@ def _stage_lines(plan: ParallelPlan, number: int, stage: PlannedStage) -> list[s
         f"{seconds_text(seconds.backward_collectives)}, at the end {seconds_text(seconds.step_collectives)}",
         f"  a device holds at most {bytes_text(stage.peak_bytes)}: parameters {bytes_text(stage.bytes.parameters)}, "
         f"gradients {bytes_text(stage.bytes.gradients)}, states {bytes_text(stage.bytes.states)}, "
-        f"{bytes_text(stage.bytes.per_microbatch)} for each of {stage.in_flight} in flight",
+        f"{bytes_text(stage.bytes.per_microbatch)} for each of {stage.in_flight} in flight"
+        + (f", {bytes_text(stage.bytes.again)} of a checkpoint computed anew" if stage.bytes.again else ""),
     ]
     if stage.gap:
         lines.append(f"  no other sharding that fits is more than {100 * stage.gap:.2g} % faster")

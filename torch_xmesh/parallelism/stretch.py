@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_by, with_checkpoints
+from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_again_by, kept_by, with_checkpoints
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 
 
@@ -16,6 +16,7 @@ class Stretch:
         entering: values that they read and others make.
         leaving: values that they make and others read, or that are the model's outputs.
         kept: what backward needs.
+        again: what backward needs of what it computes anew, in activation checkpoints.
         by_samples: of those that leave, the model's outputs that go to a loss outside: whether they have samples, in
             parts of which they may be left.
     """
@@ -24,6 +25,7 @@ class Stretch:
     entering: tuple[Value, ...]
     leaving: tuple[Value, ...]
     kept: tuple[Kept, ...]
+    again: tuple[Kept, ...] = ()
     by_samples: Mapping[Value, bool] = dataclasses.field(default_factory=dict)
 
     @staticmethod
@@ -48,7 +50,8 @@ class Stretch:
         leaving = tuple(value for value in made if value in wanted)
         to_loss = () if forward.num_samples is None else set(leaving).intersection(forward.outputs)
         by_samples = {value: value.shape[:1] == (forward.num_samples,) for value in to_loss}
-        return Stretch(operators, tuple(entering), leaving, tuple(kept_by(operators, set(leaving))), by_samples)
+        kept, again = kept_by(operators, set(leaving)), kept_again_by(operators)
+        return Stretch(operators, tuple(entering), leaving, tuple(kept), tuple(again), by_samples)
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[tuple[int, int]]]:
