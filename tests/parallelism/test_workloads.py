@@ -40,6 +40,10 @@ PLANS: dict[str, Any] = {
 }
 
 
+PADDED = ("BERT", "Llama")
+"""They are given sequences of several lengths, and a mask that says so."""
+
+
 def example(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     sys.path.insert(0, str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
@@ -77,6 +81,9 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         model.eval()  # an engine's dropout is not one process's
     args, kwargs = pytree.tree_map(in_double, (args, kwargs))
     kwargs = {key: one if key == "attention_mask" else filled(one) for key, one in kwargs.items()}
+    if name in PADDED:
+        lengths = torch.arange(args[0].shape[1]) < torch.randint(3, args[0].shape[1], (len(args[0]), 1))
+        kwargs["attention_mask"] = lengths.to(torch.int64)
     return model, pytree.tree_map(filled, args), kwargs
 
 
@@ -177,7 +184,7 @@ def test_examples_train_as_one_process(name: str, plan: str) -> None:
     spawn(trains, 4, name, plan, 1e11, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Llama with checkpoints", "T5", "ResNet-50", "GPT-2", "ViT"])
+@pytest.mark.parametrize("name", ["BERT", "Llama", "Llama with checkpoints", "T5", "ResNet-50", "GPT-2", "ViT"])
 def test_models_of_libraries_train_as_one_process(name: str) -> None:
     OF_LIBRARIES[name]()  # skipped here where the library is missing
     spawn(trains, 4, name, "found", 1e9, timeout=240)

@@ -251,7 +251,7 @@ class ShardingGraph:
         costs, fixed = self._all_costs.copy(), self._all_fixed.copy()
 
         def add(value: Value, node: int, ends: Sequence[End]) -> None:
-            is_read_back = self.stretch.is_read_back(value)
+            is_read_back = value in self.stretch.read_back
             for number, end in enumerate(ends):
                 found = in_parts_of(self.space, value, end.value, end.gradient, self.zero, is_read_back)
                 if found is not None:

@@ -15,8 +15,10 @@ from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site,
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
+from torch_xmesh.pipeline.capture.errors import CaptureError
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
+from torch_xmesh.pipeline.capture.sandbox import as_if_compiling
 from torch_xmesh.pipeline.cut.microbatch import batch_size
 
 
@@ -33,7 +35,8 @@ def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, An
     """The same with the recording."""
     recorded, inputs = _recorder(model, args, kwargs)
     with torch.enable_grad():
-        return _Reader(recorded.record(inputs, None), model).read()
+        (recording,) = _recordings(recorded, [inputs], None)
+        return _Reader(recording, model).read()
 
 
 def samples_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -51,11 +54,28 @@ def recorded_turns(
     in that."""
     recorded, inputs = _recorder(model, args, kwargs)
     with torch.enable_grad():
-        first, again = (_Reader(one, model).read() for one in recorded.record_turns([inputs, inputs], None))
+        first, again = (_Reader(one, model).read() for one in _recordings(recorded, [inputs, inputs], None))
         try:
-            return first, again, _Reader(recorded.record(inputs, not model.training), model).read()
+            (other,) = _recordings(recorded, [inputs], not model.training)
+            return first, again, _Reader(other, model).read()
         except ValueError as error:
             return first, again, error
+
+
+def _recordings(
+    recorded: RecordedModel, several: Sequence[Sequence[torch.Tensor]], training: bool | None
+) -> list[Recording]:
+    """Forwards one after another. What hangs on values of their arguments is recorded as it is compiled, if that hangs
+    on none: transformers' models then keep a mask that hides nothing in the example."""
+    found = recorded.record_turns(several, training)
+    if not any(one.value_guards for one in found):
+        return found
+    try:
+        with as_if_compiling():
+            general = recorded.record_turns(several, training)
+    except CaptureError:
+        return found
+    return found if any(one.value_guards for one in general) else general
 
 
 def _recorder(

@@ -67,9 +67,14 @@ class Stretch:
         """By name a parameter, its first reader, and its place among what that reads."""
         return {value.name: (value, *places[0]) for value, places in self.readers.items() if value.is_parameter}
 
-    def is_read_back(self, value: Value) -> bool:
-        """Whether the backward of one that reads a value reads it again."""
-        return any(is_read_back(self.operators[number], place) for number, place in self.readers[value])
+    @functools.cached_property
+    def read_back(self) -> frozenset[Value]:
+        """Parameters that the backward of an operator reads again."""
+        return frozenset(
+            value
+            for value, places in self.readers.items()
+            if value.is_parameter and any(is_read_back(self.operators[number], place) for number, place in places)
+        )
 
     @functools.cached_property
     def tied(self) -> set[Value]:

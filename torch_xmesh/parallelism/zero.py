@@ -37,7 +37,7 @@ def with_zero(sharded: Sharded, level: int) -> Sharded:
         gradient = sharded.gradients.get(name)
         if gradient is None or name in in_parts:
             continue
-        found = in_parts_of(space, value, state, gradient, level, sharded.graph.stretch.is_read_back(value))
+        found = in_parts_of(space, value, state, gradient, level, value in sharded.graph.stretch.read_back)
         if found is not None:
             in_parts[name] = found
             held += found.bytes

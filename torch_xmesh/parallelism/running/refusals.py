@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.operators import Recorded
 from torch_xmesh.parallelism.reading import recorded_turns
-from torch_xmesh.pipeline.capture.recording import difference, nodes_behind
+from torch_xmesh.pipeline.capture.recording import difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +70,7 @@ def _output_of(recorded: Recorded) -> tuple[Any, ...]:
 
 
 def _check_guards(recorded: Recorded) -> None:
-    for guard in recorded.recording.guards:
-        behind = (one for node in guard.nodes for one in nodes_behind(node))
-        if all(one.op != "placeholder" for one in behind):
-            continue  # of constants: it is what it was
+    for guard in recorded.recording.value_guards:
         raise ValueError(f"the forward depends on values ({guard.source}): a plan's stages would do as for the example")
 
 

@@ -114,6 +114,15 @@ class Recording:
     numbers: dict[str, float]
     closed_checkpoints: tuple[str, ...] = ()
 
+    @property
+    def value_guards(self) -> list[Guard]:
+        """Those that read what follows from arguments."""
+        return [
+            guard
+            for guard in self.guards
+            if any(one.op == "placeholder" for node in guard.nodes for one in nodes_behind(node))
+        ]
+
     def text_of(self, node: fx.Node) -> str:
         """A node as text that is the same in every process."""
         if node.op == "get_attr" and str(node.target) in self.constants:

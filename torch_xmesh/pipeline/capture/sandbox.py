@@ -45,6 +45,8 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(drop)
 
 
+_compiling_lock = threading.Lock()
+_compiling_before: list[bool] = []
 _uncompiled_lock = threading.Lock()
 _uncompiled_users: list[contextlib.ExitStack] = []
 
@@ -68,6 +70,23 @@ def uncompiled() -> Iterator[None]:
             _uncompiled_users.remove(stance)
             if not _uncompiled_users:
                 stance.close()
+
+
+@contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true, as while torch.export traces: a model whose author asks for it leaves
+    out what hangs on values, as a shortcut for masks that hide nothing. The flag is the process's, so threads that are
+    in here together share it."""
+    with _compiling_lock:
+        _compiling_before.append(torch.compiler._is_compiling_flag)
+        torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        with _compiling_lock:
+            before = _compiling_before.pop()
+            if not _compiling_before:
+                torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager
