@@ -93,6 +93,30 @@ class Attends(nn.Module):
         return out
 
 
+class Encodes(nn.Module):
+    """torch's own layers as they come, with weights dropped and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 2, dropout=0.3, bias=False, kdim=16, vdim=16)
+        self.causal = nn.MultiheadAttention(32, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length, padding = x.shape[1], x[:, :, 0] > 1
+        x = self.layer(x, src_key_padding_mask=padding)
+        x = x.transpose(0, 1)
+        made, weights = self.attention(x, x[:8, :, :16], x[:8, :, 16:], key_padding_mask=padding[:, :8])
+        x = (x + made).transpose(0, 1) + weights.sum((1, 2))[:, None, None]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        out: torch.Tensor = self.causal(x, x, x, attn_mask=hidden, need_weights=False, is_causal=True)[0]
+        return out
+
+
+def encodes() -> tuple[nn.Module, torch.Tensor]:
+    return Encodes(), torch.randn(8, 12, 32).clamp(max=1.5)
+
+
 def attends() -> tuple[nn.Module, torch.Tensor]:
     return Attends(), torch.randn(8, 12, 32)
 
@@ -179,5 +203,6 @@ RANDOM = {
     "noisy": noisy,
     "odd": odd,
     "attends": attends,
+    "encodes": encodes,
     "normed": normed,
 }

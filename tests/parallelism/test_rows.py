@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.parallelism.loops import PARTIAL, PASS, REPLICATED, Choice, End, State, choices_of
 from torch_xmesh.parallelism.operators import Operator
 from torch_xmesh.parallelism.reading import forward_of
-from torch_xmesh.parallelism.rows import rows
-from torch_xmesh.parallelism.rows.registry import Call, Tensor
 
 Function = Callable[..., torch.Tensor]
 Sizes = tuple[int, ...]
@@ -417,24 +414,6 @@ def test_a_table_is_sharded_by_rows_where_devices_add_zeros() -> None:
     assert by["j"].inputs[-1].gradient == (1,)
     rows = [F.embedding(indices, table * (torch.arange(12) // 3 == device)[:, None]) for device in range(4)]
     torch.testing.assert_close(torch.stack(rows).sum(0), F.embedding(indices, table))
-
-
-def test_masks_of_attention_by_position() -> None:
-    """The operator's own signature says where they are."""
-    names = [*inspect.signature(F.multi_head_attention_forward).parameters]
-    shapes = {name: (6, 4, 8) for name in ("query", "key", "value")} | {"key_padding_mask": (4, 6), "attn_mask": (6, 6)}
-    tensors = {name: Tensor(number, shape, torch.float32) for number, (name, shape) in enumerate(shapes.items())}
-    args = [tensors.get(name) for name in names]
-    row = rows["multi_head_attention_forward"]
-    loops = row(Call("multi_head_attention_forward", args, {}, len(tensors), ((6, 4, 8),)))
-    assert loops.inputs[tensors["key_padding_mask"].index] == ("n", None)
-    assert loops.inputs[tensors["attn_mask"].index] == (None, None)
-    args[names.index("attn_mask")] = Tensor(4, (8, 6, 6), torch.float32)
-    with pytest.raises(ValueError, match="each sample and head"):
-        row(Call("multi_head_attention_forward", args, {}, len(tensors), ((6, 4, 8),)))
-    like = [Tensor(number, (4, 4, 4), torch.float32) for number in range(3)]
-    with pytest.raises(ValueError, match="look like the output"):
-        row(Call("multi_head_attention_forward", like, {}, 3, ((4, 4, 4), (4, 4, 4))))
 
 
 IN_PLACE = "sigmoid tanh exp log sqrt rsqrt square reciprocal abs sin cos round floor ceil neg".split()

@@ -112,7 +112,8 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         assert {key: (count, num_bytes[key]) for key, count in counted.items()} == predicted
     for key in counted:
         assert key[1] != "all-to-all" or num_bytes[key] <= predicted[key][1], key
-    assert dict(counted) == {key: count for key, (count, _) in predicted.items()}
+    differing = {key: (counted[key], predicted.get(key)) for key in {*counted, *predicted}}
+    assert dict(counted) == {key: count for key, (count, _) in predicted.items()}, differing
 
 
 def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:

@@ -172,7 +172,7 @@ def trains_and_evaluates(rank: int, world_size: int, name: str) -> None:
     assert losses[0] is None or losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "T5"])
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "nn.TransformerEncoder"])
 def test_models_of_libraries_in_both_modes(name: str) -> None:
     OF_LIBRARIES[name]()  # skipped here where the library is missing
     spawn(trains_and_evaluates, 4, name, timeout=240)

@@ -13,7 +13,7 @@ _KEEP_WHAT_THEY_MAKE = frozenset(
     "relu relu_ relu6 tanh sigmoid hardsigmoid exp exp2 sqrt rsqrt reciprocal softmax log_softmax dropout dropout_ "
     "logsumexp norm".split()
 )
-_KEEP_BOTH = frozenset("scaled_dot_product_attention multi_head_attention_forward max_pool1d max_pool2d".split())
+_KEEP_BOTH = frozenset("scaled_dot_product_attention max_pool1d max_pool2d".split())
 _KEEP_NOTHING = frozenset(
     "add sub subtract __add__ __radd__ __sub__ __rsub__ add_ sub_ iadd __iadd__ neg to float double half bfloat16 "
     "type_as sum mean expand cat stack pad gather index_select __getitem__ getitem unbind chunk split where "

@@ -94,7 +94,7 @@ def _recorder(
         batch=(),
         device=device,
         closes_what_fails=True,
-        opens_checkpoints=True,
+        opens_functions=True,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,13 +149,13 @@ class _Reader:
             source = structure_of(node)
             if source is not None:
                 self._parts.setdefault(source, []).append(node)
-        changed = self._changed(nodes)
+        changed, wanted = self._changed(nodes), self._wanted(nodes)
         for node in nodes:
             facts = self._recording.facts[node]
             if node.op in ("placeholder", "get_attr"):
                 if facts.tensors:
                     self._value_of(node)
-            elif structure_of(node) is None:
+            elif structure_of(node) is None and node in wanted:
                 self._add(node, facts, changed.get(node))
         known = {*self._firsts.values()}
         for name, value in self._of_modules.items():
@@ -199,6 +199,17 @@ class _Reader:
             if first is not None and memory in self._recording.facts[first].memory:
                 change.first = first
             change.others += [node for node in names if node is not first and node not in change.others]
+        return out
+
+    def _wanted(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """Without the calls that make what nobody reads, as weights of attention; what changes memory or draws random
+        numbers is done anyway."""
+        out = {leaf for leaf in pytree.tree_leaves(self._recording.output) if isinstance(leaf, fx.Node)}
+        out |= {changer for _, _, changer in self._recording.mutations}
+        for node in reversed(nodes):
+            is_done = node.op == "call_module" or self._recording.facts[node].draws
+            if is_done or not out.isdisjoint(node.users):
+                out.add(node)
         return out
 
     def _add(self, node: fx.Node, facts: NodeFacts, change: "_Change | None") -> None:

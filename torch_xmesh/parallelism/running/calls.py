@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator, Site, Value
 from torch_xmesh.parallelism.rows.experts import CLASSES
+from torch_xmesh.parallelism.running.attention import attention
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
 from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
@@ -20,7 +21,12 @@ from torch_xmesh.parallelism.running.local_rules import Local, Rule, is_plain, r
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 
-RULES: dict[str, Rule] = {**rules, "batch_norm": batch_norm, **dict.fromkeys(CLASSES, experts)}
+RULES: dict[str, Rule] = {
+    **rules,
+    "batch_norm": batch_norm,
+    "scaled_dot_product_attention": attention,
+    **dict.fromkeys(CLASSES, experts),
+}
 """How operators run on parts where that is not the call itself, by kind."""
 
 
@@ -90,7 +96,10 @@ class Call:
         self._modes = site.node.meta.get("modes")
         self._local: Local | None = None
         if operator.is_known and not operator.is_constant and operator.kind in RULES:
-            self._local, self._rule = Local(operator, choice, moves, self._function), RULES[operator.kind]
+            self._local, self._rule = (
+                Local(operator, choice, moves, self._function, site.node.meta.get("order")),
+                RULES[operator.kind],
+            )
         taken = iter(takes)
         self._sources = [
             _Source(value, next(taken) if is_read else None)

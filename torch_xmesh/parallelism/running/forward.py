@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import fx, nn
+from torch import nn
 
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
@@ -326,7 +326,7 @@ class StageForward:
 
 
 def _check(operator: Operator, choice: Choice, site: Site) -> None:
-    if operator.draws and operator.kind not in DRAWING and _draws(site.node):
+    if operator.draws and operator.kind not in DRAWING:
         raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
     if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in RULES):
         raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
@@ -342,12 +342,3 @@ def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) 
     return {
         number: choice_along(operators[number].loops, axes.get(operators[number].name, whole)) for number in numbers
     }
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether it does with these arguments: attention does where it drops weights."""
-    places = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-    place = places.get(getattr(node.target, "__name__", ""))
-    if place is None:
-        return True
-    return bool(node.kwargs.get("dropout_p", node.args[place] if len(node.args) > place else 0.0))

@@ -19,12 +19,15 @@ class Local:
 
     Attributes:
         function: the call itself.
+        order: of what draws random numbers, the output's dims as they lie in memory in one process, the outermost
+            first: numbers are drawn in that order.
     """
 
     operator: Operator
     choice: Choice
     moves: Moves
     function: Callable[..., Any]
+    order: Sequence[int] | None = None
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -70,6 +73,12 @@ class Local:
         """Whether this device's is the first of them."""
         held = zip(self.coordinate, self.choice.axes, self.choice.outputs[0].value, strict=True)
         return all(at == 0 for at, label, state in held if state == PARTIAL and label != PASS)
+
+    def ones(self, like: torch.Tensor) -> torch.Tensor:
+        """As large as the whole output, and in memory as one process has it."""
+        shape = self.operator.makes[0].shape
+        order = list(range(len(shape)) if self.order is None else self.order)
+        return like.new_ones([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This device's part of a tensor that lies as the output does."""
@@ -124,41 +133,12 @@ def dropout(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     x, p, is_training = (*args, *(kwargs.get(n, d) for n, d in (("p", 0.5), ("training", True))[len(args) - 1 :]))[:3]
     if not is_training:
         return x
-    whole = torch.ones(local.operator.makes[0].shape, dtype=x.dtype, device=x.device)
-    return x * local.part_of(F.dropout(whole, p, training=True))
+    return x * local.part_of(F.dropout(local.ones(x), p, training=True))
 
 
 @rule("rand_like", "randn_like")
 def drawn_like(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return local.part_of(local.function(args[0].new_empty(local.operator.makes[0].shape), *args[1:], **kwargs))
-
-
-@rule("scaled_dot_product_attention")
-def attention(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Where weights are dropped it is computed step by step, as torch does on cpu."""
-    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if not given.get("dropout_p"):
-        return local.function(*args, **kwargs)
-    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
-    if given.get("enable_gqa"):
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
-    scale = given.get("scale")
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    hidden = None
-    if given.get("is_causal"):
-        hidden = ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    elif mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
-        scores = scores if mask.dtype == torch.bool else scores + mask
-    if hidden is not None:
-        empty = hidden.all(-1, keepdim=True)  # a query that sees no key gets zeros
-        weights = scores.masked_fill(hidden, -math.inf).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    else:
-        weights = scores.softmax(-1)
-    whole = torch.ones(*local.operator.makes[0].shape[:-1], key.shape[-2], dtype=weights.dtype, device=weights.device)
-    kept = local.part_of(F.dropout(whole, given["dropout_p"], training=True))
-    return weights * kept @ value
+    return local.part_of(local.function(local.ones(args[0]), *args[1:], **kwargs))
 
 
 @rule("linear")

@@ -56,10 +56,10 @@ class RecordedModel:
         batch: Collection[str],
         device: torch.device,
         closes_what_fails: bool = False,
-        opens_checkpoints: bool = False,
+        opens_functions: bool = False,
     ) -> None:
         """`batch` names the arguments that are cut into microbatches. `closes_what_fails`: a module whose insides
-        cannot be run on fakes is not looked into, nor are others of its class. `opens_checkpoints`: see Recorder."""
+        cannot be run on fakes is not looked into, nor are others of its class. `opens_functions`: see Recorder."""
         self.names, self.opened, self._batch = list(names), opened, batch
         self.type_name = type(model).__name__
         self._shadow = Shadow(model, device)
@@ -71,7 +71,7 @@ class RecordedModel:
         self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
         self._leaves, self._structure = pytree.tree_flatten(arguments)
         self._closes_what_fails, self._failed_in = closes_what_fails, ""
-        self._opens_checkpoints = opens_checkpoints
+        self._opens_functions = opens_functions
         self.device = device
         self._begun, self._num_recorded = time.monotonic(), 0
 
@@ -164,7 +164,7 @@ class RecordedModel:
             on_memory=self._on_memory,
             as_fakes=self._as_fakes,
             batch=self._batch,
-            opens_checkpoints=self._opens_checkpoints,
+            opens_functions=self._opens_functions,
         )
         try:
             return recorder.record(self.names, pytree.tree_unflatten(leaves, self._structure))

@@ -35,6 +35,7 @@ from torch_xmesh.pipeline.capture.node_forms import (
     shapes_of,
     tensors_of,
 )
+from torch_xmesh.pipeline.capture.opened_functions import OPENED
 from torch_xmesh.pipeline.capture.recording import Guard, Recording, memory_of, nodes_behind, structure_of
 from torch_xmesh.pipeline.capture.shadow import Shadow
 from torch_xmesh.pipeline.capture.source_lines import user_line
@@ -71,13 +72,15 @@ class Recorder(TorchFunctionMode):
         on_memory: frozenset[type],
         as_fakes: frozenset[str],
         batch: Collection[str],
-        opens_checkpoints: bool = False,
+        opens_functions: bool = False,
     ) -> None:
         """`as_fakes`: nodes whose results are fakes, whatever they are made of; `batch`: the names of the inputs that
-        are cut into microbatches; `opens_checkpoints`: nodes of what is checkpointed have its number in
-        ``meta["checkpoint"]``, instead of one node that is all of it, and dropouts that drop nothing are there, too."""
+        are cut into microbatches; `opens_functions`: what is one call is recorded by what it does: nodes of what is
+        checkpointed have its number in ``meta["checkpoint"]``, multi-head attention is torch's other functions, and
+        dropouts that drop nothing are there, too. A node that draws random numbers has in ``meta["order"]`` the dims of
+        its tensor as they lie in memory, the outermost first."""
         super().__init__()
-        self._batch, self._as_fakes, self._opens_checkpoints = batch, as_fakes, opens_checkpoints
+        self._batch, self._as_fakes, self._opens_functions = batch, as_fakes, opens_functions
         self._shadow, self._opened, self._on_memory = shadow, opened, on_memory
         self._alive: list[torch.Tensor] = []  # or ids are used again
         self._guards: list[Guard] = []
@@ -199,7 +202,7 @@ class Recorder(TorchFunctionMode):
         if self._is_paused:
             self._closed_checkpoints.append(user_line())
             return run(function, *args, **kwargs)
-        if self._opens_checkpoints:
+        if self._opens_functions:
             own = {name: one for name, one in kwargs.items() if name not in CHECKPOINT_OPTIONS}
             with self._writer.checkpoint():
                 return function(*args, **own)
@@ -229,9 +232,12 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _READS:
             return self._read(name, func, args, kwargs)
+        if self._opens_functions and func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
         self._check_written(name, args, kwargs)
         compute = functools.partial(run_function, func, args)
-        if self._opens_checkpoints and name in _DROPS:
+        if self._opens_functions and name in _DROPS:
             compute = functools.partial(_as_new, compute)
         return self._call(*as_node(func, name, args), kwargs, compute)
 
@@ -266,6 +272,9 @@ class Recorder(TorchFunctionMode):
                 node = self._writer.new(op, target, *(given or self._writer.argument((args, kwargs))))
                 if node.name in self._as_fakes:
                     result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
+                if self._watch.is_random and self._opens_functions and isinstance(result, torch.Tensor):
+                    strides = result.stride()
+                    node.meta["order"] = sorted(range(result.dim()), key=lambda dim: -strides[dim])
                 keeps = op != "call_module" and not changed
                 self._writer.define(node, result, draws=self._watch.is_random, keeps=keeps)
                 self._note_changes(node, changed)
