@@ -107,6 +107,9 @@ def test_multi_head_attention_that_is_seldom() -> None:
     biases = weights(bias_k=(1, 1, WIDTH), bias_v=(1, 1, WIDTH))
     for more in ({"add_zero_attn": True}, biases, {**biases, "need_weights": False}):
         compare(attention(**more))
+    for odd in (torch.zeros(LENGTH, 1), torch.zeros(LENGTH, KEYS, dtype=torch.int64)):
+        with pytest.raises((RuntimeError, AssertionError), match="mask"):
+            OPENED[F.multi_head_attention_forward](**attention(attn_mask=odd))
     alone = attention(query=torch.randn(LENGTH, WIDTH).double(), key=torch.randn(KEYS, WIDTH).double())
     compare({**alone, "value": alone["key"]})
     with pytest.raises(RuntimeError, match="Need attn_mask"):

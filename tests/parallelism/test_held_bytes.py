@@ -13,6 +13,7 @@ from library_models import MODELS
 from shardings import shard_stretch
 from small_models import Gpt, Mlp
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torch_xmesh as xm
@@ -110,6 +111,37 @@ def test_what_is_computed_anew_counts_for_a_limit() -> None:
         assert found.bytes.again > 0
         assert found.bytes.total(found.in_flight) <= limit
     assert "of a checkpoint computed anew" in str(alone)
+
+
+def test_parameters_in_parts_are_whole_while_a_checkpoint_is_computed_anew() -> None:
+    space = Space(FOUR, "ring", allowed=by_batch)
+    model = nn.Sequential(*[Checkpointed(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)))] * 2)
+    plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(64, 32),))), space)
+    third = with_zero(plain, 3)
+    assert plain.bytes.again == 64 * 32 * 4 / 4
+    assert third.bytes.again == plain.bytes.again + 2 * (32 * 32 + 32) * 4
+
+
+class SeenFrom(nn.Module):
+    """Operators keep views of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.turned = nn.MultiheadAttention(32, 2, batch_first=True), nn.Parameter(torch.zeros(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.turned.t())
+        out: torch.Tensor = self.attention(y, y[:, :4], y[:, :4])[0]
+        return out
+
+
+def test_parameters_of_which_views_are_kept_stay_whole() -> None:
+    """A microbatch could not let go of them between its forward and its backward."""
+    options: dict[str, Any] = {"devices": xm.Mesh(range(4)), "compute": COMPUTE, "num_microbatches": 2, "num_layers": 1}
+    plan = xm.presets.zero_3(SeenFrom(), (torch.zeros(8, 16, 32, requires_grad=True),), **options)
+    levels = {one.name: one.zero_level for one in plan.stages[0].parameters}
+    assert {name for name, level in levels.items() if level == 2} == {"turned", "attention.in_proj_weight"}
+    assert levels["attention.out_proj.weight"] == 3
 
 
 def kinds(sharded: Sharded) -> Counter[str]:

@@ -14,8 +14,40 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import choices_of
-from torch_xmesh.parallelism.operators import Forward, Operator
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.operators import Forward, Operator, Recorded
+from torch_xmesh.parallelism.reading import forward_of, recorded_turns
+
+
+class Unread(nn.Module):
+    """Computes what nobody reads, and changes in place what only that has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        F.dropout(self.aside(x) * 2, 0.5, self.training)
+        hidden = self.own(x) * 3
+        seen = hidden[0]
+        hidden.relu_()
+        _ = seen + 1
+        self.norm(self.aside(x).tanh())
+        out: torch.Tensor = hidden * 2
+        return out
+
+
+def test_what_nobody_reads_is_left_out() -> None:
+    """But for what draws random numbers, in either mode, and what changes buffers; names are those of both modes."""
+    model = Unread()
+    first, again, other = recorded_turns(model, (torch.zeros(4, 8),))
+    assert isinstance(other, Recorded)
+    names = [one.name for one in first.forward.operators]
+    assert names == [one.name for one in again.forward.operators]
+    aside, own = ["aside.linear", "mul", "dropout"], ["own.linear", "mul.2", "relu_"]
+    norm = ["aside.linear.2", "tanh", "norm.add_", "norm.batch_norm"]
+    assert names == [*aside, *own, *norm, "mul.3"]
+    assert [one.name for one in other.forward.operators] == [name for name in names if name != "norm.add_"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -278,7 +278,7 @@ def test_tables_have_the_largest_checkpoint_of_a_stretch() -> None:
     _, fixed, _ = StretchTables(layers, sharded.graph.stretch).of(sharded)
     layer_of, count = layers.layer_of(), len(layers)
     again = [Counter[int]() for _ in range(3)]
-    for one, found in zip(again, sharded.graph.again_bytes(sharded.chosen).values(), strict=True):
+    for one, found in zip(again, sharded.again.values(), strict=True):
         for number, num_bytes in zip(*found, strict=True):
             one[layer_of[int(number)]] += int(num_bytes)
     for first, last in itertools.combinations_with_replacement(range(count), 2):

@@ -21,7 +21,7 @@ from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Array, CollectiveUse, Numbers, Space, sums_by
 from torch_xmesh.parallelism.stretch import Stretch
-from torch_xmesh.parallelism.zero import in_parts_of, with_zero
+from torch_xmesh.parallelism.zero import in_parts_of, level_of, with_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,7 @@ class ShardingGraph:
         chosen, _ = self._graph.least_cost()
         cost = math.fsum(self.operator_costs(chosen))
         found = Sharded(self, tuple(chosen), self._held(chosen), cost)
+        found = dataclasses.replace(found, bytes=dataclasses.replace(found.bytes, again=found.again_bytes))
         return with_zero(found, self.zero) if self.zero else found
 
     def everything(self) -> Numbers:
@@ -251,9 +252,10 @@ class ShardingGraph:
         costs, fixed = self._all_costs.copy(), self._all_fixed.copy()
 
         def add(value: Value, node: int, ends: Sequence[End]) -> None:
+            level = level_of(self.zero, value, self.stretch)
             is_read_back = value in self.stretch.read_back
             for number, end in enumerate(ends):
-                found = in_parts_of(self.space, value, end.value, end.gradient, self.zero, is_read_back)
+                found = in_parts_of(self.space, value, end.value, end.gradient, level, is_read_back)
                 if found is not None:
                     costs[self._begins[node] + number] += found.cost
                     fixed[self._begins[node] + number] += found.bytes.fixed
@@ -326,8 +328,7 @@ class ShardingGraph:
             else:
                 whole += num_bytes
         kept = math.fsum(self._kept.held(chosen)[1])
-        again = max((math.fsum(num_bytes) for _, num_bytes in self.again_bytes(chosen).values()), default=0.0)
-        return Bytes(trained + whole, trained, STATES * trained, kept, again)
+        return Bytes(trained + whole, trained, STATES * trained, kept)
 
     def spent(self, chosen: Sequence[int]) -> list[Seconds]:
         """By operator, as its costs."""

@@ -35,6 +35,7 @@ class Bytes:
         states: of the optimizer.
         per_microbatch: what backward keeps, of each microbatch in flight.
         again: what the backward of one microbatch holds while it computes an activation checkpoint anew: the largest.
+            What operators behind the checkpoint have kept, and is gone by then, is not subtracted.
     """
 
     parameters: float = 0.0
@@ -109,6 +110,18 @@ def kept_again_by(operators: Sequence[Operator]) -> list[Kept]:
             found = _kept(number, operator, *_needs(operator), root)
             out += [one for one in found if checkpoint_of.get(one.memory) == operator.checkpoint]
     return out
+
+
+def kept_views_of(operators: Sequence[Operator]) -> frozenset[Value]:
+    """Parameters of which operators keep views that others have made: whole, as long as there is something to keep."""
+    root = _memories(operators)
+    return frozenset(
+        memory
+        for operator in operators
+        for place in _needs(operator)[0]
+        if (memory := root.get(operator.reads[place], operator.reads[place])) != operator.reads[place]
+        and memory.is_parameter
+    )
 
 
 def _checkpoints(operators: Sequence[Operator]) -> dict[Value, int | None]:

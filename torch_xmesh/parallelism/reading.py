@@ -17,9 +17,13 @@ from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
 from torch_xmesh.pipeline.capture.errors import CaptureError
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
+from torch_xmesh.pipeline.capture.recorder import DROPS
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
 from torch_xmesh.pipeline.capture.sandbox import as_if_compiling
 from torch_xmesh.pipeline.cut.microbatch import batch_size
+
+_DONE_ANYWAY = DROPS | {"scaled_dot_product_attention", "batch_norm", "instance_norm"}
+"""Kinds that draw random numbers, or change buffers, if only in training."""
 
 
 def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:
@@ -33,9 +37,8 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
 
 def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Recorded:
     """The same with the recording."""
-    recorded, inputs = _recorder(model, args, kwargs)
     with torch.enable_grad():
-        (recording,) = _recordings(recorded, [inputs], None)
+        (recording,) = _recordings(model, args, kwargs, 1, None)
         return _Reader(recording, model).read()
 
 
@@ -52,30 +55,32 @@ def recorded_turns(
 ) -> tuple[Recorded, Recorded, Recorded | ValueError]:
     """The forward, the forward once more, and in the other mode, of training and evaluation, where it can be recorded
     in that."""
-    recorded, inputs = _recorder(model, args, kwargs)
     with torch.enable_grad():
-        first, again = (_Reader(one, model).read() for one in _recordings(recorded, [inputs, inputs], None))
+        first, again = (_Reader(one, model).read() for one in _recordings(model, args, kwargs, 2, None))
         try:
-            (other,) = _recordings(recorded, [inputs], not model.training)
+            (other,) = _recordings(model, args, kwargs, 1, not model.training)
             return first, again, _Reader(other, model).read()
         except ValueError as error:
             return first, again, error
 
 
 def _recordings(
-    recorded: RecordedModel, several: Sequence[Sequence[torch.Tensor]], training: bool | None
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int, training: bool | None
 ) -> list[Recording]:
-    """Forwards one after another. What hangs on values of their arguments is recorded as it is compiled, if that hangs
-    on none: transformers' models then keep a mask that hides nothing in the example."""
-    found = recorded.record_turns(several, training)
+    """Forwards one after another. Where they hang on values of their arguments they are recorded as if compiling, if
+    they hang on none then: transformers' models keep a mask that hides nothing in the example."""
+    recorded, inputs = _recorder(model, args, kwargs)
+    found = recorded.record_turns([inputs] * count, training)
     if not any(one.value_guards for one in found):
         return found
+    recorded, inputs = _recorder(model, args, kwargs)
     try:
         with as_if_compiling():
-            general = recorded.record_turns(several, training)
+            general = recorded.record_turns([inputs] * count, training)
     except CaptureError:
         return found
-    return found if any(one.value_guards for one in general) else general
+    is_general = not any(one.value_guards for one in general) and found[-1].opened <= general[-1].opened
+    return general if is_general else found
 
 
 def _recorder(
@@ -149,14 +154,18 @@ class _Reader:
             source = structure_of(node)
             if source is not None:
                 self._parts.setdefault(source, []).append(node)
-        changed, wanted = self._changed(nodes), self._wanted(nodes)
+        wanted = self._wanted(nodes)
+        changed = self._changed(nodes, wanted)
         for node in nodes:
             facts = self._recording.facts[node]
             if node.op in ("placeholder", "get_attr"):
                 if facts.tensors:
                     self._value_of(node)
-            elif structure_of(node) is None and node in wanted:
-                self._add(node, facts, changed.get(node))
+            elif structure_of(node) is None:
+                name = self._kind(node)
+                full_name = self._name(node, name)  # also of what is left out, which the other mode may not leave out
+                if node in wanted:
+                    self._add(node, name, full_name, facts, changed.get(node))
         known = {*self._firsts.values()}
         for name, value in self._of_modules.items():
             if value not in known:
@@ -180,7 +189,7 @@ class _Reader:
             self._is_varied.add(value)
         return value
 
-    def _changed(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, "_Change"]:
+    def _changed(self, nodes: Sequence[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, "_Change"]:
         """By node that changes memory in place: what that means for those that read this memory later."""
         order = {node: i for i, node in enumerate(nodes)}
         returned = {leaf for leaf in pytree.tree_leaves(self._recording.output) if isinstance(leaf, fx.Node)}
@@ -192,7 +201,7 @@ class _Reader:
                 if memory in self._recording.facts[node].memory
                 and node is not changer
                 and (node.op == "get_attr" or i < order[changer])
-                and (node in returned or any(order.get(user, len(order)) > order[changer] for user in node.users))
+                and (node in returned or any(order[user] > order[changer] for user in wanted.intersection(node.users)))
             ]
             first = changer.args[0] if changer.args and isinstance(changer.args[0], fx.Node) else None
             change = out.setdefault(changer, _Change([], None))
@@ -202,17 +211,19 @@ class _Reader:
         return out
 
     def _wanted(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """Without the calls that make what nobody reads, as weights of attention; what changes memory or draws random
-        numbers is done anyway."""
+        """Without known operators that make what nobody reads, as weights of attention. What changes memory or draws
+        random numbers is done anyway, in both modes."""
         out = {leaf for leaf in pytree.tree_leaves(self._recording.output) if isinstance(leaf, fx.Node)}
         out |= {changer for _, _, changer in self._recording.mutations}
         for node in reversed(nodes):
-            is_done = node.op == "call_module" or self._recording.facts[node].draws
-            if is_done or not out.isdisjoint(node.users):
+            is_left = structure_of(node) is None and node.op in ("call_function", "call_method")
+            kind = self._kind(node) if is_left else ""
+            is_left = is_left and kind in rows and kind not in _DONE_ANYWAY and not self._recording.facts[node].draws
+            if not is_left or not out.isdisjoint(node.users):
                 out.add(node)
         return out
 
-    def _add(self, node: fx.Node, facts: NodeFacts, change: "_Change | None") -> None:
+    def _add(self, node: fx.Node, name: str, full_name: str, facts: NodeFacts, change: "_Change | None") -> None:
         """The operator that `node` calls.
 
         Raises:
@@ -231,7 +242,8 @@ class _Reader:
 
         args = list(fx.node.map_aggregate(tuple(node.args), given))
         kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, given))
-        name = self._kind(node, args)
+        if node.target is getattr:
+            args.pop()
         if node.op == "call_module":
             kwargs |= self._own_tensors(str(node.target), reads)
         places, tensors = self._made(node, facts)
@@ -252,7 +264,7 @@ class _Reader:
                 )
             places = [*places, *change.others]
             tensors = [*tensors, *(self._recording.facts[other].tensors[0] for other in change.others)]
-        made = self._append(node, name, tensors, reads, loops)
+        made = self._append(node, name, full_name, tensors, reads, loops)
         is_read = tuple(labels is not None for labels in self._operators[-1].loops.inputs)
         self._sites.append(Site(node, tuple(reads), is_read, tuple(places)))
         self._values.update(zip(places, made, strict=False))
@@ -266,14 +278,20 @@ class _Reader:
         return self._values[node]
 
     def _append(
-        self, node: fx.Node, name: str, tensors: Sequence[TensorFacts], reads: Sequence[Value], loops: Loops | None
+        self,
+        node: fx.Node,
+        name: str,
+        full_name: str,
+        tensors: Sequence[TensorFacts],
+        reads: Sequence[Value],
+        loops: Loops | None,
     ) -> tuple[Value, ...]:
         """What the operator makes; without loops every device does all of it."""
         is_known = loops is not None
         if loops is None:
             loops = _whole([value.shape for value in reads], [tensor.shape for tensor in tensors], self._flops(node))
         read = tuple(value for value, labels in zip(reads, loops.inputs, strict=True) if labels is not None)
-        number, full_name = len(self._operators), self._name(node, name)
+        number = len(self._operators)
         makes = tuple(
             Value(full_name if len(tensors) == 1 else f"{full_name}[{i}]", *tensor, maker=number)
             for i, tensor in enumerate(tensors)
@@ -315,12 +333,12 @@ class _Reader:
         is_changed = any(changer is node for _, _, changer in self._recording.mutations)
         return bool(held and held[0] & self._recording.facts[node].memory) and not is_changed
 
-    def _kind(self, node: fx.Node, args: list[Any]) -> str:
+    def _kind(self, node: fx.Node) -> str:
         """The operator's name: of a module its class's, of an attribute of a tensor the attribute's."""
         if node.op == "call_module":
             return type(self._model.get_submodule(str(node.target))).__name__
         if node.target is getattr:
-            return str(args.pop())
+            return str(node.args[-1])
         return node.target if isinstance(node.target, str) else node.target.__name__
 
     def _own_tensors(self, name: str, reads: list[Value]) -> dict[str, Tensor]:

@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from torch_xmesh.parallelism.loops import Choice, End, State
 from torch_xmesh.parallelism.memory import Bytes, Kept
 from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Operator, Value
-from torch_xmesh.parallelism.space import CollectiveUse
+from torch_xmesh.parallelism.space import Array, CollectiveUse, Numbers
 
 if TYPE_CHECKING:
     from torch_xmesh.parallelism.graph import ShardingGraph
@@ -104,6 +107,23 @@ class Sharded:
         for name, one in self.in_parts.items():
             own += [dataclasses.replace(use, value=name) for use in one.collectives]
         return tuple(own)
+
+    @functools.cached_property
+    def again(self) -> dict[int, tuple[Numbers, Array]]:
+        """By checkpoint what a device holds while backward computes it anew: operators, and bytes. Parameters that are
+        in parts at all times are whole there."""
+        out = self.graph.again_bytes(self.chosen)
+        for (checkpoint, name), (number, value) in self.graph.stretch.read_in_checkpoints.items():
+            if name in self.in_parts and self.in_parts[name].level == 3:
+                num_bytes = value.num_bytes / self.graph.space.num_parts(self.parameters[name][1])
+                operators, num_bytes_of = out.get(checkpoint, (np.zeros(0, np.int64), np.zeros(0)))
+                out[checkpoint] = np.append(operators, number), np.append(num_bytes_of, num_bytes)
+        return out
+
+    @property
+    def again_bytes(self) -> float:
+        """Of the largest."""
+        return max((math.fsum(num_bytes) for _, num_bytes in self.again.values()), default=0.0)
 
     @functools.cached_property
     def spent(self) -> tuple[Seconds, ...]:

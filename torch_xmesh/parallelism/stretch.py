@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_again_by, kept_by, with_checkpoints
+from torch_xmesh.parallelism.memory import Kept, is_read_back, kept_again_by, kept_by, kept_views_of, with_checkpoints
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 
 
@@ -75,6 +75,21 @@ class Stretch:
             for value, places in self.readers.items()
             if value.is_parameter and any(is_read_back(self.operators[number], place) for number, place in places)
         )
+
+    @functools.cached_property
+    def read_in_checkpoints(self) -> dict[tuple[int, str], tuple[int, Value]]:
+        """By checkpoint and name the parameters that its operators read, with the first of these."""
+        out: dict[tuple[int, str], tuple[int, Value]] = {}
+        for number, operator in enumerate(self.operators):
+            for value in operator.reads:
+                if operator.checkpoint is not None and value.is_parameter:
+                    out.setdefault((operator.checkpoint, value.name), (number, value))
+        return out
+
+    @functools.cached_property
+    def kept_views(self) -> frozenset[Value]:
+        """Parameters of which operators keep views: they stay whole between forward and backward."""
+        return kept_views_of(self.operators)
 
     @functools.cached_property
     def tied(self) -> set[Value]:

@@ -58,7 +58,7 @@ class StretchTables:
         for one_layer, other_layer, num_bytes in shared:
             whole[: one_layer + 1, other_layer:] -= num_bytes
         again = np.zeros((count, count))
-        for operators, num_bytes_of in graph.again_bytes(sharded.chosen).values():
+        for operators, num_bytes_of in sharded.again.values():
             again = np.maximum(again, _stretches(sums_by(self._at[operators], num_bytes_of, count)))
         whole += again
         return (

@@ -17,6 +17,7 @@ from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.sharded import InParts, Sharded
 from torch_xmesh.parallelism.space import CollectiveUse, Space
+from torch_xmesh.parallelism.stretch import Stretch
 
 LEVELS = (1, 2, 3)
 
@@ -30,19 +31,26 @@ def with_zero(sharded: Sharded, level: int) -> Sharded:
     """
     if level not in LEVELS:
         raise ValueError(f"a level of ZeRO is one of {LEVELS}, got {level!r}")
-    space = sharded.graph.space
+    space, stretch = sharded.graph.space, sharded.graph.stretch
     in_parts = dict(sharded.in_parts)
     held, cost = sharded.bytes, sharded.cost
     for name, (value, state) in sharded.parameters.items():
         gradient = sharded.gradients.get(name)
         if gradient is None or name in in_parts:
             continue
-        found = in_parts_of(space, value, state, gradient, level, value in sharded.graph.stretch.read_back)
+        own = level_of(level, value, stretch)
+        found = in_parts_of(space, value, state, gradient, own, value in stretch.read_back)
         if found is not None:
             in_parts[name] = found
             held += found.bytes
             cost += found.cost
-    return dataclasses.replace(sharded, bytes=held, cost=cost, in_parts=in_parts)
+    out = dataclasses.replace(sharded, bytes=held, cost=cost, in_parts=in_parts)
+    return dataclasses.replace(out, bytes=dataclasses.replace(held, again=out.again_bytes)) if level == 3 else out
+
+
+def level_of(level: int, value: Value, stretch: Stretch) -> int:
+    """That of one parameter: of which operators keep views is whole from forward to backward, and through the step."""
+    return min(level, 2) if value in stretch.kept_views else level
 
 
 def in_parts_of(

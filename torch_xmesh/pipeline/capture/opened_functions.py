@@ -47,26 +47,31 @@ def multi_head_attention(
     """Samples, heads and queries stay dims of their own, so that each can be sharded; torch's own form makes one of two
     of them. The results lie in memory as torch's do: a dropout behind them draws in that order. What is seldom is
     torch's own form."""
+    given = dict(locals())
     is_seldom = add_zero_attn or any(one is not None for one in (bias_k, bias_v, static_k, static_v))
-    if query.dim() != 3 or is_seldom or (is_causal and attn_mask is None):
-        own = {name: one for name, one in locals().items() if name != "is_seldom"}
-        made: tuple[torch.Tensor, torch.Tensor | None] = body_of(F.multi_head_attention_forward)(**own)
+    is_usual = (
+        query.dim() == key.dim() == 3
+        and query.shape[-1] == embed_dim_to_check
+        and _fits(attn_mask, (len(query), len(key)), query.shape[1] * num_heads)
+        and _fits(key_padding_mask, (query.shape[1], len(key)))
+    )
+    if is_seldom or not is_usual or (is_causal and attn_mask is None):
+        made: tuple[torch.Tensor, torch.Tensor | None] = body_of(F.multi_head_attention_forward)(**given)
         return made
     weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     parts = _projected((query, key, value), weights, in_proj_bias)
     q, k, v = (torch.unflatten(one, -1, (num_heads, -1)).transpose(1, 2) for one in parts)
-    dropped = dropout_p if training else 0.0
     seen: torch.Tensor | None = None
     if not (is_causal and key_padding_mask is None and not need_weights):
-        seen, is_causal = _mask(attn_mask, key_padding_mask, q), False
+        seen, is_causal = _mask(attn_mask, key_padding_mask, query.dtype, num_heads), False
     shares: torch.Tensor | None = None
     if need_weights:
         scores = q * math.sqrt(1.0 / q.shape[-1]) @ k.transpose(-1, -2)
         shares = F.softmax(scores if seen is None else scores + seen, dim=-1)
-        shares = F.dropout(shares, dropped) if dropped else shares
+        shares = F.dropout(shares, dropout_p, training)
         out = shares @ v
     else:
-        out = F.scaled_dot_product_attention(q, k, v, seen, dropped, is_causal)
+        out = F.scaled_dot_product_attention(q, k, v, seen, dropout_p if training else 0.0, is_causal)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     return out, shares.mean(1) if shares is not None and average_attn_weights else shares
 
@@ -82,14 +87,24 @@ def _projected(given: tuple[torch.Tensor, ...], weights: Any, bias: torch.Tensor
     return tuple(F.linear(one.transpose(0, 1), weight, own) for one, weight, own in each)
 
 
-def _mask(attn_mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+def _fits(mask: torch.Tensor | None, shape: tuple[int, int], count: int | None = None) -> bool:
+    """Whether that is a mask of this shape, or so many of them; torch's own form says what is wrong with another."""
+    if mask is None:
+        return True
+    is_mask = mask.dtype == torch.bool or mask.is_floating_point()
+    return is_mask and mask.shape in (shape, (count, *shape))
+
+
+def _mask(
+    attn_mask: torch.Tensor | None, padding: torch.Tensor | None, dtype: torch.dtype, num_heads: int
+) -> torch.Tensor | None:
     """What is added to scores of shape [samples, heads, queries, keys]."""
     added: torch.Tensor | None = None
     if attn_mask is not None:
-        added = _added(attn_mask, query.dtype)
-        added = torch.unflatten(added, 0, query.shape[:2]) if added.dim() == 3 else added
+        added = _added(attn_mask, dtype)
+        added = torch.unflatten(added, 0, (-1, num_heads)) if added.dim() == 3 else added
     if padding is not None:
-        hidden = _added(padding, query.dtype)[:, None, None]
+        hidden = _added(padding, dtype)[:, None, None]
         added = hidden if added is None else added + hidden
     return added
 

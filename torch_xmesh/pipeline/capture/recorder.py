@@ -51,7 +51,7 @@ _READS = frozenset(
 _WRITES = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __iand__ __ior__ __ixor__".split())
 """Functions that change their first argument, besides those whose name ends in an underscore."""
 
-_DROPS = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split())
+DROPS = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split())
 """Functions that give back what they are given, where nothing is dropped."""
 
 
@@ -75,9 +75,9 @@ class Recorder(TorchFunctionMode):
         opens_functions: bool = False,
     ) -> None:
         """`as_fakes`: nodes whose results are fakes, whatever they are made of; `batch`: the names of the inputs that
-        are cut into microbatches; `opens_functions`: what is one call is recorded by what it does: nodes of what is
-        checkpointed have its number in ``meta["checkpoint"]``, multi-head attention is torch's other functions, and
-        dropouts that drop nothing are there, too. A node that draws random numbers has in ``meta["order"]`` the dims of
+        are cut into microbatches; with `opens_functions` what is checkpointed, and multi-head attention, is recorded
+        by the functions that it calls. Nodes in a checkpoint have its number in ``meta["checkpoint"]``. Dropouts that
+        drop nothing are nodes, too. A node that draws random numbers has in ``meta["order"]`` the dims of
         its tensor as they lie in memory, the outermost first."""
         super().__init__()
         self._batch, self._as_fakes, self._opens_functions = batch, as_fakes, opens_functions
@@ -237,7 +237,7 @@ class Recorder(TorchFunctionMode):
                 return OPENED[func](*args, **kwargs)
         self._check_written(name, args, kwargs)
         compute = functools.partial(run_function, func, args)
-        if self._opens_functions and name in _DROPS:
+        if self._opens_functions and name in DROPS:
             compute = functools.partial(_as_new, compute)
         return self._call(*as_node(func, name, args), kwargs, compute)
 

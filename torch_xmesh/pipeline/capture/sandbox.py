@@ -75,8 +75,8 @@ def uncompiled() -> Iterator[None]:
 @contextlib.contextmanager
 def as_if_compiling() -> Iterator[None]:
     """``torch.compiler.is_compiling()`` is true, as while torch.export traces: a model whose author asks for it leaves
-    out what hangs on values, as a shortcut for masks that hide nothing. The flag is the process's, so threads that are
-    in here together share it."""
+    out what hangs on values, as a shortcut for masks that hide nothing. The flag is the process's: threads that are
+    in here together share it, and no other may export, or step an optimizer, meanwhile."""
     with _compiling_lock:
         _compiling_before.append(torch.compiler._is_compiling_flag)
         torch.compiler._is_compiling_flag = True
