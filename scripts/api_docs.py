@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "Candidate": Candidate,
     },
     "Automatic plans": {
-        **{f"xm.{name}": getattr(xm, name) for name in ("plan_parallel", "ParallelPlan", "Compute")},
+        **{f"xm.{name}": getattr(xm, name) for name in ("plan_parallel", "ParallelPlan", "Compute", "OperatorTimes")},
         **{f"xm.presets.{name}": getattr(xm.presets, name) for name in xm.presets.__all__},
     },
     "The backend": {"xm.Options": xm.Options, "xm.about": xm.about, "xm.About": xm.About},
@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 """By section: how a name is written, and what it is. Without "xm." are those that calls return."""
 MADE_BY_CALLS = {
     "About",
+    "OperatorTimes",
     "ParallelPlan",
     "PipelineScaler",
     "RankError",
@@ -58,7 +59,7 @@ MADE_BY_CALLS = {
     "Simulation",
 }
 """Classes that nobody calls: they have no signature here."""
-INTERNAL = {"core", "from_core", "links", "to_core", "unchecked"}
+INTERNAL = {"core", "describe", "from_core", "kind_of", "links", "of_operator", "to_core", "unchecked"}
 """Members through which the package's own layers talk."""
 ALIASES = {
     "AnyMesh": "Mesh | DeviceMesh",

@@ -24,7 +24,7 @@ from torch_xmesh import backend as _backend
 from torch_xmesh.about import About, about
 from torch_xmesh.backend import Options
 from torch_xmesh.errors import PeerError, StageError
-from torch_xmesh.parallelism import Compute, ParallelPlan, plan_parallel, presets
+from torch_xmesh.parallelism import Compute, OperatorTimes, ParallelPlan, plan_parallel, presets
 from torch_xmesh.pipeline import (
     Costs,
     EdgeCosts,
@@ -64,6 +64,7 @@ __all__ = [
     "Costs",
     "EdgeCosts",
     "Mesh",
+    "OperatorTimes",
     "Options",
     "ParallelPlan",
     "PeerError",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_xmesh.parallelism import Compute, ParallelPlan, plan_parallel, presets
+from torch_xmesh.parallelism import Compute, OperatorTimes, ParallelPlan, plan_parallel, presets
 from torch_xmesh.parallelism.cost_tables import collective_table, compute_table
 from torch_xmesh.parallelism.plan_parallel import subject_of
 from torch_xmesh.parallelism.plan_text import bytes_text, seconds_text
@@ -28,6 +28,11 @@ def add_parallelize_command(commands: Any) -> None:
     parser.add_argument("--memory-limit", type=int, help="bytes of a device")
     parser.add_argument("--flops", type=float, help="operations per second of a device")
     parser.add_argument("--bytes-per-s", type=float, help="bytes per second that a device reads and writes")
+    parser.add_argument(
+        "--times",
+        type=Path,
+        help="a file of what operators take; where there is none they are measured on this machine, and it is written",
+    )
     parser.add_argument("--topology", type=Path, help="a topology file, for links")
     parser.add_argument("--schedule", default="auto", help="auto, or a name (default: %(default)s)")
     parser.add_argument("--collectives", default="auto", help="cost model: auto, ring, gloo, alpa")
@@ -60,6 +65,8 @@ def _run(options: argparse.Namespace) -> None:
         subject, _ = subject_of(model, args, kwargs, **given)
         print(f"{collective_table(subject)}\n\n{compute_table(subject)}\n")
     plan = plan_parallel(model, args, kwargs, max_seconds=options.max_seconds, **given)
+    if options.times:
+        given["compute"].save(options.times)
     if options.save:
         plan.save(options.save)
     if options.plot:
@@ -123,6 +130,8 @@ def _options(options: argparse.Namespace) -> dict[str, Any]:
     if (options.flops is None) != (options.bytes_per_s is None):
         raise ValueError("give --flops and --bytes-per-s, or neither")
     compute = None if options.flops is None else Compute(options.flops, options.bytes_per_s)
+    if options.times is not None:
+        compute = _times(options)
     topology = None if options.topology is None else Topology.from_json(options.topology.read_text(encoding="utf-8"))
     return {
         "devices": Mesh(torch.arange(hosts * devices).reshape(hosts, devices)),
@@ -133,6 +142,17 @@ def _options(options: argparse.Namespace) -> dict[str, Any]:
         "schedule": options.schedule,
         "collectives": options.collectives,
     }
+
+
+def _times(options: argparse.Namespace) -> OperatorTimes:
+    """Ranks of one plan are given what one process has measured before."""
+    if options.flops is not None:
+        raise ValueError("give --times, or --flops and --bytes-per-s")
+    if options.is_training:
+        if not options.times.exists():
+            raise ValueError(f"there is no {options.times}: without --run it is measured and written")
+        return OperatorTimes.load(options.times)
+    return OperatorTimes.load(options.times, "cpu") if options.times.exists() else OperatorTimes.measured()
 
 
 def compared(

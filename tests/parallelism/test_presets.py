@@ -145,6 +145,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert xm.ParallelPlan.from_json(capsys.readouterr().out) == xm.ParallelPlan.load(saved)
 
 
+def test_the_command_measures_operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once: the second time they are read."""
+    path, times = tmp_path / "model.py", tmp_path / "times.json"
+    path.write_text(MODEL_FILE)
+    command = ["parallelize", f"{path}:make", "--mesh", "2x2", "--times", str(times), "--json"]
+    assert main(command) == 0
+    first, written = capsys.readouterr().out, times.read_text()
+    assert '"linear(float32[32, 64]' in written
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert times.read_text() == written
+    assert main([*command[:-1], "--costs"]) == 0
+    assert "operators as measured, others at" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -153,6 +168,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["{path}:build", "--mesh", "2x2"], "has no function 'build'"),
         (["{path}:make", "--mesh", "two"], "--mesh is hosts x devices of each, as 2x4, got 'two'"),
         (["{path}:make", "--mesh", "2x2", "--flops", "1"], "give --flops and --bytes-per-s, or neither"),
+        (["{path}:make", "--mesh", "1x2", "--times", "{path}.json", "--run"], "model.py.json: without --run it is"),
+        (
+            ["{path}:make", "--mesh", "1x2", "--times", "{path}", "--flops", "1", "--bytes-per-s", "1"],
+            "give --times, or --flops and --bytes-per-s",
+        ),
+        (["{path}:make", "--mesh", "1x2", "--times", "{path}"], "model.py has no times of operators"),
     ],
 )
 def test_mistakes_in_the_command(

@@ -101,9 +101,11 @@ class Cluster:
         chosen = set(ranks)
         kinds = {host.kind for host in self.hosts if chosen & set(host.ranks)}
         limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes is not None]
+        computes = {kind.compute for kind in kinds}
+        slowest = Compute(min(one.flops for one in computes), min(one.bytes_per_s for one in computes))
         return HostKind(
             min(kind.num_devices for kind in kinds),
-            Compute(min(kind.compute.flops for kind in kinds), min(kind.compute.bytes_per_s for kind in kinds)),
+            next(iter(computes)) if len(computes) == 1 else slowest,
             min(limits, default=None),
             min(kind.nic_bytes_per_s for kind in kinds),
         )

@@ -13,6 +13,15 @@ from torch_xmesh.parallelism.operators import Operator, Value
 
 
 @dataclasses.dataclass(frozen=True)
+class ComputeSeconds:
+    """Of an operator on each device: its forward, its inputs' gradients, its parameters' gradients."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Compute:
     """A device's rates (S. Williams et al., Roofline, 2009): an operator takes what its operations take or what its
     bytes take, whichever is more.
@@ -39,35 +48,40 @@ class Compute:
         size, count = (1024, 1 << 24) if torch.device(device).type == "cpu" else (8192, 1 << 28)
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         x = torch.ones(count // dtype.itemsize, dtype=dtype, device=device)
-        product, added = _least_seconds(lambda: a @ b, device), _least_seconds(lambda: x.add_(1), device)
+        product, added = least_seconds(lambda: a @ b, device), least_seconds(lambda: x.add_(1), device)
         return cls(2.0 * size**3 / product, 2.0 * x.numel() * dtype.itemsize / added)
 
     def seconds(self, flops: float, num_bytes: float) -> float:
         """Of something that does so many operations and reads and writes so many bytes."""
         return max(flops / self.flops, num_bytes / self.bytes_per_s)
 
+    def of_operator(self, operator: Operator, choice: Choice, mesh_shape: Sequence[int]) -> ComputeSeconds:
+        """What one takes on each device of a mesh."""
+        return compute_seconds(operator, choice, mesh_shape, self)
 
-def _least_seconds(call: Callable[[], object], device: torch.device | str) -> float:
-    """Of several runs, after one that is not counted."""
+    def describe(self) -> str:
+        """In words: what operators take."""
+        return f"at {self.flops:.3g} FLOP/s and {self.bytes_per_s:.3g} bytes/s"
+
+    def kind_of(self, operator: Operator) -> tuple[object, ...]:
+        """What operators of the same loops have in common besides, that take as long."""
+        return ()
+
+
+def least_seconds(
+    call: Callable[[], object], device: torch.device | str, runs: int = 5, enough_seconds: float = math.inf
+) -> float:
+    """Of several runs, after one that is not counted; of fewer, once they have taken so long together."""
     kind = torch.device(device).type
     wait = (lambda: None) if kind == "cpu" else getattr(torch, kind).synchronize
-    times = []
-    for _ in range(6):
+    times: list[float] = []
+    while len(times) < 2 or (len(times) <= runs and sum(times) < enough_seconds):
         wait()
         begin = time.perf_counter()
         call()
         wait()
         times.append(time.perf_counter() - begin)
     return min(times[1:])
-
-
-@dataclasses.dataclass(frozen=True)
-class ComputeSeconds:
-    """Of an operator on each device: its forward, its inputs' gradients, its parameters' gradients."""
-
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
 
 
 def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int], compute: Compute) -> ComputeSeconds:

@@ -5,7 +5,7 @@ from collections import Counter
 from torch_xmesh import _C
 from torch_xmesh.parallelism.assembly import Subject
 from torch_xmesh.parallelism.cluster import logical_shapes
-from torch_xmesh.parallelism.compute import ComputeSeconds, compute_seconds
+from torch_xmesh.parallelism.compute import ComputeSeconds
 from torch_xmesh.parallelism.loops import whole_choice
 from torch_xmesh.parallelism.plan_text import bytes_text, seconds_text
 
@@ -36,11 +36,11 @@ def compute_table(subject: Subject) -> str:
     compute = subject.cluster.hosts[0].kind.compute
     counted: Counter[tuple[str, str, float, ComputeSeconds]] = Counter()
     for operator in subject.layers.forward.operators:
-        seconds = compute_seconds(operator, whole_choice(operator.loops, 1), (1,), compute)
+        seconds = compute.of_operator(operator, whole_choice(operator.loops, 1), (1,))
         shape = " x ".join(map(str, operator.makes[0].shape))
         counted[operator.kind, shape, operator.loops.flops, seconds] += 1
     lines = [
-        f"operators at {compute.flops:.3g} FLOP/s and {compute.bytes_per_s:.3g} bytes/s",
+        f"operators {compute.describe()}",
         f"{'count':>5} {'operator':24} {'makes':20} {'FLOPs':>10} {'forward':>10} {'inputs':>10} {'weights':>10}",
     ]
     for (kind, shape, flops, seconds), count in counted.items():

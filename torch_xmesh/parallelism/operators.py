@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from torch_xmesh.parallelism.loops import Loops
+from torch_xmesh.parallelism.rows.registry import Call
 from torch_xmesh.pipeline.capture.recording import Recording
 
 
@@ -58,6 +59,7 @@ class Operator:
         views: what it makes is the memory of the first tensor that it reads.
         checkpoint: the number of the activation checkpoint that it is in.
         again: what of it backward does once more, in a checkpoint.
+        call: with the arguments that are no tensors; None of a module.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Operator:
     views: bool = False
     checkpoint: int | None = None
     again: "Again" = "nothing"
+    call: "Call | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def requires_grad(self) -> bool:

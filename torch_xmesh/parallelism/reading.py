@@ -251,7 +251,8 @@ class _Reader:
             places, tensors = [change.first], self._recording.facts[change.first].tensors
         if not tensors:
             return
-        call = Call(name, args, kwargs, len(reads), tuple(tensor.shape for tensor in tensors))
+        shapes = tuple(tensor.shape for tensor in tensors)
+        call = Call(name, args, kwargs, len(reads), shapes, None if node.op == "call_module" else node.target)
         loops = self._loops(node, call, reads)
         if change is not None and change.others:
             loops = None
@@ -264,7 +265,7 @@ class _Reader:
                 )
             places = [*places, *change.others]
             tensors = [*tensors, *(self._recording.facts[other].tensors[0] for other in change.others)]
-        made = self._append(node, name, full_name, tensors, reads, loops)
+        made = self._append(node, call, full_name, tensors, reads, loops)
         is_read = tuple(labels is not None for labels in self._operators[-1].loops.inputs)
         self._sites.append(Site(node, tuple(reads), is_read, tuple(places)))
         self._values.update(zip(places, made, strict=False))
@@ -280,7 +281,7 @@ class _Reader:
     def _append(
         self,
         node: fx.Node,
-        name: str,
+        call: Call,
         full_name: str,
         tensors: Sequence[TensorFacts],
         reads: Sequence[Value],
@@ -302,7 +303,19 @@ class _Reader:
         if not is_constant:
             self._is_varied.update(makes)
         self._operators.append(
-            Operator(full_name, name, self._module(node), read, makes, loops, is_known, is_constant, draws, views)
+            Operator(
+                full_name,
+                call.name,
+                self._module(node),
+                read,
+                makes,
+                loops,
+                is_known,
+                is_constant,
+                draws,
+                views,
+                call=None if node.op == "call_module" or node.target is getattr else call,
+            )
         )
         return makes
 

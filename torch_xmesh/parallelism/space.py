@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.compute import Compute, ComputeSeconds, compute_seconds
+from torch_xmesh.parallelism.compute import Compute, ComputeSeconds
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, Choice, End, State, choices_of, num_parts, whole_choice
 from torch_xmesh.parallelism.memory import Kept, fixed_bytes
 from torch_xmesh.parallelism.objective import Objective, Seconds, objectives
@@ -166,7 +166,7 @@ class Space:
     def compute_seconds(self, operator: Operator, choice: Choice) -> ComputeSeconds:
         if self.compute is None:
             return ComputeSeconds()
-        return compute_seconds(operator, choice, self.shape, self.compute)
+        return self.compute.of_operator(operator, choice, self.shape)
 
     def within(self, operator: Operator, choice: Choice) -> list[CollectiveUse]:
         """The collectives that an operator runs by itself."""
@@ -243,7 +243,8 @@ class Space:
         """What operators have in common that cost the same."""
         read = tuple((value.shape, value.dtype, value.requires_grad, value.is_parameter) for value in operator.reads)
         made = tuple((value.shape, value.dtype, value.requires_grad) for value in operator.makes)
-        return id(choices), operator.loops.key, read, made, operator.views, operator.again
+        more = () if self.compute is None else self.compute.kind_of(operator)
+        return id(choices), operator.loops.key, read, made, operator.views, operator.again, *more
 
     def held_bytes(self, operator: Operator, choices: list[Choice], places: tuple[int, ...]) -> Array:
         """What a device holds of the parameters at these places among what the operator reads, by choice."""

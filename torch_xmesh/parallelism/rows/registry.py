@@ -1,6 +1,7 @@
 """Where rows are registered, and what they are given."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class Call:
     Attributes:
         num_tensors: that it reads.
         shapes: of what it makes.
+        function: what is called: a function, or the name of a method of the first argument.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Call:
     kwargs: Mapping[str, Any]
     num_tensors: int
     shapes: tuple[tuple[int, ...], ...]
+    function: Any = None
+
+    @functools.cached_property
+    def text(self) -> str:
+        """With its arguments."""
+        return f"{self.name} {self.args!r} {self.kwargs!r}"
 
     @property
     def shape(self) -> tuple[int, ...]:
