@@ -110,6 +110,11 @@ def test_multi_head_attention_that_is_seldom() -> None:
     for odd in (torch.zeros(LENGTH, 1), torch.zeros(LENGTH, KEYS, dtype=torch.int64)):
         with pytest.raises((RuntimeError, AssertionError), match="mask"):
             OPENED[F.multi_head_attention_forward](**attention(attn_mask=odd))
+    usual = attention()
+    one = usual["key"][:, :1]
+    for others in ({"key": one, "value": one}, {"value": one}):
+        with pytest.raises((RuntimeError, AssertionError)):
+            OPENED[F.multi_head_attention_forward](**{**usual, **others})
     alone = attention(query=torch.randn(LENGTH, WIDTH).double(), key=torch.randn(KEYS, WIDTH).double())
     compare({**alone, "value": alone["key"]})
     with pytest.raises(RuntimeError, match="Need attn_mask"):

@@ -61,12 +61,14 @@ def _run(options: argparse.Namespace) -> None:
         _train(options, given)
         return
     model, args, kwargs = _made(options.model)
-    if options.costs:
-        subject, _ = subject_of(model, args, kwargs, **given)
-        print(f"{collective_table(subject)}\n\n{compute_table(subject)}\n")
-    plan = plan_parallel(model, args, kwargs, max_seconds=options.max_seconds, **given)
-    if options.times:
-        given["compute"].save(options.times)
+    try:
+        if options.costs:
+            subject, _ = subject_of(model, args, kwargs, **given)
+            print(f"{collective_table(subject)}\n\n{compute_table(subject)}\n")
+        plan = plan_parallel(model, args, kwargs, max_seconds=options.max_seconds, **given)
+    finally:
+        if options.times:
+            given["compute"].save(options.times)
     if options.save:
         plan.save(options.save)
     if options.plot:
@@ -145,13 +147,14 @@ def _options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _times(options: argparse.Namespace) -> OperatorTimes:
-    """Ranks of one plan are given what one process has measured before."""
+    """Ranks of one plan are given what one process has measured before, with one thread, as they have."""
     if options.flops is not None:
         raise ValueError("give --times, or --flops and --bytes-per-s")
     if options.is_training:
         if not options.times.exists():
             raise ValueError(f"there is no {options.times}: without --run it is measured and written")
         return OperatorTimes.load(options.times)
+    torch.set_num_threads(1)
     return OperatorTimes.load(options.times, "cpu") if options.times.exists() else OperatorTimes.measured()
 
 

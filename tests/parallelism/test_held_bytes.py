@@ -142,6 +142,8 @@ def test_parameters_of_which_views_are_kept_stay_whole() -> None:
     levels = {one.name: one.zero_level for one in plan.stages[0].parameters}
     assert {name for name, level in levels.items() if level == 2} == {"turned", "attention.in_proj_weight"}
     assert levels["attention.out_proj.weight"] == 3
+    plan = xm.presets.zero_3(Checkpointed(SeenFrom()), (torch.zeros(8, 16, 32, requires_grad=True),), **options)
+    assert {one.zero_level for one in plan.stages[0].parameters} == {3}, "a checkpoint keeps none"
 
 
 def kinds(sharded: Sharded) -> Counter[str]:

@@ -12,6 +12,7 @@ import torch
 from library_models import MODELS
 from small_models import Gpt
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_xmesh as xm
@@ -83,29 +84,51 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.grouped, self.inner = nn.Conv1d(8, 8, 1, groups=8), nn.Linear(4, 4)
+        self.grouped = nn.Conv1d(8, 8, 1, groups=8)
+        self.inner, self.under = nn.Linear(4, 4), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(self.grouped(x)) * 2
         x[:, :2] = 0.0
-        return x.relu_()
+        x = F.relu(x.relu_(), inplace=True).transpose(1, 2).contiguous()
+        with torch.autocast("cpu", torch.bfloat16):
+            out: torch.Tensor = self.under(x)
+        return out
 
 
 def test_what_cannot_be_measured_by_itself_takes_what_rates_say(monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     times = xm.OperatorTimes(1e12, 1e11, "cpu")
-    by_kind = {one.kind: one for one in forward_of(Odd(), (torch.zeros(4, 8, 4),)).operators}
-    for kind in ("__setitem__", "relu_"):
-        choice = whole_choice(by_kind[kind].loops, 1)
-        assert times.of_operator(by_kind[kind], choice, (2,)) == RATES.of_operator(by_kind[kind], choice, (2,))
-    grouped = by_kind["conv1d"]
+    by_name = {one.name: one for one in forward_of(Odd(), (torch.zeros(4, 8, 4),)).operators}
+    for name in ("__setitem__", "relu_", "relu", "contiguous", "under.linear"):
+        choice = whole_choice(by_name[name].loops, 1)
+        assert times.of_operator(by_name[name], choice, (2,)) == RATES.of_operator(by_name[name], choice, (2,)), name
+    grouped = by_name["grouped.conv1d"]
     choice = next(one for one in choices_of(grouped.loops, (2,)) if one.axes == ("g",))
     assert times.of_operator(grouped, choice, (2,)).forward == grouped.loops.flops / 2
     unknown = xm.OperatorTimes(1e12, 1e11)
-    linear = by_kind["linear"]
+    linear = by_name["inner.linear"]
     choice = whole_choice(linear.loops, 1)
     assert unknown.of_operator(linear, choice, (2,)) == RATES.of_operator(linear, choice, (2,))
     assert unknown.table == {}
+
+
+class Scales(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return F.dropout(x * 1.1 + x * 1.2, 0.3) ** 2 - x**3
+
+
+def test_keys_and_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scales by another number takes as long, another power does not; nobody's random numbers are drawn."""
+    counting(monkeypatch)
+    times, operators = xm.OperatorTimes(1e12, 1e11, "cpu"), forward_of(Scales(4, 4), (torch.zeros(8, 4),)).operators
+    before = torch.get_rng_state()
+    for operator in operators:
+        times.of_operator(operator, whole_choice(operator.loops, 1), (1,))
+    kinds = sorted(key.partition("(")[0] for key in times.table)
+    assert kinds == ["__pow__", "__pow__", "add", "dropout", "linear", "mul", "sub"]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_times_are_of_this_machine() -> None:
@@ -116,12 +139,12 @@ def test_times_are_of_this_machine() -> None:
     assert found.forward > 0
     assert found.backward_input == 0
     assert found.backward_weight > 0
-    assert list(times.table) == ['linear(float32[128, 64], float32[64, 64]", float32[64]")']
+    assert list(times.table) == ['linear(float32[128, 64], float32[64, 64]", float32[64]") -> float32']
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    good: dict[str, Any] = {"version": 1, "flops": 1.0, "bytes_per_s": 1.0, "operators": {}}
+    good: dict[str, Any] = {"version": 1, "flops": 1.0, "bytes_per_s": 1.0, "machine": "", "operators": {}}
     odd: list[Any] = [[], {}, {**good, "operators": {"a": [1, 2]}}, {**good, "operators": [1]}, {**good, "version": 2}]
     for fields in odd:
         path.write_text(json.dumps(fields))
@@ -129,5 +152,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             xm.OperatorTimes.load(path)
     for fields in ({**good, "operators": {"a": [-1, 0, 0]}}, {**good, "flops": 0}):
         path.write_text(json.dumps(fields))
-        with pytest.raises(ValueError, match="negative seconds|flops is a positive number"):
+        with pytest.raises(ValueError, match="seconds are positive numbers|flops is a positive number"):
             xm.OperatorTimes.load(path)
+    path.write_text(json.dumps({**good, "machine": "another"}))
+    assert xm.OperatorTimes.load(path).machine == "another"
+    with pytest.raises(ValueError, match="was measured on another, this is cpu"):
+        xm.OperatorTimes.load(path, "cpu")

@@ -32,6 +32,7 @@ class Unread(nn.Module):
         seen = hidden[0]
         hidden.relu_()
         _ = seen + 1
+        _, _ = hidden.sigmoid().chunk(2)
         self.norm(self.aside(x).tanh())
         out: torch.Tensor = hidden * 2
         return out

@@ -11,6 +11,8 @@ import torch
 from torch_xmesh.parallelism.loops import Choice, End, num_devices_used, num_parts
 from torch_xmesh.parallelism.operators import Operator, Value
 
+_CALLS = 10
+
 
 @dataclasses.dataclass(frozen=True)
 class ComputeSeconds:
@@ -71,17 +73,20 @@ class Compute:
 def least_seconds(
     call: Callable[[], object], device: torch.device | str, runs: int = 5, enough_seconds: float = math.inf
 ) -> float:
-    """Of several runs, after one that is not counted; of fewer, once they have taken so long together."""
-    kind = torch.device(device).type
-    wait = (lambda: None) if kind == "cpu" else getattr(torch, kind).synchronize
+    """Of several runs, after one that is not counted; of fewer, once they have taken so long together. An accelerator
+    is waited for after several calls: what it takes to begin one is hidden by the one before."""
+    one = torch.device(device)
     times: list[float] = []
+    count = 1 if one.type == "cpu" else _CALLS
+    wait = (lambda: None) if one.type == "cpu" else functools.partial(getattr(torch, one.type).synchronize, one)
     while len(times) < 2 or (len(times) <= runs and sum(times) < enough_seconds):
         wait()
         begin = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         wait()
         times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    return min(times[1:]) / count
 
 
 def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int], compute: Compute) -> ComputeSeconds:

@@ -113,15 +113,17 @@ def kept_again_by(operators: Sequence[Operator]) -> list[Kept]:
 
 
 def kept_views_of(operators: Sequence[Operator]) -> frozenset[Value]:
-    """Parameters of which operators keep views that others have made: whole, as long as there is something to keep."""
-    root = _memories(operators)
-    return frozenset(
-        memory
-        for operator in operators
-        for place in _needs(operator)[0]
-        if (memory := root.get(operator.reads[place], operator.reads[place])) != operator.reads[place]
-        and memory.is_parameter
-    )
+    """Parameters of which operators keep views that others have made: whole, as long as there is something to keep.
+    What is made inside of an operator's own checkpoint is not kept."""
+    root, checkpoint_of = _memories(operators), _checkpoints(operators)
+    out: set[Value] = set()
+    for operator in operators:
+        for value in (operator.reads[place] for place in _needs(operator)[0]):
+            is_inside = operator.checkpoint is not None and checkpoint_of.get(value) == operator.checkpoint
+            memory = root.get(value, value)
+            if memory.is_parameter and memory != value and not is_inside:
+                out.add(memory)
+    return frozenset(out)
 
 
 def _checkpoints(operators: Sequence[Operator]) -> dict[Value, int | None]:

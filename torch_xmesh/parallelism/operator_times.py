@@ -1,8 +1,12 @@
-"""What operators take on the device at hand: each is measured once, with the sizes that a device has of it."""
+"""What operators take on the device at hand: each is measured once, with the sizes that a device has of it.
+
+operator, its choice --> sizes on a device --> its key --> the table, or a run on random numbers --> seconds
+"""
 
 import dataclasses
 import json
 import math
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,11 @@ from torch_xmesh.parallelism.operators import Operator
 from torch_xmesh.parallelism.rows.registry import Tensor
 
 _VERSION = 1
+_RATED = frozenset("contiguous clone reshape flatten one_hot".split())
+"""Kinds that take what rates say: copies, which depend on how what they are given lies in memory, and what depends on
+values."""
 _RUNS, _ENOUGH_SECONDS = 5, 0.1
 """An operator is run so often, and no more once that has taken so long."""
-
-_WRITES = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ iadd isub imul itruediv".split())
 
 Times = tuple[float, float, float]
 """Seconds of a forward, of its inputs' gradients, and of its parameters' gradients."""
@@ -31,18 +36,23 @@ Shapes = tuple[tuple[int, ...], ...]
 class OperatorTimes(Compute):
     """What each operator takes, in place of rates that all have in common: small products are slower than large ones,
     and kernels differ. An operator is measured the first time that a search asks for it, once with the sizes that a
-    device has of it. Processes measure differently, and their plans would differ: one measures and saves, all load.
+    device has of it: that takes time, of `max_seconds` too, and the memory of the largest. Processes measure
+    differently, and their plans would differ: one measures and saves, all load. Hosts that are alike are given the same
+    object.
 
     Made by its `measured` and `load`.
 
     Attributes:
-        flops, bytes_per_s: rates of what cannot be measured by itself: what changes tensors in place, experts of a
-            mixture, stages of unlike devices, and what is not in the table where there is no `device`.
+        flops, bytes_per_s: rates of what cannot be measured by itself: copies, what changes tensors in place, experts
+            of a mixture, what is under an autocast of the model's own, stages of unlike devices, and what is not in the
+            table where there is no `device`.
         device: on which operators are measured; None: those in the table are known, no others are measured.
+        machine: what the table was measured on.
         table: (forward, inputs' gradients, parameters' gradients) by operator, seconds.
     """
 
     device: str | None = None
+    machine: str = ""
     table: dict[str, Times] = dataclasses.field(default_factory=dict, repr=False)
 
     __eq__ = object.__eq__
@@ -52,23 +62,27 @@ class OperatorTimes(Compute):
     def measured(cls, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "OperatorTimes":
         """With the device's rates measured now, and operators as they are asked for."""
         rates = Compute.measured(dtype, device)
-        return cls(rates.flops, rates.bytes_per_s, str(device))
+        return cls(rates.flops, rates.bytes_per_s, str(device), _machine(device))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> "OperatorTimes":
         """What :meth:`save` has written; with a `device` what is missing is measured there.
 
         Raises:
-            ValueError: the file is none of these.
+            ValueError: the file is none of these, or was measured on another machine than `device` is of.
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             if fields["version"] != _VERSION:
                 raise ValueError(f"version {fields['version']!r}")
             table = {str(key): _times(times) for key, times in fields["operators"].items()}
-            return cls(fields["flops"], fields["bytes_per_s"], None if device is None else str(device), table)
+            name = None if device is None else str(device)
+            out = cls(fields["flops"], fields["bytes_per_s"], name, str(fields["machine"]), table)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no times of operators: {type(error).__name__}: {error}") from None
+        if device is not None and out.machine != _machine(device):
+            raise ValueError(f"{path} was measured on {out.machine}, this is {_machine(device)}")
+        return out
 
     def save(self, path: str | Path) -> None:
         """Writes what is known, as JSON.
@@ -80,15 +94,17 @@ class OperatorTimes(Compute):
             "version": _VERSION,
             "flops": self.flops,
             "bytes_per_s": self.bytes_per_s,
+            "machine": self.machine,
             "operators": {key: times for key, times in sorted(self.table.items()) if not math.isnan(times[0])},
         }
         Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
     def describe(self) -> str:
-        return f"as measured, others {super().describe()}"
+        known = sum(not math.isnan(times[0]) for times in self.table.values())
+        return f"as measured ({known} of them), others {super().describe()}"
 
     def kind_of(self, operator: Operator) -> tuple[object, ...]:
-        return () if operator.call is None else (operator.kind, operator.call.text)
+        return () if operator.call is None or not _is_alone(operator) else (operator.call.text,)
 
     def of_operator(self, operator: Operator, choice: Choice, mesh_shape: Sequence[int]) -> ComputeSeconds:
         rated = super().of_operator(operator, choice, mesh_shape)
@@ -107,25 +123,22 @@ class OperatorTimes(Compute):
         """None of what does not run with these shapes, or is not known."""
         key = _text(operator, shapes)
         if key not in self.table and self.device is not None:
-            try:
-                self.table[key] = _run(operator, shapes, torch.device(self.device))
-            except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-                self.table[key] = (math.nan,) * 3
+            self.table[key] = _run(operator, shapes, torch.device(self.device)) or (math.nan,) * 3
         found = self.table.get(key)
         return None if found is None or math.isnan(found[0]) else found
 
 
 def _times(given: Any) -> Times:
     forward, inputs, weights = (float(one) for one in given)
-    if min(forward, inputs, weights) < 0:
-        raise ValueError(f"negative seconds {given}")
+    if not all(math.isfinite(one) and one >= 0 for one in (forward, inputs, weights)):
+        raise ValueError(f"seconds are positive numbers, got {given}")
     return forward, inputs, weights
 
 
 def _is_alone(operator: Operator) -> bool:
     """Whether it can be called by itself: a function that computes something and leaves what it is given as it is."""
-    is_in_place = operator.kind in _WRITES or (operator.kind.endswith("_") and not operator.kind.endswith("__"))
-    return operator.call is not None and not (operator.is_constant or operator.views or is_in_place)
+    is_rated = operator.kind in _RATED or operator.is_constant or operator.views
+    return operator.call is not None and not is_rated
 
 
 def _shapes(operator: Operator, choice: Choice | None, mesh_shape: Sequence[int]) -> Shapes:
@@ -161,20 +174,26 @@ def _filled(operator: Operator, given: Callable[[Tensor], Any]) -> tuple[tuple[A
     return filled
 
 
+def _machine(device: torch.device | str) -> str:
+    """A device in words, with all that decides how fast torch is on it."""
+    one = torch.device(device)
+    what = f"{platform.machine()} with {torch.get_num_threads()} threads"
+    if one.type == "cuda":
+        what = torch.cuda.get_device_name(one)
+    return f"{one.type} {what}, torch {torch.__version__}"
+
+
 def _text(operator: Operator, shapes: Shapes) -> str:
-    """What operators have in common that take as long."""
+    """What operators have in common that take as long; what numbers they scale by does not count."""
     numbers = {one.index: number for number, one in enumerate(_tensors(operator))}
     wants = _wanted(operator)
 
     def say(one: Tensor) -> str:
         return f"{str(one.dtype).removeprefix('torch.')}{list(shapes[numbers[one.index]])}{wants[one.index]}"
 
-    args, kwargs = _filled(operator, say)
+    args, kwargs = pytree.tree_map_only(float, lambda _: "float", _filled(operator, say))
     said = [str(one) for one in args] + [f"{key}={one}" for key, one in kwargs.items()]
-    text = f"{operator.kind}({', '.join(said)})"
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        text += f" to {operator.makes[0].dtype}"
-    return text
+    return f"{operator.kind}({', '.join(said)}) -> {str(operator.makes[0].dtype).removeprefix('torch.')}"
 
 
 def _wanted(operator: Operator) -> dict[int, str]:
@@ -188,38 +207,53 @@ def _wanted(operator: Operator) -> dict[int, str]:
     return out
 
 
-def _run(operator: Operator, shapes: Shapes, device: torch.device) -> Times:
-    """Runs it on random numbers; indices are small enough for any dim."""
+def _run(operator: Operator, shapes: Shapes, device: torch.device) -> Times | None:
+    """Runs it on random numbers between 0 and 1, and on indices that are small enough for any dim; None where it cannot
+    be run so, or changes what it is given."""
     assert operator.call is not None
     wants = _wanted(operator)
-    tensors = dict(zip((one.index for one in _tensors(operator)), _tensors(operator), strict=True))
-    most = min((size for shape in shapes for size in shape), default=1)
-    made: dict[int, torch.Tensor] = {}
-    for one, shape in zip(tensors.values(), shapes, strict=True):
-        if one.dtype.is_floating_point or one.dtype.is_complex:
-            made[one.index] = torch.randn(shape, dtype=one.dtype, device=device)
-        elif one.dtype == torch.bool:
-            made[one.index] = torch.ones(shape, dtype=one.dtype, device=device)
-        else:
-            made[one.index] = torch.randint(max(most, 1), shape, dtype=one.dtype, device=device)
-        made[one.index].requires_grad_(bool(wants[one.index]))
-    args, kwargs = _filled(operator, lambda one: made[one.index])
-    target = operator.call.function
-    function = target if callable(target) else lambda first, *more, **named: getattr(first, target)(*more, **named)
-    with torch.enable_grad():
-        forward = least_seconds(lambda: function(*args, **kwargs), device, _RUNS, _ENOUGH_SECONDS)
-        results = pytree.tree_leaves(function(*args, **kwargs))
-        outputs = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
-        gradients = [torch.ones_like(one) for one in outputs]
+    most = max(1, min((size for shape in shapes for size in shape), default=1))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        made: dict[int, torch.Tensor] = {}
+        for one, shape in zip(_tensors(operator), shapes, strict=True):
+            if one.dtype.is_floating_point or one.dtype.is_complex:
+                made[one.index] = torch.rand(shape, dtype=one.dtype, device=device)
+            elif one.dtype == torch.bool:
+                made[one.index] = torch.ones(shape, dtype=one.dtype, device=device)
+            else:
+                made[one.index] = torch.randint(most, shape, dtype=one.dtype, device=device)
+            made[one.index].requires_grad_(bool(wants[one.index]))
+        arguments = _filled(operator, lambda one: made[one.index])
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, arguments)
         of_kind = [[made[index] for index, kind in wants.items() if kind == own] for own in ("'", '"')]
+        target = operator.call.function
+        function = target if callable(target) else lambda first, *more, **named: getattr(first, target)(*more, **named)
+        with torch.enable_grad():
+            return _timed(lambda: function(*args, **kwargs), list(made.values()), of_kind, device)
 
-        def back(leaves: list[torch.Tensor]) -> float:
-            if not leaves or not outputs:
-                return 0.0
 
-            def run() -> object:
-                return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
+def _timed(
+    call: Callable[[], Any], given: list[torch.Tensor], leaves: list[list[torch.Tensor]], device: torch.device
+) -> Times | None:
+    """`leaves`: of which gradients are made together."""
+    versions = [one._version for one in given]
+    try:
+        results = pytree.tree_leaves(call())
+    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):  # with these sizes it makes no sense
+        return None
+    if versions != [one._version for one in given]:
+        return None
+    outputs = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+    gradients = [torch.ones_like(one) for one in outputs]
 
-            return least_seconds(run, device, _RUNS, _ENOUGH_SECONDS)
+    def back(wanted: list[torch.Tensor]) -> float:
+        if not wanted or not outputs:
+            return 0.0
 
-        return forward, back(of_kind[0]), back(of_kind[1])
+        def run() -> object:
+            return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+
+        return least_seconds(run, device, _RUNS, _ENOUGH_SECONDS)
+
+    inputs, weights = map(back, leaves)
+    return least_seconds(call, device, _RUNS, _ENOUGH_SECONDS), inputs, weights

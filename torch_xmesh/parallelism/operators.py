@@ -59,7 +59,7 @@ class Operator:
         views: what it makes is the memory of the first tensor that it reads.
         checkpoint: the number of the activation checkpoint that it is in.
         again: what of it backward does once more, in a checkpoint.
-        call: with the arguments that are no tensors; None of a module.
+        call: with the arguments that are no tensors; None of a module, and of what is in another mode than the model.
     """
 
     name: str

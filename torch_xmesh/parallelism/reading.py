@@ -216,10 +216,10 @@ class _Reader:
         out = {leaf for leaf in pytree.tree_leaves(self._recording.output) if isinstance(leaf, fx.Node)}
         out |= {changer for _, _, changer in self._recording.mutations}
         for node in reversed(nodes):
-            is_left = structure_of(node) is None and node.op in ("call_function", "call_method")
-            kind = self._kind(node) if is_left else ""
-            is_left = is_left and kind in rows and kind not in _DONE_ANYWAY and not self._recording.facts[node].draws
-            if not is_left or not out.isdisjoint(node.users):
+            is_part = structure_of(node) is not None
+            kind = self._kind(node) if node.op in ("call_function", "call_method") and not is_part else ""
+            is_left = kind in rows and kind not in _DONE_ANYWAY and not self._recording.facts[node].draws
+            if not (is_part or is_left) or not out.isdisjoint(node.users):
                 out.add(node)
         return out
 
@@ -302,6 +302,7 @@ class _Reader:
         is_constant = not loops.is_heavy and not draws and not any(value in self._is_varied for value in read)
         if not is_constant:
             self._is_varied.update(makes)
+        is_odd = node.op == "call_module" or node.target is getattr or node.meta.get("modes") is not None
         self._operators.append(
             Operator(
                 full_name,
@@ -314,7 +315,7 @@ class _Reader:
                 is_constant,
                 draws,
                 views,
-                call=None if node.op == "call_module" or node.target is getattr else call,
+                call=None if is_odd else call,
             )
         )
         return makes

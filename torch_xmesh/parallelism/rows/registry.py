@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import Labels, Loops
 
@@ -46,8 +47,9 @@ class Call:
 
     @functools.cached_property
     def text(self) -> str:
-        """With its arguments."""
-        return f"{self.name} {self.args!r} {self.kwargs!r}"
+        """With its arguments, but for numbers that scale."""
+        arguments = pytree.tree_map_only(float, lambda _: "float", (tuple(self.args), dict(self.kwargs)))
+        return f"{self.name} {arguments}"
 
     @property
     def shape(self) -> tuple[int, ...]:

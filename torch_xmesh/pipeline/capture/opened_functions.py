@@ -51,6 +51,8 @@ def multi_head_attention(
     is_seldom = add_zero_attn or any(one is not None for one in (bias_k, bias_v, static_k, static_v))
     is_usual = (
         query.dim() == key.dim() == 3
+        and key.shape[:2] == value.shape[:2]
+        and query.shape[1] == key.shape[1]
         and query.shape[-1] == embed_dim_to_check
         and _fits(attn_mask, (len(query), len(key)), query.shape[1] * num_heads)
         and _fits(key_padding_mask, (query.shape[1], len(key)))
