@@ -4,6 +4,7 @@ operator, its choice --> sizes on a device --> its key --> the table, or a run o
 """
 
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -155,15 +156,10 @@ def _shapes(operator: Operator, choice: Choice | None, mesh_shape: Sequence[int]
 
 
 def _tensors(operator: Operator) -> list[Tensor]:
+    """By index, each once."""
     assert operator.call is not None
-    found = {one.index: one for one in _leaves(operator) if isinstance(one, Tensor)}
+    found = {one.index: one for one in operator.call.tensors}
     return [found[index] for index in sorted(found)]
-
-
-def _leaves(operator: Operator) -> list[Any]:
-    assert operator.call is not None
-    leaves: list[Any] = pytree.tree_leaves((tuple(operator.call.args), dict(operator.call.kwargs)))
-    return leaves
 
 
 def _filled(operator: Operator, given: Callable[[Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -237,23 +233,24 @@ def _timed(
 ) -> Times | None:
     """`leaves`: of which gradients are made together."""
     versions = [one._version for one in given]
+
+    def back(wanted: list[torch.Tensor]) -> object:
+        return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+
     try:
         results = pytree.tree_leaves(call())
+        outputs = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+        gradients = [torch.ones_like(one) for one in outputs]
+        runs: list[Callable[[], object] | None] = [call]
+        for wanted in leaves:
+            runs.append(functools.partial(back, wanted) if wanted and outputs else None)
+            if runs[-1] is not None:
+                runs[-1]()
     except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):  # with these sizes it makes no sense
         return None
     if versions != [one._version for one in given]:
         return None
-    outputs = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
-    gradients = [torch.ones_like(one) for one in outputs]
-
-    def back(wanted: list[torch.Tensor]) -> float:
-        if not wanted or not outputs:
-            return 0.0
-
-        def run() -> object:
-            return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
-
-        return least_seconds(run, device, _RUNS, _ENOUGH_SECONDS)
-
-    inputs, weights = map(back, leaves)
-    return least_seconds(call, device, _RUNS, _ENOUGH_SECONDS), inputs, weights
+    forward, inputs, weights = (
+        0.0 if run is None else least_seconds(run, device, _RUNS, _ENOUGH_SECONDS) for run in runs
+    )
+    return forward, inputs, weights

@@ -59,8 +59,8 @@ class Call:
     @property
     def tensors(self) -> list[Tensor]:
         """All that are arguments themselves, or in a list that is one."""
-        flat = [one for value in [*self.args, *self.kwargs.values()] for one in _listed(value)]
-        return [one for one in flat if isinstance(one, Tensor)]
+        leaves = pytree.tree_leaves((tuple(self.args), dict(self.kwargs)))
+        return [one for one in leaves if isinstance(one, Tensor)]
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, by position or by name; torch takes "axis" for "dim" too."""
@@ -80,10 +80,6 @@ class Call:
         several tensors, all have the labels of `output`."""
         reads = tuple(inputs.get(i) for i in range(self.num_tensors))
         return Loops(reads, (output,) * len(self.shapes), extents, **more)
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else [value]
 
 
 Row = Callable[[Call], Loops]
