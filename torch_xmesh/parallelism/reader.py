@@ -15,6 +15,7 @@ from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site,
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
+from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.recorder import DROPS
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
 
@@ -77,7 +78,7 @@ class Reader:
         outputs = {self._values[leaf]: None for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._values}
         parameters = tuple(
             Value(name, tuple(one.shape), one.dtype, True, is_parameter=True)
-            for name, one in self._model.named_parameters()
+            for name, one in NameOrder(self._model).sorted(self._model.named_parameters())
             if one.requires_grad
         )
         forward = Forward(with_checkpoints(self._operators, self._checkpoints), tuple(outputs), parameters)
@@ -261,7 +262,8 @@ class Reader:
     def _own_tensors(self, name: str, reads: list[Value]) -> dict[str, Tensor]:
         """The parameters of a module that is called as one, as arguments under their names."""
         out = {}
-        for key, one in self._model.get_submodule(name).named_parameters():
+        module = self._model.get_submodule(name)
+        for key, one in NameOrder(module).sorted(module.named_parameters()):
             full_name = self._names[id(one)]
             value = Value(full_name, tuple(one.shape), one.dtype, one.requires_grad, is_parameter=True)
             self._of_modules[full_name] = value

@@ -6,8 +6,9 @@
         world.signal(2, signal.SIGKILL)
         outcomes = world.join(timeout=30)
 
-Ranks are forked from a small server process that has imported torch and started nothing, so that a world starts in well
-under a second; ``fresh=True`` gives every rank an interpreter of its own instead (and a full interpreter exit).
+Ranks are forked from small server processes that have imported torch and started nothing, so that a world starts in
+well under a second; ``fresh=True`` gives every rank an interpreter of its own instead (and a full interpreter exit).
+Neighbors iterate over sets of strings in different orders, as ranks that torchrun starts do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,20 +31,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch_xmesh.testing import _rank
+from torch_xmesh.testing import _rank, _servers
 from torch_xmesh.testing._rank import mark
 
 __all__ = ["RankError", "RankOutcome", "World", "mark", "spawn"]
 
-# What the server imports once, so that no rank has to.
-_PRELOAD = [
-    "torch_xmesh.testing._rank",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "hypothesis",
-]
 _GRACE_SECONDS = 10.0  # what surviving ranks get to end by themselves once one has failed
 
 
@@ -94,13 +86,16 @@ def spawn(
     init_kwargs: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
+    hash_seeds: Sequence[int] | None = None,
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on ``world_size`` processes and returns what each rank returned, by rank.
 
     Arguments are those of :class:`World`. Raises :class:`RankError` when a rank raises, dies, or is not done after
     ``timeout`` seconds; every process has ended when this returns or raises.
     """
-    with World(fn, world_size, *args, backend=backend, init_kwargs=init_kwargs, env=env, fresh=fresh) as world:
+    with World(
+        fn, world_size, *args, backend=backend, init_kwargs=init_kwargs, env=env, fresh=fresh, hash_seeds=hash_seeds
+    ) as world:
         return world.results(timeout)
 
 
@@ -115,6 +110,7 @@ class World:
         init_kwargs: more keyword arguments for ``init_process_group``.
         env: environment variables for every rank, on top of this process's.
         fresh: an interpreter of its own for every rank, slower to start.
+        hash_seeds: by rank, what its interpreter has as PYTHONHASHSEED; by default neighbors have different ones.
 
     Threading: a thread of this object talks to the ranks; methods may be called from any thread.
     """
@@ -128,9 +124,13 @@ class World:
         init_kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        hash_seeds: Sequence[int] | None = None,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
+        seeds = list(map(_servers.usual_seed, range(world_size))) if hash_seeds is None else list(hash_seeds)
+        if len(seeds) != world_size:
+            raise ValueError(f"hash_seeds has {len(seeds)} entries for {world_size} ranks")
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="xmesh_world_")
         self._changed = threading.Condition()
@@ -154,7 +154,7 @@ class World:
                 args=pickle.dumps(args),
                 path=list(sys.path),
             )
-            self._start(job, fresh)
+            self._start(job, fresh, seeds[rank])
         self._pump = threading.Thread(target=self._run, name="xmesh-world", daemon=True)
         self._pump.start()
 
@@ -261,14 +261,11 @@ class World:
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.log"
 
-    def _start(self, job: _rank.Job, fresh: bool) -> None:
+    def _start(self, job: _rank.Job, fresh: bool, seed: int) -> None:
         ours, theirs = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload(_PRELOAD)
-        with _environment({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
-            process = context.Process(target=_rank.main, args=(job, theirs), name=f"rank{job.rank}", daemon=True)
-            process.start()
+        process = context.Process(target=_rank.main, args=(job, theirs), name=f"rank{job.rank}", daemon=True)
+        (_servers.start_fresh if fresh else _servers.start_forked)(process, seed)
         theirs.close()
         self._processes.append(process)
         self._connections.append(ours)
@@ -322,20 +319,6 @@ class World:
         while time.monotonic() < deadline and any(self.outcomes()[rank].output == before[rank] for rank in running):
             with self._changed:
                 self._changed.wait(0.1)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Any:
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
 from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import Local, Rule, is_plain, rules, shape_made
+from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 
@@ -120,7 +121,9 @@ class Call:
         self._args: list[Any] = list(fx.node.map_aggregate(tuple(site.node.args), slot))
         self._kwargs: dict[str, Any] = dict(fx.node.map_aggregate(site.node.kwargs, slot))
         if module is not None:  # its parameters are the sources behind the arguments
-            self._kwargs |= {f"{OWN}{name}": _Slot(next(slots)) for name, _ in module.named_parameters()}
+            self._kwargs |= {
+                f"{OWN}{name}": _Slot(next(slots)) for name, _ in NameOrder(module).sorted(module.named_parameters())
+            }
         self._is_flat = not self._kwargs and not any(isinstance(one, list | tuple | dict | slice) for one in self._args)
         others = [place for place in site.places if not _is_own(place, site.node)]  # of the same memory, read last
         behind = {place: len(self._sources) - len(others) + number for number, place in enumerate(others)}

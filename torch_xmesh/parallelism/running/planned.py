@@ -20,6 +20,7 @@ from torch_xmesh.parallelism.running.partitioned import crossing_placements, pla
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
+from torch_xmesh.pipeline.cut.ways import Ways
 from torch_xmesh.pipeline.engine.setup import check_model
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -37,6 +38,7 @@ class PlannedStages:
         meshes: by stage.
         placements: of values that cross stages, by name and stage.
         digest: equal for equal plans.
+        ways: what the model's forward computes, in the modes in which it can be run.
 
     Raises:
         ValueError: the plan is for another model, other sizes or other ranks, or something of it cannot be run.
@@ -63,6 +65,9 @@ class PlannedStages:
         self._arguments = sorted_arguments(example_args, example_kwargs)
         self._turns = runnable(model, *self._arguments)
         self._recorded = self._turns.recorded
+        self.ways = Ways()
+        for number, one in enumerate(self._turns.runnable):
+            self.ways.add(f"turn {number}", one.recording)
         self._check()
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
@@ -177,7 +182,7 @@ def _is_along_first(specs: Any) -> bool:
 def _digest_of(model: nn.Module) -> str:
     """Of all values; those on meta have none."""
     out = hashlib.sha256()
-    for name, one in (*model.named_parameters(), *model.named_buffers()):
+    for name, one in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
         out.update(name.encode())
         if not one.is_meta:
             out.update(one.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)

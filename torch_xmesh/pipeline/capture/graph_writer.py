@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.arguments import Lifted, Lifter, is_plain, plain_number
+from torch_xmesh.pipeline.capture.call_sites import CallSite, CallSites
 from torch_xmesh.pipeline.capture.errors import READY_STAGES, CaptureError, LookInsideError
 from torch_xmesh.pipeline.capture.node_forms import builder, part_of, tensors_of
 from torch_xmesh.pipeline.capture.recording import NodeFacts, memory_of
@@ -25,6 +26,7 @@ class GraphWriter:
     Attributes:
         graph, facts, constants: as a Recording has them.
         attributes: path and tensor of what the model's modules hold, by id.
+        sites: by node, the way to the call that made it.
         stack: the names of the opened modules in which the forward is.
         makers: of tensors that modules inside of leaves return, the innermost, by id.
     """
@@ -40,6 +42,8 @@ class GraphWriter:
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # or ids are used again
         self._base_modes = current_modes()
+        self.calls = CallSites()
+        self.sites: dict[fx.Node, tuple[CallSite, ...]] = {}
         self._num_checkpoints = 0
         self._checkpoint: int | None = None
 
@@ -50,6 +54,7 @@ class GraphWriter:
         modes = current_modes()
         node.meta.update(source=user_line(), modules=modules, modes=None if modes == self._base_modes else modes)
         node.meta["checkpoint"] = self._checkpoint
+        self.sites[node] = self.calls.here()
         return node
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.arguments import contents_of, have_changed
+from torch_xmesh.pipeline.capture.canonical import make_canonical
 from torch_xmesh.pipeline.capture.errors import (
     READY_STAGES,
     CaptureError,
@@ -25,6 +26,7 @@ from torch_xmesh.pipeline.capture.errors import (
     LookInsideError,
 )
 from torch_xmesh.pipeline.capture.graph_writer import GraphWriter
+from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.node_forms import (
     as_node,
     describe,
@@ -104,15 +106,18 @@ class Recorder(TorchFunctionMode):
         given = iter(names)
         bound = [self._input(next(given), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(bound, structure)
-        with told_calls(self, self._shadow.model), self._watch, self:
+        writer = self._writer
+        with writer.calls.beginning_here(), told_calls(self, self._shadow.model), self._watch, self:
             result = self._shadow.model(*args, **kwargs)
         self._check_random()
-        output = pytree.tree_map_only(torch.Tensor, self._writer.node_of, result)
+        output = pytree.tree_map_only(torch.Tensor, writer.node_of, result)
+        order = NameOrder(self._shadow.model)
+        constants = make_canonical(writer.graph, writer.sites, writer.facts, self._mutations, writer.constants, order)
         return Recording(
-            graph=self._writer.graph,
+            graph=writer.graph,
             output=output,
-            constants=self._writer.constants,
-            facts=self._writer.facts,
+            constants=constants,
+            facts=writer.facts,
             guards=self._guards,
             mutations=self._mutations,
             changed_buffers=self._changed_buffers,

@@ -1,6 +1,7 @@
 """What a forward did, as a graph: see recorder.py for how it is recorded."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from typing import Any, NamedTuple
@@ -87,9 +88,10 @@ class Recording:
     """A model's graph without its output node, as one forward ran it.
 
     Attributes:
-        graph: placeholders (one per tensor of the arguments, in pytree order), then nodes in the order in which they
-            ran; ``meta["modules"]`` has the names of the modules that a node is in, ``meta["source"]`` its line and
-            ``meta["modes"]`` what of grad mode and autocast differs from outside the model, or None.
+        graph: placeholders (one per tensor of the arguments, in pytree order), then nodes in canonical order
+            (canonical.py), which is that in which they ran, loops over sets apart; ``meta["modules"]`` has the names of
+            the modules that a node is in, ``meta["source"]`` its line and ``meta["modes"]`` what of grad mode and
+            autocast differs from outside the model, or None.
         output: the model's output, any pytree with nodes as leaves.
         constants: what the graph reads and the model does not hold, by name.
         facts: of every node.
@@ -113,6 +115,21 @@ class Recording:
     has_gradients: bool
     numbers: dict[str, float]
     closed_checkpoints: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def way(self) -> str:
+        """What was read of tensors' values, in words that are the same in every process."""
+        return "\n".join(sorted(map(_text_of_guard, self.guards)))
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """What the graph computes, a node each, in words that are the same in every process."""
+        return [f"{self.text_of(node)}{_text_of_facts(node, self.facts[node])}" for node in self.graph.nodes]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Equal for recordings of equal `lines`."""
+        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).hexdigest()
 
     @property
     def value_guards(self) -> list[Guard]:
@@ -161,13 +178,27 @@ def difference(one: Recording, other: Recording) -> str:
     return ""
 
 
+def _text_of_guard(guard: Guard) -> str:
+    function = getattr(guard.function, "__name__", "")
+    value = guard.value.tolist() if isinstance(guard.value, np.ndarray) else guard.value
+    return f"{function} {_text(guard.args)} {_text(guard.kwargs)} = {value!r}"
+
+
+def _text_of_facts(node: fx.Node, facts: NodeFacts) -> str:
+    tensors = ", ".join(
+        f"{one.dtype} {list(one.shape)}{' with gradient' if one.requires_grad else ''}" for one in facts.tensors
+    )
+    modes = node.meta.get("modes")
+    return f" -> {tensors}{f' in {modes}' if modes is not None else ''}"
+
+
 def _text(value: Any) -> str:
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, dict):
-        return f"({', '.join(f'{key}={_text(one)}' for key, one in value.items())})"
+        return f"({', '.join(f'{key}={_text(value[key])}' for key in sorted(value, key=str))})"
     if isinstance(value, slice):
         return f"{_text(value.start)}:{_text(value.stop)}:{_text(value.step)}"
     return repr(value)

@@ -34,6 +34,7 @@ class Assembled:
             order of execution.
         ports: by stage.
         outputs: the model's output over values.
+        situation: that in which it runs, as Ways have it.
     """
 
     def __init__(self, cut: GraphCut) -> None:
@@ -64,6 +65,7 @@ class Assembled:
             tuple(ValueName(self.names[leaf]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves), structure
         )
         self._nodes = {name: node for node, name in self.names.items()}
+        self.situation = ""
         self._codes: dict[int, StageCode] = {}
 
     def _rank(self, node: fx.Node) -> tuple[int, int]:
@@ -92,7 +94,8 @@ class Assembled:
                 graph,
                 uses_rng=self.cut.draws_random_numbers(stage),
                 has_gradients=self.recording.has_gradients,
-                way=str([guard.value for guard in self.recording.guards]),
+                way=self.recording.way,
+                situation=self.situation,
             )
         return self._codes[stage]
 

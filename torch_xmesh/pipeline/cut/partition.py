@@ -227,9 +227,7 @@ def _partition_recorded(
         unused_parameters=unused_parameters(model, stages),
         resize=resize,
         opened=base.recording.opened,
-        graph_text=None
-        if base.recording.guards
-        else "\n".join(map(base.recording.text_of, base.recording.graph.nodes)),
+        ways=variants.ways,
     )
 
 

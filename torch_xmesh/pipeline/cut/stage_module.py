@@ -92,10 +92,12 @@ class StageCode:
         uses_rng: it may draw random numbers.
         has_gradients: it was recorded with gradients enabled.
         way: what the model read of its inputs' values, in words that are the same on every rank.
+        situation: that in which it is run, as Ways have it.
     """
 
-    def __init__(self, graph: fx.Graph, *, uses_rng: bool, has_gradients: bool, way: str) -> None:
+    def __init__(self, graph: fx.Graph, *, uses_rng: bool, has_gradients: bool, way: str, situation: str) -> None:
         self.graph, self.uses_rng, self.has_gradients, self.way = graph, uses_rng, has_gradients, way
+        self.situation = situation
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

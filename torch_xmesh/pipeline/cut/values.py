@@ -13,6 +13,7 @@ from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
 from torch_xmesh.pipeline.cut.stage_module import ModuleElsewhere
 from torch_xmesh.pipeline.cut.stage_program import StageProgram
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
+from torch_xmesh.pipeline.cut.ways import Ways
 
 MOST_SIZES = 64
 """Of the inputs, for which stages are kept."""
@@ -91,7 +92,7 @@ class Partition:
             hand show which values are usual. ValueError where the stages do not hold for them.
         autocasts: under which all this was found.
         opened: the modules of a recorded model that were looked into.
-        graph_text: of a recorded model whose way does not depend on values, the same on every rank.
+        ways: what the recordings of a recorded model compute.
     """
 
     stages: list[StageProgram]
@@ -109,7 +110,7 @@ class Partition:
     )
     autocasts: Autocasts = dataclasses.field(default_factory=autocasts)
     opened: frozenset[str] = frozenset()
-    graph_text: str | None = dataclasses.field(default=None, repr=False)
+    ways: Ways = dataclasses.field(default_factory=Ways, repr=False)
     _sized: dict[Any, "Partition"] = dataclasses.field(default_factory=dict, repr=False)
 
     @property

@@ -16,6 +16,7 @@ from torch_xmesh.pipeline.cut.assembled import Assembled, Ports
 from torch_xmesh.pipeline.cut.stage_module import StageCode
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
+from torch_xmesh.pipeline.cut.ways import Ways
 
 _Key = tuple[tuple[tuple[int, ...], ...], bool | None, bool, Autocasts]
 
@@ -28,6 +29,7 @@ class Variants:
 
     Attributes:
         base: the first one, with whose values between the stages all others agree.
+        ways: what they compute, for ranks to compare.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Variants:
     ) -> None:
         self.base = base
         self._recorded, self._examples, self._cut = recorded, examples, cut
+        self.ways = Ways()
         self._found: dict[_Key, list[Assembled]] = {}
         self._add(self._key([tuple(one.shape) for one in examples], recorded.training), base)
 
@@ -75,6 +78,7 @@ class Variants:
         return self._add(key, self._record(shapes, given, training, has_values=False))
 
     def _add(self, key: _Key, found: Assembled) -> Assembled:
+        found.situation = self.ways.add(str(key), found.recording)
         known = self._found.pop(key, [])
         self._found[key] = [found, *known][:MOST_SIZES]
         if len(self._found) > _MOST_KEYS:

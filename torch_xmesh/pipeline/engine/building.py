@@ -12,6 +12,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.capture.library_models import own_init_fn
 from torch_xmesh.pipeline.cut.partition import Partition, partition
 from torch_xmesh.pipeline.cut.split_choice import check_limit, choose_split
+from torch_xmesh.pipeline.cut.ways import Ways
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge, Placed, edges_of
 from torch_xmesh.pipeline.engine.building_agreement import (
@@ -27,6 +28,7 @@ from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.setup import LOOKAHEAD, PlaceOptions, check_options, schedule_of
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
+from torch_xmesh.pipeline.engine.way_comparison import WayComparison
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -78,9 +80,11 @@ class Given:
 def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     """Called by every rank of the meshes; those that disagree get a ValueError, all of them.
 
-    Three times all of them meet: over what they were given, over the model as it was cut, and at the end.
+    Four times all of them meet: over what a planned model does, over what they were given, over the model as it was
+    cut, and at the end.
     """
     options, meshes = given.options, given.meshes
+    WayComparison(transfers, Ways() if given.planned is None else given.planned.ways).compare()
     plan_options = PlanOptions.of(options.strategy, options.topology)
     schedule, auto = _agree_on_options(given, transfers, plan_options)
     if given.planned is not None:
@@ -89,6 +93,8 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         )
     partition = _cut(given, transfers, schedule, is_auto=auto is not None)
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
+    ways = WayComparison(transfers, partition.ways)
+    ways.compare()
     made = _make_stages(given, transfers, partition, boundaries)
     partition.keep(made.stages)
     edges = [edge for edge in boundaries.edges if edge.from_stage in made.stages or edge.to_stage in made.stages]
@@ -105,7 +111,8 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         unset=made.unset,
     )
     sharded = FullySharded(transfers, made.modules, meshes)
-    sync = GradientSync(transfers, made.named, meshes=meshes, tied=tied, summed=sharded.parameters)
+    by_name = {stage: dict(sorted(named.items())) for stage, named in made.named.items()}
+    sync = GradientSync(transfers, by_name, meshes=meshes, tied=tied, summed=sharded.parameters)
     make_ties_equal(transfers, sync, options.init_sync)
     place = EnginePlace(
         transfers=transfers,
@@ -119,6 +126,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         auto=auto,
         partition=partition,
         boundaries=boundaries,
+        ways=ways,
         index=given.places[made.stages[0]],
         stages=made.stages,
         works=made.works,

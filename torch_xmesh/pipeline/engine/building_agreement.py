@@ -62,8 +62,6 @@ def model_fields(cut: Partition, boundaries: Boundaries, model: Any) -> list[tup
     for stage in cut.stages:
         values = f"{list(stage.input_values)} -> {list(stage.output_values)}"
         fields.append((f"stage {stage.index} of the model, its values in and out", values))
-    if cut.graph_text is not None:
-        fields.append(("what the model's forward does", digest(cut.graph_text)))
     for info in cut.values.values():
         made = "the caller" if info.producer is None else f"stage {info.producer}"
         text = f"{info.dtype} {list(info.shape)}, made by {made}, read by stages {list(info.consumers)}"
@@ -75,7 +73,7 @@ def model_fields(cut: Partition, boundaries: Boundaries, model: Any) -> list[tup
             where = f"value {info.name} from stage {edge.from_stage} to {edge.to_stage}"
             fields.append((where, f"{placed}{' as a DTensor' if boundaries.is_dtensor(info) else ''}"))
     if isinstance(model, nn.Module):
-        for name, one in (*model.named_parameters(), *model.named_buffers()):
+        for name, one in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
             fields.append((f"the model's {name}", f"{one.dtype} {list(one.shape)}"))
     return fields
 

@@ -50,7 +50,7 @@ class StepComparison:
         takers["values of the target"] = [len(place.meshes) - 1]
         self.texts = {
             "is_training": "engine.train() (1) or engine.eval() (0): {}",
-            "autocast": "torch.autocast around the step is on, off, or of another dtype",
+            "autocast": "torch.autocast around the step is on, off, or of another dtype, or torch.no_grad is",
             **{f"modes {k}": f"the modules of stage {k} are in other modes (train(), eval())" for k in self._stages},
             **{
                 f"ways of shard {shard} of {number}": f"the model takes another way for the batch: {_ADVICE}"
@@ -86,7 +86,10 @@ class StepComparison:
 
     def modes(self) -> dict[str, int]:
         """Of this rank's stages."""
-        found = {"is_training": int(self._place.own.is_training), "autocast": number_of(str(autocasts()))}
+        found = {
+            "is_training": int(self._place.own.is_training),
+            "autocast": number_of(str((autocasts(), torch.is_grad_enabled()))),
+        }
         for stage, work in self._place.works.items():
             flags = bytes(module.training for module in work.program.module.modules())
             found[f"modes {stage}"] = number_of(flags)

@@ -131,7 +131,8 @@ class BufferSync:
         self._owners: list[tuple[int, StageMesh, list[nn.Module]]] = []
         seen: set[int] = set()
         for stage, module in sorted(modules.items()):
-            owners = [one for one in module.modules() if _own_buffers(one) and id(one) not in seen]
+            by_name = sorted(module.named_modules(), key=lambda item: item[0])
+            owners = [one for _, one in by_name if _own_buffers(one) and id(one) not in seen]
             seen.update(map(id, owners))
             if owners and meshes[stage].num_shards > 1:
                 self._owners.append((stage, meshes[stage], owners))
@@ -169,8 +170,8 @@ def _from_first(mesh: StageMesh, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _own_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """The local tensors of a module's own buffers."""
-    found = [local_of(b).detach() for b in module._buffers.values() if b is not None]
+    """The local tensors of a module's own buffers, by name."""
+    found = [local_of(b).detach() for _, b in sorted(module._buffers.items()) if b is not None]
     return [b for b in found if not b.is_meta]
 
 

@@ -15,6 +15,7 @@ from torch_xmesh.pipeline.engine.live_model import LiveModel
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
+from torch_xmesh.pipeline.engine.way_comparison import WayComparison
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -33,6 +34,7 @@ class EnginePlace:
             chosen after it.
         early_weights: W may run before its turn.
         auto: chooses the schedule after the first training step, or None.
+        ways: compares what recorded stages run with other ranks.
         index: this rank's place in the schedule.
         stages: those of this rank, ascending. The place may have more, on its other ranks.
         works: by stage of this rank.
@@ -54,6 +56,7 @@ class EnginePlace:
     auto: AutoSchedule | None
     partition: Partition
     boundaries: Boundaries
+    ways: WayComparison
     index: int
     stages: list[int]
     works: dict[int, StageWork]

@@ -85,7 +85,7 @@ class StepAgreement:
         self._texts = {"call": "", **_TEXTS, **texts}
         everyone = transfers.everyone
         move = Move.of(
-            (2 * len(self._texts) + 1,), torch.int64, (everyone, [Partial("max")]), (everyone, [Replicate()])
+            (2 * len(self._texts) + 2,), torch.int64, (everyone, [Partial("max")]), (everyone, [Replicate()])
         )
         self._told = TensorExchange(transfers, "step", move)
 
@@ -95,9 +95,10 @@ class StepAgreement:
         mine: StepFacts | None = None,
         others: Mapping[str, int] | None = None,
         refusal: str | None = None,
-    ) -> tuple[StepFacts, dict[str, int | None]]:
-        """What the ranks know together, of the facts and of the other numbers, in a call of CALLS; `refusal` says why
-        this rank refuses it.
+        has_news: bool = False,
+    ) -> tuple[StepFacts, dict[str, int | None], bool]:
+        """What the ranks know together, of the facts and of the other numbers, in a call of CALLS, and whether one has
+        news; `refusal` says why this rank refuses it.
 
         Raises:
             StepRefusedError: on every rank, where one refuses, is in another call, or two disagree.
@@ -106,7 +107,7 @@ class StepAgreement:
         known.update(others or {})
         known["call"] = CALLS.index(call)
         numbers = [sign * known[name] if name in known else _UNKNOWN for name in self._texts for sign in (1, -1)]
-        told = self._told.exchange(torch.tensor([*numbers, int(refusal is not None)])).tolist()
+        told = self._told.exchange(torch.tensor([*numbers, int(has_news), int(refusal is not None)])).tolist()
         pairs = {name: (told[2 * i], -told[2 * i + 1]) for i, name in enumerate(self._texts)}
         if told[-1] or any(most != least for most, least in pairs.values() if most != _UNKNOWN):
             self._refuse(known, refusal)
@@ -115,7 +116,7 @@ class StepAgreement:
         agreed = StepFacts(**{name: found.pop(name) for name in _TEXTS})
         if None not in (agreed.arguments, agreed.target) and agreed.arguments != agreed.target:
             self._refuse(known, refusal)
-        return agreed, found
+        return agreed, found, bool(told[-2])
 
     def _refuse(self, known: Mapping[str, int], refusal: str | None) -> None:
         told = list(zip(self._transfers.ranks, self._transfers.gather("refusals", (known, refusal)), strict=True))

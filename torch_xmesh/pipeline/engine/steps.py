@@ -86,6 +86,12 @@ def _text_of(failure: Exception | None) -> str | None:
     return None if failure is None else str(failure) or type(failure).__name__
 
 
+def _situations(given: _Given | None) -> set[str]:
+    """Those in which a batch's microbatches run, as Ways have them."""
+    codes = {} if given is None else given.codes
+    return {code.situation for several in codes.values() for code in several if code is not None}
+
+
 class EngineSteps:
     """The steps of one place, one after another.
 
@@ -120,6 +126,7 @@ class EngineSteps:
         self._shared_losses: dict[int, TensorExchange] = {}  # by number of microbatches
         has_shares = place.planned is not None and place.has_last
         self._loss_shares = place.planned.loss_shares(len(place.meshes) - 1) if has_shares else None
+        self._settled: dict[Any, None] = {}  # for which ranks have compared what they run
         self._last_cut: dict[tuple[int, int], int] = {}  # into so many microbatches, by samples and shards
 
     def meet(self, call: str, failure: Exception | None = None) -> None:
@@ -153,8 +160,6 @@ class EngineSteps:
             work.program.begin_step()
         state = place.forward.step = StepState(self.number, sizes, is_train)
         state.keeps_outputs = call.return_outputs and is_last
-        self._cut(given, order)
-        self._find_codes(given, sized)
         state.targets, state.codes = given.targets, given.codes
         self.ran = plan.schedule if is_train else Schedule(plan.schedule.core.forwards())
         self.ran_early = place.overlap and plan.early_weights
@@ -251,7 +256,13 @@ class EngineSteps:
         try:
             sizes = {} if given is None else {**self._inputs.told(given.shapes), **given.compared}
             name = "step()" if call.is_train else "evaluate()"
-            facts, told = self._agreement.agree(name, None if given is None else given.facts, sizes, _text_of(failure))
+            facts, told, has_news = self._agreement.agree(
+                name,
+                None if given is None else given.facts,
+                sizes,
+                _text_of(failure),
+                self._place.ways.has_news(_situations(given)),
+            )
         except DifferentCallsError:
             raise
         except StepRefusedError as refused:
@@ -262,7 +273,38 @@ class EngineSteps:
         if samples is None:
             text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
             raise StepRefusedError(ValueError(text))
-        return given, *self._ready(given, self._inputs.shapes(told), (samples, facts.shards or 1), call.is_train)
+        batch = samples, facts.shards or 1
+        foreseen = self._last_cut.get(batch, self._place.numbers(batch)[0])
+        sized, order, cuts, plan = self._ready(given, self._inputs.shapes(told), batch, call.is_train)
+        has_news = has_news or foreseen != len(order.sizes)
+        self._settle(
+            given, sized, order, (cuts.shapes, order.sizes, call.is_train, self._place.own.is_training), has_news
+        )
+        return given, sized, order, cuts, plan
+
+    def _settle(self, given: _Given, sized: SizedPlace, order: SampleOrder, situation: Any, has_news: bool) -> None:
+        """The batch cut as all ranks do, and what recorded stages run; ranks compare that where it is new to one, or
+        may be.
+
+        Raises:
+            StepRefusedError: something cannot be recorded, or ranks would compute something else.
+        """
+        failure = None
+        try:
+            self._cut(given, order)
+            self._find_codes(given, sized)
+        except ValueError as error:
+            failure = error
+        if has_news or situation not in self._settled:
+            try:
+                self._place.ways.compare(_situations(given), _text_of(failure))
+            except ValueError as refused:
+                raise StepRefusedError(failure or refused) from refused
+            self._settled[situation] = None
+            if len(self._settled) > 4 * MOST_SIZES:
+                del self._settled[next(iter(self._settled))]
+        elif failure is not None:
+            raise failure
 
     def _take(self, call: StepArguments) -> _Given:
         place = self._place

@@ -53,7 +53,11 @@ class FullySharded:
             units = [_unit(stage, meshes[stage], one, name) for one, name in found.items()]
             self._units.extend(units)
             mine = _parameters_of([unit.module for unit in units if unit.is_over_data])
-            named = [(f"{name} of stage {stage}", p) for name, p in module.named_parameters() if p in mine]
+            named = [
+                (f"{name} of stage {stage}", p)
+                for name, p in sorted(module.named_parameters(), key=lambda one: one[0])
+                if p in mine
+            ]
             self.parameters.update((parameter, name) for name, parameter in named)
             if named:
                 lane = f"gradients/{stage}/sharded"
