@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.recorded import RecordedModel
+from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.cut.partition import Partition, partition, split_at
 
 
@@ -72,3 +75,22 @@ def rows(*values: float) -> torch.Tensor:
 
 
 ROWS = [(rows(1.0, 2.0),), (rows(-1.0, 3.0),), (rows(-1.0, -2.0),), (rows(5.0, 1.0, -1.0),), (rows(1.0, 2.0),)]
+
+
+def record_opened(
+    model: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor] | None = None
+) -> Recording:
+    """A forward of which all modules that hold others are looked into."""
+    arguments = args, dict(kwargs or {})
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    recorded = RecordedModel(
+        model,
+        arguments,
+        names=[f"input{i}" for i in range(len(tensors))],
+        opened=frozenset(name for name, one in model.named_modules() if any(True for _ in one.children())),
+        batch=(),
+        device=torch.device("cpu"),
+        opens_functions=True,
+        closes_what_fails=True,
+    )
+    return recorded.record(tensors, None)

@@ -11,34 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import cases
+from recorded_cases import record_opened
 from set_order_models import KINDS, LoopsOverSets, RotaryModel
-from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from torch_xmesh.pipeline.capture import canonical
-from torch_xmesh.pipeline.capture.recorded import RecordedModel
-from torch_xmesh.pipeline.capture.recording import Recording
 
 BASE = Path(__file__).parent
-
-
-def recorded(
-    model: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor] | None = None
-) -> Recording:
-    """All modules looked into."""
-    arguments = args, dict(kwargs or {})
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    one = RecordedModel(
-        model,
-        arguments,
-        names=[f"input{i}" for i in range(len(tensors))],
-        opened=frozenset(name for name, module in model.named_modules() if any(True for _ in module.children())),
-        batch=(),
-        device=torch.device("cpu"),
-        opens_functions=True,
-        closes_what_fails=True,
-    )
-    return one.record(tensors, None)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -56,15 +35,15 @@ def test_what_loops_over_no_set_stays_in_its_order(case: object, monkeypatch: py
     monkeypatch.setattr("torch_xmesh.pipeline.capture.recorder.make_canonical", watched)
     model = case.build()  # type: ignore[attr-defined]
     args, kwargs, _ = case.batch(4)  # type: ignore[attr-defined]
-    recorded(model, args, kwargs)
+    record_opened(model, args, kwargs)
     assert before
 
 
 def lines_here() -> list[list[str]]:
     """What is recorded in this process of the models that loop over sets."""
     x, mask = torch.ones(2, 5, 4), torch.ones(2, 5)
-    loops = recorded(LoopsOverSets(), (x,))
-    kinds = recorded(RotaryModel(KINDS), (x, mask))
+    loops = record_opened(LoopsOverSets(), (x,))
+    kinds = record_opened(RotaryModel(KINDS), (x, mask))
     return [loops.lines, kinds.lines, [loops.way], [kinds.way]]
 
 

@@ -23,6 +23,10 @@ _DONE_ANYWAY = DROPS | {"scaled_dot_product_attention", "batch_norm", "instance_
 """Kinds that draw random numbers, or change buffers, if only in training."""
 
 
+_WRITES_ITS_PARTS = frozenset({"batch_norm"})
+"""Kinds that write to buffers of the model what the whole batch would have them write, whatever part a device has."""
+
+
 @dataclasses.dataclass
 class _Change:
     """What a change in place changes.
@@ -50,6 +54,8 @@ class Reader:
         self._count_of: dict[str, int] = {}
         self._parts: dict[fx.Node, list[fx.Node]] = {}
         self._checkpoints: list[int | None] = []  # by operator
+        own = {fact for one, facts in recording.facts.items() if one.op == "get_attr" for fact in facts.memory}
+        self._writers = {node for memory, _, node in recording.mutations if memory in own}
         self._is_varied: set[Value] = set()  # parameters, products and random numbers are behind them
 
     def read(self) -> Recorded:
@@ -158,15 +164,13 @@ class Reader:
         shapes = tuple(tensor.shape for tensor in tensors)
         call = Call(name, args, kwargs, len(reads), shapes, None if node.op == "call_module" else node.target)
         loops = self._loops(node, call, reads)
+        if node in self._writers and name not in _WRITES_ITS_PARTS:
+            loops = None  # of a part of the batch it would write other values
         if change is not None and change.others:
             loops = None
             reads += [self._value_of(other) for other in change.others]
             if not self._is_varied.isdisjoint(reads):
-                where = self._module(node) or "the model itself"
-                raise ValueError(
-                    f"{name} in {where} changes memory in place that is read under another name later "
-                    f"({', '.join(other.name for other in change.others)}): write it out of place"
-                )
+                raise ValueError(f"{name} in {self._module(node) or 'the model itself'} {_why_not_in_place(change)}")
             places = [*places, *change.others]
             tensors = [*tensors, *(self._recording.facts[other].tensors[0] for other in change.others)]
         made = self._append(node, call, full_name, tensors, reads, loops)
@@ -306,6 +310,16 @@ class Reader:
         full = f"{module}.{name}" if module else name
         count = self._count_of[full] = self._count_of.get(full, 0) + 1
         return full if count == 1 else f"{full}.{count}"
+
+
+def _why_not_in_place(change: _Change) -> str:
+    names = ", ".join(str(one.target) if one.op == "get_attr" else one.name for one in change.others)
+    if all(one.op == "get_attr" for one in change.others):
+        return (
+            f"writes to {names}, which the same forward reads again later: with a plan that cannot be run; call the "
+            "module once, with all that it is called with (torch.cat)"
+        )
+    return f"changes memory in place that is read under another name later ({names}): write it out of place"
 
 
 def _whole(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], flops: float = 0.0) -> Loops:

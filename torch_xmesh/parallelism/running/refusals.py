@@ -1,7 +1,7 @@
 """What a recorded forward does that a plan's stages would do otherwise, unseen: it is refused."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -38,7 +38,8 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
     _check_checkpoints(first)
     if differs := difference(first.recording, again.recording):
         raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
-    _check_buffers(first)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    _check_changes(first, parameters)
     if isinstance(other, ValueError):
         return Turns(first, other)
     unseen = [[(one.draws, one.checkpoint) for one in turn.forward.operators] for turn in (first, other)]
@@ -48,7 +49,7 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
         _check_alike(first, other)
         _check_guards(other)
         _check_checkpoints(other)
-        _check_buffers(other)
+        _check_changes(other, parameters)
     except ValueError as error:
         return Turns(first, error)
     return Turns(first, other)
@@ -80,12 +81,17 @@ def _check_checkpoints(recorded: Recorded) -> None:
         raise ValueError(f"an activation checkpoint at {where} is inside of a module that cannot be looked into")
 
 
-def _check_buffers(recorded: Recorded) -> None:
+def _check_changes(recorded: Recorded, parameters: Collection[str]) -> None:
     readers: dict[str, int] = {}
     for site in recorded.sites:
         for name in {value.name for value in site.sources if value.is_parameter}:
             readers[name] = readers.get(name, 0) + 1
-    for name, changer in recorded.recording.changed_buffers.items():
+    for name, changer in recorded.recording.changed_tensors.items():
+        if name in parameters:
+            raise ValueError(
+                f"the forward writes to parameter {name}, in {changer.name}: with a plan devices have parts of it, "
+                "which that would not reach"
+            )
         if name.endswith("num_batches_tracked"):
             continue  # a counter that nothing here reads
         changers = [number for number, site in enumerate(recorded.sites) if site.node is changer]

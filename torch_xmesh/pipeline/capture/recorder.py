@@ -88,11 +88,11 @@ class Recorder(TorchFunctionMode):
         self._guards: list[Guard] = []
         self._closed_checkpoints: list[str] = []
         self._mutations: list[tuple[int, int, fx.Node]] = []
-        self._changed_buffers: dict[str, fx.Node] = {}
+        self._changed_tensors: dict[str, fx.Node] = {}
         self._is_paused = False
         self.failed_in = ""  # the innermost module that is looked into and raised what went through all around it
         self._failed: Exception | None = None
-        self._watch = OperatorWatch()
+        self._watch = OperatorWatch(shadow.model.buffers())
         self._writer = GraphWriter(shadow, self._watch, opened)
         self._random = RandomStates()
         self._has_read = False  # the leaf that runs has read values
@@ -120,7 +120,7 @@ class Recorder(TorchFunctionMode):
             facts=writer.facts,
             guards=self._guards,
             mutations=self._mutations,
-            changed_buffers=self._changed_buffers,
+            changed_tensors=self._changed_tensors,
             opened=self._opened,
             has_gradients=torch.is_grad_enabled(),
             numbers=self._shadow.numbers(self._opened),
@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
             given = self._writer.argument((args, kwargs))  # before the module can change what is in a list
             self._has_read, self._watch.leaf = False, name
             compute = functools.partial(self._run_leaf, module, run)
-            result = self._call("call_module", name, args, kwargs, compute, given=given, buffers_of=[module])
+            result = self._call("call_module", name, args, kwargs, compute, given=given, modules=[module])
             self._random.forget()
         if have_changed(contents):
             raise LookInsideError("a module changes a list or dict that it is given", user_line(), leaf=name)
@@ -225,7 +225,7 @@ class Recorder(TorchFunctionMode):
             try:
                 compute = functools.partial(run_checkpoint, run, function)
                 given = (self._writer.argument(function), *args)
-                return self._call("call_function", checkpoint_of, given, kwargs, compute, buffers_of=modules)
+                return self._call("call_function", checkpoint_of, given, kwargs, compute, modules=modules)
             finally:
                 del self._writer.stack[len(self._writer.stack) - len(names) :]
 
@@ -257,19 +257,20 @@ class Recorder(TorchFunctionMode):
         compute: Callable[..., Any],
         *,
         given: Any = None,
-        buffers_of: Sequence[nn.Module] = (),
+        modules: Sequence[nn.Module] = (),
     ) -> Any:
-        """Runs a call, and makes a node of it where it gives tensors or changes some; those of a module among them.
+        """Runs a call, and makes a node of it where it gives tensors or changes some; those of `modules` among them.
         `given`: the arguments as nodes, where they are known before."""
         with self._paused():
-            held = [buffer for module in buffers_of for buffer in module.buffers()]
+            held = [one for module in modules for one in (*module.parameters(), *module.buffers())]
             before = [(tensor, tensor._version) for tensor in (*tensors_of((args, kwargs)), *held)]
             self._watch.begin()
             try:
                 result = compute(*args, **kwargs)
             finally:
                 self._watch.leaf = None
-            changed = [tensor for tensor, version in before if tensor._version != version]
+            written = self._watch.written
+            changed = [one for one, version in before if one._version != version or memory_of(one) in written]
             if op == "call_method" and is_in_place(target) and result is args[0]:
                 changed.append(result)  # also those that count no version: requires_grad_()
             has_tensors = bool(tensors_of(result))
@@ -312,7 +313,7 @@ class Recorder(TorchFunctionMode):
             self._writer.check_changeable(memory)
             self._mutations.append((memory, len(self._writer.facts), node))
             if memory in self._paths:
-                self._changed_buffers.setdefault(self._paths[memory], node)
+                self._changed_tensors.setdefault(self._paths[memory], node)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class Recording:
         facts: of every node.
         guards: in the order in which values were read.
         mutations: (storage, number of nodes then, node that changed it).
-        changed_buffers: the first node that changes a buffer, by its name.
+        changed_tensors: the first node that changes a buffer or a parameter, by its name.
         opened: the modules that were looked into.
         has_gradients: gradients were enabled.
         numbers: that were attributes of opened modules after the forward.
@@ -110,7 +110,7 @@ class Recording:
     facts: dict[fx.Node, NodeFacts]
     guards: list[Guard]
     mutations: list[tuple[int, int, fx.Node]]
-    changed_buffers: dict[str, fx.Node]
+    changed_tensors: dict[str, fx.Node]
     opened: frozenset[str]
     has_gradients: bool
     numbers: dict[str, float]

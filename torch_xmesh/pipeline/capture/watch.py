@@ -2,6 +2,7 @@
 another."""
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xmesh.pipeline.capture.recording import memory_of
+from torch_xmesh.pipeline.capture.writes import written_by
 
 _SHAPE_ONLY = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided".split()
@@ -23,11 +25,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         is_random: one has drawn random numbers since `begin`.
         is_sized_by_values: the size of a result followed from values, since `begin`.
+        written: keys of the storages that were written to since `begin`.
         leaf: the module that runs and is not looked into, None between such modules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Iterable[torch.Tensor] = ()) -> None:
+        """`watched`: the model's buffers, which operators may write to and say nothing of it."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = set(map(id, watched))
         self._memories: set[int] = set()
         self._makers: dict[int, str] = {}
         self.leaf: str | None = None
@@ -37,6 +42,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self) -> None:
         """Forgets what ran, but for who has samples."""
         self.is_random = self.is_sized_by_values = False
+        self.written: set[int] = set()
 
     def mark(self, tensors: list[torch.Tensor]) -> None:
         """They follow from the samples of the batch."""
@@ -60,8 +66,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.dynamic_output_shape in func.tags:
             self.is_sized_by_values = self.is_sized_by_values or name != "index" or any(map(_is_mask, given[1:]))
         made = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        written = written_by(func, args, kwargs, self._watched)
+        self.written.update(map(memory_of, written))
         if name not in _SHAPE_ONLY and any(map(self.follows_from_samples, given)):
-            self.mark(made + _changed(func, args, kwargs))
+            self.mark(made + written)
         if self.leaf is not None:
             self._alive += made
             for one in made:
@@ -71,18 +79,6 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
-
-
-def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator changes."""
-    if not func._schema.is_mutable:
-        return []
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return found
 
 
 class RandomStates:

@@ -58,9 +58,9 @@ class GraphCut:
         """Whether the stage changes a tensor that it receives, in place."""
         return stage in self._changed_in.get(node, ())
 
-    def changed_buffers(self) -> dict[str, int]:
-        """The first stage that changes a buffer, by its name."""
-        return {name: self.home[node] or 0 for name, node in self.recording.changed_buffers.items()}
+    def changed_tensors(self) -> dict[str, int]:
+        """The first stage that changes a buffer or a parameter, by its name."""
+        return {name: self.home[node] or 0 for name, node in self.recording.changed_tensors.items()}
 
     def draws_random_numbers(self, stage: int) -> bool:
         return any(self.recording.facts[node].draws for node in (*self.nodes_of(stage), *self.needs[stage].again))

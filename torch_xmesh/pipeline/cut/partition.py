@@ -201,8 +201,8 @@ def _partition_recorded(
                 inner=module,
             )
         )
-    changed = {} if trained is None else trained.cut.changed_buffers()
-    check_buffers(stages, {**base.cut.changed_buffers(), **changed})
+    changed = {**base.cut.changed_tensors(), **({} if trained is None else trained.cut.changed_tensors())}
+    check_buffers(stages, changed)
     result = finish_partition(
         stages, values, arguments=arguments, named=named, samples=samples, fixed_batch=is_fixed and samples is not None
     )
@@ -221,6 +221,7 @@ def _partition_recorded(
         ]
         return SizedStages(others, found.outputs, result.fixed_batch, programs)
 
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     return dataclasses.replace(
         result,
         outputs=base.outputs,
@@ -228,6 +229,7 @@ def _partition_recorded(
         resize=resize,
         opened=base.recording.opened,
         ways=variants.ways,
+        changed_parameters={name: stage for name, stage in changed.items() if name in parameters},
     )
 
 

@@ -92,6 +92,7 @@ class Partition:
             hand show which values are usual. ValueError where the stages do not hold for them.
         autocasts: under which all this was found.
         opened: the modules of a recorded model that were looked into.
+        changed_parameters: by name, the first stage whose forward writes to one.
         ways: what the recordings of a recorded model compute.
     """
 
@@ -110,6 +111,7 @@ class Partition:
     )
     autocasts: Autocasts = dataclasses.field(default_factory=autocasts)
     opened: frozenset[str] = frozenset()
+    changed_parameters: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
     ways: Ways = dataclasses.field(default_factory=Ways, repr=False)
     _sized: dict[Any, "Partition"] = dataclasses.field(default_factory=dict, repr=False)
 

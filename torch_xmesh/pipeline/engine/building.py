@@ -210,6 +210,12 @@ def _agree_on_model(
     given: Given, transfers: Transfers, cut: Partition, schedule: Schedule, plan_options: PlanOptions
 ) -> Boundaries:
     """Where values cross between stages: all ranks have the same model, cut alike, and the schedule fits it."""
+    for name, stage in cut.changed_parameters.items():
+        if (num_shards := given.meshes[stage].num_shards) > 1:
+            raise ValueError(
+                f"the forward writes to parameter {name}, in stage {stage}, which runs on {num_shards} data shards: "
+                "each would write other values; give the stage a mesh without a data axis (data_axis=None)"
+            )
     placed = _checked(given.options.boundary_placements, cut)
     by_stage = None if given.planned is None else given.planned.placements
     boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options, by_stage)

@@ -1,0 +1,77 @@
+"""Which of the tensors that it is given an operator writes to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_MOST_ELEMENTS = 1 << 26
+
+_known: dict[Any, tuple[int, ...]] = {}
+"""Which of its tensors an operator writes to, by what it is and which numbers it is given."""
+
+
+def written_by(func: Any, args: Any, kwargs: Any, watched: set[int]) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes to: those that its schema names, and where it names none those
+    among `watched` (ids of tensors) that have other values after a run on stand-ins. Batch norm's running statistics
+    are written though its schema says nothing of it."""
+    if func._schema.is_mutable:
+        return _by_schema(func, args, kwargs)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not any(id(one) in watched for one in tensors) or _gives_views(func):
+        return []
+    others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+    kinds = tuple((one.dtype, id(one) in watched) for one in tensors)
+    key = func, str(structure), others, kinds
+    if key not in _known:
+        _known[key] = _by_a_run(
+            func, leaves, structure, [place for place, one in enumerate(tensors) if id(one) in watched]
+        )
+    return [tensors[place] for place in _known[key]]
+
+
+def _by_schema(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return found
+
+
+def _gives_views(func: Any) -> bool:
+    return any(one.alias_info is not None for one in func._schema.returns)
+
+
+def _by_a_run(func: Any, leaves: Sequence[Any], structure: pytree.TreeSpec, places: Sequence[int]) -> tuple[int, ...]:
+    """Of tensors at these places, those that have other values after a run; none where it cannot be run, or is too
+    much to run."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    largest = max(tensors, key=lambda one: one.numel())
+    samples = largest.shape[0] if largest.dim() > 1 and largest.numel() > _MOST_ELEMENTS else None
+    if sum(one.numel() for one in tensors if one.dim() < 2 or one.shape[0] != samples) > _MOST_ELEMENTS:
+        return ()
+    made = [_filled(one, samples) for one in tensors]
+    before = [made[place].clone() for place in places]
+    given = iter(made)
+    args, kwargs = pytree.tree_unflatten(
+        [next(given) if isinstance(one, torch.Tensor) else one for one in leaves], structure
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            func(*args, **kwargs)
+    except Exception:
+        return ()
+    pairs = zip(places, before, strict=True)
+    return tuple(place for place, old in pairs if not torch.equal(made[place], old))
+
+
+def _filled(like: torch.Tensor, samples: int | None) -> torch.Tensor:
+    """Numbers in the same shape, fewer of as many samples; ones where numbers may be indices."""
+    shape = [2, *like.shape[1:]] if samples is not None and like.dim() > 1 and like.shape[0] == samples else like.shape
+    if not like.dtype.is_floating_point:
+        return torch.ones(shape, dtype=like.dtype)
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, dtype=torch.float64) % 7 / 8 + 0.125).view(shape).to(like.dtype)
