@@ -56,6 +56,7 @@ def main(job: Job, parent: Connection) -> None:
     os.environ.update(job.environment)
     sys.path[:] = job.path
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)  # each process from which ranks are forked has drawn a seed of its own
     dist.set_debug_level_from_env()
     report: tuple[bytes | None, str | None, str | None]
     try:

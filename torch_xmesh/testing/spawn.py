@@ -8,7 +8,8 @@
 
 Ranks are forked from small server processes that have imported torch and started nothing, so that a world starts in
 well under a second; ``fresh=True`` gives every rank an interpreter of its own instead (and a full interpreter exit).
-Neighbors iterate over sets of strings in different orders, as ranks that torchrun starts do.
+Neighbors iterate over sets of strings in different orders, as ranks that torchrun starts do; torch's random numbers are
+those of seed 0 on all of them.
 """
 
 from __future__ import annotations
