@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_xmesh.pipeline.engine.measuring import Measured, MemoryMeter, costs_from, measured
-from torch_xmesh.pipeline.engine.step_agreement import StepRefusedError
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
+from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.schedule.choice import choose_microbatches
 from torch_xmesh.pipeline.schedule.fit import costs_at
 from torch_xmesh.pipeline.schedule.schedule import Schedule

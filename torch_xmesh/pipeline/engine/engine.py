@@ -18,20 +18,18 @@ from torch_xmesh.pipeline.engine.building import Given, build_place
 from torch_xmesh.pipeline.engine.costs import costs_of
 from torch_xmesh.pipeline.engine.report import StepReport
 from torch_xmesh.pipeline.engine.setup import PlaceOptions
-from torch_xmesh.pipeline.engine.step_agreement import StepRefusedError
 from torch_xmesh.pipeline.engine.steps import EngineSteps, StepArguments
 from torch_xmesh.pipeline.ranks.arrival import abandoning, stage_meshes_of, telling
+from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
 from torch_xmesh.pipeline.state.checkpoint import optimizer_state
+from torch_xmesh.pipeline.state.clipping import Clipping, clip_gradients
 from torch_xmesh.pipeline.state.init_sync import InitSync
 from torch_xmesh.pipeline.state.materialize import InitFn
-from torch_xmesh.pipeline.state.training import (
-    PipelineScaler,
-    clip_gradients,
-)
+from torch_xmesh.pipeline.state.training import PipelineScaler
 from torch_xmesh.spec import AnyMesh
 from torch_xmesh.topology import Topology
 
@@ -353,18 +351,39 @@ class PipelineEngine:
         """Evaluation mode for this rank's stages."""
         return self.train(False)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of the whole model; shards, replicas and tied copies count once. Called by all ranks.
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clips the gradients of the whole model as ``torch.nn.utils.clip_grad_norm_`` does in one process; shards,
+        replicas and tied copies count once. Called by all ranks.
 
         Args:
             max_norm: the norm that they have afterwards, where theirs was larger.
-            norm_type: p of the p-norm, or ``float("inf")``.
+            norm_type: p of the p-norm: any number, ``float("inf")`` and ``float("-inf")`` too.
+            error_if_nonfinite: a norm that is nan or infinite is an error.
+            foreach: as torch takes it.
 
         Returns:
-            the norm before clipping, of shape [], equal on every rank.
+            the norm before clipping, of shape [] and the dtype that all gradients promote to, equal on every rank: nan
+            where one gradient has one (but with norm_type=0), 0 without gradients. It is added up in float64.
+
+        Raises:
+            ValueError: on all ranks, and gradients stay as they are: an argument is no number, or ranks pass others.
+            RuntimeError: the same where `error_if_nonfinite` asks for it.
         """
-        with self._guarded("clip_grad_norm_()"):
-            return clip_gradients(self._transfers, self._place.own.own_parameters(), float(max_norm), float(norm_type))
+        clipping: Clipping | None = None
+        failure: ValueError | None = None
+        try:
+            clipping = Clipping(max_norm, norm_type, bool(error_if_nonfinite), foreach)
+        except ValueError as error:
+            failure = error
+        with self._guarded("clip_grad_norm_()", failure):
+            assert clipping is not None, "all ranks have refused"
+            return clip_gradients(self._transfers, self._place.own.own_parameters(), clipping)
 
     def scaler(self, scaler: "torch.amp.GradScaler") -> PipelineScaler:
         """Scales the losses of the steps to come; use what this returns in place of `scaler`, on all ranks alike.

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_xmesh.pipeline.engine.place import EnginePlace
-from torch_xmesh.pipeline.engine.step_agreement import StepRefusedError
 from torch_xmesh.pipeline.engine.steps import EngineSteps
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
+from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.schedule.timeline import (
     Event,
     aligned,

@@ -10,18 +10,11 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from torch_xmesh.pipeline.ranks.exchange import TensorExchange
+from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.plan_cache import Move
 
 _UNKNOWN = -(1 << 62)
-
-
-class StepRefusedError(Exception):
-    """No rank has begun the step, all of them know, and the engine can go on; `reason` is what the user gets."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 def scale_bits(scale: float) -> int:

@@ -31,15 +31,10 @@ from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.setup import describe_values, digest
 from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
 from torch_xmesh.pipeline.engine.stage import StepState
-from torch_xmesh.pipeline.engine.step_agreement import (
-    DifferentCallsError,
-    StepAgreement,
-    StepFacts,
-    StepRefusedError,
-    scale_bits,
-)
+from torch_xmesh.pipeline.engine.step_agreement import DifferentCallsError, StepAgreement, StepFacts, scale_bits
 from torch_xmesh.pipeline.ranks.clocks import now_ns
 from torch_xmesh.pipeline.ranks.exchange import TensorExchange, exchange_of_shards
+from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.state.training import PipelineScaler
 

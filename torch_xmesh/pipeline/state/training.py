@@ -1,8 +1,7 @@
-"""Training around a step: gradient norms and loss scaling over the whole model."""
+"""Training around a step: whose parameters count, and loss scaling over the whole model."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
-from torch_xmesh.pipeline.state.gradient_sync import local_of, settle_gradient
+from torch_xmesh.pipeline.state.gradient_sync import local_of
 from torch_xmesh.spec import mesh_grid
 
 
@@ -51,31 +50,6 @@ def is_counted(parameter: nn.Parameter, mesh: StageMesh) -> bool:
         if index != 0 and len(line & covered) <= 1:
             return False
     return True
-
-
-def clip_gradients(
-    transfers: Transfers, parameters: Sequence[OwnParameter], max_norm: float, norm_type: float
-) -> torch.Tensor:
-    """Scales gradients as torch's ``clip_grad_norm_`` would for the whole model; returns the norm, equal everywhere."""
-    for own in parameters:
-        settle_gradient(own.parameter)
-    counted = [
-        local_of(own.parameter.grad).detach().double()
-        for own in parameters
-        if own.is_counted and own.parameter.grad is not None
-    ]
-    if math.isinf(norm_type):
-        mine = max((float(one.abs().max()) for one in counted if one.numel()), default=0.0)
-        norm = max(transfers.gather("norm", mine))
-    else:
-        powers = sum((one.abs().pow(norm_type).sum() for one in counted), torch.zeros((), dtype=torch.float64))
-        norm = float(transfers.sum("norm", powers.reshape(1))[0]) ** (1.0 / norm_type)
-    scale = min(1.0, max_norm / (norm + 1e-6))
-    if scale < 1.0 or math.isnan(norm):
-        for own in parameters:
-            if own.parameter.grad is not None:
-                local_of(own.parameter.grad).mul_(scale)
-    return torch.tensor(norm, dtype=torch.float32)
 
 
 @dataclasses.dataclass(eq=False)
