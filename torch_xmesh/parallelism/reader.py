@@ -27,6 +27,10 @@ _WRITES_ITS_PARTS = frozenset({"batch_norm"})
 """Kinds that write to buffers of the model what the whole batch would have them write, whatever part a device has."""
 
 
+_HANG_ON_TENSORS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
+"""Methods that give no tensor, and do something once there is a gradient."""
+
+
 @dataclasses.dataclass
 class _Change:
     """What a change in place changes.
@@ -160,6 +164,12 @@ class Reader:
         if change is not None and change.first is not None and not tensors:
             places, tensors = [change.first], self._recording.facts[change.first].tensors
         if not tensors:
+            if name in _HANG_ON_TENSORS:
+                where = self._module(node) or "the model itself"
+                raise ValueError(
+                    f"{where} calls {name}() on a tensor that it makes: with a plan a device has a part of it, and of "
+                    "its gradient; leave that out"
+                )
             return
         shapes = tuple(tensor.shape for tensor in tensors)
         call = Call(name, args, kwargs, len(reads), shapes, None if node.op == "call_module" else node.target)

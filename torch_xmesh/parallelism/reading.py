@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.operators import Forward, Recorded
+from torch_xmesh.parallelism.plannable import check_plannable
 from torch_xmesh.parallelism.reader import Reader
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.pipeline.capture.errors import CaptureError
@@ -78,7 +79,12 @@ def _recordings(
 def _recorder(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
 ) -> tuple[RecordedModel, list[torch.Tensor]]:
-    """Who records, and the tensors to do it with."""
+    """Who records, and the tensors to do it with.
+
+    Raises:
+        ValueError: something hangs on the model that a plan cannot have.
+    """
+    check_plannable(model)
     arguments = (tuple(args), dict(kwargs or {}))
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     names = [f"input {i}" for i in range(len(tensors))]

@@ -56,7 +56,7 @@ def planned_partition(
     of_values = tuple(ValueName(names[node_values[leaf]]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     result.tied_parameters = [[(stage, one.name) for stage in one.stages] for one in plan.ties]
     result.outputs = OutputStructure(of_values, structure)
-    copies = MetaCopies([model])
+    copies = MetaCopies([model], keep_forward_hooks=True)
     examples = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="meta"), arguments)
 
     def resize(shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> SizedStages:

@@ -21,6 +21,7 @@ from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.cut.ways import Ways
+from torch_xmesh.pipeline.engine.live_model import LiveModel
 from torch_xmesh.pipeline.engine.setup import check_model
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -39,6 +40,7 @@ class PlannedStages:
         placements: of values that cross stages, by name and stage.
         digest: equal for equal plans.
         ways: what the model's forward computes, in the modes in which it can be run.
+        live: the model, as long as it is there.
 
     Raises:
         ValueError: the plan is for another model, other sizes or other ranks, or something of it cannot be run.
@@ -62,6 +64,7 @@ class PlannedStages:
         check_model(model, "model")
         self._plan = plan
         self._model: nn.Module | None = model
+        self.live = LiveModel(model, [name for name, _ in model.named_modules()], is_planned=True)
         self._arguments = sorted_arguments(example_args, example_kwargs)
         self._turns = runnable(model, *self._arguments)
         self._recorded = self._turns.recorded

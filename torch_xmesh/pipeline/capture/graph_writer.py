@@ -106,6 +106,12 @@ class GraphWriter:
         return node
 
     def _get_attribute(self, tensor: torch.Tensor) -> fx.Node:
+        original = self._shadow.path_of_original(tensor)
+        if original is not None:
+            node = self.new("get_attr", original, (), {})
+            self.facts[node] = NodeFacts.of(tensor, is_real=False)
+            self._bind(node, tensor, keeps=False)
+            return node
         if id(tensor) in self.attributes:
             path = self.attributes[id(tensor)][0]
             if id(tensor) not in self._shadow.own and (isinstance(tensor, FakeTensor) or tensor.requires_grad):

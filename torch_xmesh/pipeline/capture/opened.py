@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from torch_xmesh.pipeline.capture.hooks import has_hooks
 
 
 def opened_modules(names: Iterable[str]) -> frozenset[str]:
@@ -22,11 +22,6 @@ def numbers_of(modules: Mapping[str, nn.Module]) -> dict[str, float]:
         for key, value in vars(module).items()
         if type(value) in (int, float)
     }
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks are registered on it."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def why_closed(module: nn.Module) -> str | None:

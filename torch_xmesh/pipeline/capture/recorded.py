@@ -21,6 +21,7 @@ from torch_xmesh.pipeline.capture.errors import (
     LeafFailedError,
     LookInsideError,
 )
+from torch_xmesh.pipeline.capture.hooks import HookRefusedError
 from torch_xmesh.pipeline.capture.library_models import without_caches
 from torch_xmesh.pipeline.capture.opened import why_closed
 from torch_xmesh.pipeline.capture.recorder import Recorder
@@ -62,7 +63,7 @@ class RecordedModel:
         cannot be run on fakes is not looked into, nor are others of its class. `opens_functions`: see Recorder."""
         self.names, self.opened, self._batch = list(names), opened, batch
         self.type_name = type(model).__name__
-        self._shadow = Shadow(model, device)
+        self._shadow = Shadow(model, device, records_hooks=opens_functions)
         self._flags = [module.training for module in self._shadow.model.modules()]
         looked = {module.training for name, module in self._shadow.model.named_modules() if name in {"", *opened}}
         self._own_mode = self._flags[0] if len(looked) == 1 else None
@@ -118,6 +119,8 @@ class RecordedModel:
                 self._look_into(found)
             except FakeNeededError as needed:
                 self._as_fakes |= {needed.node}
+            except HookRefusedError:
+                raise
             except CaptureError as error:
                 if not self._close(error):
                     raise

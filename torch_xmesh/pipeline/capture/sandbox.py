@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from torch_xmesh.pipeline.capture.hooks import BACKWARD_HOOKS, MODULE_HOOKS
 
 
 @contextlib.contextmanager
-def hooks_off(model: nn.Module) -> Iterator[None]:
+def hooks_off(model: nn.Module, kinds: Sequence[str] = MODULE_HOOKS) -> Iterator[None]:
     """Run modules without their forward and backward hooks, whose side effects are for training only."""
-    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in _HOOKS]
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in kinds]
     try:
         for module, name, _ in kept:
             module.__dict__[name] = OrderedDict()
@@ -251,7 +251,7 @@ class Sandbox:
 _SHADOW = "_xmesh_shadow"
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module, *, keeps_forward_hooks: bool = False) -> nn.Module:
     """A copy of a model with all its tensors on meta: where its shapes can be found whatever becomes of the model.
 
     Raises:
@@ -263,7 +263,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             memo.setdefault(id(tensor), of_kind(made, tensor))
     try:
-        with hooks_off(model):
+        with hooks_off(model, BACKWARD_HOOKS if keeps_forward_hooks else MODULE_HOOKS):
             copied = copy.deepcopy(model, memo)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

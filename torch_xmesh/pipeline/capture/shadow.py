@@ -1,7 +1,7 @@
 """A model's shadow: a copy whose tensors are fakes, of which forwards can be recorded whatever becomes of the model."""
 
 import copy
-import sysconfig
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,15 +10,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.pipeline.capture.hooks import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    MODULE_HOOKS,
+    is_of_library,
+    make_recordable,
+)
 from torch_xmesh.pipeline.capture.opened import numbers_of
 from torch_xmesh.pipeline.capture.sandbox import held_tensors, hooks_off, module_tensors, of_kind
-
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
 class Shadow:
     """A copy of a model with fakes for its tensors; torch.compile and users' hooks are left out, hooks that are defined
-    in installed libraries belong to the model and are kept.
+    in installed libraries belong to the model and are kept. With `records_hooks` all hooks around forwards are.
 
     A fake has the device of the tensor for which it stands, for one on meta `device`. Threading: one thread at a time.
 
@@ -29,16 +34,17 @@ class Shadow:
         names: of its modules, by id; the first one of each.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, records_hooks: bool = False) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         for module in model.modules():
             for _, tensor in module_tensors(module):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = self._fake(tensor, device)
-        kept = [_library_hooks(module) for module in model.modules()]
+        kept = [{} if records_hooks else _library_hooks(module) for module in model.modules()]
+        self._originals = _paths_of(model)
         try:
-            with hooks_off(model):
+            with hooks_off(model, BACKWARD_HOOKS if records_hooks else MODULE_HOOKS):
                 self.model = copy.deepcopy(model, memo)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -49,6 +55,8 @@ class Shadow:
             self.names[id(module)] = name
             for kind, found in hooks.items():
                 getattr(module, kind).update(found)
+            if records_hooks:
+                make_recordable(module, name)
             module._compiled_call_impl = None
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -65,6 +73,11 @@ class Shadow:
             for key, tensor in module_tensors(module):
                 found.setdefault(id(tensor), (f"{name}.{key}" if name else key, tensor))
         return found
+
+    def path_of_original(self, tensor: torch.Tensor) -> str | None:
+        """The path of a tensor of the model itself, of which this is a copy: functions may hold it."""
+        reference, path = self._originals.get(id(tensor), (None, ""))
+        return path if reference is not None and reference() is tensor else None
 
     def numbers(self, names: Iterable[str]) -> dict[str, float]:
         """The numbers that are attributes of the named modules."""
@@ -109,12 +122,13 @@ class Shadow:
 def _library_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
     """The forward hooks of a module that are functions of an installed library."""
     found = {}
-    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+    for kind in FORWARD_HOOKS:
         hooks = getattr(module, kind).items()
-        found[kind] = {key: hook for key, hook in hooks if _file_of(hook).startswith(_LIBRARIES)}
+        found[kind] = {key: hook for key, hook in hooks if hasattr(hook, "__code__") and is_of_library(hook)}
     return found
 
 
-def _file_of(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    return "" if code is None else str(code.co_filename)
+def _paths_of(model: nn.Module) -> dict[int, tuple["weakref.ref[torch.Tensor]", str]]:
+    """Of parameters and buffers, by id."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {id(tensor): (weakref.ref(tensor), path) for path, tensor in named}

@@ -131,11 +131,14 @@ def chain_ready_stages(
 class MetaCopies:
     """Copies on meta of modules, taken when this is made."""
 
-    def __init__(self, modules: Sequence[nn.Module | None]) -> None:
+    def __init__(self, modules: Sequence[nn.Module | None], *, keep_forward_hooks: bool = False) -> None:
         self._modules: list[nn.Module | None] = []
         self._error: ValueError | None = None
         try:
-            self._modules = [None if module is None else meta_copy(module) for module in modules]
+            self._modules = [
+                None if module is None else meta_copy(module, keeps_forward_hooks=keep_forward_hooks)
+                for module in modules
+            ]
         except ValueError as error:
             self._error = error
 

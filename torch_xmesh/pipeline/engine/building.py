@@ -87,6 +87,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     WayComparison(transfers, Ways() if given.planned is None else given.planned.ways).compare()
     plan_options = PlanOptions.of(options.strategy, options.topology)
     schedule, auto = _agree_on_options(given, transfers, plan_options)
+    live = None if given.planned is None else given.planned.live
     if given.planned is not None:
         given = dataclasses.replace(
             given, model=given.planned.modules(transfers, options.chunk_specs, options.scale_grads)
@@ -95,7 +96,12 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
     ways = WayComparison(transfers, partition.ways)
     ways.compare()
+    if partition.opened:
+        live = LiveModel(given.model, partition.opened)
     made = _make_stages(given, transfers, partition, boundaries)
+    for stage, module in made.modules.items():
+        if live is not None:
+            live.watch_stand_ins(stage, module)
     partition.keep(made.stages)
     edges = [edge for edge in boundaries.edges if edge.from_stage in made.stages or edge.to_stage in made.stages]
     forward = StageForward(made.works)
@@ -131,7 +137,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         stages=made.stages,
         works=made.works,
         named=made.named,
-        live=LiveModel(given.model, partition.opened) if partition.opened else None,
+        live=live,
         unset=made.unset,
         edges=edges,
         forward=forward,

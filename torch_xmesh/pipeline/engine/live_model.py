@@ -5,22 +5,40 @@ from collections.abc import Collection
 
 from torch import nn
 
-from torch_xmesh.pipeline.capture.opened import has_hooks, numbers_of
+from torch_xmesh.pipeline.capture.hooks import check_no_hook_on_all, has_gradient_hooks, has_hooks, hooks_of
+from torch_xmesh.pipeline.capture.opened import numbers_of
 
 
 class LiveModel:
-    """The model that a user has cut, as long as it is there."""
+    """The model of which an engine was made, as long as it is there."""
 
-    def __init__(self, model: nn.Module, opened: Collection[str]) -> None:
-        """`opened`: the modules that were looked into, of which stages have no copy that the user knows."""
+    def __init__(
+        self,
+        model: nn.Module,
+        opened: Collection[str],
+        *,
+        is_planned: bool = False,
+    ) -> None:
+        """`opened`: the modules that were looked into, of which stages have no copy that the user knows. `is_planned`:
+        a plan says how the model runs: its stages have parameters of their own."""
+        self._stand_ins: list[tuple[str, nn.Module]] = []
         self._model = weakref.ref(model)
+        self._is_planned = is_planned
         self._opened = [(name, weakref.ref(model.get_submodule(name))) for name in sorted(opened)]
         self._numbers = self._now()
+        self._hooks = {name: hooks_of(module) for name, module in self._there().items()}
         self._training = model.training
 
+    def _there(self) -> dict[str, nn.Module]:
+        return {name: module for name, reference in self._opened if (module := reference()) is not None}
+
+    def watch_stand_ins(self, stage: int, module: nn.Module) -> None:
+        """Of a stage's modules those that are never called: they hold others under the model's names."""
+        stand_ins = [(name, one) for name, one in module.named_modules() if type(one) is nn.Module]
+        self._stand_ins += [(f"{name!r} of stage {stage}", one) for name, one in stand_ins]
+
     def _now(self) -> dict[str, float]:
-        there = {name: module for name, reference in self._opened if (module := reference()) is not None}
-        return numbers_of(there)
+        return numbers_of(self._there())
 
     def told(self) -> None:
         """The engine has been told of a mode, whatever that of the model is."""
@@ -34,17 +52,9 @@ class LiveModel:
             return
         if model.training != self._training:
             called = "train()" if model.training else "eval()"
-            raise ValueError(
-                f"{called} was called on the model, which reaches parts of a stage only: call engine.{called}"
-            )
-        for name, reference in self._opened:
-            module = reference()
-            if module is not None and has_hooks(module):
-                where = f"module {name!r}" if name else "the model"
-                raise ValueError(
-                    f"{where} has a hook since the engine was made, and a stage begins inside, so that it would never "
-                    "run: register it on the modules inside"
-                )
+            what = "has nothing to do with the engine's stages" if self._is_planned else "reaches parts of a stage only"
+            raise ValueError(f"{called} was called on the model, which {what}: call engine.{called}")
+        self._check_hooks(model)
         now = self._now()
         for name, value in self._numbers.items():
             if now.get(name, value) != value:
@@ -52,3 +62,22 @@ class LiveModel:
                     f"{name} is {now[name]}; it was {value} when the engine was made, and is part of what was "
                     "recorded: make it a buffer or an argument, or make a new engine"
                 )
+
+    def _check_hooks(self, model: nn.Module) -> None:
+        for name, module in self._there().items():
+            if hooks_of(module) != self._hooks[name]:
+                where = f"module {name!r}" if name else "the model"
+                helps = "make a new engine" if self._is_planned else "register it on the modules inside"
+                why = "a plan has it as it was then" if self._is_planned else "a stage begins inside"
+                raise ValueError(
+                    f"{where} has a hook since the engine was made, or has it no more, and {why}, so that stages would "
+                    f"not notice: {helps}"
+                )
+        for where, one in self._stand_ins:
+            if has_hooks(one):
+                raise ValueError(f"module {where} has a hook, but is never called: it only holds others")
+        if self._is_planned:
+            for name, parameter in model.named_parameters():
+                if has_gradient_hooks(parameter):
+                    raise ValueError(f"parameter {name} has a hook: with a plan stages have parameters of their own")
+        check_no_hook_on_all()

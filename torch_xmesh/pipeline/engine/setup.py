@@ -3,14 +3,13 @@
 import dataclasses
 import hashlib
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from torch_xmesh.pipeline.capture.wrappers import averaging_wrappers
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
 from torch_xmesh.pipeline.engine.boundary import Placed
 from torch_xmesh.pipeline.schedule.choice import check_memory_limit
@@ -72,7 +71,7 @@ def check_model(model: Any, what: str) -> None:
                 check_model(one, f"stage {stage}'s module")
     elif not isinstance(model, nn.Module):
         raise ValueError(f"{what} is an nn.Module, or a list of stage modules, got {type(model).__name__}")
-    elif isinstance(model, (DistributedDataParallel, *_fsdp1())):
+    elif isinstance(model, averaging_wrappers()):
         raise ValueError(
             f"{what} is wrapped in {type(model).__name__}: pass the plain module; data_axis= says over which mesh axis "
             "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
@@ -89,12 +88,6 @@ def _check_device(model: nn.Module, what: str) -> None:
                 f"{what} is on {tensor.device} ({name}): so far an engine's stages are on cpu, reshards alone move "
                 "tensors on other devices"
             )
-
-
-def _fsdp1() -> tuple[type, ...]:
-    """FullyShardedDataParallel, if anybody has imported it."""
-    torchs = sys.modules.get("torch.distributed.fsdp")
-    return () if torchs is None else (torchs.FullyShardedDataParallel,)
 
 
 def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:
