@@ -42,7 +42,7 @@ HANGING: dict[str, Callable[[nn.Sequential], Any]] = {
         lambda module, outputs: (outputs[0] * 0.5,)
     ),
     "a tensor": _of_tensor,
-    "a parameter": lambda model: model.get_parameter("0.weight").register_hook(lambda gradient: gradient * 3),
+    "a parameter": lambda model: model.get_parameter("0.weight").register_hook(lambda gradient: gradient * 3),  # type: ignore[no-untyped-call]
     "weight_norm": lambda model: parametrizations.weight_norm(model[0]),
     "the old weight_norm": lambda model: torch.nn.utils.weight_norm(model[0]),
     "spectral_norm": lambda model: parametrizations.spectral_norm(model[2]),
