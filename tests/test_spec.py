@@ -236,13 +236,38 @@ def test_topology_of_consecutive_ranks() -> None:
         (lambda: xm.Topology({-1: 0}), "rank|negative"),
         (lambda: xm.Topology({0: -2}), "host|negative"),
         (lambda: xm.Topology({0: 0}).to_core([0, 3]), "no host for rank 3"),
+        (lambda: xm.Topology([0, 1]), r"host_of must be a mapping, got \[0, 1\] \(list\)"),  # type: ignore[arg-type]
+        (lambda: xm.Topology({0.5: 0}), r"a key of host_of must be an integer, got 0.5 \(float\)"),  # type: ignore[dict-item]
+        (lambda: xm.Topology({0: True}), r"host_of\[0\] must be an integer, got True \(bool\)"),
+        (lambda: xm.Topology(devices_per_host=1.5), r"devices_per_host must be an integer, got 1.5"),  # type: ignore[arg-type]
+        (lambda: xm.Topology(devices_per_host=True), r"devices_per_host must be an integer, got True"),
+        (lambda: xm.Topology(nic_bytes_per_s=float("inf")), r"nic_bytes_per_s must be a finite number, got inf"),  # type: ignore[arg-type]
+        (lambda: xm.Topology(local_bytes_per_s="1e9"), r"local_bytes_per_s must be a finite number, got '1e9'"),  # type: ignore[arg-type]
+        (lambda: xm.Topology(latency_us=float("nan")), r"latency_us must be a finite number, got nan"),
+        (lambda: xm.Topology(message_us=float("inf")), r"message_us must be a finite number, got inf"),
+        (lambda: xm.Topology(local_latency_us=-1.0), r"cannot be negative"),
+        (lambda: xm.Topology(is_measured="yes"), r"is_measured is True or False, got 'yes'"),  # type: ignore[arg-type]
+        (lambda: xm.Topology(nic_of_host={-1: 5}), r"a host in nic_of_host is not negative, got -1"),
+        (lambda: xm.Topology(nic_of_host={0: float("nan")}), r"nic_of_host\[0\] must be a finite number"),  # type: ignore[dict-item]
+        (lambda: xm.Topology({0: 0, 1: 1}, nic_of_host={2: 5}), r"names host 2, host_of has hosts \[0, 1\]"),
         (lambda: xm.Topology.from_json("{"), "not JSON"),
         (lambda: xm.Topology.from_json("[]"), "version 1"),
         (lambda: xm.Topology.from_json('{"version": 2}'), "version 1"),
         (lambda: xm.Topology.from_json('{"version": 1, "speed": 3}'), "speed"),
         (lambda: xm.Topology.from_json('{"version": 1, "host_of": [0, 1]}'), "host_of must be an object"),
         (lambda: xm.Topology.from_json('{"version": 1, "host_of": {"a": 1}}'), "host_of must be an object"),
-        (lambda: xm.Topology.from_json('{"version": 1, "latency_us": "much"}'), "topology"),
+        (lambda: xm.Topology.from_json('{"version": 1, "latency_us": "much"}'), "topology: latency_us must be"),
+        (lambda: xm.Topology.from_json('{"version": 1, "latency_us": NaN}'), "topology: latency_us must be"),
+        (
+            lambda: xm.Topology.from_json('{"version": 1, "host_of": {"0": 0.5}}'),
+            r"topology: host_of\[0\] must be an integer",
+        ),
+        (lambda: xm.Topology.from_json('{"version": 1, "host_of": {"0": 0, "00": 1}}'), "has a key twice"),
+        (lambda: xm.Topology.from_json('{"version": 1, "host_of": {"0": 0, "0": 1}}'), "'0' is there twice"),
+        (
+            lambda: xm.Topology.from_json('{"version": 1, "nic_of_host": {"0": 1e400}}'),
+            r"nic_of_host\[0\] must be a finite",
+        ),
     ],
 )
 def test_topology_refuses(make: Callable[[], Any], pattern: str) -> None:

@@ -57,6 +57,11 @@ def backend_of(group: dist.ProcessGroup | None = None) -> ProcessGroupXmesh:
 
 def _create(created: Any, given: Any) -> ProcessGroupXmesh:
     """What c10d calls for each new group: ``created`` describes it, ``given`` is the user's ``pg_options``."""
+    if any(getattr(one, "enable_reconfigure", False) for one in (created, given)):
+        raise ValueError(
+            "enable_reconfigure: expected False, got True: a group on xmesh keeps the ranks that it was made with; for "
+            "others call destroy_process_group, then init_process_group"
+        )
     options = _options(given)
     options._timeout = created.timeout
     options.blocking_wait = options.blocking_wait or os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"

@@ -18,6 +18,7 @@ from torch_xmesh.calibration import calibrate
 from torch_xmesh.parallelism import Compute, ParallelPlan
 from torch_xmesh.parallelism.plan_text import seconds_text
 from torch_xmesh.pipeline.engine.engine import PipelineEngine
+from torch_xmesh.spec import Mesh
 
 _STEPS = 3
 _CALIBRATION_BYTES = 4 << 20
@@ -82,6 +83,8 @@ def _measured(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
         out["compute"] = Compute(flops, num_bytes)
     if out["topology"] is None and dist.get_world_size() > 1:
         out["topology"] = calibrate(num_bytes=_CALIBRATION_BYTES)
+        # The hosts are those that the processes are on, whatever rows they were asked for in.
+        out["devices"] = Mesh(out["devices"].ranks, device_type=out["devices"].device_type)
     return out
 
 

@@ -2,6 +2,8 @@
 
 import difflib
 import json
+import numbers
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ class Topology:
 
     Raises:
         ValueError: both ``host_of`` and ``devices_per_host`` (with neither, the group discovers the hosts and only the
-            links are set), or a rate that is not positive.
+            links are set), a rate that is not positive, a rate of a host that ``host_of`` does not have, or what is no
+            number.
     """
 
     def __init__(
@@ -48,31 +51,43 @@ class Topology:
     ) -> None:
         if host_of is not None and devices_per_host is not None:
             raise ValueError("give host_of or devices_per_host, not both")
-        if devices_per_host is not None and devices_per_host < 1:
+        if devices_per_host is not None and _integer("devices_per_host", devices_per_host) < 1:
             raise ValueError(f"devices_per_host must be positive, got {devices_per_host}")
-        self._host_of = None if host_of is None else {int(rank): int(host) for rank, host in host_of.items()}
-        self._devices_per_host = devices_per_host
-        self._nic_of_host = {int(host): int(rate) for host, rate in (nic_of_host or {}).items()}
-        self._links = _C.LinkModel()
-        given = {
-            "nic_bytes_per_s": nic_bytes_per_s,
-            "local_bytes_per_s": local_bytes_per_s,
-            "latency_us": latency_us,
-            "message_us": message_us,
-            "local_latency_us": local_latency_us,
-            "is_measured": is_measured,
+        self._host_of = None if host_of is None else _integers("host_of", host_of)
+        self._devices_per_host = None if devices_per_host is None else int(devices_per_host)
+        rate_of = _mapping("nic_of_host", {} if nic_of_host is None else nic_of_host)
+        self._nic_of_host = {
+            _integer("a host in nic_of_host", host): int(_number(f"nic_of_host[{host!r}]", rate))
+            for host, rate in rate_of.items()
         }
-        for name, value in given.items():
+        self._links = _C.LinkModel()
+        rates = {"nic_bytes_per_s": nic_bytes_per_s, "local_bytes_per_s": local_bytes_per_s}
+        times = {"latency_us": latency_us, "message_us": message_us, "local_latency_us": local_latency_us}
+        for name, value in (rates | times).items():
             if value is not None:
-                integral = name.endswith("bytes_per_s")
-                setattr(self._links, name, int(value) if integral else value)
+                setattr(self._links, name, int(_number(name, value)) if name in rates else _number(name, value))
+        if not isinstance(is_measured, bool):
+            raise ValueError(f"is_measured is True or False, got {is_measured!r} ({type(is_measured).__name__})")
+        self._links.is_measured = is_measured
+        self._check_hosts()
         self.to_core([])  # checks the rates
 
     @classmethod
     def from_core(cls, topology: "_C.Topology") -> "Topology":
-        """The Python form of a C++ topology."""
+        """The Python form of a C++ topology, which may have rates of more hosts than its ranks are on."""
         links = {name: getattr(topology.links, name) for name in _LINK_FIELDS}
-        return cls(topology.host_of, nic_of_host=topology.nic_of_host, **links)
+        hosts = set(topology.host_of.values())
+        rates = {host: rate for host, rate in topology.nic_of_host.items() if host in hosts}
+        return cls(topology.host_of, nic_of_host=rates, **links)
+
+    def _check_hosts(self) -> None:
+        """A rate is some host's, as far as hosts are known."""
+        for host in self._nic_of_host:
+            if host < 0:
+                raise ValueError(f"a host in nic_of_host is not negative, got {host}")
+            if self._host_of is not None and host not in self._host_of.values():
+                known = sorted(set(self._host_of.values()))
+                raise ValueError(f"nic_of_host names host {host}, host_of has hosts {known}")
 
     @property
     def links(self) -> "_C.LinkModel":
@@ -114,7 +129,7 @@ class Topology:
     def from_json(cls, text: str) -> "Topology":
         """Reads :meth:`to_json`. Raises ValueError naming what is wrong."""
         try:
-            fields = json.loads(text)
+            fields = json.loads(text, object_pairs_hook=_distinct)
         except json.JSONDecodeError as error:
             raise ValueError(f"topology: not JSON: {error}") from None
         if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
@@ -129,7 +144,7 @@ class Topology:
                 fields[name] = _by_integer(name, fields[name])
         try:
             return cls(**fields)
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"topology: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -159,9 +174,49 @@ class Topology:
         return f"Topology({self._fields()})"
 
 
-def _by_integer(name: str, values: Any) -> dict[int, int]:
+def _integer(what: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what} must be an integer, got {value!r} ({type(value).__name__})") from None
+
+
+def _mapping(what: str, values: Any) -> Mapping[Any, Any]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} must be a mapping, got {values!r} ({type(values).__name__})")
+    return values
+
+
+def _integers(what: str, values: Any) -> dict[int, int]:
+    pairs = _mapping(what, values).items()
+    return {_integer(f"a key of {what}", key): _integer(f"{what}[{key!r}]", value) for key, value in pairs}
+
+
+def _number(what: str, value: Any) -> float:
+    """Of a rate or a time; C++ says which numbers are too small."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not abs(value) < 1 << 63:
+        raise ValueError(f"{what} must be a finite number, got {value!r} ({type(value).__name__})")
+    return value  # type: ignore[no-any-return]
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's fields, each of which is there once."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"topology: {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return out
+
+
+def _by_integer(name: str, values: Any) -> dict[int, Any]:
     """JSON spells integer keys as text. Raises ValueError naming the field."""
     try:
-        return {int(key): int(value) for key, value in values.items()}
+        out = {int(key): value for key, value in values.items()}
     except (AttributeError, TypeError, ValueError):
         raise ValueError(f"topology: {name} must be an object from integers to integers, got {values!r}") from None
+    if len(out) < len(values):
+        raise ValueError(f"topology: {name} has a key twice, in several spellings, got {values!r}")
+    return out

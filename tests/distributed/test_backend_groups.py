@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,20 @@ def _options(rank: int, size: int) -> Any:
 
 def test_options_reach_the_inner_backend() -> None:
     assert all("got int" in said for said in spawn(_options, 2))
+
+
+def test_a_group_whose_ranks_could_change_is_refused() -> None:
+    """As torch asks for one: from 2.14 on in what describes the group. A group that does not is made of these."""
+    for created, given in (
+        (SimpleNamespace(enable_reconfigure=True), None),
+        (None, SimpleNamespace(enable_reconfigure=True)),
+    ):
+        with pytest.raises(
+            ValueError, match="enable_reconfigure: expected False, got True: a group on xmesh keeps the ranks"
+        ):
+            backend._create(created, given)
+    with pytest.raises(ValueError, match="pg_options of a group on xmesh"):
+        backend._create(SimpleNamespace(enable_reconfigure=False), SimpleNamespace(enable_reconfigure=False))
 
 
 def _sequence_and_timeout(rank: int, size: int) -> Any:

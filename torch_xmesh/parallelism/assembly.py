@@ -92,6 +92,7 @@ def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes:
             layer_of.get(-1 if one.makes[0].maker is None else one.makes[0].maker),
             one.loops.is_heavy,
             one.is_known,
+            tuple(one.loops.extents.items()),
         )
         for one, choice in zip(sharded.operators, sharded.choices, strict=True)
     )

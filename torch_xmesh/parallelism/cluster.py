@@ -117,32 +117,29 @@ def cluster_of(
     compute: Compute | Mapping[int, Compute] | None,
     memory_limit_bytes: int | Mapping[int, int] | None,
 ) -> Cluster:
-    """The cluster that `devices` are. Without a topology that knows hosts each row of a mesh of two axes is one, and
-    the whole of a mesh of one axis. `compute` and `memory_limit_bytes` may differ from host to host, by its number.
+    """The cluster that `devices` are. Each row of a mesh of two axes is a host; of a mesh of one axis `topology` says
+    the hosts, else all of it is one. `compute` and `memory_limit_bytes` may differ from host to host, by its number.
 
     Raises:
-        ValueError: a mesh of no or more axes, a rank without a host, or a host for which something is missing.
+        ValueError: a mesh of no or more axes, a topology that says other hosts than the rows, a rank without a host, or
+            a host for which something is missing, or said though there is none.
     """
-    mesh = devices if isinstance(devices, Mesh) else Mesh(devices)
-    if not mesh.ranks:
-        raise ValueError("devices has no ranks")
+    mesh = mesh_of_devices(devices)
+    if topology is not None and not isinstance(topology, Topology):
+        raise ValueError(f"topology must be an xm.Topology, got {topology!r} ({type(topology).__name__})")
     links = topology or Topology(devices_per_host=1)
-    if topology is not None and topology.knows_hosts:
-        host_of: dict[int, int] = dict(links.to_core(list(mesh.ranks)).host_of)
-    elif mesh.ndim in (1, 2):
-        row = mesh.shape[-1]
-        host_of = {rank: place // row for place, rank in enumerate(mesh.ranks)}
-    else:
-        raise ValueError(f"devices is a mesh of one or two axes (hosts, devices of each), got {mesh.ndim}")
+    host_of = _hosts_of(mesh, topology)
     rates: dict[int, int] = dict(links.to_core(list(mesh.ranks)).nic_of_host)
     names = list(dict.fromkeys(host_of[rank] for rank in mesh.ranks))
+    for what, given in (("compute", compute), ("memory_limit_bytes", memory_limit_bytes)):
+        _check_hosts(what, given, names)
+    if not (topology is not None and topology.knows_hosts):
+        _check_hosts("the topology's nic_of_host", rates, names)
     hosts = []
     for name in names:
         ranks = tuple(rank for rank in mesh.ranks if host_of[rank] == name)
         rate = rates.get(name, links.links.nic_bytes_per_s)
-        kind = HostKind(
-            len(ranks), _of_host(compute, name, "compute") or ASSUMED, _limit(memory_limit_bytes, name), float(rate)
-        )
+        kind = HostKind(len(ranks), _compute(compute, name), _limit(memory_limit_bytes, name), float(rate))
         hosts.append(Host(ranks, kind))
     return Cluster(
         tuple(hosts),
@@ -153,12 +150,67 @@ def cluster_of(
     )
 
 
+def mesh_of_devices(devices: Any) -> Mesh:
+    """Hosts, and devices of each, or devices alone.
+
+    Raises:
+        ValueError: no mesh of one or two axes.
+    """
+    expected = "devices is a mesh of one or two axes (hosts, devices of each)"
+    if isinstance(devices, int):
+        raise ValueError(f"{expected}, got {devices!r} ({type(devices).__name__}): xm.Mesh(range(n)) is n devices")
+    mesh = devices if isinstance(devices, Mesh) else Mesh(devices)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"{expected}, got {mesh.ndim}: {mesh!r}")
+    if not mesh.ranks:
+        raise ValueError(f"{expected}, got one without ranks: {mesh!r}")
+    return mesh
+
+
+def _hosts_of(mesh: Mesh, topology: Topology | None) -> dict[int, int]:
+    """The host of each rank."""
+    row = mesh.shape[-1]
+    if topology is None or not topology.knows_hosts:
+        return {rank: place // row for place, rank in enumerate(mesh.ranks)}
+    host_of: dict[int, int] = dict(topology.to_core(list(mesh.ranks)).host_of)
+    rows = [mesh.ranks[begin : begin + row] for begin in range(0, len(mesh.ranks), row)] if mesh.ndim == 2 else []
+    row_of: dict[int, int] = {}
+    for number, ranks in enumerate(rows):
+        hosts = sorted({host_of[rank] for rank in ranks})
+        where = f"row {number} of devices (ranks {list(ranks)})"
+        advice = "pass a mesh of one axis where rows are no hosts"
+        if len(hosts) > 1:
+            raise ValueError(f"{where} is one host, the topology has it on hosts {hosts}: {advice}")
+        other = row_of.setdefault(hosts[0], number)
+        if other != number:
+            raise ValueError(
+                f"{where} is a host of its own, the topology has it on host {hosts[0]}, as row {other}: {advice}"
+            )
+    return host_of
+
+
+def _check_hosts(what: str, given: Any, hosts: Sequence[int]) -> None:
+    """What is said by host is said of the hosts that there are."""
+    unknown = [host for host in given if host not in hosts] if isinstance(given, Mapping) else []
+    if unknown:
+        raise ValueError(f"{what} says something of host {unknown[0]!r}: the devices are on hosts {sorted(hosts)}")
+
+
 def _of_host(given: Any, host: int, what: str) -> Any:
     if not isinstance(given, Mapping):
         return given
     if host not in given:
         raise ValueError(f"{what} says nothing of host {host}: it has {', '.join(map(str, sorted(given))) or 'none'}")
     return given[host]
+
+
+def _compute(given: Any, host: int) -> Compute:
+    if given is None:
+        return ASSUMED
+    found = _of_host(given, host, "compute")
+    if not isinstance(found, Compute):
+        raise ValueError(f"compute is an xm.Compute, or one by host, got {found!r} ({type(found).__name__})")
+    return found
 
 
 def _limit(given: int | Mapping[int, int] | None, host: int) -> int | None:

@@ -6,11 +6,10 @@ from torch_xmesh import _C
 from torch_xmesh.parallelism.assembly import Subject
 from torch_xmesh.parallelism.cluster import logical_shapes
 from torch_xmesh.parallelism.compute import ComputeSeconds
-from torch_xmesh.parallelism.loops import whole_choice
+from torch_xmesh.parallelism.loops import COLLECTIVES, whole_choice
 from torch_xmesh.parallelism.plan_text import bytes_text, seconds_text
 
 _SIZES = (4 << 10, 1 << 20, 64 << 20)
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def collective_table(subject: Subject) -> str:
@@ -22,7 +21,7 @@ def collective_table(subject: Subject) -> str:
     lines = [f"collectives as {subject.collectives}'s", f"{'mesh':10} {'axis':>4} {'collective':16}{sizes}"]
     for shape in logical_shapes(len(cluster.hosts), len(ranks) // len(cluster.hosts)):
         for axis, links in enumerate(cluster.links(ranks, shape)):
-            for collective in _COLLECTIVES:
+            for collective in COLLECTIVES:
                 costs = (_C.collective_cost(subject.collectives, collective, float(size), links) for size in _SIZES)
                 mesh = " x ".join(map(str, shape))
                 lines.append(

@@ -22,6 +22,9 @@ later."""
 
 _NO_LOOPS = (WHOLE, PASS, LATER)
 
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+"""By C++'s names."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Within:

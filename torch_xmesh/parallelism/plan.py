@@ -22,6 +22,7 @@ class PlannedOperator:
             pass, "~" where those of gradients do.
         outputs: how each tensor that it makes is held.
         layer: of the plan's layers; None of a constant.
+        loops: that it has, by name, and what an axis that shards one must divide.
     """
 
     name: str
@@ -33,6 +34,7 @@ class PlannedOperator:
     layer: int | None
     is_heavy: bool
     is_known: bool
+    loops: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)

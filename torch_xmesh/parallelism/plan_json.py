@@ -1,20 +1,20 @@
 """Plans as JSON: every field by its name, and what is read is checked against the classes' types and against itself."""
 
 import dataclasses
-import itertools
 import json
+import sys
 import types
 import typing
-from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.parallelism.plan_checks import check_plan
 
 if TYPE_CHECKING:
-    from torch_xmesh.parallelism.plan import ParallelPlan, PlannedParameter, PlannedStage
+    from torch_xmesh.parallelism.plan import ParallelPlan
 
 _VERSION = 1
+_ROUNDING = 1e-9
+"""That a difference of sums may be below 0."""
 
 
 def plan_to_json(plan: "ParallelPlan") -> str:
@@ -24,14 +24,23 @@ def plan_to_json(plan: "ParallelPlan") -> str:
 def plan_from_json(kind: "type[ParallelPlan]", text: str) -> "ParallelPlan":
     """Raises ValueError naming what is wrong."""
     try:
-        fields = json.loads(text)
+        fields = json.loads(text, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
         raise ValueError(f"plan: not JSON: {error}") from None
     if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
         raise ValueError(f"plan: expected a JSON object of version {_VERSION}")
     made: ParallelPlan = _object(kind, fields, "plan")
-    _check(made)
+    check_plan(made)
     return made
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's fields, each of which is there once."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"plan: field {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return out
 
 
 def _plain(value: Any) -> Any:
@@ -74,7 +83,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             )
         each = [kinds[0]] * len(value) if kinds[-1] is ... else kinds
         return tuple(_typed(one, part, f"{where}[{i}]") for i, (one, part) in enumerate(zip(each, value, strict=True)))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not -_ROUNDING <= value <= sys.float_info.max:  # seconds, bytes, parts of these
+            raise ValueError(f"{where}: expected a finite number of at least 0, got {_shown(value)}")
         return float(value)
     if type(value) is not hint:
         raise ValueError(f"{where}: expected {getattr(hint, '__name__', hint)}, got {_shown(value)}")
@@ -84,100 +95,3 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) < 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-def _check(plan: "ParallelPlan") -> None:
-    """Raises ValueError for a plan that no devices could run."""
-    if not plan.stages:
-        raise ValueError("plan: no stages")
-    if plan.num_microbatches < 1:
-        raise ValueError(f"plan.num_microbatches: expected at least 1, got {plan.num_microbatches}")
-    used = Counter(rank for stage in plan.stages for rank in stage.ranks)
-    twice = sorted(rank for rank, count in used.items() if count > 1)
-    if twice:
-        raise ValueError(f"plan: device {twice[0]} is in two stages")
-    if min(used, default=-1) < 0:
-        raise ValueError("plan: a stage without devices, or a device below 0")
-    if len(used) != plan.devices:
-        raise ValueError(f"plan.devices: {plan.devices}, the stages have {len(used)}")
-    ends = [0, *(stage.layers[1] for stage in plan.stages)]
-    are_in_order = [stage.layers for stage in plan.stages] == list(itertools.pairwise(ends))
-    if not are_in_order or ends[-1] != len(plan.layers):
-        raise ValueError(f"plan: stages do not follow one another through the {len(plan.layers)} layers")
-    for number, stage in enumerate(plan.stages):
-        _check_stage(stage, f"plan.stages[{number}]")
-    for i, value in enumerate(plan.values):
-        where = f"plan.values[{i}]"
-        if not 0 <= value.from_stage < value.to_stage < len(plan.stages):
-            raise ValueError(f"{where}: from stage {value.from_stage} to stage {value.to_stage}")
-        for number, state in ((value.from_stage, value.src), (value.to_stage, value.dst)):
-            _check_state(state, value.shape, plan.stages[number].mesh_shape, where)
-    for i, tie in enumerate(plan.ties):
-        if len(set(tie.stages)) < 2 or not all(0 <= stage < len(plan.stages) for stage in tie.stages):
-            raise ValueError(f"plan.ties[{i}]: stages {list(tie.stages)}")
-    _check_schedule(plan)
-
-
-def _check_schedule(plan: "ParallelPlan") -> None:
-    schedule = Schedule.from_csv(plan.schedule_csv, name="plan.schedule_csv")
-    if (schedule.num_stages, schedule.num_microbatches) != (len(plan.stages), plan.num_microbatches):
-        raise ValueError(
-            f"plan.schedule_csv: of {schedule.num_stages} stages and {schedule.num_microbatches} microbatches, "
-            f"the plan has {len(plan.stages)} and {plan.num_microbatches}"
-        )
-
-
-def _check_stage(stage: "PlannedStage", where: str) -> None:
-    size = 1
-    for extent in stage.mesh_shape:
-        size *= extent
-    if size != len(stage.ranks) or not stage.mesh_shape:
-        raise ValueError(f"{where}: {len(stage.ranks)} ranks in a mesh of {list(stage.mesh_shape)}")
-    for one in stage.operators:
-        if len(one.axes) != len(stage.mesh_shape):
-            raise ValueError(
-                f"{where}: operator {one.name} has {len(one.axes)} axes on a mesh of {len(stage.mesh_shape)}"
-            )
-        if one.layer is not None and not stage.layers[0] <= one.layer < stage.layers[1]:
-            raise ValueError(f"{where}: operator {one.name} is of layer {one.layer}")
-        for number, state in enumerate(one.outputs):
-            shape = one.shape if number == 0 else None
-            _check_state(state, shape, stage.mesh_shape, f"{where}: operator {one.name}")
-    for parameter in stage.parameters:
-        _check_parameter(parameter, stage.mesh_shape, where)
-    if len(stage.links) != len(stage.mesh_shape) or not all(len(links) in (2, 3) for links in stage.links):
-        raise ValueError(f"{where}: links of {len(stage.links)} axes on a mesh of {len(stage.mesh_shape)}")
-    for held in stage.held:
-        for state in (held.state, held.gradient):
-            _check_state(state, None, stage.mesh_shape, f"{where}: value {held.name}")
-
-
-def _check_parameter(parameter: "PlannedParameter", mesh_shape: Sequence[int], where: str) -> None:
-    where = f"{where}: parameter {parameter.name}"
-    _check_state(parameter.state, parameter.shape, mesh_shape, where, is_whole=True)
-    if parameter.zero_level not in (0, 1, 2, 3) or (parameter.zero_level > 0) != (parameter.zero_state is not None):
-        raise ValueError(f"{where} has ZeRO level {parameter.zero_level} and parts {parameter.zero_state}")
-    if parameter.zero_state is not None:
-        _check_state(parameter.zero_state, parameter.shape, mesh_shape, where, is_whole=True)
-
-
-def _check_state(
-    state: Sequence[int],
-    shape: Sequence[int] | None,
-    mesh_shape: Sequence[int],
-    where: str,
-    *,
-    is_whole: bool = False,
-) -> None:
-    """Of a value of this shape, if that is known; `is_whole`: it is no sum."""
-    if len(state) != len(mesh_shape):
-        raise ValueError(f"{where} has {len(state)} states on a mesh of {len(mesh_shape)} axes")
-    parts: dict[int, int] = {}
-    for held, size in zip(state, mesh_shape, strict=True):
-        if held < (-1 if is_whole else -2) or (shape is not None and held >= len(shape)):
-            raise ValueError(f"{where} has no dim {held}")
-        if held >= 0:
-            parts[held] = parts.get(held, 1) * size
-    for dim, count in parts.items():
-        if shape is not None and shape[dim] % count != 0:
-            raise ValueError(f"{where}: dim {dim} of {shape[dim]} in {count} parts")

@@ -20,13 +20,14 @@ from torch_xmesh.parallelism.layers import Layers, layers_of
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.reading import forward_of, samples_of
 from torch_xmesh.parallelism.stages import StageSearch
+from torch_xmesh.pipeline.cut.partition import check_example
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
 from torch_xmesh.spec import Mesh
 from torch_xmesh.topology import Topology
 
 _NUM_CANDIDATES = 10
 _PATIENCE_SECONDS = 2.0
-_MOST_STAGES = 64
+MOST_STAGES = 64
 
 
 def plan_parallel(
@@ -56,7 +57,7 @@ def plan_parallel(
     Args:
         model: any module that can be recorded, on any device; meta will do. It stays as it is.
         example_args, example_kwargs: one microbatch's arguments, shapes and dtypes only.
-        devices: all of them are used. Rows of a mesh of two axes are hosts, unless `topology` knows hosts.
+        devices: all of them are used. Rows of a mesh of two axes are hosts; of a mesh of one axis `topology` says them.
         num_microbatches: of a step.
         loss_fn: what the engine will be given. Each device of the last stage computes it of its samples; it is not
             planned, but for what brings outputs there. A model that computes its own loss is planned with it.
@@ -108,13 +109,17 @@ def subject_of(
     collectives: str = "auto",
 ) -> tuple[Subject, str]:
     """What is planned, from the arguments of :func:`plan_parallel`, and the schedule's name or "auto"."""
-    del loss_fn
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be a positive int, got {num_microbatches!r}")
+    check_count("num_microbatches", num_microbatches)
+    if num_layers is not None:
+        check_count("num_layers", num_layers)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is an nn.Module, got {model!r} ({type(model).__name__})")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn is a function or None, got {loss_fn!r} ({type(loss_fn).__name__})")
+    check_example(model, example_args, example_kwargs, None)
     name = schedule if schedule == "auto" else schedule_name(schedule)
-    mesh = devices if isinstance(devices, Mesh) else Mesh(devices)
-    cluster = cluster_of(mesh, topology, compute, memory_limit_bytes)
-    costs = _collectives(collectives, mesh)
+    cluster = cluster_of(devices, topology, compute, memory_limit_bytes)
+    costs = _collectives(collectives, devices)
     arguments = tuple(example_args), dict(example_kwargs or {})
     forward = dataclasses.replace(forward_of(model, *arguments), num_samples=samples_of(*arguments))
     layers = layers_of(forward, num_layers)
@@ -147,7 +152,7 @@ def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
 
 def in_flight_of(schedule: str, layers: Layers, cluster: Cluster, num_microbatches: int) -> list[int]:
     """How many microbatches a stage holds, by the number of stages behind it (M. Narayanan et al., 1F1B)."""
-    count = min(len(layers), cluster.num_devices, _MOST_STAGES)
+    count = min(len(layers), cluster.num_devices, MOST_STAGES)
     if schedule in ("gpipe", "looped_bfs"):
         return [num_microbatches] * count
     if schedule in ("eager_1f1b", "eager_split"):
@@ -161,10 +166,16 @@ def _check_seconds(max_seconds: object) -> None:
         raise ValueError(f"max_seconds is a positive number or None, got {max_seconds!r}")
 
 
-def _collectives(name: str, mesh: Mesh) -> str:
+def check_count(what: str, given: object) -> None:
+    """ValueError for what is no positive int."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{what} must be a positive int, got {given!r}")
+
+
+def _collectives(name: str, devices: Any) -> str:
     known = [model for model, _ in _C.collective_cost_models()]
     if name == "auto":
-        return "gloo" if mesh.device_type == "cpu" else "ring"
+        return "gloo" if getattr(devices, "device_type", None) == "cpu" else "ring"
     if name not in known:
         raise ValueError(f"there is no cost model of collectives named {name!r}: they are auto, {', '.join(known)}")
     return name

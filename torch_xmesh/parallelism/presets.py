@@ -21,7 +21,7 @@ from torch_xmesh.parallelism.layers import Layers
 from torch_xmesh.parallelism.loops import LATER, PASS, WHOLE, Choice, dim_of
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.plan_parallel import in_flight_of, subject_of
+from torch_xmesh.parallelism.plan_parallel import MOST_STAGES, check_count, in_flight_of, subject_of
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
@@ -67,6 +67,7 @@ def megatron(
     Raises:
         ValueError: as :func:`data_parallel`; or `tensor_parallel` does not divide the devices.
     """
+    check_count("tensor_parallel", tensor_parallel)
     return _preset(f"Megatron {tensor_parallel}", model, example_args, options, 1, tensor_parallel, 0)
 
 
@@ -83,8 +84,10 @@ def pipeline(
     `tensor_parallel` of them. `zero`: 0, 2 or 3.
 
     Raises:
-        ValueError: as :func:`data_parallel`; or `num_stages` does not divide the devices.
+        ValueError: as :func:`data_parallel`; or `num_stages` does not divide the devices, or is above 64.
     """
+    check_count("num_stages", num_stages)
+    check_count("tensor_parallel", tensor_parallel)
     title = f"pipeline {num_stages}" + (f" x Megatron {tensor_parallel}" if tensor_parallel > 1 else " x data parallel")
     title += f" x ZeRO-{zero}" if zero else ""
     return _preset(title, model, example_args, options, num_stages, tensor_parallel, zero)
@@ -119,7 +122,9 @@ class _Writer:
     def written(self, num_stages: int) -> FoundPlan:
         subject = self._subject
         ranks = [rank for host in subject.cluster.hosts for rank in host.ranks]
-        if num_stages < 1 or len(ranks) % num_stages or (len(ranks) // num_stages) % self._tensor:
+        if num_stages > MOST_STAGES:
+            raise ValueError(f"a plan has at most {MOST_STAGES} stages, got {num_stages}")
+        if len(ranks) % num_stages or (len(ranks) // num_stages) % self._tensor:
             raise ValueError(f"{len(ranks)} devices in {num_stages} stages of {self._tensor} x n devices each")
         if num_stages > len(subject.layers):
             raise ValueError(f"{num_stages} stages of a model of {len(subject.layers)} layers: pass num_layers=")
