@@ -124,6 +124,10 @@ def test_arguments(what: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"num_stages": 2, "zero": 1}, r"zero is 0, 2 or 3 \(a level of ZeRO that presets have\), got 1"),
+        ({"num_stages": 2, "zero": True}, "zero is 0, 2 or 3 .*, got True"),
+        ({"num_stages": 2, "zero": 4}, "zero is 0, 2 or 3 .*, got 4"),
+        ({"num_stages": 2, "zero": 2.0}, "zero is 0, 2 or 3 .*, got 2.0"),
         ({"num_stages": 0}, "num_stages must be a positive int, got 0"),
         ({"num_stages": 2.0}, "num_stages must be a positive int, got 2.0"),
         ({"num_stages": 2, "tensor_parallel": 0}, "tensor_parallel must be a positive int, got 0"),

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.parallelism.presets import _preset
 from torch_xmesh.testing import World, mark, spawn
 
 
@@ -79,7 +80,7 @@ def trains_tied(rank: int, world_size: int, zero: int) -> None:
     model.head.weight = model.tokens.weight
     whole = copy.deepcopy(model)
     tokens, target = torch.randint(0, 96, (16, 16)), torch.randn(16, 16, 96, dtype=torch.float64)
-    plan = xm.presets.pipeline(model, (tokens[:8],), num_stages=2, zero=zero, **OPTIONS)
+    plan = _preset("pipeline 2", model, (tokens[:8],), OPTIONS, stages=2, tensor=1, zero=zero)
     assert [one.name for one in plan.ties] == ["tokens.weight"]
     engine = xm.PipelineEngine(model, (tokens[:8],), plan=plan, loss_fn=F.mse_loss)
     optimizer, reference = (torch.optim.Adam(one.parameters(), 0.01) for one in (engine, whole))

@@ -88,6 +88,8 @@ def pipeline(
     """
     check_count("num_stages", num_stages)
     check_count("tensor_parallel", tensor_parallel)
+    if type(zero) is not int or zero not in (0, 2, 3):
+        raise ValueError(f"zero is 0, 2 or 3 (a level of ZeRO that presets have), got {zero!r}")
     title = f"pipeline {num_stages}" + (f" x Megatron {tensor_parallel}" if tensor_parallel > 1 else " x data parallel")
     title += f" x ZeRO-{zero}" if zero else ""
     return _preset(title, model, example_args, options, num_stages, tensor_parallel, zero)
