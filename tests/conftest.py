@@ -1,9 +1,12 @@
-"""What every test shares: the --soak flag, one thread per process, and hypothesis without deadlines or chance."""
+"""What every test shares: the --soak flag, one thread per process, hypothesis without deadlines or chance, and that
+plans are what they are once saved and read."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -32,3 +35,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.skip(reason="a long test: runs on any machine with --soak"))
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_read_as_they_were_saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that tests of plans make in their own process."""
+    if request.path.parent.name != "parallelism":
+        return
+    from torch_xmesh.parallelism.assembly import assembled as made
+    from torch_xmesh.parallelism.plan import ParallelPlan
+
+    def watched(*given: Any) -> ParallelPlan:
+        plan = made(*given)
+        assert ParallelPlan.from_json(plan.to_json()) == plan
+        return plan
+
+    for module in ("plan_parallel", "presets"):
+        monkeypatch.setattr(importlib.import_module(f"torch_xmesh.parallelism.{module}"), "assembled", watched)

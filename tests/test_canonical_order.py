@@ -20,7 +20,7 @@ from torch_xmesh.pipeline.capture import canonical
 BASE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [one for one in cases() if one.name != "hooks"], ids=lambda case: case.name)
 def test_what_loops_over_no_set_stays_in_its_order(case: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and order are those in which the graph was written."""
     before: list[list[tuple[str, str]]] = []

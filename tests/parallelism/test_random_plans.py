@@ -20,7 +20,7 @@ def whole_of(tensor: Any) -> torch.Tensor:
 
 
 def check(case: Case, seed: int) -> None:
-    """A step of two microbatches: the loss, the output, and all gradients."""
+    """Steps of two microbatches: the loss, the output, and all gradients; and what AdamW makes of these."""
     whole = copy.deepcopy(case.model)
     with xm.PipelineEngine(case.model, (case.x,), {"indices": case.indices}, plan=case.plan, loss_fn=loss_of) as engine:
         for number in range(2):  # gradients add up
@@ -41,8 +41,15 @@ def check(case: Case, seed: int) -> None:
             expected = whole.get_parameter(name).grad
             if expected is None:
                 assert parameter.grad is None or not whole_of(parameter.grad).any(), name
+                parameter.grad = None
             else:
                 torch.testing.assert_close(whole_of(parameter.grad), expected, rtol=1e-6, atol=1e-10, msg=name)
+        for parameters in (list(engine.parameters()), list(whole.parameters())):
+            if parameters:  # a stage may have none
+                torch.optim.AdamW(parameters, 0.01, eps=1e-3).step()
+        for name, parameter in engine.named_parameters():
+            expected = whole.get_parameter(name).detach()
+            torch.testing.assert_close(whole_of(parameter.detach()), expected, rtol=1e-6, atol=1e-8, msg=name)
 
 
 def trains(rank: int, world_size: int, seeds: range) -> None:

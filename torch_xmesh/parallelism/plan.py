@@ -22,7 +22,7 @@ class PlannedOperator:
             pass, "~" where those of gradients do.
         outputs: how each tensor that it makes is held.
         layer: of the plan's layers; None of a constant.
-        loops: that it has, by name, and what an axis that shards one must divide.
+        loops: that it has, by name, and what an axis that shards one must divide; None where a file does not say it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class PlannedOperator:
     layer: int | None
     is_heavy: bool
     is_known: bool
-    loops: tuple[tuple[str, int], ...]
+    loops: tuple[tuple[str, int], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -146,8 +146,14 @@ def _check_operator(one: "PlannedOperator", stage: "PlannedStage", where: str) -
     if one.layer is not None and not stage.layers[0] <= one.layer < stage.layers[1]:
         raise ValueError(f"{where} is of layer {one.layer}")
     _check_shape(f"{where}: shape", one.shape)
-    _check_distinct(f"{where}: loops", (name for name, _ in one.loops))
-    loops = dict(one.loops)
+    if one.loops is not None:  # else a file of before they were said
+        _check_distinct(f"{where}: loops", (name for name, _ in one.loops))
+        _check_axes(one, dict(one.loops), mesh, where)
+    for number, state in enumerate(one.outputs):
+        _check_state(state, one.shape if number == 0 else None, mesh, where)
+
+
+def _check_axes(one: "PlannedOperator", loops: Mapping[str, int], mesh: Sequence[int], where: str) -> None:
     parts = dict.fromkeys(loops, 1)
     for axis, (label, size) in enumerate(zip(one.axes, mesh, strict=True)):
         if label not in (WHOLE, PASS, LATER, *loops):
@@ -163,8 +169,6 @@ def _check_operator(one: "PlannedOperator", stage: "PlannedStage", where: str) -
     for label, count in parts.items():
         if loops[label] < 1 or loops[label] % count != 0:
             raise ValueError(f"{where}: loop {label} of {loops[label]} in {count} parts")
-    for number, state in enumerate(one.outputs):
-        _check_state(state, one.shape if number == 0 else None, mesh, where)
 
 
 def _follows(label: str, held: int) -> bool:

@@ -93,6 +93,9 @@ class Space:
         if operator.is_constant:
             return [whole_choice(operator.loops, len(self.axes))]
         found: list[Choice] = self.once(("choices", operator.loops.key), lambda: choices_of(operator.loops, self.shape))
+        if operator.loops.is_linear:
+            held = tuple(place for place, value in enumerate(operator.reads) if value.is_parameter)
+            found = self.once(("choices", operator.loops.key, held), lambda: _without_summands(found, held))
         if self._allowed is not None:
             allowed = self._allowed
             found = [choice for choice in found if allowed(operator, choice)]
@@ -291,6 +294,12 @@ class Space:
         """Zeros, by choice."""
         out: Array = self.once(("nothing", count), lambda: np.zeros(count))
         return out
+
+
+def _without_summands(choices: list[Choice], places: Sequence[int]) -> list[Choice]:
+    """Those that take none of the inputs at these places as a partial sum: a parameter is no sum, so that optimizers
+    can step what a device has of it."""
+    return [one for one in choices if not any(PARTIAL in one.inputs[place].value for place in places)]
 
 
 def sums_by(numbers: Numbers, values: Array, count: int) -> Array:

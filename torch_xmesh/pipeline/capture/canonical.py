@@ -182,15 +182,17 @@ class _Order:
         return out
 
     def _key(self, turn: Sequence[fx.Node], depth: int) -> Any:
-        """What turns are sorted by: names of the model's modules and tensors, then what is
-        called where with which constants, then what is read."""
-        named = sorted(self._names.key(name) for node in turn for name in _names(node))
+        """What turns are sorted by: names of the modules that they come through, and of the model's tensors, then what
+        is called where with which constants, then what is read."""
+        modules = {name for node in turn for name in _modules_of(node)}
+        tensors = {name for node in turn for name in _tensors_of(node)}
 
         def of_call(node: fx.Node) -> Any:
             read = [self._places.get(_whole(one), -1) for one in node.all_input_nodes]
             return self._ways[node][depth].offset, natural(_words(node)), read
 
-        return named, sorted(map(of_call, turn))
+        key = self._names.key
+        return sorted(map(key, modules)), sorted(map(key, tensors)), sorted(map(of_call, turn))
 
 
 def _runs(events: Sequence[fx.Node], kind: Any) -> list[list[fx.Node]]:
@@ -204,13 +206,15 @@ def _runs(events: Sequence[fx.Node], kind: Any) -> list[list[fx.Node]]:
     return out
 
 
-def _names(node: fx.Node) -> Iterable[str]:
-    """Of what of the model a call uses, or of the model's arguments."""
-    if node.op == "call_module":
-        yield str(node.target)
-    for one in node.all_input_nodes:
-        if one.op in ("get_attr", "placeholder") and not str(one.target).startswith("_constant"):
-            yield str(one.target)
+def _modules_of(node: fx.Node) -> Iterable[str]:
+    """The modules that are called on the way to a call, or by it; the model itself is none."""
+    return (name for name in node.meta["modules"] if name)
+
+
+def _tensors_of(node: fx.Node) -> Iterable[str]:
+    """What a call reads of the model, or of its arguments, by name."""
+    named = (str(one.target) for one in node.all_input_nodes if one.op in ("get_attr", "placeholder"))
+    return (name for name in named if not name.startswith("_constant"))
 
 
 def _words(node: fx.Node) -> str:
