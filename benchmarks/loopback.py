@@ -151,7 +151,7 @@ def _prepared(data: RankData) -> Callable[[], None]:
     prepared = group.prepare(plan.core, "0", False)
 
     def operation() -> None:
-        group.begin(prepared, data.sources, data.outs, None, False).wait()
+        group.begin(prepared, data.sources, data.outs, None, False, True).wait()
 
     return operation
 

@@ -216,8 +216,10 @@ class ReshardGroup:
         dst: Sequence[torch.Tensor],
         forward: CallKey | None,
         is_detached: bool,
+        writes_once_agreed: bool,
     ) -> Work:
-        """Starts a call on local tensors. ``forward``: whose backward this is. Nobody waits for a detached one."""
+        """Starts a call on local tensors. ``forward``: whose backward this is. Nobody waits for a detached one.
+        ``writes_once_agreed``: a refused call leaves ``dst`` as it is."""
     def refuse(self, participants: Sequence[int], text: str) -> None:
         """Tells the other participants that this rank's call will not come, and why."""
     def refuse_unnamed(self, ranks: Sequence[int], text: str) -> None:
@@ -229,6 +231,10 @@ class ReshardGroup:
 
 def reshard_group(group: ProcessGroupXmesh, global_ranks: Sequence[int]) -> ReshardGroup:
     """The reshards of a process group, made at the first call. ``global_ranks``: of its group ranks, in order."""
+
+def shared_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two tensors that share memory, ascending: one of ``written`` and another one, of these or, counted on, of
+    ``read``; or the same twice where it shares some with itself."""
 
 def call_key(work: Work) -> CallKey:
     """The key of the call behind a Work of :meth:`ReshardGroup.begin`. ValueError for any other Work."""

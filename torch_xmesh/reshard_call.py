@@ -87,7 +87,9 @@ class Call:
                 shapes = zip(moves, self._prepared.dst_shapes, strict=True)
                 locals_out = [move.empty_result(shape) for move, shape in shapes]
             if self._prepared.core is not None:
-                self.work = self._reshards.core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached)
+                core = self._reshards.core
+                is_given = outs is not None
+                self.work = core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached, is_given)
                 self.key = _C.call_key(self.work)
         except PeerError:
             raise

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
+from torch_xmesh import _C
 from torch_xmesh.group import reshards_of
 from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest
 from torch_xmesh.reshard_call import Call, DifferentiableReshard, check_devices, local_of, refuse
@@ -48,7 +49,8 @@ def reshard(
         group: a process group on ``xmesh`` with every rank of both meshes; None is the default group.
         async_op: return at once with a Work; ``x`` and the result belong to the operation until ``Work.wait()``. The
             result has its place in autograd's graph at once.
-        out: a DTensor on ``dst_mesh`` with these placements; its local tensor receives the bytes. Builds no graph.
+        out: a DTensor on ``dst_mesh`` with these placements; its local tensor receives the bytes, once the ranks have
+            agreed: a refused call leaves it as it was. Builds no graph. Shares no memory with ``x``, nor with itself.
         topology: hosts and link speeds; default: hosts as discovered, nominal speeds.
 
     Returns:
@@ -101,7 +103,7 @@ def reshard_many(
         dst_placements: placements for all, or a container of placements. A container is shaped like ``xs``, with the
             same keys; a value where ``xs`` has a list or dict is for all tensors in it.
         strategy, group, async_op, topology: as in :func:`reshard`, for all tensors together.
-        out: a container of DTensors shaped like ``xs``.
+        out: a container of DTensors shaped like ``xs``, which share no memory with each other.
 
     Returns:
         a container like ``xs``, in its order; with ``async_op`` a pair of it and a Work.
@@ -236,17 +238,28 @@ def _normal_outs(tree: TensorTree, out: Any, request: PlanRequest) -> list[DTens
 
 
 def _check_memory(tree: TensorTree, outs: list[DTensor]) -> None:
-    held = {_memory_of(x) for x in tree.tensors if isinstance(x, DTensor) and x._local_tensor.numel() > 0}
-    for i, out in enumerate(outs):
-        if out._local_tensor.numel() > 0 and _memory_of(out) in held:
-            raise ValueError(
-                f"out= of tensor {tree.label(i)} shares memory with a source: "
-                "its bytes would be overwritten while in use"
-            )
-
-
-def _memory_of(x: DTensor) -> int:
-    return local_of(x).untyped_storage().data_ptr()
+    """A byte is written once, and never while it is read. Views of one tensor may lie beside each other."""
+    sources = [(i, local_of(x)) for i, x in enumerate(tree.tensors) if isinstance(x, DTensor)]
+    shared = _C.shared_memory([local_of(out) for out in outs], [local for _, local in sources])
+    if shared is None:
+        return
+    first, second = shared
+    what = f"out= of tensor {tree.label(first)}"
+    if first == second:
+        strides = tuple(local_of(outs[first]).stride())
+        raise ValueError(
+            f"{what} shares memory with itself: expected a place for each element, got strides {strides} for shape "
+            f"{tuple(local_of(outs[first]).shape)}"
+        )
+    if second < len(outs):
+        raise ValueError(
+            f"{what} shares memory with out= of tensor {tree.label(second)}: expected separate memory, each would "
+            "overwrite the other"
+        )
+    raise ValueError(
+        f"{what} shares memory with a source, tensor {tree.label(sources[second - len(outs)][0])}: its bytes would be "
+        "overwritten while in use"
+    )
 
 
 def _placeholder(spec: Spec, device_type: str) -> DTensor:

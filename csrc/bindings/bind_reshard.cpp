@@ -6,10 +6,12 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "bindings/bindings.h"
+#include "c10d/movement.h"
 #include "c10d/process_group_xmesh.h"
 #include "c10d/reshard_group.h"
 #include "core/error.h"
 #include "runtime/failure.h"
+#include "runtime/shared_memory.h"
 
 namespace py = pybind11;
 
@@ -87,9 +89,10 @@ void bindReshard(py::module_& module) {
       .def(
           "begin",
           [](ReshardGroup& self, const std::shared_ptr<runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src, std::vector<at::Tensor> dst,
-             const std::optional<runtime::CallKey>& forward,
-             bool is_detached) { return self.begin(prepared, std::move(src), std::move(dst), forward, is_detached); },
-          py::arg("prepared"), py::arg("src"), py::arg("dst"), py::arg("forward"), py::arg("is_detached"), py::call_guard<py::gil_scoped_release>())
+             const std::optional<runtime::CallKey>& forward, bool is_detached,
+             bool writes_once_agreed) { return self.begin(prepared, std::move(src), std::move(dst), {forward, is_detached, writes_once_agreed}); },
+          py::arg("prepared"), py::arg("src"), py::arg("dst"), py::arg("forward"), py::arg("is_detached"), py::arg("writes_once_agreed"),
+          py::call_guard<py::gil_scoped_release>())
       .def("refuse", &ReshardGroup::refuse, py::arg("participants"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def("refuse_unnamed", &ReshardGroup::refuseUnnamed, py::arg("ranks"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
       .def(
@@ -101,6 +104,19 @@ void bindReshard(py::module_& module) {
       .def("close", &ReshardGroup::close, py::arg("abort"), py::call_guard<py::gil_scoped_release>());
   module.def("reshard_group", &reshardGroupOf, py::arg("group"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
              "The reshards of a process group on xmesh, made at the first call. `global_ranks` are those of its group ranks, in order.");
+  module.def(
+      "shared_memory",
+      [](const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {
+        std::vector<runtime::TensorMemory> all;
+        for (const std::vector<at::Tensor>* tensors : {&written, &read}) {
+          for (const at::Tensor& one : *tensors) {
+            const int64_t device = (int64_t{static_cast<int8_t>(one.device().type())} << 8) + one.device().index();
+            all.push_back({c10d_backend::plainMemoryOf(one), static_cast<int64_t>(one.element_size()), device, tensors == &written});
+          }
+        }
+        return runtime::findSharedMemory(all);
+      },
+      py::arg("written"), py::arg("read"));
   module.def(
       "call_key",
       [](const WorkPtr& work) {

@@ -259,15 +259,16 @@ std::shared_ptr<const runtime::CallTerms> ReshardGroup::terms(std::vector<int64_
 }
 
 c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
-                                                     std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached) {
+                                                     std::vector<at::Tensor> dst, const CallOptions& call) {
   const runtime::Participants& participants = prepared->terms.participants;
   findMembers(participants.ranks);
   runtime::ReshardRequest request;
   request.movement = movementOf(prepared, src, dst);
   request.timeout = timeout();
-  request.is_detached = is_detached;
-  request.lane = forward.has_value() ? runtime::backwardLane(*forward) : 0;
-  if (!forward.has_value() && service_->refusals().size() > 0) {
+  request.movement.writes_once_agreed = call.writes_once_agreed;
+  request.is_detached = call.is_detached;
+  request.lane = call.forward.has_value() ? runtime::backwardLane(*call.forward) : 0;
+  if (!call.forward.has_value() && service_->refusals().size() > 0) {
     waitAtMost(request.timeout, service_->refusals().settle(participants));
   }
   std::shared_ptr<CallOnDevice> on_device;

@@ -54,10 +54,16 @@ class ReshardGroup final : public GroupAttachment {
   core::Topology topology(const std::vector<int64_t>& ranks, const core::LinkModel& links);
   /// Compiles what this rank does for a plan. Keep it: later calls with the same arguments start from it.
   std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallDetails& details) const;
-  /// Starts a call: src and dst have one local tensor per tensor of the plan (ignored where this rank is not in the mesh). `forward` names the
-  /// call whose backward this is. The memory belongs to the call until it has ended.
+  /// Of one call.
+  struct CallOptions {
+    std::optional<runtime::CallKey> forward;  ///< the call whose backward this is
+    bool is_detached = false;                 ///< see ReshardRequest
+    bool writes_once_agreed = false;          ///< see Movement
+  };
+  /// Starts a call: src and dst have one local tensor per tensor of the plan (ignored where this rank is not in the mesh). The memory belongs to the
+  /// call until it has ended.
   c10::intrusive_ptr<::c10d::Work> begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
-                                         std::vector<at::Tensor> dst, const std::optional<runtime::CallKey>& forward, bool is_detached);
+                                         std::vector<at::Tensor> dst, const CallOptions& call);
   /// The terms of meetings and watches of `ranks` (ascending global ranks; this one among them), who compare `fields`. Waits until all of them use
   /// the group.
   std::shared_ptr<const runtime::CallTerms> terms(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);

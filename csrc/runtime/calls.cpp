@@ -77,6 +77,9 @@ void Calls::begin(Call& call) {
   if (call.executor != nullptr && (call.rounds.isDone() || !call.waits_for_agreement)) {
     call.executor->start(call.start_terms);
   }
+  if (call.executor != nullptr && call.rounds.isDone()) {
+    call.executor->hasAgreed();
+  }
   for (auto& [peer, notice] : early.notices) {
     hear(peer, std::move(notice));
   }
@@ -138,8 +141,11 @@ void Calls::advanceAgreement(const CallKey& key) {
   while (call.rounds.advance()) {
     if (!call.rounds.isDone()) {
       sendNotice(call);
-    } else if (call.executor != nullptr && call.waits_for_agreement) {
-      call.executor->start(call.start_terms);
+    } else if (call.executor != nullptr) {
+      if (call.waits_for_agreement) {
+        call.executor->start(call.start_terms);
+      }
+      call.executor->hasAgreed();
     }
   }
   finishIfDone(key);

@@ -57,6 +57,7 @@ struct Movement {
   Route route;
   std::shared_ptr<CallerStreams> caller;  ///< of a call on a device; null where no stream waits for it
   std::shared_ptr<Mirrors> mirrors;       ///< whose memory is in src and dst; null where there are none
+  bool writes_once_agreed = false;        ///< what is in dst is the caller's: it stays as it is in a call that is refused
 };
 
 /// What a call has an executor do.
@@ -83,6 +84,8 @@ class Executor {
   virtual StartTerms proposal() const { return {}; }
   /// Begins. May call on_done before it returns.
   virtual void start(const StartTerms& agreed) = 0;
+  /// All participants have been found to make the same call. Once, after start().
+  virtual void hasAgreed() {}
   /// What will be agreed is a turn after this one: somebody has promised to propose no less.
   virtual void comesAfter(uint64_t turn) { static_cast<void>(turn); }
   /// Gives up, because of this; no-op when done or not started. Where memory must outlive what is on its way, the executor keeps it.

@@ -45,26 +45,19 @@ def reshard_once(rank: int, world_size: int, strategy: str, is_measured: bool, p
     group = dist.new_group(backend="xmesh", pg_options=options)
     topology = xm.Topology(devices_per_host=1, nic_bytes_per_s=NIC_BYTES_PER_S, is_measured=is_measured)
     store = dist.PrefixStore(f"{strategy}/{is_measured}/{pacing}", dist.distributed_c10d._get_default_store())
-    expected = expected_of(LAYOUT)
 
     def wait_for(*keys: str) -> None:
         store.wait(list(keys), datetime.timedelta(seconds=60))
 
-    for turn in ("connects", "is watched"):
+    for turn, sign in (("connects", 1), ("is watched", -1)):  # no memory has such bytes before they come
         if rank == 3 and turn == "is watched":
             wait_for("0 has looked", "1 has looked")
-        into = torch.zeros_like(expected)
-        out = dtensor_of(into, LAYOUT.shape, LAYOUT.dst_mesh, LAYOUT.dst)
-        _, work = xm.reshard(
-            source_of(LAYOUT),
-            LAYOUT.dst_mesh,
-            LAYOUT.dst,
-            strategy=strategy,
-            topology=topology,
-            out=out,
-            async_op=True,
-            group=group,
+        expected = sign * expected_of(LAYOUT)
+        x = dtensor_of(sign * source_of(LAYOUT).to_local(), LAYOUT.shape, LAYOUT.src_mesh, LAYOUT.src)
+        y, work = xm.reshard(
+            x, LAYOUT.dst_mesh, LAYOUT.dst, strategy=strategy, topology=topology, async_op=True, group=group
         )
+        into = y.to_local()
         if turn == "is watched" and rank in (2, 4):
             wait_until(lambda: torch.equal(into, expected))  # noqa: B023  # the call itself lasts until rank 3 has come
             store.set(f"{rank} has its bytes", "")

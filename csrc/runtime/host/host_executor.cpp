@@ -49,10 +49,17 @@ HostExecutor::~HostExecutor() {
   }
 }
 
-void HostExecutor::start() {
+void HostExecutor::start(bool may_write) {
   core::require(phase_ == Phase::kNew, "an operation can be started only once");
   phase_ = Phase::kRunning;
+  may_write_ = may_write;
   handle({EventKind::kStart, 0});
+}
+
+void HostExecutor::allowWrites() {
+  if (!std::exchange(may_write_, true)) {
+    handle({EventKind::kMayWrite, 0});
+  }
 }
 
 void HostExecutor::cancel() {
@@ -125,6 +132,8 @@ void HostExecutor::process(Event event) {
   switch (event.kind) {
     case EventKind::kStart:
       return begin();
+    case EventKind::kMayWrite:
+      return beginToWrite();
     case EventKind::kSent:
       return takeSent(event.index);
     case EventKind::kReceived:
@@ -186,6 +195,13 @@ void HostExecutor::begin() {
       next = program_->sends[i].next_of_track;
     }
   }
+  if (may_write_ && !program_->copies.empty()) {
+    copySlice();
+  }
+}
+
+void HostExecutor::beginToWrite() {
+  postReceives();
   if (!program_->copies.empty()) {
     copySlice();
   }

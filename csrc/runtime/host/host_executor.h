@@ -36,8 +36,11 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   HostExecutor& operator=(const HostExecutor&) = delete;
   ~HostExecutor() override;
 
-  /// Opens the operation and begins. May call on_done before it returns.
-  void start();
+  /// Opens the operation and begins. May call on_done before it returns. Unless it `may_write`, no byte of the destinations changes and nothing is
+  /// received before allowWrites(); what the rank has at hand is sent all the same.
+  void start(bool may_write = true);
+  /// Goes on where start() was not to write; no-op else. May call on_done before it returns.
+  void allowWrites();
   /// Closes the operation and gives up: the tensors' memory is free when this returns. No-op when done or not started.
   void cancel();
   /// Gives up after the transport has been destroyed.
@@ -55,7 +58,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   static constexpr int64_t kSliceBytes = int64_t{1} << 20;
 
   enum class Phase : uint8_t { kNew, kRunning, kDone, kCanceled };
-  enum class EventKind : uint8_t { kStart, kSent, kReceived, kStagingFree, kCopy, kPack, kUnpack };
+  enum class EventKind : uint8_t { kStart, kMayWrite, kSent, kReceived, kStagingFree, kCopy, kPack, kUnpack };
   struct Event {
     EventKind kind = EventKind::kStart;
     int32_t index = 0;
@@ -77,6 +80,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   void process(Event event);
   void settle();
   void begin();
+  void beginToWrite();
   void postReceives();
   bool postReceive(int32_t index);
   std::byte* receiveTarget(int32_t index);
@@ -121,6 +125,7 @@ class HostExecutor final : public transport::OperationEvents, private StagingCli
   std::vector<StridedBox> boxes_;  ///< by slice box
 
   Phase phase_ = Phase::kNew;
+  bool may_write_ = true;  ///< into the destinations
   bool is_handling_ = false;
   std::vector<Event> pending_;  ///< events that came while one was being handled
   int64_t num_open_ = 0;        ///< sends, receives and copies that are not complete

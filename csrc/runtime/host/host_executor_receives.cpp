@@ -7,7 +7,7 @@
 namespace xmesh::runtime {
 
 void HostExecutor::postReceives() {
-  while (next_receive_ < static_cast<int32_t>(program_->receives.size()) && postReceive(next_receive_)) {
+  while (may_write_ && next_receive_ < static_cast<int32_t>(program_->receives.size()) && postReceive(next_receive_)) {
     ++next_receive_;
   }
 }

@@ -11,7 +11,7 @@
 namespace xmesh::runtime {
 
 /// Executors on a HostTransport: they share a bounded staging pool, and the one call in flight is paced. Bytes of different plans never meet there,
-/// so that nothing waits for agreement.
+/// so that nothing waits for agreement, but what is received into memory of the caller's (Movement::writes_once_agreed).
 class HostExecutors final : public Executors {
  public:
   HostExecutors(transport::HostTransport& transport, int64_t staging_bytes) : transport_(transport), staging_(staging_bytes), pacer_(transport) {}

@@ -52,11 +52,12 @@ class StagingClient {
 /// No deadlock: every rank acquires the memory of its sends in plan order (what overtakes has memory of another kind, and nothing depends on that),
 /// likewise for its receives (an accumulator right before the first message it needs). Look at the earliest message of an operation's plan that is
 /// not complete. Its sender's earlier sends are complete, so it holds no kSend memory for them, and later ones have not asked before it: the request
-/// is granted. Its receiver's earlier receives are complete, so they are unpacked or accumulated and hold nothing. Both ends are posted, hence it
-/// completes. The accumulator of a partial sum is held until the sum is sent, which does not break this: all messages of one range's reduction, from
-/// the first contribution to the last sum, are neighbors in that order on every rank (see Program). Whoever receives the earliest incomplete message
-/// holds accumulators only of reductions begun earlier; those of other ranges have all their messages, the sums' sends too, before it, complete; and
-/// of its own range a rank has one. The sender of a sum has received all that the sum is made of, since that comes earlier.
+/// is granted. Its receiver's earlier receives are complete, so they are unpacked or accumulated and hold nothing. Both ends are posted (the receive
+/// perhaps once the ranks have agreed, for which no memory is needed), hence it completes. The accumulator of a partial sum is held until the sum is
+/// sent, which does not break this: all messages of one range's reduction, from the first contribution to the last sum, are neighbors in that order
+/// on every rank (see Program). Whoever receives the earliest incomplete message holds accumulators only of reductions begun earlier; those of other
+/// ranges have all their messages, the sums' sends too, before it, complete; and of its own range a rank has one. The sender of a sum has received
+/// all that the sum is made of, since that comes earlier.
 class StagingPool {
  public:
   /// `bound_bytes` > 0: the most bytes of all buffers together.

@@ -65,9 +65,13 @@ class HostOperation {
       startOne(i);
     }
   }
-  void startOne(size_t i) {
-    ranks_.endpoint(rank_of_[i]).post([this, i] { executors_[i]->start(); });
+  void startOne(size_t i, bool may_write = true) {
+    ranks_.endpoint(rank_of_[i]).post([this, i, may_write] { executors_[i]->start(may_write); });
   }
+  void allowWrites(size_t i) {
+    ranks_.endpoint(rank_of_[i]).post([this, i] { executors_[i]->allowWrites(); });
+  }
+  bool isUntouched(size_t i) const { return data_.isUntouched(rank_of_[i]); }
   size_t numRanks() const { return executors_.size(); }
   bool isDone() const { return num_done_ == executors_.size(); }
   runtime::HostExecutor& executor(size_t i) { return *executors_[i]; }

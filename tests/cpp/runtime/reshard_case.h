@@ -69,6 +69,11 @@ class OwnedTensor {
   /// True when both, which are laid out alike, have the same bytes in elements and gaps.
   bool hasBytesOf(const OwnedTensor& other) const { return bytes_ == other.bytes_; }
 
+  /// True when no byte has changed since construction.
+  bool isUntouched() const {
+    return std::all_of(bytes_.begin(), bytes_.end(), [](uint8_t byte) { return byte == kGap; });
+  }
+
   /// True when only elements have changed since construction.
   bool gapsAreIntact(int64_t num_elements) {
     std::vector<uint8_t> is_element(bytes_.size(), 0);
@@ -107,6 +112,12 @@ class ReshardCase {
 
   std::vector<runtime::LocalTensor> src(int64_t rank) const { return tensorsOf(src_[static_cast<size_t>(rank)]); }
   std::vector<runtime::LocalTensor> dst(int64_t rank) const { return tensorsOf(dst_[static_cast<size_t>(rank)]); }
+
+  /// True when nothing has been written into what the rank needs.
+  bool isUntouched(int64_t rank) const {
+    const std::vector<OwnedTensor>& tensors = dst_[static_cast<size_t>(rank)];
+    return std::all_of(tensors.begin(), tensors.end(), [](const OwnedTensor& one) { return one.isUntouched(); });
+  }
 
   /// The first difference from the oracle, or an empty text. Where sums grow on the way floating results may differ in their last bits, but not from
   /// replica to replica.

@@ -46,6 +46,47 @@ TEST(HostExecutor, ForwardsEachChunkInPlaceAsSoonAsItIsThere) {
   EXPECT_EQ(rank.pool.peakBytes(), 0);
 }
 
+/// Rank 0 holds all, sends half to rank 1 and keeps the other half.
+TEST(HostExecutor, SendsBeforeItMayWrite) {
+  std::vector<float> in(10, 7.0F);
+  std::vector<float> out(5, -1.0F);
+  core::ReshardingPlan plan =
+      emptyPlan({{lineSpec({10}, "float32", {0}, Placement::replicate()), lineSpec({10}, "float32", {0, 1}, Placement::shard(0))}});
+  plan.messages.push_back(valueMessage(1, 0, 5, 0, 1));
+  OneRank rank(plan, 0, {{in.data(), {10}, {1}}}, {{out.data(), {5}, {1}}});
+  rank.executor->start(false);
+  ASSERT_EQ(rank.transport.sends.size(), 1U);
+  rank.transport.events->onSent(0);
+  EXPECT_EQ(out, std::vector<float>(5, -1.0F));
+  EXPECT_EQ(rank.num_done, 0);
+  rank.executor->allowWrites();
+  EXPECT_EQ(out, std::vector<float>(5, 7.0F));
+  EXPECT_EQ(rank.num_done, 1);
+  rank.executor->allowWrites();
+  EXPECT_EQ(rank.num_done, 1);
+}
+
+TEST(HostExecutor, ReceivesOnceItMayWrite) {
+  std::vector<float> out(10);
+  OneRank rank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {10}, {1}}});
+  rank.executor->start(false);
+  EXPECT_TRUE(rank.transport.receives.empty());
+  rank.executor->allowWrites();
+  ASSERT_EQ(rank.transport.receives.size(), 2U);
+  rank.transport.events->onReceived(0);
+  EXPECT_EQ(rank.transport.sends.size(), 1U);
+}
+
+TEST(HostExecutor, BearsToBeCanceledBeforeItMayWrite) {
+  std::vector<float> out(10);
+  OneRank rank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {10}, {1}}});
+  rank.executor->start(false);
+  rank.executor->cancel();
+  rank.executor->allowWrites();
+  EXPECT_TRUE(rank.transport.receives.empty());
+  EXPECT_EQ(rank.num_done, 0);
+}
+
 TEST(HostExecutor, SaysWhatIsMissing) {
   std::vector<float> out(10);
   OneRank rank(chainPlan(10, 5, 2), 1, {{}}, {{out.data(), {10}, {1}}});

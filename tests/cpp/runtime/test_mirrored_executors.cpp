@@ -98,6 +98,7 @@ class MirroredExecutorsTest : public testing::Test {
       std::iota(memory.src.begin(), memory.src.end(), rank * kExtent / 2);
     }
     request.movement.prepared = prepared;
+    request.movement.writes_once_agreed = true;
     if (is_on_device) {
       request.movement.route = {1, 0, 0, true};
       request.movement.mirrors = out.memory;

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <exception>
 #include <random>
 #include <string>
@@ -49,11 +50,35 @@ Limits randomLimits(std::mt19937_64& rng) {
 
 MemoryLayout randomLayout(std::mt19937_64& rng) { return randomInt(rng, 0, 1) == 0 ? MemoryLayout::kContiguous : MemoryLayout::kRandom; }
 
+/// Any ranks, often none: those which may not write at once.
+std::vector<size_t> someOf(size_t num_ranks, std::mt19937_64& rng) {
+  std::vector<size_t> out;
+  const int64_t least = randomInt(rng, 0, 3);
+  for (size_t i = 0; i < num_ranks; ++i) {
+    if (randomInt(rng, 0, 2) > least) {
+      out.push_back(i);
+    }
+  }
+  std::shuffle(out.begin(), out.end(), rng);
+  return out;
+}
+
 void checkOnHosts(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
   const Limits limits = randomLimits(rng);
   HostRanks ranks(plan.topology.hostOfRanks().rbegin()->first + 1, rng(), limits.staging_bytes);
   HostOperation operation(ranks, plan, 1, randomLayout(rng), rng(), limits.program);
-  operation.start();
+  const std::vector<size_t> later = someOf(operation.numRanks(), rng);
+  for (size_t i = 0; i < operation.numRanks(); ++i) {
+    operation.startOne(i, std::find(later.begin(), later.end(), i) == later.end());
+  }
+  ranks.network().runUntilIdle();
+  ASSERT_TRUE(std::all_of(later.begin(), later.end(), [&](size_t i) { return operation.isUntouched(i); }));
+  for (const size_t i : later) {
+    operation.allowWrites(i);
+    if (randomInt(rng, 0, 1) == 0) {
+      ranks.network().runUntilIdle();
+    }
+  }
   ranks.network().runUntilIdle();
   ASSERT_TRUE(operation.isDone()) << operation.progress();
   ASSERT_EQ(operation.firstDifference(), "");
