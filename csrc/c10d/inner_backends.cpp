@@ -58,8 +58,12 @@ std::string InnerBackends::carried() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slotOf(kind);
     if (!slot.owner) {
-      auto backend = hooks_.make_inner(kind, store_, rank_, size_, options_);
+      const bool is_gloo = kind == c10::DeviceType::CPU;
+      auto backend = hooks_.make_inner(kind, is_gloo ? GlooConnections::listeningStore(gloo_connections_, store_) : store_, rank_, size_, options_);
       TORCH_CHECK(backend, "xmesh: the factory of the ", c10::DeviceTypeName(kind, true), " backend returned None");
+      if (is_gloo) {
+        gloo_connections_->find(size_);
+      }
       prepare(*backend);
       slot.owner = std::move(backend);
       slot.fast.store(slot.owner.get());

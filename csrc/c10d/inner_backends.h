@@ -7,11 +7,14 @@
 #include <functional>
 #include <future>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
+
+#include "c10d/gloo_connections.h"
 
 namespace xmesh::c10d_backend {
 
@@ -96,6 +99,8 @@ class InnerBackends {
   /// Gives up ownership without destroying anything: for a forked child, which has none of the backends' threads.
   void leak() noexcept;
 
+  /// Those of gloo's backend.
+  const std::shared_ptr<GlooConnections>& glooConnections() const { return gloo_connections_; }
   const HostHooks& hooks() const { return hooks_; }
   const c10::intrusive_ptr<::c10d::Store>& store() const { return store_; }
 
@@ -118,6 +123,7 @@ class InnerBackends {
   std::array<Slot, c10::COMPILE_TIME_MAX_DEVICE_TYPES> slots_;  ///< by kind
   std::atomic<bool> is_ended_{false};
   std::atomic<int> num_inside_{0};
+  const std::shared_ptr<GlooConnections> gloo_connections_ = std::make_shared<GlooConnections>();
 };
 
 }  // namespace xmesh::c10d_backend

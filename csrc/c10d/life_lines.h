@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "transport/life_line.h"
 
@@ -12,8 +13,23 @@ namespace xmesh::c10d_backend {
 /// The host of the TCP store behind any prefixes; empty for other stores.
 std::string storeHost(c10::intrusive_ptr<::c10d::Store> store);
 
-/// Opens a life line and tells a group's other ranks where; nothing where this machine cannot.
-std::unique_ptr<transport::LifeLine> publishLifeLine(const c10::intrusive_ptr<::c10d::Store>& store, int rank);
+/// Where a rank's life line is. Who tells something there begins with the secret, which only ranks of the group know.
+struct LifeAddress {
+  std::string address;  ///< empty: that rank's machine has no life lines
+  std::string secret;
+};
+
+/// A life line, and what the other ranks know of it.
+struct PublishedLifeLine {
+  std::unique_ptr<transport::LifeLine> line;
+  LifeAddress address;
+};
+
+/// Opens a life line and tells a group's other ranks where; none where this machine cannot.
+PublishedLifeLine publishLifeLine(const c10::intrusive_ptr<::c10d::Store>& store, int rank);
+
+/// The life lines of a group of `size` ranks, all of which have published theirs.
+std::vector<LifeAddress> lifeAddresses(const c10::intrusive_ptr<::c10d::Store>& store, int size);
 
 /// Looks at the life lines of a group's ranks. Threading: one thread at a time.
 class LifeWatches {

@@ -146,6 +146,7 @@ bool ProcessGroupXmesh::supportsTensorAlloc(c10::DeviceIndex device) {
 }
 
 void ProcessGroupXmesh::abort() {
+  inner_.hooks().run_unlocked([this] { faults_->abort(); });  // first: close() says that this rank has left
   close(/*abort=*/true);
   inner_.forEach([](::c10d::Backend& made) { made.abort(); });
 }

@@ -1,6 +1,7 @@
 #include "c10d/process_group_xmesh.h"
 
 #include <algorithm>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -59,17 +60,28 @@ class KindOf {
   throw;
 }
 
+std::vector<int64_t> globalRanksOf(const XmeshOptions& options, int size) {
+  std::vector<int64_t> out(options.global_ranks_in_group.begin(), options.global_ranks_in_group.end());
+  if (out.empty()) {
+    out.resize(static_cast<size_t>(size));
+    std::iota(out.begin(), out.end(), 0);
+  }
+  return out;
+}
+
 }  // namespace
 
 ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, int rank, int size, c10::intrusive_ptr<XmeshOptions> options,
                                      HostHooks hooks)
     : Backend(rank, size),
       options_(std::move(options)),
-      life_line_(publishLifeLine(store, rank)),
       inner_(std::move(hooks), std::move(store), rank, size, options_),
+      faults_(std::make_shared<CollectiveFaults>(rank, globalRanksOf(*options_, size), publishLifeLine(inner_.store(), rank),
+                                                 [connections = inner_.glooConnections()] { connections->breakOff(); })),
       last_split_(c10::intrusive_ptr<::c10d::Backend>()) {
   init();
   inner(kCpu);
+  faults_->meet(inner_.store());
 }
 
 ProcessGroupXmesh::~ProcessGroupXmesh() { end(); }
@@ -97,9 +109,7 @@ void ProcessGroupXmesh::close(bool abort) noexcept {
       attachment.reset();
     });
   }
-  if (life_line_ != nullptr && fork_.isHere()) {
-    life_line_->end();
-  }
+  faults_->leave();
 }
 
 ::c10d::Backend& ProcessGroupXmesh::inner(c10::DeviceType kind) const {
@@ -147,91 +157,106 @@ void ProcessGroupXmesh::setTimeout(std::chrono::milliseconds timeout) {
   inner_.forEach([&](::c10d::Backend& made) { made.setTimeout(timeout); });
 }
 
-#define XMESH_FORWARD(kind_expression, call_expression) \
-  const c10::DeviceType kind = kind_expression;         \
-  return collect(kind, forward(kind, [&](::c10d::Backend& backend) { return backend.call_expression; }))
+template <class Call>
+ProcessGroupXmesh::Work ProcessGroupXmesh::run(GuardedCall what, c10::DeviceType kind, Call&& call) {
+  fork_.check();
+  if (kind == kCpu) {
+    faults_->check(what.what);
+  }
+  Work work = forward(kind, call);
+  if (kind == kCpu && work) {
+    work = c10::make_intrusive<GuardedWork>(std::move(work), faults_, std::move(what));
+  }
+  return collect(kind, std::move(work));
+}
+
+#define XMESH_FORWARD(what, tensors, call_expression) \
+  return run({what}, KindOf(what) tensors, [&](::c10d::Backend& backend) { return backend.call_expression; })
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  XMESH_FORWARD(KindOf("broadcast")(tensors), broadcast(tensors, opts));
+  XMESH_FORWARD("broadcast", (tensors), broadcast(tensors, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  XMESH_FORWARD(KindOf("all_reduce")(tensors), allreduce(tensors, opts));
+  XMESH_FORWARD("all_reduce", (tensors), allreduce(tensors, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  XMESH_FORWARD(KindOf("all_reduce (sparse)")(tensors), allreduce_sparse(tensors, opts));
+  XMESH_FORWARD("all_reduce (sparse)", (tensors), allreduce_sparse(tensors, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
-  XMESH_FORWARD(KindOf("all_reduce_coalesced")(tensors), allreduce_coalesced(tensors, opts));
+  XMESH_FORWARD("all_reduce_coalesced", (tensors), allreduce_coalesced(tensors, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  XMESH_FORWARD(KindOf("reduce")(tensors), reduce(tensors, opts));
+  XMESH_FORWARD("reduce", (tensors), reduce(tensors, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD(KindOf("all_gather")(inputs)(outputs), allgather(outputs, inputs, opts));
+  XMESH_FORWARD("all_gather", (inputs)(outputs), allgather(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::_allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD(KindOf("all_gather_into_tensor")(input)(output), _allgather_base(output, input, opts));
+  XMESH_FORWARD("all_gather_into_tensor", (input)(output), _allgather_base(output, input, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD(KindOf("all_gather_coalesced")(inputs)(outputs), allgather_coalesced(outputs, inputs, opts));
+  XMESH_FORWARD("all_gather_coalesced", (inputs)(outputs), allgather_coalesced(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD(KindOf("all_gather_into_tensor_coalesced")(inputs)(outputs), allgather_into_tensor_coalesced(outputs, inputs, opts));
+  XMESH_FORWARD("all_gather_into_tensor_coalesced", (inputs)(outputs), allgather_into_tensor_coalesced(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) {
-  XMESH_FORWARD(KindOf("gather")(inputs)(outputs), gather(outputs, inputs, opts));
+  XMESH_FORWARD("gather", (inputs)(outputs), gather(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) {
-  XMESH_FORWARD(KindOf("scatter")(outputs)(inputs), scatter(outputs, inputs, opts));
+  XMESH_FORWARD("scatter", (outputs)(inputs), scatter(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) {
-  XMESH_FORWARD(KindOf("reduce_scatter")(outputs)(inputs), reduce_scatter(outputs, inputs, opts));
+  XMESH_FORWARD("reduce_scatter", (outputs)(inputs), reduce_scatter(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts) {
-  XMESH_FORWARD(KindOf("reduce_scatter_tensor")(output)(input), _reduce_scatter_base(output, input, opts));
+  XMESH_FORWARD("reduce_scatter_tensor", (output)(input), _reduce_scatter_base(output, input, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                            const ::c10d::ReduceScatterOptions& opts) {
-  XMESH_FORWARD(KindOf("reduce_scatter_tensor_coalesced")(outputs)(inputs), reduce_scatter_tensor_coalesced(outputs, inputs, opts));
+  XMESH_FORWARD("reduce_scatter_tensor_coalesced", (outputs)(inputs), reduce_scatter_tensor_coalesced(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                                          std::vector<int64_t>& input_splits, const ::c10d::AllToAllOptions& opts) {
-  XMESH_FORWARD(KindOf("all_to_all_single")(output)(input), alltoall_base(output, input, output_splits, input_splits, opts));
+  XMESH_FORWARD("all_to_all_single", (output)(input), alltoall_base(output, input, output_splits, input_splits, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
-  XMESH_FORWARD(KindOf("all_to_all")(outputs)(inputs), alltoall(outputs, inputs, opts));
+  XMESH_FORWARD("all_to_all", (outputs)(inputs), alltoall(outputs, inputs, opts));
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::send(Tensors& tensors, int dst_rank, int tag) {
-  XMESH_FORWARD(KindOf("send")(tensors), send(tensors, dst_rank, tag));
+  return run({"send to rank " + std::to_string(dst_rank), dst_rank, false}, KindOf("send")(tensors),
+             [&](::c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::recv(Tensors& tensors, int src_rank, int tag) {
-  XMESH_FORWARD(KindOf("recv")(tensors), recv(tensors, src_rank, tag));
+  return run({"recv from rank " + std::to_string(src_rank), src_rank, false}, KindOf("recv")(tensors),
+             [&](::c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::recvAnysource(Tensors& tensors, int tag) {
-  XMESH_FORWARD(KindOf("recv from any source")(tensors), recvAnysource(tensors, tag));
+  return run({"recv from any source", -1, false}, KindOf("recv from any source")(tensors),
+             [&](::c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::barrier(const ::c10d::BarrierOptions& opts) {
   const c10::DeviceType asked = opts.device ? opts.device->type() : opts.device_ids.empty() ? kCpu : inner_.primary();
-  XMESH_FORWARD(inner_.canMake(asked) ? asked : kCpu, barrier(opts));
+  return run({"barrier"}, inner_.canMake(asked) ? asked : kCpu, [&](::c10d::Backend& backend) { return backend.barrier(opts); });
 }
 
 namespace {
@@ -247,14 +272,22 @@ c10::intrusive_ptr<::c10d::Work> gatherIntoTensor(AnyBackend& backend, at::Tenso
 }  // namespace
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts) {
-  const c10::DeviceType kind = KindOf("gather_into_tensor")(input);
-  return collect(kind, forward(kind, [&](::c10d::Backend& backend) { return gatherIntoTensor(backend, output, input, opts); }));
+  return run({"gather_into_tensor"}, KindOf("gather_into_tensor")(input),
+             [&](::c10d::Backend& backend) { return gatherIntoTensor(backend, output, input, opts); });
 }
 
 #undef XMESH_FORWARD
 
 void ProcessGroupXmesh::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  forward(kCpu, [&](::c10d::Backend& backend) { backend.monitoredBarrier(opts, wait_all_ranks); });
+  faults_->check("monitored_barrier");
+  std::exception_ptr error;
+  try {
+    return forward(kCpu, [&](::c10d::Backend& backend) { backend.monitoredBarrier(opts, wait_all_ranks); });
+  } catch (...) {
+    error = std::current_exception();
+  }
+  faults_->collectiveFailed(error);
+  std::rethrow_exception(faults_->explained(error, "monitored_barrier", -1));
 }
 
 bool ProcessGroupXmesh::supportsCoalescing() const { return inner_.primary() != kCpu && primary().supportsCoalescing(); }

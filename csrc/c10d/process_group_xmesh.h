@@ -8,9 +8,10 @@
 #include <vector>
 
 #include "c10d/attachment_slot.h"
+#include "c10d/collective_faults.h"
+#include "c10d/guarded_work.h"
 #include "c10d/inner_backends.h"
 #include "runtime/fork_mark.h"
-#include "transport/life_line.h"
 
 namespace xmesh::c10d_backend {
 
@@ -18,7 +19,8 @@ namespace xmesh::c10d_backend {
 /// results and errors; what the inner backend lacks is refused in xmesh's name.
 ///
 /// gloo (cpu) is made with the group, because making it is a rendezvous of all ranks and the first call may concern only two of them; an
-/// accelerator's (NCCL), whose making involves no peer, at the first of its tensors.
+/// accelerator's (NCCL), whose making involves no peer, at the first of its tensors. A rank's death ends gloo's collectives on all others: see
+/// CollectiveFaults.
 ///
 /// Threading: as every c10d backend, calls of one group in one order on every rank; any thread. Ownership: owns the inner backends and the
 /// attachment. The destructor closes the attachment first; in a forked child it touches nothing, since threads are not inherited.
@@ -46,6 +48,8 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
 
   /// What lives as long as this group does; closed with it.
   AttachmentSlot& attachment() { return attachment_; }
+  /// Ends gloo's calls in flight on this rank, and all later ones, with a failure that the other ranks learn elsewhere. Any thread.
+  void endCollectives(runtime::Failure failure) noexcept { faults_->end(std::move(failure)); }
   /// True after abort() or shutdown().
   bool isClosed() const { return attachment_.isClosed(); }
 
@@ -129,6 +133,9 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   /// Runs `call` on the inner backend of the kind; notes its Work if a coalesced block on another kind is open.
   template <class Call>
   auto forward(c10::DeviceType kind, Call&& call) const;
+  /// As forward(), for a call that gives a Work.
+  template <class Call>
+  Work run(GuardedCall what, c10::DeviceType kind, Call&& call);
   /// Runs `call` on primary(), with xmesh's name in what it refuses.
   void forwardPrimary(const std::function<void(::c10d::Backend&)>& call) const;
   Work collect(c10::DeviceType kind, Work work);
@@ -136,8 +143,8 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   void end() noexcept;
 
   c10::intrusive_ptr<XmeshOptions> options_;
-  std::unique_ptr<transport::LifeLine> life_line_;  ///< by which others know that this rank is still in the group
   mutable InnerBackends inner_;
+  std::shared_ptr<CollectiveFaults> faults_;  ///< has the life line, by which others know that this rank is still in the group
   const runtime::ForkMark fork_;
   bool is_coalescing_ = false;  // startCoalescing .. endCoalescing, on one thread as c10d asks
   std::vector<Work> coalesced_;

@@ -3,12 +3,21 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <array>
 #include <cerrno>
+#include <utility>
 
 namespace xmesh::transport {
 namespace {
 
 constexpr int kBacklog = 4096;
+constexpr size_t kLongestLine = 4096;
+
+/// What has happened at a socket, without waiting.
+int16_t eventsOf(int fd) {
+  pollfd entry{fd, POLLIN | POLLOUT | POLLRDHUP, 0};
+  return ::poll(&entry, 1, 0) > 0 ? entry.revents : int16_t{0};
+}
 
 }  // namespace
 
@@ -16,7 +25,45 @@ LifeLine::LifeLine(const std::string& host) : socket_(listenOn(host, kBacklog)) 
 
 std::string LifeLine::address() const { return SocketAddress::ofSocket(socket_.get()).str(); }
 
+void LifeLine::accept() {
+  while (socket_.valid() && callers_.size() < kBacklog) {
+    Fd caller(::accept4(socket_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!caller.valid()) {
+      return;
+    }
+    callers_.push_back({std::move(caller), {}});
+  }
+}
+
+void LifeLine::read(Caller& caller, std::vector<std::string>& lines) {
+  std::array<char, kLongestLine> bytes{};
+  while (caller.text.size() < kLongestLine) {
+    const ssize_t got = ::recv(caller.socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (got <= 0) {
+      break;
+    }
+    caller.text.append(bytes.data(), static_cast<size_t>(got));
+  }
+  for (size_t end = caller.text.find('\n'); end != std::string::npos; end = caller.text.find('\n')) {
+    lines.push_back(caller.text.substr(0, end));
+    caller.text.erase(0, end + 1);
+  }
+}
+
+std::vector<std::string> LifeLine::hear() {
+  accept();
+  std::vector<std::string> lines;
+  for (Caller& caller : callers_) {
+    read(caller, lines);
+  }
+  return lines;
+}
+
 void LifeLine::end() noexcept {
+  for (const Caller& caller : callers_) {
+    ::shutdown(caller.socket.get(), SHUT_RDWR);
+  }
+  callers_.clear();
   if (socket_.valid()) {
     ::shutdown(socket_.get(), SHUT_RDWR);
     socket_.reset();
@@ -34,18 +81,24 @@ bool LifeWatch::isGone() {
   if (is_gone_ || !socket_.valid()) {
     return is_gone_;
   }
-  pollfd entry{socket_.get(), POLLIN | POLLOUT | POLLRDHUP, 0};
-  if (::poll(&entry, 1, 0) <= 0) {
-    return false;
-  }
-  if ((entry.revents & (POLLERR | POLLHUP | POLLRDHUP)) != 0) {
+  const int16_t events = eventsOf(socket_.get());
+  if ((events & (POLLERR | POLLHUP | POLLRDHUP)) != 0) {
     const int error = pendingError(socket_.get());
     is_gone_ = error == 0 || error == ECONNREFUSED || error == ECONNRESET;
     socket_.reset();  // no way there at the moment is no end
-  } else if (isConnectedToItself(socket_.get())) {
+  } else if (events != 0 && isConnectedToItself(socket_.get())) {
     is_gone_ = true;
   }
   return is_gone_;
+}
+
+bool LifeWatch::isConnected() { return !isGone() && socket_.valid() && (eventsOf(socket_.get()) & POLLOUT) != 0; }
+
+void LifeWatch::tell(const std::string& line) {
+  if (isConnected()) {
+    const std::string text = line + "\n";
+    ::send(socket_.get(), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
 }
 
 }  // namespace xmesh::transport

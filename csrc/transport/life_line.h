@@ -1,24 +1,35 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "transport/socket.h"
 
 namespace xmesh::transport {
 
 /// A listening socket at which nobody answers: who is connected to it learns that this process has ended, or that its owner has. It needs no thread
-/// and no messages. Threading: one thread at a time.
+/// and no messages. What others tell() stays with the kernel until somebody asks, also where they have ended since. Threading: one thread at a time.
 class LifeLine {
  public:
   /// Throws std::system_error where it cannot listen on `host`.
   explicit LifeLine(const std::string& host);
   /// "host:port"
   std::string address() const;
+  /// The lines that others have told here since the last time, whoever they are. Does not block.
+  std::vector<std::string> hear();
   /// Tells those who are connected; also in the name of forked children, which hold the socket too. Idempotent.
   void end() noexcept;
 
  private:
+  struct Caller {
+    Fd socket;
+    std::string text;  ///< the beginning of a line
+  };
+  void accept();
+  static void read(Caller& caller, std::vector<std::string>& lines);
+
   Fd socket_;
+  std::vector<Caller> callers_;  ///< open while this is: their end would be taken for its own
 };
 
 /// The other end. Threading: one thread at a time.
@@ -27,6 +38,10 @@ class LifeWatch {
   explicit LifeWatch(const std::string& address);
   /// Whether the other process, or the owner of its line, has ended. Does not block. A machine that is cut off looks alive.
   bool isGone();
+  /// Whether the other end was reached, which it is once at most. Does not block.
+  bool isConnected();
+  /// Sends a line (without its end) to the other end, if it is connected. Does not block; what cannot be sent at once is not.
+  void tell(const std::string& line);
 
  private:
   SocketAddress address_;

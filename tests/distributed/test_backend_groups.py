@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import torch_xmesh  # noqa: F401
+import torch_xmesh as xm
 from torch_xmesh import backend
 from torch_xmesh.testing import World, mark, spawn
 
@@ -310,19 +311,22 @@ def _peer_dies(rank: int, size: int) -> Any:
         signal.pause()
     try:
         _sum()
-    except RuntimeError as error:
+    except xm.PeerError as error:
         dist.destroy_process_group()
-        return str(error)
+        return error.ranks, str(error)
 
 
-def test_dead_peer_is_the_inner_backends_error() -> None:
+def test_dead_peer_is_named_beside_the_inner_backends_error() -> None:
     with World(_peer_dies, 3) as world:
         for rank in range(3):
             world.wait_mark(rank, "ready")
         world.signal(1, 9)
         outcomes = world.join(60)
     assert [outcome.exitcode for outcome in outcomes] == [0, -9, 0]
-    assert all("onnection" in outcomes[rank].value for rank in (0, 2))
+    for rank in (0, 2):
+        ranks, text = outcomes[rank].value
+        assert ranks == (1,)
+        assert re.search(r"rank \d, all_reduce of ranks \[0, 1, 2\]: rank 1 is lost: .*\(gloo: .*onnection", text)
 
 
 def _env_rank(rank: int, size: int, port: int) -> None:

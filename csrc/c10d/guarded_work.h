@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "c10d/collective_faults.h"
+
+namespace xmesh::c10d_backend {
+
+/// What a call on gloo concerns.
+struct GuardedCall {
+  std::string what;  ///< for error texts: "all_reduce"
+  int peer = -1;     ///< of a send or receive: the other group rank
+  bool is_collective = true;
+};
+
+/// A Work of gloo's whose failure is that of the group's collectives, where one of their ranks has ended: see CollectiveFaults. Threading: as gloo's.
+class GuardedWork final : public ::c10d::Work {
+ public:
+  GuardedWork(c10::intrusive_ptr<::c10d::Work> inner, std::shared_ptr<CollectiveFaults> faults, GuardedCall call);
+
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void synchronize() override { inner_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override;
+  void blockCurrentStream() override { inner_->blockCurrentStream(); }
+  void abort() override { inner_->abort(); }
+  /// Of a Work of gloo's without one: its error.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+ private:
+  /// Whether wait() threw because the call has failed, and not because it takes longer than its caller waits.
+  bool hasFailed(const std::exception_ptr& error) const;
+
+  c10::intrusive_ptr<::c10d::Work> inner_;
+  std::shared_ptr<CollectiveFaults> faults_;
+  const GuardedCall call_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< null where gloo has none
+};
+
+}  // namespace xmesh::c10d_backend
