@@ -312,3 +312,78 @@ def empty_shard(rank: int, world_size: int) -> str:
 def test_a_data_shard_without_samples_is_refused() -> None:
     for text in spawn(empty_shard, 4, timeout=60):
         assert "a microbatch of 1 samples leaves a data shard of stage" in text
+
+
+class Branches(nn.Module):
+    """Takes one of two ways by a value of its input: the model itself, which leaves a layer out, or a module that no
+    stage cuts."""
+
+    def __init__(self, is_inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ways = Ways() if is_inside else None
+        if not is_inside:
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ways is not None:
+            return self.last(self.ways(x))  # type: ignore[no-any-return]
+        y = self.a(x)
+        return self.last(y + self.b(x) if x[0, 0] > 0 else y)  # type: ignore[no-any-return]
+
+
+class Ways(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x[0, 0] > 0 else self.b(x)  # type: ignore[no-any-return]
+
+
+def branches(rank: int, world_size: int, is_inside: bool, each: bool) -> None:
+    """Data shard 0 takes the first way, shard 1 the second. `each`: both ways gather parameters of their own."""
+    model, reference = Branches(is_inside), Branches(is_inside)
+    mesh = DeviceMesh("cpu", [0, 1])
+
+    def parallelize(stage: int, module: nn.Module, _: Any) -> nn.Module:
+        if stage == 0:
+            for name, one in list(module.named_modules()):
+                if each and name.rpartition(".")[2] in ("a", "b"):
+                    fully_shard(one, mesh=mesh)
+            if not each:
+                fully_shard(module, mesh=mesh)
+        return module
+
+    engine = xm.PipelineEngine(
+        model,
+        (torch.ones(2, 6),),
+        meshes=[xm.Mesh([0, 1]), xm.Mesh([2])],
+        split=xm.split_at("last"),
+        data_axis=[0, None],
+        parallelize=parallelize,
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+    )
+    x = torch.randn(4, 6)
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])  # of each microbatch one for each shard
+    if each:
+        with pytest.raises((ValueError, xm.StageError), match="was used by some data shards and not by others"):
+            engine.step(x, target=x)
+        return
+    engine.step(x, target=x)
+    for sample in x.split(1):  # type: ignore[no-untyped-call]
+        (F.mse_loss(reference(sample), sample) / 4).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in engine.named_parameters():
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(found, reference.get_parameter(name).grad)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("each", [False, True])
+def test_data_shards_that_take_other_ways(is_inside: bool, each: bool) -> None:
+    """Gradients of what only some use are summed as those of plain parameters are; where parameters are gathered on
+    the way, the step is refused."""
+    spawn(branches, 3, is_inside, each)

@@ -1,5 +1,6 @@
 """One stage's graph out of the model's, and the module that runs it."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,11 @@ class StageCode:
         self.graph, self.uses_rng, self.has_gradients, self.way = graph, uses_rng, has_gradients, way
         self.situation = situation
         self._function: Callable[..., Any] | None = None
+
+    @functools.cached_property
+    def targets(self) -> frozenset[str]:
+        """Names of what of the model it calls and reads."""
+        return frozenset(str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr"))
 
     def __call__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Runs it on a stage's module."""

@@ -12,6 +12,7 @@ from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueName, describe_path
 from torch_xmesh.pipeline.ranks.digests import checksum, number_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.state.fully_sharded import USED_BY_SOME
 from torch_xmesh.spec import mesh_grid
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class StepComparison:
         self.texts = {
             "is_training": "engine.train() (1) or engine.eval() (0): {}",
             "autocast": "torch.autocast around the step is on, off, or of another dtype, or torch.no_grad is",
+            **{f"gathered {k}": f"a module of stage {k} {USED_BY_SOME}" for k in self._stages},
             **{f"modes {k}": f"the modules of stage {k} are in other modes (train(), eval())" for k in self._stages},
             **{
                 f"ways of shard {shard} of {number}": f"the model takes another way for the batch: {_ADVICE}"
@@ -72,6 +74,9 @@ class StepComparison:
             mesh = self._place.meshes[stage]
             read = (code.way if code is not None else "" for code in several)
             found[f"ways of shard {mesh.shard} of {mesh.num_shards}"] = number_of(*read)
+            used = [self._place.sharded.used_by(stage, code.targets) for code in several if code is not None]
+            if any(used):
+                found[f"gathered {stage}"] = number_of(str(used))
         return found
 
     @property

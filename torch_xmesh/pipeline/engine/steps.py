@@ -292,7 +292,12 @@ class EngineSteps:
             failure = error
         if has_news or situation not in self._settled:
             try:
-                self._place.ways.compare(_situations(given), _text_of(failure))
+                self._place.ways.compare(
+                    _situations(given),
+                    _text_of(failure),
+                    self._comparison.ways(given.codes),
+                    self._comparison.texts,
+                )
             except ValueError as refused:
                 raise StepRefusedError(failure or refused) from refused
             self._settled[situation] = None

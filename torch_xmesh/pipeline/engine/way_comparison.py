@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch_xmesh.pipeline.cut.ways import Ways
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -26,20 +26,39 @@ class WayComparison:
         """This rank has recorded what it has not told yet, for some of these situations."""
         return bool(self._ways.news(among))
 
-    def compare(self, among: Collection[str] | None = None, failure: str | None = None) -> None:
+    def compare(
+        self,
+        among: Collection[str] | None = None,
+        failure: str | None = None,
+        numbers: Mapping[str, int] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
         """Tells the others what is new here, of these situations or of all; or why this rank can record nothing.
+
+        Args:
+            numbers: that ranks which have them must have alike, by name.
+            texts: by name, what a person is told of a difference.
 
         Raises:
             ValueError: on every rank, where one fails, or two compute something else in the same situation.
         """
         told = list(
-            zip(self._transfers.ranks, self._transfers.gather("ways", (failure, self._ways.news(among))), strict=True)
+            zip(
+                self._transfers.ranks,
+                self._transfers.gather("ways", (failure, self._ways.news(among), numbers or {})),
+                strict=True,
+            )
         )
-        for rank, (text, _) in told:
+        for rank, (text, _, _) in told:
             if text is not None:
                 raise ValueError(f"rank {rank} refused the step: {text}")
+        first: dict[str, tuple[int, int]] = {}
+        for rank, (_, _, found) in told:
+            for name, number in found.items():
+                if first.setdefault(name, (number, rank))[0] != number:
+                    raise ValueError(f"ranks {first[name][1]} and {rank} disagree: {(texts or {}).get(name, name)}")
         known = dict(self._known)
-        for rank, (_, news) in told:
+        for rank, (_, news, _) in told:
             for situation, digest in news.items():
                 other = known.setdefault(situation, (digest, rank))
                 if other[0] != digest:

@@ -6,10 +6,12 @@ reduce what they add up to once, at the end of the step.
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
@@ -24,11 +26,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-    """A module on which `fully_shard` was called."""
+    """A module on which `fully_shard` was called.
+
+    Attributes:
+        name: in its stage.
+        is_over_data: it shards over the stage's data axis.
+    """
 
     stage: int
+    name: str
     module: "FSDPModule"
-    is_over_data: bool  # it shards over the stage's data axis
+    is_over_data: bool
 
 
 class FullySharded:
@@ -44,7 +52,7 @@ class FullySharded:
         modules: Mapping[int, nn.Module],
         meshes: Sequence[StageMesh],
     ) -> None:
-        self._meshes = meshes
+        self._transfers, self._meshes = transfers, meshes
         self._units: list[_Unit] = []
         self.parameters: dict[nn.Parameter, str] = {}
         self._together: list[TrainedTogether] = []
@@ -79,6 +87,11 @@ class FullySharded:
                     f"{shards} samples per microbatch"
                 )
 
+    def used_by(self, stage: int, names: Collection[str]) -> list[str]:
+        """What gathers parameters over data shards where a stage calls and reads what has these names."""
+        found = [unit.name for unit in self._units if unit.is_over_data and unit.stage == stage]
+        return sorted(unit for unit in found if any(_is_within(unit, name) or _is_within(name, unit) for name in names))
+
     def begin_step(self, is_sync: bool) -> None:
         """Backwards from now on keep their gradients to themselves; parameters stay gathered between microbatches where
         `fully_shard` was told not to reshard after forward."""
@@ -94,10 +107,12 @@ class FullySharded:
         """Reduces what the step's backwards have added up; with `is_sync` False that waits for a later step.
 
         Raises:
-            ValueError: ranks train other parameters.
+            ValueError: ranks train other parameters, or some data shards have not used a module that others have.
         """
         for together in self._together if is_sync else ():
             together.end()
+        for stage in dict.fromkeys(unit.stage for unit in self._units if is_sync and unit.is_over_data):
+            self._complete(stage)
         for unit in self._units:
             unit.module.set_requires_gradient_sync(is_sync, recurse=False)
             unit.module.set_is_last_backward(True)
@@ -107,10 +122,51 @@ class FullySharded:
             if state._is_root:  # what autograd calls at the end of a backward: reduces in all modules below
                 state._root_post_backward_final_callback()
 
+    def _complete(self, stage: int) -> None:
+        """FSDP2 reduces those gradients that a rank has, one behind the other, as if all ranks had the same: where a
+        data shard has taken another way through the model, what it has not used gets a gradient of zeros."""
+        units = [unit for unit in self._units if unit.is_over_data and unit.stage == stage]
+        groups = [(unit, group.fsdp_params) for unit in units for group in _groups_of(unit.module)]
+        there = [[int(_has_gradient(one)) for one in held] for _, held in groups]
+        line = self._meshes[stage].line
+        mine = torch.tensor([count for flags in there for count in (max(flags, default=0), *flags)])
+        told = iter(self._transfers.sum(f"gradients/{stage}/used", mine, line).tolist())
+        for unit, held in groups:
+            if 0 < next(told) < len(line.ranks):
+                raise ValueError(f"module {unit.name!r} of stage {stage} {USED_BY_SOME}")
+            for one, count in zip(held, itertools.islice(told, len(held)), strict=True):
+                if count and not _has_gradient(one):
+                    _give_zeros(one)
+
     def release(self) -> None:
         """Frees the gathered parameters: the next use gathers what an optimizer has made of them."""
         for unit in self._units:
             unit.module.reshard()
+
+
+USED_BY_SOME = (
+    "was used by some data shards and not by others, but fully_shard gathers its parameters over all of them: shard "
+    "the module in which it is called instead"
+)
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or f"{name}.".startswith(f"{outer}.")
+
+
+def _has_gradient(one: Any) -> bool:
+    """Whether one of FSDP2's parameters has a gradient that is not reduced yet."""
+    held = getattr(one, "_unsharded_param", None)
+    return one.unsharded_accumulated_grad is not None or (held is not None and held.grad is not None)
+
+
+def _give_zeros(one: Any) -> None:
+    held = one._unsharded_param
+    zeros = torch.zeros_like(held)
+    if one.reduce_dtype is None or one.reduce_dtype == zeros.dtype:
+        held.grad = zeros
+    else:
+        one.unsharded_accumulated_grad = zeros.to(one.reduce_dtype)
 
 
 def _managed(module: nn.Module) -> dict[Any, str]:
@@ -130,11 +186,11 @@ def _unit(stage: int, mesh: StageMesh, module: "FSDPModule", name: str) -> _Unit
     line = set(mesh.line.ranks)
     groups = _groups_of(module)
     if not groups:
-        return _Unit(stage, module, is_over_data=False)
+        return _Unit(stage, name, module, is_over_data=False)
     ranks = set(mesh_grid(groups[0].mesh_info.mesh).ranks)
     shared = line & ranks
     if len(shared) == 1:
-        return _Unit(stage, module, is_over_data=False)
+        return _Unit(stage, name, module, is_over_data=False)
     if shared != line:
         raise ValueError(
             f"module {name or 'root'} of stage {stage} is fully sharded over ranks {sorted(ranks)}, which are a part "
@@ -143,7 +199,7 @@ def _unit(stage: int, mesh: StageMesh, module: "FSDPModule", name: str) -> _Unit
         )
     module.set_gradient_divide_factor(len(ranks) / len(line))  # other ranks of these have gradients that are equal
     module.set_force_sum_reduction_for_comms(True)
-    return _Unit(stage, module, is_over_data=True)
+    return _Unit(stage, name, module, is_over_data=True)
 
 
 def _groups_of(module: "FSDPModule") -> list[Any]:
