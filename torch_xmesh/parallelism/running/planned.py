@@ -17,6 +17,7 @@ from torch_xmesh.parallelism.reading import samples_of
 from torch_xmesh.parallelism.running.called_modules import check_buffers
 from torch_xmesh.parallelism.running.crossing import ports_of
 from torch_xmesh.parallelism.running.loss import LossShares
+from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn_of_own_parameters
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
@@ -81,6 +82,7 @@ class PlannedStages:
         self.num_microbatches = plan.num_microbatches
         self.digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         self._stages: dict[int, ShardedStage] = {}
+        self._optimizers: OptimizerWatch | None = None
 
     def _check(self) -> None:
         assert self._model is not None
@@ -122,6 +124,10 @@ class PlannedStages:
             for number, stage in enumerate(self._plan.stages)
             if transfers.rank in stage.ranks
         }
+        own = [one for stage in self._stages.values() for one in stage.parameters()]
+        self._optimizers = OptimizerWatch(own)
+        if transfers.rank == transfers.ranks[0]:
+            warn_of_own_parameters()
         return [self._stages.get(number) for number in range(len(self._plan.stages))]
 
     def partition(self, modules: Sequence[nn.Module | None], chunk_specs: Mapping[str, Any]) -> Partition:
@@ -144,8 +150,10 @@ class PlannedStages:
             stage.check_mode()
             stage.own.check()
 
-    def begin_step(self) -> None:
+    def begin_step(self, is_train: bool) -> None:
         """Parameters are made ready for all microbatches."""
+        if is_train and self._optimizers is not None:
+            self._optimizers.begin_step()
         for stage in self._stages.values():
             stage.own.begin_step()
 

@@ -161,7 +161,7 @@ class EngineSteps:
         auto = place.auto if plan.is_measured else None
         state.meter = None if auto is None else MemoryMeter(place, tensors_of((given.tree, given.target)))
         if place.planned is not None:
-            place.planned.begin_step()
+            place.planned.begin_step(is_train)
         if is_train:
             place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
