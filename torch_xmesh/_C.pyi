@@ -351,6 +351,13 @@ class PipelineTraffic:
     def has_failed(self) -> bool: ...
     def fail_stage(self, text: str, stage: int, microbatch: int) -> None:
         """Tells all ranks that a stage raised: StageError there."""
+    def fail_peer(self, text: str, ranks: Sequence[int]) -> None:
+        """Tells all ranks that these are to blame: PeerError there."""
+    def ends_too(self, group: ProcessGroupXmesh) -> None:
+        """A failure of the pipeline ends the group's collectives on this rank from now on."""
+    def await_cause(self, suspects: bool) -> None:
+        """Raises what the pipeline has failed with, or fails with within seconds; with ``suspects`` all ranks are asked
+        what they do."""
     def begin_phase(self) -> None:
         """What follows is the next thing that all ranks do together."""
     def refuse(self, text: str) -> None:

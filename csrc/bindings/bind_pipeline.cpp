@@ -85,6 +85,14 @@ void bindTraffic(py::module_& module) {
             self.fail({runtime::FailureKind::kStage, text, {}, stage, microbatch});
           },
           py::arg("text"), py::arg("stage"), py::arg("microbatch"), Release())
+      .def(
+          "fail_peer",
+          [](PipelineTraffic& self, const std::string& text, std::vector<int64_t> ranks) {
+            self.fail({runtime::FailureKind::kPeer, text, std::move(ranks)});
+          },
+          py::arg("text"), py::arg("ranks"), Release())
+      .def("ends_too", &PipelineTraffic::endsToo, py::arg("group"), Release())
+      .def("await_cause", &PipelineTraffic::awaitCause, py::arg("suspects"), Release())
       .def("begin_phase", &PipelineTraffic::beginPhase, Release())
       .def("refuse", &PipelineTraffic::refuse, py::arg("text"), Release())
       .def("close", &PipelineTraffic::close, Release());

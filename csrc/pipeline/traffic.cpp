@@ -1,11 +1,17 @@
 #include "pipeline/traffic.h"
 
+#include <chrono>
 #include <mutex>
 #include <utility>
 
 #include "c10d/movement.h"
 
 namespace xmesh::pipeline {
+namespace {
+
+constexpr std::chrono::milliseconds kCauseTime{5'000};  ///< that a failure elsewhere may take to be heard of here; answers take 2 s
+
+}  // namespace
 
 struct PipelineTraffic::Description {
   std::mutex mutex;
@@ -83,6 +89,26 @@ void PipelineTraffic::check() const {
   if (const std::optional<runtime::Failure> failure = watch_->failure()) {
     runtime::throwFailure(*failure);
   }
+}
+
+void PipelineTraffic::endsToo(const c10::intrusive_ptr<c10d_backend::ProcessGroupXmesh>& group) {
+  watch_->onCompletion([watch = watch_.get(), weak = c10::weak_intrusive_ptr<c10d_backend::ProcessGroupXmesh>(group)] {
+    const std::optional<runtime::Failure> failure = watch->failure();
+    if (!failure.has_value()) {
+      return;
+    }
+    if (const c10::intrusive_ptr<c10d_backend::ProcessGroupXmesh> ended = weak.lock()) {
+      ended->endCollectives(*failure);
+    }
+  });
+}
+
+void PipelineTraffic::awaitCause(bool suspects) {
+  check();
+  if (suspects) {
+    group_->service().suspect(watch_->key());
+  }
+  watch_->wait(kCauseTime);
 }
 
 void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCall(watch_->key(), std::move(failure)); }

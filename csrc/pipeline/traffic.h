@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "c10d/process_group_xmesh.h"
 #include "c10d/reshard_group.h"
 #include "runtime/fork_mark.h"
 
@@ -47,6 +48,11 @@ class PipelineTraffic {
   /// Throws what the pipeline has failed with, if it has.
   void check() const;
   bool hasFailed() const { return watch_->failure().has_value(); }
+  /// From now on the pipeline's failure ends the group's collectives on this rank. The group may go before.
+  void endsToo(const c10::intrusive_ptr<c10d_backend::ProcessGroupXmesh>& group);
+  /// For a collective that failed: throws what the pipeline has failed with, or will, since another rank has died or failed. Returns where it does
+  /// not fail within seconds. `suspects`: the ranks are asked what they do, and it fails with what they say.
+  void awaitCause(bool suspects);
   /// Ends the pipeline on every rank.
   void fail(runtime::Failure failure);
   /// Ends it with a ValueError: on the others once they come to this rank's phase.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_xmesh import _C
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, State
 from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.running.stage_groups import StageGroups
 from torch_xmesh.parallelism.space import CollectiveUse
 
 Seen = Callable[[CollectiveUse], None]
@@ -76,13 +77,14 @@ class Moves:
     """Moves of values on one mesh, planned as the search has priced them.
 
     Args:
-        mesh: of one or two axes, with process groups.
+        mesh: of one or two axes.
         on_collective: told of each collective that moves values.
+        groups: which carry the collectives; None: the mesh's own.
     """
 
-    def __init__(self, mesh: DeviceMesh, on_collective: Seen | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, on_collective: Seen | None = None, groups: StageGroups | None = None) -> None:
         self.shape = tuple(mesh.shape)
-        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self._groups = groups or StageGroups.of_mesh(mesh)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.coordinate = tuple(coordinate)
@@ -95,7 +97,7 @@ class Moves:
         return part
 
     def _run(self, part: torch.Tensor, step: Step, name: str, why: str) -> torch.Tensor:
-        size, group, at = self.shape[step.axis], self._groups[step.axis], self.coordinate[step.axis]
+        size, at = self.shape[step.axis], self.coordinate[step.axis]
         before, after = step.before, step.after
         if size == 1 or before == after:
             return part
@@ -115,17 +117,17 @@ class Moves:
             self._tell(name, why, "reduce-scatter", step.axis, part.nbytes)
             summands = torch.cat(part.chunk(size, after))
             out = summands.new_empty((len(summands) // size, *summands.shape[1:]))
-            dist.reduce_scatter_tensor(out, summands, group=group)
+            self._groups.run(step.axis, dist.reduce_scatter_tensor, out, summands)
             return out
         if after == REPLICATED:
             self._tell(name, why, "all-gather", step.axis, size * part.nbytes)
             gathered = part.new_empty((size * len(part), *part.shape[1:]))
-            dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+            self._groups.run(step.axis, dist.all_gather_into_tensor, gathered, part.contiguous())
             return gathered if before == 0 else torch.cat(gathered.chunk(size), before)
         self._tell(name, why, "all-to-all", step.axis, size * part.nbytes)
         sent = torch.cat(part.chunk(size, after))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        self._groups.run(step.axis, dist.all_to_all_single, received, sent)
         return torch.cat(received.chunk(size), before)
 
     def run_together(
@@ -148,24 +150,24 @@ class Moves:
     def _together(self, parts: Sequence[tuple[torch.Tensor, Step, str]], why: str) -> list[torch.Tensor]:
         """One step of several, of one kind along one axis."""
         axis, kind = parts[0][1].axis, _kind(parts[0][1])
-        size, group = self.shape[axis], self._groups[axis]
+        size = self.shape[axis]
         if len(parts) == 1 or kind not in _SHARED or size == 1:
             return [self._run(part, step, name, why) for part, step, name in parts]
         for part, _, name in parts:
             self._tell(name, why, kind, axis, part.nbytes * (size if kind == "all-gather" else 1))
         if kind == "all-reduce":
             flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
-            dist.all_reduce(flat, group=group)
+            self._groups.run(axis, dist.all_reduce, flat)
             return _split(flat, [part.shape for part, _, _ in parts])
         if kind == "reduce-scatter":
             pieces = [part.chunk(size, step.after) for part, step, _ in parts]
             flat = torch.cat([one[place].reshape(-1) for place in range(size) for one in pieces])
             scattered = flat.new_empty(len(flat) // size)
-            dist.reduce_scatter_tensor(scattered, flat, group=group)
+            self._groups.run(axis, dist.reduce_scatter_tensor, scattered, flat)
             return _split(scattered, [one[0].shape for one in pieces])
         flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
         gathered = flat.new_empty(size * len(flat))
-        dist.all_gather_into_tensor(gathered, flat, group=group)
+        self._groups.run(axis, dist.all_gather_into_tensor, gathered, flat)
         rows = [_split(row, [part.shape for part, _, _ in parts]) for row in gathered.chunk(size)]
         return [torch.cat([row[i] for row in rows], step.before) for i, (_, step, _) in enumerate(parts)]
 
@@ -178,10 +180,6 @@ class Moves:
         finally:
             self._is_again = False
 
-    def group(self, axis: int) -> dist.ProcessGroup:
-        """The devices along an axis."""
-        return self._groups[axis]
-
     def __deepcopy__(self, memo: Any) -> "Moves":
         return self  # groups are what they are
 
@@ -189,14 +187,21 @@ class Moves:
         """Of all devices along an axis, their sum or the greatest of each element."""
         self._tell(name, why, "all-reduce", axis, part.nbytes)
         out = part.contiguous().clone()
-        dist.all_reduce(out, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self._groups[axis])
+        self.add_up(out, axis, is_max=is_max)
         return out
+
+    def add_up(self, part: torch.Tensor, axis: int, *, is_max: bool = False) -> None:
+        """The same in place, and nobody is told."""
+        if self.shape[axis] > 1:
+            self._groups.run(axis, dist.all_reduce, part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
 
     def swapped(self, counts: torch.Tensor, axis: int) -> torch.Tensor:
         """Of a tensor with a row for each device along an axis, the rows that these have for this one. They are of
         counts, not of values: nobody is told."""
+        if self.shape[axis] == 1:
+            return counts
         received = torch.empty_like(counts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, counts.contiguous(), group=self._groups[axis])
+        self._groups.run(axis, dist.all_to_all_single, received, counts.contiguous())
         return received
 
     def exchange(self, rows: torch.Tensor, hop: Hop, name: str, why: str, *, is_back: bool) -> torch.Tensor:
@@ -206,7 +211,9 @@ class Moves:
         out = rows.new_empty((sum(received), *rows.shape[1:]))
         num_bytes = math.prod(rows.shape[1:]) * rows.itemsize * sum(hop.sent)
         self._tell(name, why, "all-to-all", hop.axis, self.shape[hop.axis] * num_bytes)
-        dist.all_to_all_single(out, rows.contiguous(), [*received], [*sent], group=self._groups[hop.axis])
+        if self.shape[hop.axis] == 1:
+            return out.copy_(rows)
+        self._groups.run(hop.axis, dist.all_to_all_single, out, rows.contiguous(), [*received], [*sent])
         return out
 
     def _tell(self, name: str, why: str, kind: str, axis: int, num_bytes: int) -> None:

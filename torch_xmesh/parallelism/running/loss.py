@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import REPLICATED, State
@@ -67,7 +66,7 @@ class LossShares:
     def total(self, losses: torch.Tensor) -> torch.Tensor:
         """Of the shares of all devices."""
         for axis in self._axes:
-            dist.all_reduce(losses, group=self._moves.group(axis))
+            self._moves.add_up(losses, axis)
         return losses
 
     @torch.no_grad()

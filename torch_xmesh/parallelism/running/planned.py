@@ -21,6 +21,7 @@ from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
+from torch_xmesh.parallelism.running.stage_groups import StageGroups
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.cut.ways import Ways
 from torch_xmesh.pipeline.engine.live_model import LiveModel
@@ -83,6 +84,7 @@ class PlannedStages:
         self.digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         self._stages: dict[int, ShardedStage] = {}
         self._optimizers: OptimizerWatch | None = None
+        self._groups: list[StageGroups | None] = []
 
     def _check(self) -> None:
         assert self._model is not None
@@ -118,9 +120,18 @@ class PlannedStages:
             )
         by_samples = is_mean and all(_is_along_first(specs) for specs in chunk_specs.values())
         num_samples = samples_of(*self._arguments) if by_samples else 0
-        meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # groups are made by all ranks
+        meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # of the parameters, for the user's collectives
+        self._groups = StageGroups.make(self._grids, transfers)
         self._stages = {
-            number: ShardedStage(self._model, self._turns, self._plan, number, meshes[number], num_samples=num_samples)
+            number: ShardedStage(
+                self._model,
+                self._turns,
+                self._plan,
+                number,
+                meshes[number],
+                num_samples=num_samples,
+                groups=self._groups[number],
+            )
             for number, stage in enumerate(self._plan.stages)
             if transfers.rank in stage.ranks
         }
@@ -166,6 +177,12 @@ class PlannedStages:
         """Gradients lie as the parameters do."""
         for stage in self._stages.values():
             stage.own.finish_gradients()
+
+    def close(self) -> None:
+        """No step comes any more on this rank."""
+        for groups in self._groups:
+            if groups is not None:
+                groups.leave()
 
 
 def _ascending(grid: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch_xmesh.parallelism.running.forward import StageForward
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.parameters import StageParameters
 from torch_xmesh.parallelism.running.refusals import Turns
+from torch_xmesh.parallelism.running.stage_groups import StageGroups
 
 
 class ShardedStage(nn.Module):
@@ -30,6 +31,7 @@ class ShardedStage(nn.Module):
         num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
             None: they stay as the plan leaves them.
         on_collective: told of each collective that moves values.
+        groups: which carry its collectives; None: the mesh's own.
 
     Raises:
         ValueError: something of the plan cannot be run.
@@ -45,12 +47,13 @@ class ShardedStage(nn.Module):
         *,
         num_samples: int | None = None,
         on_collective: Seen | None = None,
+        groups: StageGroups | None = None,
     ) -> None:
         super().__init__()
         planned = plan.stages[number]
         if tuple(mesh.shape) != planned.mesh_shape:
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {tuple(mesh.shape)}")
-        self._moves = Moves(mesh, on_collective)
+        self._moves = Moves(mesh, on_collective, groups)
         conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
         ports = ports_of(turns.recorded, plan)
         called = called_modules(model, names_called(turns.recorded, ports[number].operators))

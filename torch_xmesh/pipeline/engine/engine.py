@@ -262,6 +262,8 @@ class PipelineEngine:
         """Tells the other ranks of a failure that began here, and what this rank raises."""
         traffic, rank = self._transfers.traffic, self._transfers.rank
         if isinstance(error, PeerError | StageError):
+            if isinstance(error, PeerError) and not traffic.has_failed:  # of a rank that left in a collective
+                traffic.fail_peer(str(error), error.ranks)
             return error
         action = self._place.core.failed_action
         if action is not None:
@@ -517,6 +519,8 @@ class PipelineEngine:
         if not self._is_closed:
             self._is_closed = True
             self._transfers.traffic.close()
+            if self._place.planned is not None:
+                self._place.planned.close()
 
     def __enter__(self) -> "PipelineEngine":
         return self

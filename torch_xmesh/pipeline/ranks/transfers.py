@@ -2,12 +2,15 @@
 
 import pickle
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_xmesh import _C
+from torch_xmesh.errors import PeerError
 from torch_xmesh.group import GroupReshards
 from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest, Prepared
 from torch_xmesh.spec import Mesh
@@ -44,7 +47,20 @@ class Transfers:
         self.rank = reshards.core.global_rank
         self.plans = reshards.plans
         self.traffic = _C.PipelineTraffic(reshards.core, list(self.ranks))
+        self._reshards = reshards
         self._counts: dict[str, int] = {}
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of the group."""
+        return self._reshards.core.timeout
+
+    def raise_cause(self, error: Exception) -> None:
+        """Raises what the pipeline has failed with, where a collective has failed on this rank with `error` because
+        another rank has died, stopped or failed."""
+        self.traffic.check()
+        if isinstance(error, PeerError | dist.DistNetworkError):
+            self.traffic.await_cause(suspects=not isinstance(error, PeerError))
 
     def prepare(self, moves: Sequence[Move], plan_options: PlanOptions = _USUAL) -> "_C.PreparedPlan":
         """The plan of a transfer. This rank must be on one of the meshes."""

@@ -1,0 +1,206 @@
+"""Planned stages, at each of their collectives: a rank that raises, dies or stops there is the one that all others hear
+of, and the groups of the user's are as they were."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from planned_cases import OPTIONS
+from small_models import Mlp
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.parallelism.running.stage_groups import StageGroups
+from torch_xmesh.testing import World, mark, spawn
+
+TWO = {**OPTIONS, "devices": xm.Mesh([[0, 1]])}
+
+# By name: the number of ranks, and a plan for them. Stages of the first three have all ranks, the others two each.
+PLANS: dict[str, tuple[int, Callable[..., xm.ParallelPlan]]] = {
+    "megatron": (2, lambda *args: xm.presets.megatron(*args, tensor_parallel=2, **TWO)),
+    "ZeRO-3": (2, lambda *args: xm.presets.zero_3(*args, **TWO)),
+    "data": (2, lambda *args: xm.presets.data_parallel(*args, **TWO)),
+    "2x2": (4, lambda *args: xm.presets.pipeline(*args, num_stages=2, tensor_parallel=2, **OPTIONS)),
+    "2x2 with ZeRO-2": (4, lambda *args: xm.presets.pipeline(*args, num_stages=2, zero=2, **OPTIONS)),
+}
+SHORT = {"timeout": datetime.timedelta(seconds=3)}
+
+
+def make(name: str) -> tuple[xm.PipelineEngine, torch.Tensor]:
+    torch.manual_seed(1)
+    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    return xm.PipelineEngine(model, (x,), plan=PLANS[name][1](model, (x,)), loss_fn=F.mse_loss), torch.cat([x, x])
+
+
+@contextmanager
+def at_collectives(look: Callable[[int], None]) -> Iterator[list[int]]:
+    """Calls `look` before each collective of this rank's stages, with its number; gives how many there were."""
+    run, count = StageGroups.run, [0]
+
+    def counted(self: StageGroups, axis: int, collective: Callable[..., Any], *args: Any) -> None:
+        count[0] += 1
+        look(count[0] - 1)
+        run(self, axis, collective, *args)
+
+    StageGroups.run = counted  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        StageGroups.run = run  # type: ignore[method-assign]
+
+
+def number_of_collectives(name: str) -> int:
+    """Of this rank in a step."""
+    engine, batch = make(name)
+    with at_collectives(lambda number: None) as count:
+        engine.step(batch, target=batch)
+    engine.close()
+    dist.barrier()
+    return count[0]
+
+
+def works_as_before(world_size: int) -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == world_size
+
+
+def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
+    """Rank 1 raises at each collective of a step, each time in an engine of its own."""
+    number = torch.tensor([number_of_collectives(name)])
+    dist.broadcast(number, 1)
+    told = []
+    for turn in range(int(number)):
+        engine, batch = make(name)
+        engine.step(batch, target=batch)
+
+        def fails(number: int, turn: int = turn) -> None:
+            if number == turn and rank == 1:
+                raise FileNotFoundError("no such shard")
+
+        with at_collectives(fails), pytest.raises((xm.StageError, FileNotFoundError)) as caught:
+            engine.step(batch, target=batch)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        engine.close()
+        works_as_before(world_size)
+    return told
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_rank_raises_at_any_collective(name: str) -> None:
+    for rank, told in enumerate(spawn(raises_everywhere, PLANS[name][0], name, timeout=150)):
+        assert told
+        for text in told:
+            assert "no such shard" in text, (rank, text)
+            assert rank == 1 or (text.startswith("StageError") and "rank 1" in text), (rank, text)
+
+
+def in_a_loss(rank: int, world_size: int, name: str) -> str:
+    """One rank's loss raises while the others of its stage are in the collectives behind theirs."""
+    torch.manual_seed(1)
+    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    broken: list[bool] = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if broken:
+            raise FileNotFoundError("no such target")
+        return F.mse_loss(output, target)
+
+    engine = xm.PipelineEngine(model, (x,), plan=PLANS[name][1](model, (x,)), loss_fn=loss_fn)
+    batch = torch.cat([x, x])
+    engine.step(batch, target=batch)
+    if rank == world_size - 1:
+        broken.append(True)
+    with pytest.raises(xm.StageError) as caught:
+        engine.step(batch, target=batch)
+    engine.close()
+    works_as_before(world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loss_raises(name: str) -> None:
+    size = PLANS[name][0]
+    for text in spawn(in_a_loss, size, name, timeout=60):
+        assert f"failed on rank {size - 1} in microbatch 0 of step 1: FileNotFoundError: no such target" in text, text
+
+
+def meets_its_end(rank: int, world_size: int, name: str, part: float, number: int) -> Any:
+    """Rank 1 gets a signal at a collective, which lies at that part of a step."""
+    turn = int(part * (number_of_collectives(name) - 1))
+    engine, batch = make(name)
+    engine.step(batch, target=batch)
+    if rank == 1:
+
+        def ends(count: int) -> None:
+            if count == turn:
+                mark("there")
+                os.kill(os.getpid(), number)
+
+        with at_collectives(ends):
+            engine.step(batch, target=batch)
+    with pytest.raises(xm.PeerError) as caught:
+        engine.step(batch, target=batch)
+    engine.close()
+    dist.destroy_process_group()
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", ["megatron", "2x2"])
+def test_a_rank_dies_or_stops_at_a_collective(name: str, number: int, part: float) -> None:
+    # A rank that has died is noticed under the default timeout of half an hour.
+    init = SHORT if number == signal.SIGSTOP else {}
+    with World(meets_its_end, PLANS[name][0], name, part, number, init_kwargs=init) as world:
+        world.wait_mark(1, "there", 20)
+        for rank in set(range(PLANS[name][0])) - {1}:
+            outcome = world.wait(rank, 30)
+            assert outcome.error is None, outcome.error
+            assert outcome.value[0] == (1,), outcome.value
+        world.signal(1, signal.SIGKILL)
+        assert [outcome.exitcode for outcome in world.join() if outcome.rank != 1] == [0] * (PLANS[name][0] - 1)
+
+
+def leaves_in_a_collective(rank: int, world_size: int) -> Any:
+    """A rank that destroys its groups between steps is named, though it goes on living."""
+    engine, batch = make("2x2")
+    engine.step(batch, target=batch)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()  # a failure ends what others are still at
+    if rank == 1:
+        dist.destroy_process_group()
+        store.set("left", "")
+        return (1,)
+    store.wait(["left"])
+    with pytest.raises(xm.PeerError) as caught:
+        engine.step(batch, target=batch)
+    return caught.value.ranks
+
+
+def test_a_rank_leaves() -> None:
+    assert spawn(leaves_in_a_collective, 4, timeout=60) == [(1,)] * 4
+
+
+def many_engines(rank: int, world_size: int) -> None:
+    """Groups of engines that were closed go when others are made."""
+    counts = []
+    for _ in range(5):
+        engine, batch = make("data")
+        engine.step(batch, target=batch)
+        engine.close()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    assert counts[1:] == counts[:1] * 4, counts
+
+
+def test_groups_of_closed_engines_go() -> None:
+    spawn(many_engines, 2, timeout=60)

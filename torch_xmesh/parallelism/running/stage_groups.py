@@ -1,0 +1,76 @@
+"""Process groups of planned stages: their collectives are nobody else's, and end with the pipeline."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_xmesh.backend import backend_of
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+
+_left: list[dist.ProcessGroup] = []
+"""Of engines that were closed here. Other ranks may still be at the end of their last step."""
+
+
+class StageGroups:
+    """The devices along each axis of a stage's mesh, as one of them sees them.
+
+    Args:
+        by_axis: None where an axis has one device.
+        transfers: of the pipeline, which knows why a collective fails; None: the stage is used by itself.
+    """
+
+    def __init__(self, by_axis: Sequence[dist.ProcessGroup | None], transfers: Transfers | None = None) -> None:
+        self._by_axis, self._transfers = tuple(by_axis), transfers
+
+    @staticmethod
+    def of_mesh(mesh: DeviceMesh) -> "StageGroups":
+        """The groups that a mesh has."""
+        return StageGroups([mesh.get_group(axis) for axis in range(mesh.ndim)])
+
+    @staticmethod
+    def make(grids: Sequence[torch.Tensor], transfers: Transfers) -> list["StageGroups | None"]:
+        """For each stage, by the ranks of its mesh, groups of its own; None for those of other ranks. Called by all
+        ranks of the default group, whose timeout they have, once nobody is in a step of an earlier engine."""
+        _destroy_left()
+        out: list[StageGroups | None] = []
+        for grid in grids:
+            by_axis: list[dist.ProcessGroup | None] = []
+            for axis in range(grid.dim()):
+                lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis]).tolist()
+                made = [dist.new_group(line, timeout=transfers.timeout) for line in lines if len(line) > 1]
+                mine = [one for one in made if isinstance(one, dist.ProcessGroup)]
+                by_axis.append(mine[0] if mine else None)
+            for group in by_axis:
+                if group is not None:
+                    transfers.traffic.ends_too(backend_of(group))
+            out.append(StageGroups(by_axis, transfers) if transfers.rank in grid.flatten().tolist() else None)
+        return out
+
+    def run(self, axis: int, collective: Callable[..., Any], *args: Any) -> None:
+        """Calls one of torch.distributed's along an axis of several devices.
+
+        Raises:
+            PeerError, StageError: what the pipeline failed with, where that is why it fails.
+        """
+        try:
+            collective(*args, group=self._by_axis[axis])
+        except Exception as error:
+            if self._transfers is not None:
+                self._transfers.raise_cause(error)
+            raise
+
+    def leave(self) -> None:
+        """This rank's engine is closed: they are destroyed when all ranks make another one, or with the default
+        group."""
+        _left.extend(group for group in self._by_axis if group is not None)
+        self._by_axis = (None,) * len(self._by_axis)
+
+
+def _destroy_left() -> None:
+    for group in _left:
+        if group in dist.distributed_c10d._world.pg_map:  # else the default group was destroyed since, and all others
+            dist.destroy_process_group(group)
+    _left.clear()
