@@ -43,7 +43,7 @@ def trains(engine: xm.PipelineEngine, whole: Writing, x: torch.Tensor) -> None:
 
 
 def planned(rank: int, world_size: int, name: str) -> None:
-    for plan in ("found", "megatron", "pipeline"):
+    for plan in ("data", "found", "megatron", "pipeline"):
         torch.manual_seed(0)
         model, x = Writing(WRITES[name][0]).double(), torch.randn(16, 4, dtype=torch.float64)
         whole = copy.deepcopy(model)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from planned_cases import whole_of
 from small_models import Gpt, Mlp
 from torch import nn
+from torch.nn import functional as F
 
 import torch_xmesh as xm
 from torch_xmesh.cli import main
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.presets import batch_loops, even_stages
 from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.testing import spawn
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 OPTIONS: dict[str, Any] = {
@@ -95,6 +99,65 @@ def test_mistakes() -> None:
         xm.presets.data_parallel(MODEL, (TOKENS[:6],), **OPTIONS)
 
 
+class Odd(nn.Module):
+    """A layer between nine and seven features among others that divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 9), nn.Linear(9, 7), nn.Linear(7, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def odd(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Odd().double()
+    whole, x = copy.deepcopy(model), torch.randn(6, 64, dtype=torch.float64)
+    devices = xm.Mesh(range(4))
+    plan = xm.presets.megatron(model, (x[:3],), tensor_parallel=4, devices=devices, num_microbatches=2)
+    (note,) = (one for one in plan.notes if "several devices do alike" in one)
+    assert "layers.2.linear" in note
+    assert "layers.0.linear" not in note
+    engine = xm.PipelineEngine(model, (x[:3],), plan=plan, loss_fn=F.mse_loss)
+    engine.step(x, target=x)
+    F.mse_loss(whole(x), x).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(whole_of(parameter.grad), whole.get_parameter(name).grad)
+    engine.close()
+
+
+def test_what_does_not_divide_is_left_whole() -> None:
+    spawn(odd, 4)
+
+
+def nothing(rank: int, world_size: int) -> None:
+    """The second stage has no parameters; its optimizer can be made and stepped all the same."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Softmax(-1)), torch.randn(4, 6)
+    engine = xm.PipelineEngine(
+        model,
+        (x[:2],),
+        meshes=[xm.Mesh([0]), xm.Mesh([1])],
+        split=xm.split_at("1"),
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+    )
+    optimizer = torch.optim.Adam(engine.parameters())
+    for _ in range(2):
+        engine.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.state_dict(optimizer)
+    engine.load_state_dict(state, optimizer)
+    assert sum(parameter.numel() for parameter in engine.parameters()) == (42 if rank == 0 else 0)
+    engine.close()
+
+
+def test_a_stage_without_parameters_has_an_optimizer() -> None:
+    spawn(nothing, 2)
+
+
 def test_the_loop_over_samples_is_followed() -> None:
     forward = forward_of(MODEL, (TOKENS,))
     loops = batch_loops(forward)
@@ -118,6 +181,7 @@ def test_even_stages() -> None:
 MODEL_FILE = """
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 def make():
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), torch.zeros(32, 64)

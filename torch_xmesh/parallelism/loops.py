@@ -136,15 +136,16 @@ class Choice:
         return " ".join(self.axes)
 
 
-def choices_of(loops: Loops, mesh_shape: Sequence[int]) -> list[Choice]:
-    """All ways to shard the operator over a mesh, in a fixed order; at least one."""
+def choices_of(loops: Loops, mesh_shape: Sequence[int], *, may_idle: bool = False) -> list[Choice]:
+    """All ways to shard the operator over a mesh, in a fixed order; at least one. A heavy one is done by as many
+    devices as can be, unless they `may_idle`: do the same as others."""
     per_axis = [*loops.extents, *([PASS] if loops.is_linear else []), *([] if loops.is_heavy else [LATER]), WHOLE]
     found = [
         _choice(loops, axes)
         for axes in itertools.product(per_axis, repeat=len(mesh_shape))
         if _fits(loops, axes, mesh_shape)
     ]
-    if not loops.is_heavy:
+    if not loops.is_heavy or may_idle:
         return found
 
     def num_used(choice: Choice) -> int:

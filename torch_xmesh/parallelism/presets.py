@@ -7,6 +7,7 @@ matrix, where a value is gathered) is still chosen by cost.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.layers import Layers
-from torch_xmesh.parallelism.loops import LATER, PASS, WHOLE, Choice, dim_of
+from torch_xmesh.parallelism.loops import LATER, PASS, WHOLE, Choice, dim_of, num_devices_used
 from torch_xmesh.parallelism.operators import Forward, Operator, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.plan_parallel import MOST_STAGES, check_count, in_flight_of, subject_of
+from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
@@ -106,12 +108,18 @@ def _preset(
 ) -> ParallelPlan:
     subject, schedule = subject_of(model, example_args, **options)
     subject = dataclasses.replace(subject, title=title)
-    found = _Writer(subject, schedule, tensor, zero).written(stages)
+    writer = _Writer(subject, schedule, tensor, zero)
+    found = writer.written(stages)
     judged = Judge(subject.cluster, subject.num_microbatches, schedule).judged(found)
     if judged is None:
         most = max(round(stage.sharded.bytes.total(stage.in_flight)) for stage in found.stages)
         raise ValueError(f"{title} does not keep memory_limit_bytes: a device would hold about {most} bytes")
-    return dataclasses.replace(assembled(subject, judged), _explainer=Explainer(subject.layers, judged))
+    plan = assembled(subject, judged)
+    if writer.left:
+        names = f"{', '.join(writer.left[:5])}{' ...' if writer.left[5:] else ''}"
+        note = f"operators that several devices do alike, since their loops do not divide: {names}"
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+    return dataclasses.replace(plan, _explainer=Explainer(subject.layers, judged))
 
 
 class _Writer:
@@ -120,6 +128,7 @@ class _Writer:
     def __init__(self, subject: Subject, schedule: str, tensor: int, zero: int) -> None:
         self._subject, self._schedule, self._tensor, self._zero = subject, schedule, tensor, zero
         self._batch = batch_loops(subject.layers.forward)
+        self.left: list[str] = []  # heavy operators that are not done by all devices of their stage
 
     def written(self, num_stages: int) -> FoundPlan:
         subject = self._subject
@@ -148,14 +157,28 @@ class _Writer:
             compute=kind.compute,
             num_microbatches=subject.num_microbatches,
             allowed=functools.partial(self._allowed, shape[0] > 1),
+            is_lenient=True,
         )
         stretch = Stretch.of(subject.layers.forward, subject.layers.operators(first, end))
-        try:
-            sharded = ShardingGraph(stretch, space, self._zero).least()
-        except ValueError as error:
-            mesh = " x ".join(map(str, shape))
-            raise ValueError(f"{subject.title} on a mesh of {mesh}: {error}: its loops do not divide so") from None
+        sharded = ShardingGraph(stretch, space, self._zero).least()
+        self._check(sharded, shape)
         return FoundStage(first, end, Shape((), kind, (space,)), ranks, space, sharded, in_flight)
+
+    def _check(self, sharded: Sharded, shape: tuple[int, ...]) -> None:
+        """Notes heavy operators that some devices do alike, since their loops do not divide.
+
+        Raises:
+            ValueError: that are all of the stage, along the axis over which samples are shared out.
+        """
+        heavy = [pair for pair in zip(sharded.operators, sharded.choices, strict=True) if pair[0].loops.is_heavy]
+        if shape[0] > 1 and heavy and not any(choice.axes[0] not in (WHOLE, PASS, LATER) for _, choice in heavy):
+            mesh = " x ".join(map(str, shape))
+            raise ValueError(
+                f"{self._subject.title} on a mesh of {mesh}: no sharding of {heavy[0][0].name} is left: samples do not "
+                f"divide into {shape[0]} parts"
+            )
+        most = math.prod(shape)
+        self.left += [one.name for one, choice in heavy if num_devices_used(choice, shape) < most]
 
     def _allowed(self, has_data: bool, operator: Operator, choice: Choice) -> bool:
         """The first axis shards the batch, where both have one; the second anything else."""

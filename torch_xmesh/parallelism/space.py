@@ -51,6 +51,7 @@ class Space:
         compute: of each device; None: computing costs nothing.
         num_microbatches: of a step.
         allowed: leaves choices of operators out.
+        is_lenient: an operator of which none is left is done by fewer devices, by each as a whole in the end.
         is_direct: values are brought from one sharding to another axis by axis, as in Alpa, not over a third one.
         objective: by name.
 
@@ -66,6 +67,7 @@ class Space:
         compute: Compute | None = None,
         num_microbatches: int = 1,
         allowed: Allowed | None = None,
+        is_lenient: bool = False,
         is_direct: bool = False,
         objective: str = "serial",
     ) -> None:
@@ -77,7 +79,7 @@ class Space:
         self.shape = tuple(axis[0] for axis in axes)
         self.num_microbatches = num_microbatches
         self._objective: Objective = objectives[objective]
-        self._allowed, self._is_direct = allowed, is_direct
+        self._allowed, self._is_lenient, self._is_direct = allowed, is_lenient, is_direct
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._numbers: dict[State, int] = {}
         self._alive: list[Any] = []  # what ids in keys stand for
@@ -99,6 +101,10 @@ class Space:
         if self._allowed is not None:
             allowed = self._allowed
             found = [choice for choice in found if allowed(operator, choice)]
+            if not found and self._is_lenient:
+                more = choices_of(operator.loops, self.shape, may_idle=True)
+                found = [choice for choice in more if allowed(operator, choice)]
+                found = found or [whole_choice(operator.loops, len(self.axes))]
             if not found:
                 raise ValueError(f"no sharding of {operator.name} is left")
         return found

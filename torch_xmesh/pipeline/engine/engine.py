@@ -330,9 +330,14 @@ class PipelineEngine:
         return self._place.own.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: what an optimizer is given."""
+        """This rank's parameters: what an optimizer is given. Where its stages have none there is one without entries,
+        so that an optimizer can be made there, too."""
+        has_any = False
         for _, parameter in self.named_parameters():
+            has_any = True
             yield parameter
+        if not has_any:
+            yield nn.Parameter(torch.zeros(0))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this rank's parameters, or sets them to zero."""
