@@ -316,6 +316,9 @@ class WeightGradients:
         """Why the first half was a whole backward, if it was."""
     def __call__(self) -> None: ...
 
+def drop_weight_gradients() -> None:
+    """Of all split backwards whose second half has not run, at the end of the interpreter."""
+
 def split_backward(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], WeightGradients]: ...
@@ -406,13 +409,12 @@ class PipelinePlace:
         traffic: PipelineTraffic,
         stages: Sequence[StageValues],
         edges: Sequence[EdgeValues],
-        forward: Callable[[int, int, list[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor | None]],
         overlap: bool,
         lookahead: int,
-    ) -> None:
-        """``forward(stage, microbatch, inputs)`` returns the outputs, and on the last stage the loss."""
+    ) -> None: ...
     def run(
         self,
+        forward: Callable[[int, int, list[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor | None]],
         schedule: Schedule,
         place: int,
         step: int,
@@ -425,7 +427,8 @@ class PipelinePlace:
         is_measured: bool,
         loss_weights: Sequence[float],
     ) -> None:
-        """Runs the place's actions once. ``model_inputs``: by stage, then microbatch; ``loss_weights``: by microbatch,
+        """Runs the place's actions once. ``forward(stage, microbatch, inputs)`` returns the outputs, and on the last
+        stage the loss; it is not kept. ``model_inputs``: by stage, then microbatch; ``loss_weights``: by microbatch,
         the gradient that enters the last stage's loss; ``first_microbatch``: how many all earlier runs had."""
     @property
     def failed_action(self) -> tuple[int, int] | None:

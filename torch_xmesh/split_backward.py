@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ from torch_xmesh import _C
 
 if TYPE_CHECKING:
     from torch_xmesh._C import WeightGradients
+
+
+# Second halves that nobody has run hold a graph, which would keep what a script has open beyond the interpreter's end.
+atexit.register(_C.drop_weight_gradients)
 
 
 def split_backward(

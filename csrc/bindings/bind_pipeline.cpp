@@ -25,7 +25,7 @@ using runtime::PreparedPlan;
 using Release = py::call_guard<py::gil_scoped_release>;
 using Plans = std::vector<std::shared_ptr<PreparedPlan>>;
 
-pipeline::StageRunner::Forward forwardOf(py::object function) {
+pipeline::StepInputs::Forward forwardOf(py::object function) {
   return [function = holdCallable(std::move(function))](int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs) {
     const py::gil_scoped_acquire gil;
     auto [outputs, loss] = (*function)(stage, microbatch, std::move(inputs)).cast<std::pair<std::vector<at::Tensor>, std::optional<at::Tensor>>>();
@@ -124,23 +124,25 @@ void bindPipeline(py::module_& module) {
            }),
            py::arg("lane"), py::arg("values"), py::arg("is_joint"), py::arg("dtypes"), py::arg("forward"), py::arg("backward"));
   py::class_<PipelinePlace>(module, "PipelinePlace")
-      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges, py::object forward,
-                       bool overlap, int32_t lookahead) {
-             return std::make_unique<PipelinePlace>(std::move(traffic), std::move(stages), std::move(edges), forwardOf(std::move(forward)),
+      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges, bool overlap,
+                       int32_t lookahead) {
+             return std::make_unique<PipelinePlace>(std::move(traffic), std::move(stages), std::move(edges),
                                                     runtime::EngineOptions{overlap, lookahead});
            }),
-           py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("forward"), py::arg("overlap"), py::arg("lookahead"))
+           py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("overlap"), py::arg("lookahead"))
       .def(
           "run",
-          [](PipelinePlace& self, const core::Schedule& schedule, int32_t place, uint64_t step, uint64_t first_microbatch,
+          [](PipelinePlace& self, py::object forward, const core::Schedule& schedule, int32_t place, uint64_t step, uint64_t first_microbatch,
              const std::vector<std::shared_ptr<EdgePlans>>& edges, std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs,
              bool has_backward, uint64_t weights_key, bool runs_weights_early, bool is_measured, std::vector<double> loss_weights) {
             run(self, schedule.actionsOf(place),
-                {std::move(model_inputs), has_backward, weights_key, runs_weights_early, is_measured, std::move(loss_weights)},
+                {forwardOf(std::move(forward)), std::move(model_inputs), has_backward, weights_key, runs_weights_early, is_measured,
+                 std::move(loss_weights)},
                 {step, first_microbatch, {edges.begin(), edges.end()}});
           },
-          py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("first_microbatch"), py::arg("edges"), py::arg("model_inputs"),
-          py::arg("has_backward"), py::arg("weights_key"), py::arg("runs_weights_early"), py::arg("is_measured"), py::arg("loss_weights"))
+          py::arg("forward"), py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("first_microbatch"), py::arg("edges"),
+          py::arg("model_inputs"), py::arg("has_backward"), py::arg("weights_key"), py::arg("runs_weights_early"), py::arg("is_measured"),
+          py::arg("loss_weights"))
       .def(
           "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarlyNext(stage); }, py::arg("stage"))
       .def_property_readonly("weight_storages",

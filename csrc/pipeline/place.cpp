@@ -7,10 +7,10 @@
 namespace xmesh::pipeline {
 
 PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
-                             StageRunner::Forward forward, runtime::EngineOptions options)
+                             runtime::EngineOptions options)
     : traffic_(std::move(traffic)),
       flights_(std::move(stages), std::move(edges)),
-      runner_(flights_, std::move(forward)),
+      runner_(flights_),
       boundary_(traffic_, flights_),
       engine_(std::make_shared<runtime::Engine>(options)) {
   traffic_->describeBy([engine = engine_] { return engine->describe(); });

@@ -15,7 +15,7 @@ namespace xmesh::pipeline {
 class PipelinePlace {
  public:
   PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
-                StageRunner::Forward forward, runtime::EngineOptions options);
+                runtime::EngineOptions options);
   ~PipelinePlace();
   PipelinePlace(const PipelinePlace&) = delete;
   PipelinePlace& operator=(const PipelinePlace&) = delete;

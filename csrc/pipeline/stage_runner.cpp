@@ -55,7 +55,7 @@ void StageRunner::forward(int32_t stage, int32_t microbatch) {
       flight.inputs[static_cast<size_t>(stage_values.model_positions[i])] = given.at(i);
     }
   }
-  keepRoots(stage, microbatch, forward_(stage, microbatch, flight.inputs));
+  keepRoots(stage, microbatch, step_.forward(stage, microbatch, flight.inputs));
   if (!step_.has_backward) {
     flight.inputs.clear();
   }

@@ -22,8 +22,13 @@ struct ForwardResult {
   std::optional<at::Tensor> loss;
 };
 
-/// What one step is given.
+/// What one step is given. Nothing of it is kept behind the step.
 struct StepInputs {
+  /// Computes a stage's forward. Takes the GIL itself where it needs it. It may be the host language's, and lead to all that the user has: who kept
+  /// it would keep that alive beyond the language's own end.
+  using Forward = std::function<ForwardResult(int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs)>;
+
+  Forward forward;
   /// By stage of this rank and microbatch: the model's inputs, in the order of StageValues::model_positions.
   std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs;
   bool has_backward = true;
@@ -37,10 +42,7 @@ struct StepInputs {
 /// flights. Threading: one thread, without the GIL.
 class StageRunner final : public runtime::ActionRunner {
  public:
-  /// Takes the GIL itself where it needs it.
-  using Forward = std::function<ForwardResult(int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs)>;
-
-  StageRunner(Flights& flights, Forward forward) : flights_(flights), forward_(std::move(forward)) {}
+  explicit StageRunner(Flights& flights) : flights_(flights) {}
 
   /// By stage whose backward I and W cannot split: why not, at its last I. Such an I is the whole backward.
   const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }
@@ -76,7 +78,6 @@ class StageRunner final : public runtime::ActionRunner {
   Roots takeRoots(int32_t stage, int32_t microbatch);
 
   Flights& flights_;
-  const Forward forward_;
   StepInputs step_;
   at::Tensor loss_gradient_;  ///< the last one made; equal weights share it
   double loss_gradient_weight_ = 0;

@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+
 #include "core/error.h"
 #include "pipeline/stage_runner.h"
 
@@ -23,6 +25,7 @@ class StageRunnerTest : public ::testing::Test {
   }
   void begin(int64_t microbatches) {
     StepInputs inputs;
+    inputs.forward = [this, held = held_](int32_t stage, int32_t, std::vector<at::Tensor> given) { return forward(stage, given); };
     for (int64_t i = 0; i < microbatches; ++i) {
       inputs.model_inputs[0].push_back({at::full({2}, static_cast<float>(i + 1))});
       inputs.loss_weights.push_back(0.5);
@@ -36,7 +39,8 @@ class StageRunnerTest : public ::testing::Test {
 
   std::vector<at::Tensor> weights_ = {at::full({2}, 3.0F), at::full({2}, 5.0F)};
   Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {1}, {0}, true, true, true}}};
-  StageRunner runner_{flights_, [this](int32_t stage, int32_t, std::vector<at::Tensor> inputs) { return forward(stage, inputs); }};
+  StageRunner runner_{flights_};
+  std::shared_ptr<int> held_ = std::make_shared<int>();  ///< by the forward
 };
 
 TEST_F(StageRunnerTest, WholeBackwards) {
@@ -73,13 +77,16 @@ TEST_F(StageRunnerTest, WeightsWaitForTheirTurn) {
 TEST_F(StageRunnerTest, AFailedStepLeavesNothing) {
   begin(1);
   run(ActionKind::kForward, 0, 0);
+  EXPECT_GT(held_.use_count(), 1);
   runner_.endStep(/*is_done=*/false);
+  EXPECT_EQ(held_.use_count(), 1) << "what computed the step is let go of";
   EXPECT_TRUE(flights_.at(1, 0).inputs.empty());
 }
 
 TEST_F(StageRunnerTest, AnotherNumberOfOutputsIsRefused) {
-  StageRunner runner(flights_, [](int32_t, int32_t, const std::vector<at::Tensor>&) { return ForwardResult{}; });
+  StageRunner runner(flights_);
   StepInputs inputs;
+  inputs.forward = [](int32_t, int32_t, const std::vector<at::Tensor>&) { return ForwardResult{}; };
   inputs.model_inputs[0].push_back({at::ones({2})});
   inputs.loss_weights.push_back(1);
   runner.beginStep(std::move(inputs));

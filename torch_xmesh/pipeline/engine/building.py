@@ -141,7 +141,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         unset=made.unset,
         edges=edges,
         forward=forward,
-        core=_make_core(made.stages, edges, transfers, boundaries, partition, forward, options.overlap),
+        core=_make_core(made.stages, edges, transfers, boundaries, partition, options.overlap),
         own=own,
         sharded=sharded,
         planned=given.planned,
@@ -321,7 +321,6 @@ def _make_core(
     transfers: Transfers,
     boundaries: Boundaries,
     cut: Partition,
-    forward: StageForward,
     overlap: bool,
 ) -> "_C.PipelinePlace":
     values = []
@@ -336,7 +335,7 @@ def _make_core(
         boundaries.edge_values(edge, cut.stages[edge.from_stage].output_values, cut.stages[edge.to_stage].input_values)
         for edge in edges
     ]
-    return _C.PipelinePlace(transfers.traffic, values, edge_values, forward, overlap, LOOKAHEAD)
+    return _C.PipelinePlace(transfers.traffic, values, edge_values, overlap, LOOKAHEAD)
 
 
 def _tied_parameters(

@@ -256,7 +256,7 @@ class StageWork:
 
 
 class StageForward:
-    """What the C++ engine calls; it holds the stages' work, not the Python engine, which holds the C++ engine."""
+    """What the C++ engine is given to call in a step."""
 
     def __init__(self, works: Mapping[int, StageWork]) -> None:
         self.step: StepState | None = None

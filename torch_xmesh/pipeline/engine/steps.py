@@ -171,6 +171,7 @@ class EngineSteps:
             weights = [scale * weight for weight in sized.works[len(place.meshes) - 1].loss_weights(sizes)]
         with torch.set_grad_enabled(is_train):
             place.core.run(
+                place.forward,
                 self.ran.core,
                 place.index,
                 self._runs,
