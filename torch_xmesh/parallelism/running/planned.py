@@ -12,7 +12,6 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
-from torch_xmesh.parallelism.plan_checks import check_plan
 from torch_xmesh.parallelism.reading import samples_of
 from torch_xmesh.parallelism.running.called_modules import check_buffers
 from torch_xmesh.parallelism.running.crossing import ports_of
@@ -62,7 +61,6 @@ class PlannedStages:
             raise ValueError(f"{given[0]} follows from the plan: leave it out")
         if not isinstance(plan, ParallelPlan):
             raise ValueError(f"plan is an xm.ParallelPlan, got {plan!r} ({type(plan).__name__})")
-        check_plan(plan)  # it may be written by hand
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_model(model, "model")
@@ -122,6 +120,7 @@ class PlannedStages:
         num_samples = samples_of(*self._arguments) if by_samples else 0
         meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # of the parameters, for the user's collectives
         self._groups = StageGroups.make(self._grids, transfers)
+        transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {
             number: ShardedStage(
                 self._model,
