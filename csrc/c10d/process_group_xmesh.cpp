@@ -17,7 +17,7 @@ constexpr auto kCpu = c10::DeviceType::CPU;
 class KindOf {
  public:
   explicit KindOf(const char* operation) : operation_(operation) {}
-  KindOf& operator()(const at::Tensor& tensor) {
+  void operator()(const at::Tensor& tensor) {
     const auto kind = tensor.device().type();
     if (!is_known_) {
       kind_ = kind;
@@ -25,27 +25,32 @@ class KindOf {
     }
     TORCH_CHECK_VALUE(kind == kind_, "xmesh: ", operation_, " got tensors on ", c10::DeviceTypeName(kind_, true), " and on ",
                       c10::DeviceTypeName(kind, true), "; expected the tensors of one call on one kind of device");
-    return *this;
   }
-  KindOf& operator()(const std::vector<at::Tensor>& tensors) {
+  void operator()(const std::vector<at::Tensor>& tensors) {
     for (const at::Tensor& tensor : tensors) {
       (*this)(tensor);
     }
-    return *this;
   }
-  KindOf& operator()(const std::vector<std::vector<at::Tensor>>& lists) {
+  void operator()(const std::vector<std::vector<at::Tensor>>& lists) {
     for (const auto& tensors : lists) {
       (*this)(tensors);
     }
-    return *this;
   }
-  operator c10::DeviceType() const { return kind_; }  // NOLINT(google-explicit-constructor): the chain's value
+  c10::DeviceType kind() const { return kind_; }
 
  private:
   const char* operation_;
   c10::DeviceType kind_ = kCpu;
   bool is_known_ = false;
 };
+
+/// That of the tensors, lists and lists of lists of one call.
+template <class... Tensors>
+c10::DeviceType kindOf(const char* operation, const Tensors&... tensors) {
+  KindOf found(operation);
+  (found(tensors), ...);
+  return found.kind();
+}
 
 /// c10d's refusals name the backend that lacks something: the user asked xmesh.
 [[noreturn]] void rethrowAsXmesh(const c10::Error& error, const std::string& inner_name) {
@@ -170,87 +175,87 @@ ProcessGroupXmesh::Work ProcessGroupXmesh::run(GuardedCall what, c10::DeviceType
   return collect(kind, std::move(work));
 }
 
-#define XMESH_FORWARD(what, tensors, call_expression) \
-  return run({what}, KindOf(what) tensors, [&](::c10d::Backend& backend) { return backend.call_expression; })
+#define XMESH_FORWARD(what, call_expression, ...) \
+  return run({what}, kindOf(what, __VA_ARGS__), [&](::c10d::Backend& backend) { return backend.call_expression; })
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  XMESH_FORWARD("broadcast", (tensors), broadcast(tensors, opts));
+  XMESH_FORWARD("broadcast", broadcast(tensors, opts), tensors);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  XMESH_FORWARD("all_reduce", (tensors), allreduce(tensors, opts));
+  XMESH_FORWARD("all_reduce", allreduce(tensors, opts), tensors);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  XMESH_FORWARD("all_reduce (sparse)", (tensors), allreduce_sparse(tensors, opts));
+  XMESH_FORWARD("all_reduce (sparse)", allreduce_sparse(tensors, opts), tensors);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
-  XMESH_FORWARD("all_reduce_coalesced", (tensors), allreduce_coalesced(tensors, opts));
+  XMESH_FORWARD("all_reduce_coalesced", allreduce_coalesced(tensors, opts), tensors);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  XMESH_FORWARD("reduce", (tensors), reduce(tensors, opts));
+  XMESH_FORWARD("reduce", reduce(tensors, opts), tensors);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD("all_gather", (inputs)(outputs), allgather(outputs, inputs, opts));
+  XMESH_FORWARD("all_gather", allgather(outputs, inputs, opts), inputs, outputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::_allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD("all_gather_into_tensor", (input)(output), _allgather_base(output, input, opts));
+  XMESH_FORWARD("all_gather_into_tensor", _allgather_base(output, input, opts), input, output);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD("all_gather_coalesced", (inputs)(outputs), allgather_coalesced(outputs, inputs, opts));
+  XMESH_FORWARD("all_gather_coalesced", allgather_coalesced(outputs, inputs, opts), inputs, outputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  XMESH_FORWARD("all_gather_into_tensor_coalesced", (inputs)(outputs), allgather_into_tensor_coalesced(outputs, inputs, opts));
+  XMESH_FORWARD("all_gather_into_tensor_coalesced", allgather_into_tensor_coalesced(outputs, inputs, opts), inputs, outputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) {
-  XMESH_FORWARD("gather", (inputs)(outputs), gather(outputs, inputs, opts));
+  XMESH_FORWARD("gather", gather(outputs, inputs, opts), inputs, outputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) {
-  XMESH_FORWARD("scatter", (outputs)(inputs), scatter(outputs, inputs, opts));
+  XMESH_FORWARD("scatter", scatter(outputs, inputs, opts), outputs, inputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) {
-  XMESH_FORWARD("reduce_scatter", (outputs)(inputs), reduce_scatter(outputs, inputs, opts));
+  XMESH_FORWARD("reduce_scatter", reduce_scatter(outputs, inputs, opts), outputs, inputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts) {
-  XMESH_FORWARD("reduce_scatter_tensor", (output)(input), _reduce_scatter_base(output, input, opts));
+  XMESH_FORWARD("reduce_scatter_tensor", _reduce_scatter_base(output, input, opts), output, input);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                            const ::c10d::ReduceScatterOptions& opts) {
-  XMESH_FORWARD("reduce_scatter_tensor_coalesced", (outputs)(inputs), reduce_scatter_tensor_coalesced(outputs, inputs, opts));
+  XMESH_FORWARD("reduce_scatter_tensor_coalesced", reduce_scatter_tensor_coalesced(outputs, inputs, opts), outputs, inputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                                          std::vector<int64_t>& input_splits, const ::c10d::AllToAllOptions& opts) {
-  XMESH_FORWARD("all_to_all_single", (output)(input), alltoall_base(output, input, output_splits, input_splits, opts));
+  XMESH_FORWARD("all_to_all_single", alltoall_base(output, input, output_splits, input_splits, opts), output, input);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
-  XMESH_FORWARD("all_to_all", (outputs)(inputs), alltoall(outputs, inputs, opts));
+  XMESH_FORWARD("all_to_all", alltoall(outputs, inputs, opts), outputs, inputs);
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::send(Tensors& tensors, int dst_rank, int tag) {
-  return run({"send to rank " + std::to_string(dst_rank), dst_rank, false}, KindOf("send")(tensors),
+  return run({"send to rank " + std::to_string(dst_rank), dst_rank, false}, kindOf("send", tensors),
              [&](::c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::recv(Tensors& tensors, int src_rank, int tag) {
-  return run({"recv from rank " + std::to_string(src_rank), src_rank, false}, KindOf("recv")(tensors),
+  return run({"recv from rank " + std::to_string(src_rank), src_rank, false}, kindOf("recv", tensors),
              [&](::c10d::Backend& backend) { return backend.recv(tensors, src_rank, tag); });
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::recvAnysource(Tensors& tensors, int tag) {
-  return run({"recv from any source", -1, false}, KindOf("recv from any source")(tensors),
+  return run({"recv from any source", -1, false}, kindOf("recv from any source", tensors),
              [&](::c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); });
 }
 
@@ -272,7 +277,7 @@ c10::intrusive_ptr<::c10d::Work> gatherIntoTensor(AnyBackend& backend, at::Tenso
 }  // namespace
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts) {
-  return run({"gather_into_tensor"}, KindOf("gather_into_tensor")(input),
+  return run({"gather_into_tensor"}, kindOf("gather_into_tensor", input),
              [&](::c10d::Backend& backend) { return gatherIntoTensor(backend, output, input, opts); });
 }
 
