@@ -111,7 +111,7 @@ void bindReshard(py::module_& module) {
         for (const std::vector<at::Tensor>* tensors : {&written, &read}) {
           for (const at::Tensor& one : *tensors) {
             const int64_t device = (int64_t{static_cast<int8_t>(one.device().type())} << 8) + one.device().index();
-            all.push_back({c10d_backend::plainMemoryOf(one), static_cast<int64_t>(one.element_size()), device, tensors == &written});
+            all.push_back({c10d_backend::plainMemoryOf(one), one.element_size(), device, tensors == &written});
           }
         }
         return runtime::findSharedMemory(all);
