@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # A process that has imported everything forks one for each case, which falls off the script's end, as a user's does.
 # The file is the script's own, so that a function of the script that something keeps alive keeps the file open.
 SCRIPT = """
@@ -152,6 +154,7 @@ for name in CASES:
 # parameters' gradients), or a graph with an autograd function of the script's: none of the cases leaves such a thing.
 
 
+@pytest.mark.timeout(600)
 def test_files_that_a_script_leaves_open_are_written(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
