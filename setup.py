@@ -2,6 +2,7 @@
 
 XMESH_DEBUG=1 builds it for a debugger: not optimized, with symbols and assertions.
 XMESH_CUDA=0 builds it without CUDA kernels of its own, which are built where nvcc is and torch has CUDA.
+XMESH_CUDA_ARCHITECTURES=90 builds those for that compute capability alone.
 """
 
 import importlib.util

@@ -77,7 +77,7 @@ make_venv() {
 
 build_in_place() {
   local stamp
-  stamp=$("$PYTHON" -c 'import os, sys; from importlib.metadata import version; print(sys.executable, version("torch"), os.environ.get("XMESH_DEBUG"), os.environ.get("XMESH_CUDA"))' |
+  stamp=$("$PYTHON" -c 'import os, sys; from importlib.metadata import version; print(sys.executable, version("torch"), os.environ.get("XMESH_DEBUG"), os.environ.get("XMESH_CUDA"), os.environ.get("XMESH_CUDA_ARCHITECTURES"))' |
     fingerprint csrc setup.py)
   if [ "$(cat build/in_place.stamp 2>/dev/null)" = "$stamp" ] && compgen -G 'torch_xmesh/_C*.so' >/dev/null; then
     return

@@ -5,12 +5,13 @@
 #   --sanitize        C++ tests of transport, runtime and cuda also under ASan+UBSan and TSan
 #   --fuzz SECONDS    what strangers send, SECONDS each (tests/fuzz.sh)
 #   --soak            the long tests too
-#   --gpu             only what needs a GPU; fails where there is none
-#   -- ARGS           handed to pytest
+#   --gpu             what a GPU can show (tests/gpu/program.py); where there is none, a dry run that sets it up
+#   --built           with --gpu: the extension that is there, as it is
+#   -- ARGS           handed to pytest; with --gpu to the program
 #   XMESH_PYTHON=/path/python uses that environment as it is.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-stages=lint,cpp,python
+stages=lint,cpp,python is_built=
 lint_args=() pytest_args=() builds=(plain) fuzz_seconds=0
 while [ $# -gt 0 ]; do
   case $1 in
@@ -20,8 +21,9 @@ while [ $# -gt 0 ]; do
   --fuzz) fuzz_seconds=$2 && shift ;;
   --soak) pytest_args+=(--soak) ;;
   --gpu) stages=gpu ;;
+  --built) is_built=1 ;;
   --) shift && pytest_args+=("$@") && break ;;
-  *) sed -n '2,12s/^# \?//p' "$0" && exit 2 ;;
+  *) sed -n '2,13s/^# \?//p' "$0" && exit 2 ;;
   esac
   shift
 done
@@ -30,10 +32,10 @@ started=$SECONDS
 wants() { [[ ,$stages, == *,$1,* ]]; }
 extras=(plot)
 ! wants lint || extras+=(lint)
-! { wants python || wants gpu; } || extras+=(test)
+! wants python || extras+=(test)
 ! wants python || [ "$TORCH_VERSION" != "$DEFAULT_TORCH" ] || extras+=(models)  # libraries are pinned for one torch
 TORCH_PYTHON=  # with it the C++ tests of rooms that include torch are built too
-if wants lint || wants python || wants gpu; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
+if wants lint || wants python; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
 if wants lint || wants cpp; then setup_cpp; fi
 [ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || lint_args+=(--no-mypy)
 
@@ -62,20 +64,14 @@ run_cpp() {
 run_python() {
   timeout -k 10 3300 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}
 }
+# A Python with torch that is there, without network or installing; the program builds with it.
 run_gpu() {
-  "$PYTHON" -c '
-import sys, torch
-if torch.version.cuda is None or not torch.distributed.is_nccl_available():
-    sys.exit(f"error: --gpu needs a torch with CUDA and NCCL, {sys.executable} has torch {torch.__version__}")
-if torch.cuda.device_count() == 0:
-    sys.exit("error: --gpu needs a GPU: torch.cuda.device_count() is 0 here (no device, no driver, or CUDA_VISIBLE_DEVICES hides them)")
-print("\n".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
-print(__import__("torch_xmesh").about())' || return 1
-  timeout -k 10 2400 "$PYTHON" -m pytest -q -rs ${pytest_args[@]+"${pytest_args[@]}"} tests/distributed/test_on_gpus.py tests/test_cuda.py || return 1
-  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 8 examples/quickstart.py --device cuda || return 1
-  local results=${OUT:-build}/gpu-results
-  mkdir -p "$results"
-  "$PYTHON" benchmarks/device_perf.py --device cuda --ranks 4 --json "$results/device.json" | tee "$results/device.txt"
+  local candidate python=${XMESH_PYTHON:-}
+  for candidate in "$PWD/.venv/bin/python" python3; do
+    [ -n "$python" ] || ! "$candidate" -c 'import torch' 2>/dev/null || python=$candidate
+  done
+  [ -n "$python" ] || die "--gpu needs a Python with torch: set XMESH_PYTHON, or run examples/run.sh once"
+  PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "$python" tests/gpu/program.py "${OUT:-build}/gpu-results" ${is_built:+--built} ${pytest_args[@]+"${pytest_args[@]}"}
 }
 
 failed=()

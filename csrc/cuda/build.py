@@ -1,4 +1,7 @@
-"""Builds the library of CUDA kernels with nvcc: setup.py does, and ``python csrc/cuda/build.py OUT.so``."""
+"""Builds the library of CUDA kernels with nvcc: setup.py does, and ``python csrc/cuda/build.py OUT.so``.
+
+XMESH_CUDA_ARCHITECTURES=90 builds for that compute capability alone, several with commas between them.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,11 @@ def build(nvcc: Path, out: Path) -> None:
 
 def _flags(nvcc: Path) -> list[str]:
     known = subprocess.run([str(nvcc), "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
-    chosen = [one for one in WANTED if f"sm_{one}" in known]
+    asked = os.environ.get("XMESH_CUDA_ARCHITECTURES")
+    wanted = asked.split(",") if asked else WANTED
+    chosen = [one for one in wanted if f"sm_{one}" in known]
     if not chosen:
-        raise RuntimeError(f"{nvcc} knows none of sm_{', sm_'.join(WANTED)}; XMESH_CUDA=0 builds without it")
+        raise RuntimeError(f"{nvcc} knows none of sm_{', sm_'.join(wanted)}; XMESH_CUDA=0 builds without it")
     names = ", ".join(f"sm_{one}" for one in chosen)
     return [
         "-std=c++20",

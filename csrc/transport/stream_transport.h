@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 
 namespace xmesh::transport {
@@ -17,10 +18,19 @@ struct StreamFailure {
 /// Threading: one thread at a time. Nothing blocks the host for a peer.
 /// Matching: the k-th send to a peer meets the peer's k-th recv from this rank on the same communicator; their sizes must be equal.
 /// Order: an entry of the stream (a group, a message outside groups, a launch) begins when the one before it has ended. A message ends only when
-/// its counterpart has begun (rendezvous), so the ranks' orders must agree; messages of one group progress independently of each other.
+/// its counterpart has begun (rendezvous), so the ranks' orders must agree.
+/// Groups: messages of one group progress independently of each other where there are at most maxGroupMessages() of them, and no two that go the
+/// same way between the same ranks. Others may wait for each other. NCCL runs a group in passes: the k-th messages of all ways come in the k-th pass.
+/// A pass is cut into batches where a communicator has more ranks than a batch has places.
+/// Connections: the first message of a way needs one. NCCL makes it when the group is enqueued, for all new ways of the group at once, and waits on
+/// the host until their peers do the same. Groups whose messages would not wait for each other may do so there, hence connectWays() comes first.
 class StreamTransport {
  public:
   virtual ~StreamTransport() = default;
+  virtual int64_t maxGroupMessages() const = 0;
+  /// Connects the ways to and from these peers that are not connected yet: one entry of the stream, nothing where there are none. The peers do so
+  /// too, and all ranks in one order. Not inside a group.
+  virtual void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) = 0;
   /// Messages enqueued up to groupEnd() make one entry of the stream. Groups do not nest.
   virtual void groupBegin() = 0;
   virtual void groupEnd() = 0;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import test_reshard
 import test_reshard_many
@@ -149,22 +150,35 @@ def collectives(rank: int, world_size: int) -> None:
 # Reshards.
 
 
-def random_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
-    """Values differ from one layout to the next."""
+def layout_cases(world_size: int, seed: int, count: int) -> list[tuple[Layout, Any, xm.Topology | None]]:
+    """(layout, strategy, topology), equal on all ranks."""
     rng = random.Random(seed)
-    for i in range(count):
-        layout = random_layout(rng, world_size)
-        strategy = STRATEGIES[i % len(STRATEGIES)]
-        topology = rng.choice([None, xm.Topology(devices_per_host=2)])
-        with torch.device("cpu"):
-            weight, total = partial_weights(layout.src_mesh, layout.src, rank)
-            whole = whole_tensor(layout.shape, layout.dtype).flatten().roll(i).reshape(layout.shape)
-            part = local_part(whole if weight == 1 else whole * weight, layout.src_mesh, layout.src, rank)
-            wanted = local_part(whole if total == 1 else whole * total, layout.dst_mesh, layout.dst, rank)
-        x = dtensor_of(part.to(kind()), layout.shape, layout.src_mesh, layout.src)
-        y = xm.reshard(x, layout.dst_mesh, layout.dst, strategy=strategy, topology=topology)
-        assert y.device.type == kind()
-        assert_same_bytes(y.to_local().cpu(), wanted, (i, strategy, topology, layout))
+    return [
+        (
+            random_layout(rng, world_size),
+            STRATEGIES[i % len(STRATEGIES)],
+            rng.choice([None, xm.Topology(devices_per_host=2)]),
+        )
+        for i in range(count)
+    ]
+
+
+def one_layout(rank: int, layout: Layout, strategy: Any, topology: xm.Topology | None, turn: int) -> None:
+    """Values differ from one turn to the next."""
+    with torch.device("cpu"):
+        weight, total = partial_weights(layout.src_mesh, layout.src, rank)
+        whole = whole_tensor(layout.shape, layout.dtype).flatten().roll(turn).reshape(layout.shape)
+        part = local_part(whole if weight == 1 else whole * weight, layout.src_mesh, layout.src, rank)
+        wanted = local_part(whole if total == 1 else whole * total, layout.dst_mesh, layout.dst, rank)
+    x = dtensor_of(part.to(kind()), layout.shape, layout.src_mesh, layout.src)
+    y = xm.reshard(x, layout.dst_mesh, layout.dst, strategy=strategy, topology=topology)
+    assert y.device.type == kind()
+    assert_same_bytes(y.to_local().cpu(), wanted, (turn, strategy, topology, layout))
+
+
+def random_layouts(rank: int, world_size: int, seed: int, count: int) -> None:
+    for turn, (layout, strategy, topology) in enumerate(layout_cases(world_size, seed, count)):
+        one_layout(rank, layout, strategy, topology, turn)
 
 
 def same_bits_as_on_cpu(rank: int, world_size: int) -> None:

@@ -185,6 +185,7 @@ class World:
             self._changed.wait_for(lambda: text in self._marks[rank] or self._ended(rank), timeout)
             if text in self._marks[rank]:
                 return
+        self._dump_stacks()
         raise RankError(f"rank {rank} did not reach the mark {text!r} in {timeout} s", self.outcomes())
 
     def wait(self, rank: int, timeout: float = 60.0) -> RankOutcome:

@@ -1,9 +1,12 @@
 #include "c10d/stream/backend_transport.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -56,6 +59,43 @@ std::optional<transport::StreamFailure> BackendTransport::failure() const {
 
 at::Tensor BackendTransport::bytesAt(void* data, int64_t num_bytes) const {
   return at::for_blob(data, {num_bytes}).options(at::TensorOptions(at::kByte).device(line_->device())).target_device(line_->device()).make_tensor();
+}
+
+/// A batch of NCCL has 8 places (NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Which rounds share one depends on hosts and local ranks as NCCL sees them.
+int64_t BackendTransport::maxGroupMessages() const {
+  constexpr int64_t kPlaces = 8;
+  return backend_->getSize() <= kPlaces ? kPlaces : 1;
+}
+
+/// By a byte on each new way, all in one group: its setup is the same on both ends of each, and so is the order of its rounds.
+void BackendTransport::connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) {
+  const auto are_new = [](std::span<const int32_t> peers, std::set<int32_t>& known) {
+    std::vector<int32_t> out;
+    std::copy_if(peers.begin(), peers.end(), std::back_inserter(out), [&](int32_t peer) { return known.insert(peer).second; });
+    return out;
+  };
+  const std::vector<int32_t> senders = are_new(receive_from, receives_from_);
+  const std::vector<int32_t> receivers = are_new(send_to, sends_to_);
+  if (isAborted() || (senders.empty() && receivers.empty())) {
+    return;
+  }
+  const auto count = static_cast<int64_t>(senders.size() + receivers.size());
+  const at::Tensor bytes = at::empty({count}, at::TensorOptions(at::kByte).device(line_->device()));
+  auto* next = static_cast<std::byte*>(bytes.data_ptr());
+  groupBegin();
+  try {
+    for (const int32_t peer : receivers) {
+      enqueueSend(peer, next++, 1);
+    }
+    for (const int32_t peer : senders) {
+      enqueueRecv(peer, next++, 1);
+    }
+  } catch (const std::exception& error) {
+    abort({error.what(), -1});
+    groupEnd();
+    throw;
+  }
+  groupEnd();
 }
 
 void BackendTransport::groupBegin() {

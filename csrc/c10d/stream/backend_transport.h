@@ -3,6 +3,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <span>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "c10d/stream/device_line.h"
@@ -21,6 +23,8 @@ class BackendTransport final : public transport::StreamTransport {
   BackendTransport(const BackendTransport&) = delete;
   BackendTransport& operator=(const BackendTransport&) = delete;
 
+  int64_t maxGroupMessages() const override;
+  void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override;
   void groupBegin() override;
   void groupEnd() override;
   void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) override;
@@ -43,6 +47,8 @@ class BackendTransport final : public transport::StreamTransport {
   const c10::intrusive_ptr<::c10d::Backend> backend_;
   const std::shared_ptr<DeviceLine> line_;
   int64_t num_bytes_ = 0;       ///< of the device's memory, that it was seen to take
+  std::set<int32_t> sends_to_;  ///< connected; the line's thread
+  std::set<int32_t> receives_from_;
   bool is_group_open_ = false;  ///< the line's thread; NCCL counts open groups per thread, so each that is opened is closed, whatever happens
   const std::shared_ptr<State> state_ = std::make_shared<State>();  ///< what is told of an end may outlive the transport
 };

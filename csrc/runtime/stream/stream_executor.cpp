@@ -1,6 +1,8 @@
 #include "runtime/stream/stream_executor.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -34,6 +36,7 @@ StreamExecutor::StreamExecutor(std::shared_ptr<const Program> program, transport
     boxes_.push_back(stridedBox(tensor, box.offsets.data(), box.extents.data(), box.item_bytes));
   }
   orderItems();
+  collectWays();
   cutGroups(options.staging_bytes);
 }
 
@@ -57,6 +60,31 @@ void StreamExecutor::orderItems() {
   }
 }
 
+void StreamExecutor::collectWays() {
+  std::set<int32_t> send_to;
+  std::set<int32_t> receive_from;
+  for (const Item& item : items_) {
+    if (item.circle < 0) {
+      (item.is_send ? send_to : receive_from).insert(peerOf(item));
+    }
+  }
+  send_to_.assign(send_to.begin(), send_to.end());
+  receive_from_.assign(receive_from.begin(), receive_from.end());
+}
+
+int32_t StreamExecutor::peerOf(const Item& item) const {
+  const auto index = static_cast<size_t>(item.index);
+  return group_rank_of_peer_[static_cast<size_t>(item.is_send ? program_->sends[index].peer : program_->receives[index].peer)];
+}
+
+/// Whether the group's messages and the item progress independently.
+bool StreamExecutor::hasPlaceIn(const Group& group, const Item& item) const {
+  const auto begin = items_.begin() + static_cast<std::ptrdiff_t>(group.begin);
+  const auto end = items_.begin() + static_cast<std::ptrdiff_t>(group.end);
+  return end - begin < transport_.maxGroupMessages() &&
+         std::none_of(begin, end, [&](const Item& other) { return other.is_send == item.is_send && peerOf(other) == peerOf(item); });
+}
+
 /// Staging memory: one accumulator (only one reduction is under way between groups, a partial sum until it is sent), then the messages of one group.
 void StreamExecutor::cutGroups(int64_t bound_bytes) {
   int64_t accumulator_bytes = 0;
@@ -78,7 +106,7 @@ void StreamExecutor::cutGroups(int64_t bound_bytes) {
     const int64_t need = isStaged(item) ? aligned(numBytes(item)) : 0;
     const bool is_full = need > 0 && used > messages_offset && used + need > bound_bytes;
     const bool is_early = item.is_send && ready_group[static_cast<size_t>(item.index)] > groups_.size();
-    const bool is_apart = i > group.begin && (item.circle >= 0 || items_[i - 1].circle >= 0);
+    const bool is_apart = i > group.begin && (item.circle >= 0 || items_[i - 1].circle >= 0 || !hasPlaceIn(group, item));
     if (is_full || is_early || is_apart) {
       flush(i);
     }
@@ -120,6 +148,7 @@ int64_t StreamExecutor::numBytes(const Item& item) const {
 
 void StreamExecutor::enqueue(void* staging) {
   staging_ = static_cast<std::byte*>(staging);
+  transport_.connectWays(send_to_, receive_from_);
   for (size_t i = 0; i < groups_.size(); ++i) {
     if (groups_[i].has_packs) {
       transport_.enqueue([this, i](void* stream) { packGroup(stream, groups_[i]); });
@@ -154,11 +183,9 @@ void StreamExecutor::enqueueMessages(const Group& group) {
   for (size_t i = group.begin; i < group.end; ++i) {
     const Item& item = items_[i];
     if (item.is_send) {
-      const SendStep& step = program_->sends[static_cast<size_t>(item.index)];
-      transport_.enqueueSend(group_rank_of_peer_[static_cast<size_t>(step.peer)], sendSource(item), numBytes(item));
+      transport_.enqueueSend(peerOf(item), sendSource(item), numBytes(item));
     } else {
-      const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
-      transport_.enqueueRecv(group_rank_of_peer_[static_cast<size_t>(step.peer)], receiveTarget(item), numBytes(item));
+      transport_.enqueueRecv(peerOf(item), receiveTarget(item), numBytes(item));
     }
   }
 }

@@ -15,11 +15,11 @@ namespace xmesh::runtime {
 /// Puts one rank's program on the in-order stream of a StreamTransport: groups of messages in plan order, packing before each group, unpacking
 /// and accumulating behind it.
 ///
-/// A group takes messages as long as none of them sends what the same group receives, and staging suffices; a broadcast is alone in its group. No
-/// deadlock under in-order
+/// A group takes messages as long as none of them sends what the same group receives, no two go the same way between the same ranks, there are no
+/// more than progress independently (see StreamTransport), and staging suffices; a broadcast is alone in its group. No deadlock under in-order
 /// rendezvous, however each rank cuts its groups: look at the earliest message of the plan that is not complete. At both of its ends all earlier
 /// messages are complete, so all earlier groups have ended (they hold earlier messages only) and the message's own group has begun; messages of a
-/// group progress independently, hence it completes.
+/// group progress independently, hence it completes. All ways are connected before the first group, so no group waits for another on the host.
 ///
 /// One accumulator is enough: a rank's messages of one reduction are neighbors in its order (see Program), a partial sum's send behind what it is
 /// made of. The send is the first message of the group after that; whatever fills the accumulator again is received in that group or later and
@@ -63,9 +63,12 @@ class StreamExecutor {
   };
 
   void orderItems();
+  void collectWays();
   void cutGroups(int64_t bound_bytes);
   bool isStaged(const Item& item) const;
   int64_t numBytes(const Item& item) const;
+  int32_t peerOf(const Item& item) const;
+  bool hasPlaceIn(const Group& group, const Item& item) const;
   int64_t itemBytes(int32_t box) const { return program_->boxes[static_cast<size_t>(box)].item_bytes; }
   const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
   void enqueueGroup(const Group& group);
@@ -87,6 +90,8 @@ class StreamExecutor {
   const StreamKernels& kernels_;
   std::vector<StridedBox> boxes_;  ///< by slice box
   std::vector<Item> items_;        ///< in plan order
+  std::vector<int32_t> send_to_;   ///< the transport's ranks, ascending; without broadcasts
+  std::vector<int32_t> receive_from_;
   std::vector<Group> groups_;
   int64_t staging_bytes_ = 0;
   std::byte* staging_ = nullptr;

@@ -1,9 +1,12 @@
 #include "transport/fakes/fake_stream_network.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -16,18 +19,23 @@ struct StreamMessage {
   char* data = nullptr;
   int64_t num_bytes = 0;
   bool is_done = false;
+  int64_t pass = 0;  ///< how many messages of its group go the same way before it
+  int64_t batch = 0;
 
   std::string str() const {
     return std::string(is_send ? "send to" : "recv from") + " rank " + std::to_string(peer) + " (" + std::to_string(num_bytes) + " bytes)";
   }
 };
 
-/// One entry of a stream: a launch, who is told, or the messages of a group.
+/// One entry of a stream: a launch, who is told, or the messages of a group; those of a broadcast are of a communicator that is connected.
 struct StreamEntry {
   std::function<void(void*)> launch;
   std::function<void(const StreamFailure*)> told;
   std::vector<StreamMessage> messages;
+  bool is_broadcast = false;
 };
+
+using Way = std::pair<bool, int32_t>;  ///< whether it is this rank that sends, and the peer
 
 }  // namespace
 
@@ -36,6 +44,18 @@ class FakeStream final : public StreamTransport {
  public:
   FakeStream(int32_t rank, int32_t num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
 
+  int64_t maxGroupMessages() const override { return num_ranks_ <= kPlaces ? kPlaces : 1; }
+  void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override {
+    groupBegin();
+    for (const auto& [is_send, peers] : {std::pair(true, send_to), std::pair(false, receive_from)}) {
+      for (const int32_t peer : peers) {
+        if (asked_.insert({is_send, peer}).second) {
+          add({is_send, peer, nullptr, 0});
+        }
+      }
+    }
+    groupEnd();
+  }
   void groupBegin() override {
     if (in_group_) {
       throw std::logic_error("FakeStream: groups do not nest");
@@ -55,9 +75,9 @@ class FakeStream final : public StreamTransport {
   }
 
   void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) override {
-    add({true, peer, static_cast<char*>(const_cast<void*>(data)), num_bytes, false});
+    add({true, peer, static_cast<char*>(const_cast<void*>(data)), num_bytes});
   }
-  void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override { add({false, peer, static_cast<char*>(data), num_bytes, false}); }
+  void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override { add({false, peer, static_cast<char*>(data), num_bytes}); }
 
   void enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) override {
     std::vector<int64_t> all(static_cast<size_t>(num_ranks_));
@@ -67,6 +87,7 @@ class FakeStream final : public StreamTransport {
   /// The root's entry ends when all have their bytes.
   void pushBroadcast(int64_t root, const std::vector<int64_t>& members, void* data, int64_t num_bytes) {
     groupBegin();
+    group_.is_broadcast = true;
     for (const int64_t member : members) {
       if (root == rank_ && member != rank_) {
         enqueueSend(static_cast<int32_t>(member), data, num_bytes);
@@ -110,17 +131,42 @@ class FakeStream final : public StreamTransport {
   StreamEntry& front() { return entries_.front(); }
   const StreamEntry& front() const { return entries_.front(); }
 
-  /// The first message of the current entry that goes to or comes from `peer` and is not done; null when there is none.
+  /// The message of the current entry that goes to or comes from `peer` and may move; null when there is none. Groups run as NCCL runs them: no
+  /// message of a batch moves before the batches ahead of it have ended, where a channel is shared.
   StreamMessage* firstOpen(bool is_send, int32_t peer) {
-    if (!entries_.empty()) {
-      for (StreamMessage& message : entries_.front().messages) {
-        if (!message.is_done && message.is_send == is_send && message.peer == peer) {
-          return &message;
-        }
+    if (entries_.empty()) {
+      return nullptr;
+    }
+    StreamEntry& entry = entries_.front();
+    if (!entry.is_broadcast && !connected_.contains({is_send, peer})) {
+      return nullptr;
+    }
+    std::pair<int64_t, int64_t> current{std::numeric_limits<int64_t>::max(), 0};
+    for (const StreamMessage& message : entry.messages) {
+      current = message.is_done ? current : std::min(current, std::pair(message.pass, message.batch));
+    }
+    for (StreamMessage& message : entry.messages) {
+      const bool may_move = entry.is_broadcast || std::pair(message.pass, message.batch) == current;
+      if (!message.is_done && may_move && message.is_send == is_send && message.peer == peer) {
+        return &message;
       }
     }
     return nullptr;
   }
+
+  /// Ways of the current entry that are not connected.
+  std::set<Way> newWays() const {
+    std::set<Way> out;
+    if (!entries_.empty() && !entries_.front().is_broadcast) {
+      for (const StreamMessage& message : entries_.front().messages) {
+        if (!connected_.contains({message.is_send, message.peer})) {
+          out.insert({message.is_send, message.peer});
+        }
+      }
+    }
+    return out;
+  }
+  void connected(const std::set<Way>& ways) { connected_.insert(ways.begin(), ways.end()); }
 
   /// Ends the current entry if it can end; runs it if it is a launch.
   bool tryEnd() {
@@ -150,6 +196,10 @@ class FakeStream final : public StreamTransport {
       throw std::invalid_argument("FakeStream: rank " + std::to_string(message.peer) + " is no peer of rank " + std::to_string(rank_));
     }
     if (in_group_) {
+      const auto goes_the_same_way = [&](const StreamMessage& other) { return other.is_send == message.is_send && other.peer == message.peer; };
+      message.pass = std::count_if(group_.messages.begin(), group_.messages.end(), goes_the_same_way);
+      const int32_t delta = message.is_send ? message.peer - rank_ : rank_ - message.peer;
+      message.batch = (delta + num_ranks_) % num_ranks_ / kPlaces;
       group_.messages.push_back(message);
     } else {
       push({nullptr, nullptr, {message}});
@@ -161,8 +211,12 @@ class FakeStream final : public StreamTransport {
     }
   }
 
+  static constexpr int64_t kPlaces = 8;  ///< in a batch
+
   const int32_t rank_;
   const int32_t num_ranks_;
+  std::set<Way> asked_;  ///< by connectWays()
+  std::set<Way> connected_;
   bool in_group_ = false;
   StreamEntry group_;
   std::optional<StreamFailure> failure_;  ///< of one that was aborted
@@ -175,6 +229,8 @@ namespace {
 class FakeCircle final : public StreamTransport {
  public:
   FakeCircle(FakeStream& stream, std::vector<int64_t> members) : stream_(stream), members_(std::move(members)) {}
+  int64_t maxGroupMessages() const override { return stream_.maxGroupMessages(); }
+  void connectWays(std::span<const int32_t> /*send_to*/, std::span<const int32_t> /*receive_from*/) override { groupBegin(); }
   void groupBegin() override { throw std::logic_error("FakeCircle: it only broadcasts"); }
   void groupEnd() override { groupBegin(); }
   void enqueueSend(int32_t /*peer*/, const void* /*data*/, int64_t /*num_bytes*/) override { groupBegin(); }
@@ -232,7 +288,33 @@ bool FakeStreamNetwork::isEmpty(int32_t rank, int32_t communicator) const {
   return found == streams_.end() || found->second->isEmpty();
 }
 
+/// As NCCL connects: a rank tells all peers of its group's new ways, waits until each has told it, and until each has heard all of its own.
+bool FakeStreamNetwork::tryConnect() {
+  std::map<std::pair<int32_t, int32_t>, std::set<Way>> waiting;
+  for (const auto& [key, stream] : streams_) {
+    if (std::set<Way> ways = stream->newWays(); !ways.empty()) {
+      waiting[key] = std::move(ways);
+    }
+  }
+  const auto has_come = [&](int32_t communicator, int32_t rank, const Way& way) {
+    const auto peer = waiting.find({communicator, way.second});
+    return peer != waiting.end() && peer->second.contains({!way.first, rank});
+  };
+  while (std::erase_if(waiting, [&](const auto& one) {
+           const auto& [key, ways] = one;
+           return !std::all_of(ways.begin(), ways.end(), [&, &at = key](const Way& way) { return has_come(at.first, at.second, way); });
+         }) > 0) {
+  }
+  for (const auto& [key, ways] : waiting) {
+    streams_.at(key)->connected(ways);
+  }
+  return !waiting.empty();
+}
+
 bool FakeStreamNetwork::step() {
+  if (tryConnect()) {
+    return true;
+  }
   std::vector<FakeStream*> streams;
   std::vector<std::pair<StreamMessage*, StreamMessage*>> pairs;
   for (const auto& [key, stream] : streams_) {

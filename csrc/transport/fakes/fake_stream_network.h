@@ -22,7 +22,8 @@ class StreamDeadlock : public std::runtime_error {
 
 class FakeStream;
 
-/// N ranks in one process whose communicators move bytes as NCCL's do: in order per communicator, with rendezvous and without any buffering.
+/// N ranks in one process whose communicators move bytes as NCCL's do: in order per communicator, with rendezvous and without any buffering, groups
+/// in passes and batches, and ways that are connected at a group's begin (see StreamTransport).
 /// Every (rank, communicator) has a stream of its own. Nothing happens before run(). One thread. For tests.
 class FakeStreamNetwork {
  public:
@@ -45,6 +46,7 @@ class FakeStreamNetwork {
   bool isEmpty(int32_t rank, int32_t communicator = 0) const;
 
  private:
+  bool tryConnect();
   std::string describeDeadlock() const;
 
   int32_t num_ranks_;

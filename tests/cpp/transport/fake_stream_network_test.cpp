@@ -63,6 +63,9 @@ TEST_P(FakeStream, AGroupEndsOnlyAsAWhole) {
   int value = 1;
   int got[2] = {0, 0};
   bool is_past = false;
+  network_.transport(0).connectWays(std::vector<int32_t>{1, 2}, {});
+  network_.transport(1).connectWays({}, std::vector<int32_t>{0});
+  network_.transport(2).connectWays({}, std::vector<int32_t>{0});
   network_.transport(0).groupBegin();
   network_.transport(0).enqueueSend(1, &value, sizeof(int));
   network_.transport(0).enqueueSend(2, &value, sizeof(int));
@@ -75,6 +78,45 @@ TEST_P(FakeStream, AGroupEndsOnlyAsAWhole) {
   network_.transport(2).enqueueRecv(0, &got[1], sizeof(int));
   network_.run();
   EXPECT_TRUE(is_past);
+}
+
+/// Rank 0 {sends to 1, `again` once more, receives from 2}, rank 1 {receives} then {sends to 2}, rank 2 {receives from 1} then {sends to 0}.
+void enqueueATriangle(FakeStreamNetwork& network, bool again, bool are_connected) {
+  static int value = 0;
+  const auto group = [&](int32_t rank, const std::vector<int32_t>& sends, const std::vector<int32_t>& receives) {
+    StreamTransport& transport = network.transport(rank);
+    transport.groupBegin();
+    for (const int32_t peer : sends) {
+      transport.enqueueSend(peer, &value, sizeof(int));
+    }
+    for (const int32_t peer : receives) {
+      transport.enqueueRecv(peer, &value, sizeof(int));
+    }
+    transport.groupEnd();
+  };
+  for (int32_t rank = 0; are_connected && rank < 3; ++rank) {
+    network.transport(rank).connectWays(std::vector<int32_t>{(rank + 1) % 3}, std::vector<int32_t>{(rank + 2) % 3});
+  }
+  group(0, again ? std::vector<int32_t>{1, 1} : std::vector<int32_t>{1}, {2});
+  group(1, {}, again ? std::vector<int32_t>{0, 0} : std::vector<int32_t>{0});
+  group(1, {2}, {});
+  group(2, {}, {1});
+  group(2, {0}, {});
+}
+
+TEST_P(FakeStream, TheSecondMessageOfAWayWaitsForAllFirstOnes) {
+  enqueueATriangle(network_, true, true);
+  EXPECT_THROW(network_.run(), StreamDeadlock);
+}
+
+TEST_P(FakeStream, GroupsWhoseWaysAreNewWaitForEachOther) {
+  enqueueATriangle(network_, false, false);
+  EXPECT_THROW(network_.run(), StreamDeadlock);
+}
+
+TEST_P(FakeStream, ConnectedWaysWithAMessageEachGoThrough) {
+  enqueueATriangle(network_, false, true);
+  network_.run();
 }
 
 TEST_P(FakeStream, SizesMustMatch) {
