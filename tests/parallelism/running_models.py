@@ -125,6 +125,55 @@ def odd() -> tuple[nn.Module, torch.Tensor]:
     return Odd(), torch.randn(16, 32)
 
 
+class Draws(nn.Module):
+    """Random numbers of many kinds: some of each channel or sample, some in place, some of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.aside = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(4, 8, 1)
+        self.head, self.table = nn.Linear(8 * 16, 32), nn.Embedding(10, 32)
+        self.drop = nn.Dropout2d(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.rrelu(self.drop(self.inner(x)), training=self.training)
+        is_kept = hidden.new_empty(hidden.shape[0], 1, 1, 1).bernoulli_(0.75).div_(0.75)
+        flat = (hidden * is_kept + self.aside(x)).flatten(1)
+        flat = F.alpha_dropout(flat, 0.2, training=self.training)
+        flat = flat * (1 + torch.rand(flat.shape[0], 1)) * torch.bernoulli(torch.full_like(flat, 0.9))
+        flat = F.dropout1d(flat.view(-1, 8, 16), 0.2, training=self.training).flatten(1)
+        out: torch.Tensor = self.head(flat) + self.table(torch.randint(0, 10, (flat.shape[0],)))
+        return out
+
+
+class Smoothed(nn.Module):
+    """Losses of its own: smoothed labels, of which some are ignored, and distances between distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(32, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x).relu()
+        logits = self.head(hidden)
+        target = (x[:, 0].abs() * 20).long() % 17 - 1
+        out: torch.Tensor = F.cross_entropy(logits, target, ignore_index=-1, label_smoothing=0.1)
+        out = out + F.cross_entropy(logits, target, ignore_index=-1, reduction="sum", label_smoothing=0.3) / 50
+        wanted = torch.softmax(x[:, :16], 1)
+        for reduction in ("batchmean", "mean", "sum"):
+            out = out + F.kl_div(torch.log_softmax(logits, 1), wanted, reduction=reduction)
+        weight = torch.linspace(0.5, 1.5, 16, dtype=x.dtype)
+        out = out + F.cross_entropy(logits, target, weight, ignore_index=-1, label_smoothing=0.1)
+        return out + F.cross_entropy(logits, wanted) + F.mse_loss(logits, wanted, size_average=False)
+
+
+def draws() -> tuple[nn.Module, torch.Tensor]:
+    return Draws(), torch.randn(16, 4, 4, 4)
+
+
+def smoothed() -> tuple[nn.Module, torch.Tensor]:
+    return Smoothed(), torch.randn(16, 32)
+
+
 def noisy() -> tuple[nn.Module, torch.Tensor]:
     return Noisy(), torch.randn(16, 32)
 
@@ -205,4 +254,6 @@ RANDOM = {
     "attends": attends,
     "encodes": encodes,
     "normed": normed,
+    "draws": draws,
+    "smoothed": smoothed,
 }

@@ -15,6 +15,7 @@ from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site,
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.rows.registry import Call, Tensor
+from torch_xmesh.parallelism.running.calls import runs_in_parts
 from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.recorder import DROPS
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
@@ -306,7 +307,7 @@ class Reader:
             check_loops(found, [value.shape for value in reads], call.shapes)
         except (ValueError, TypeError, IndexError):  # arguments of a form that the row does not expect
             return None
-        return found
+        return found if runs_in_parts(call.name, found, draws=self._recording.facts[node].draws) else None
 
     @staticmethod
     def _module(node: fx.Node) -> str:

@@ -98,8 +98,9 @@ def cross_entropy(call: Call) -> Loops:
     output = samples if call.shape == target.shape else ()
     names = tuple(label for label in samples if label is not None)
     own = Within("c", "all-reduce", _STATISTIC * math.prod(target.shape), names, num_forward=2, num_backward=0)
-    is_by_old_names = call.get(3, "size_average") is not None or call.get(5, "reduce") is not None
-    is_mean = not output and (is_by_old_names or call.get(6, "reduction", "mean") != "sum")
+    if call.get(3, "size_average") is not None or call.get(5, "reduce") is not None:
+        raise ValueError("old arguments")
+    is_mean = not output and call.get(6, "reduction", "mean") != "sum"
     counts = tuple(Within(name, "all-reduce", _STATISTIC, num_backward=0) for name in names if is_mean)
     within = (*([own] if call.name == "cross_entropy" else []), *counts)
     extents = extents_of(labels, x.shape)
@@ -118,6 +119,8 @@ def distances(call: Call) -> Loops:
     x, target = call.tensor(0, "input"), call.tensor(1, "target")
     if x.shape != target.shape or len(call.tensors) > 2:
         raise ValueError("a loss that broadcasts")
+    if call.kwargs.get("size_average") is not None or any(isinstance(one, bool) for one in call.args[2:]):
+        raise ValueError("old arguments")
     labels = labels_like(x.shape)
     output = labels if call.shape == x.shape else ()
     return call.loops({x.index: labels, target.index: labels}, output, extents_of(labels, x.shape))

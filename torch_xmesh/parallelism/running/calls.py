@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from torch_xmesh.parallelism.loops import Choice
+from torch_xmesh.parallelism.loops import Choice, Loops
 from torch_xmesh.parallelism.operators import Operator, Site, Value
 from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.attention import attention
@@ -17,7 +17,7 @@ from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
 from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
 from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
-from torch_xmesh.parallelism.running.local_rules import Local, Rule, is_plain, rules, shape_made
+from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, Rule, is_plain, rules, shape_made
 from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.recording import structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
@@ -29,6 +29,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CLASSES, experts),
 }
 """How operators run on parts where that is not the call itself, by kind."""
+
+
+def runs_in_parts(kind: str, loops: Loops, *, draws: bool) -> bool:
+    """Whether devices can do parts of an operator of these loops; else each does all of it."""
+    if draws and kind not in DRAWING:
+        return False
+    return kind in RULES or not (loops.once or loops.within)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,16 +15,15 @@ import torch.utils.checkpoint
 from torch import nn
 
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
-from torch_xmesh.parallelism.operators import Operator, Recorded, Site, Value
+from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.rows.experts import CLASSES
-from torch_xmesh.parallelism.running.calls import RULES, Call, Way
+from torch_xmesh.parallelism.running.calls import Call, Way
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves
 from torch_xmesh.parallelism.running.compiled import Compiler, Segment
 from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
 from torch_xmesh.parallelism.running.experts import RunsAtOnce
 from torch_xmesh.parallelism.running.fetching import not_kept
-from torch_xmesh.parallelism.running.local_rules import DRAWING
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
 
@@ -87,8 +86,6 @@ class StageForward:
         self._layers = self._fetched_together(planned)
         self._turns, self._regions = self._in_regions()
         self._segments: dict[int, Segment] = {}
-        for operator, choice in self._choices.items():
-            _check(recorded.forward.operators[operator], choice, recorded.sites[operator])
 
     def left_states(self) -> dict[str, State]:
         """How what leaves is left, by value."""
@@ -323,16 +320,6 @@ class StageForward:
         added_up = tuple(PARTIAL if held == 0 else REPLICATED for held in state)
         whole = End(self._whole, added_up)  # each device's loss adds to the gradient
         return {value: by_samples if has_samples(value, num_samples) else whole for value in planned}
-
-
-def _check(operator: Operator, choice: Choice, site: Site) -> None:
-    if operator.draws and operator.kind not in DRAWING:
-        raise ValueError(f"{operator.name} draws random numbers: that cannot be run in parts")
-    if operator.kind == "kl_div" or (operator.loops.once and operator.kind not in RULES):
-        raise ValueError(f"{operator.name}: {operator.kind} cannot be run in parts")
-    own = {one.label for one in operator.loops.within} & {*choice.axes}
-    if own and operator.kind not in RULES:
-        raise ValueError(f"{operator.name} with loop {min(own)} sharded cannot be run")
 
 
 def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:

@@ -1,6 +1,7 @@
 """How operators run on parts where that is not the call itself."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,9 +124,10 @@ class _AddedOnce(torch.autograd.Function):
         return gradient, gradient.sum_to_size(ctx.shape).to(ctx.dtype), None
 
 
-DRAWING = frozenset({"dropout", "rand_like", "randn_like", "scaled_dot_product_attention"})
+_CHANNELS = ("dropout1d", "dropout2d", "dropout3d")
+DRAWING = frozenset({"dropout", "rand_like", "randn_like", "scaled_dot_product_attention", *_CHANNELS})
 """Kinds that draw random numbers for the whole on every device, and take the device's part: they are one process's, as
-long as all devices of a stage have drawn as many before."""
+long as all devices of a stage have drawn as many before. Others that draw are done whole by every device."""
 
 
 @rule("dropout")
@@ -134,6 +136,17 @@ def dropout(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if not is_training:
         return x
     return x * local.part_of(F.dropout(local.ones(x), p, training=True))
+
+
+@rule(*_CHANNELS)
+def channel_dropout(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A number is drawn for each channel of each sample."""
+    x, p, is_training = (*args, *(kwargs.get(n, d) for n, d in (("p", 0.5), ("training", True))[len(args) - 1 :]))[:3]
+    if not is_training:
+        return x
+    shape = local.operator.makes[0].shape
+    ones = x.new_ones([*shape[:2], *[1] * (len(shape) - 2)])
+    return x * local.part_of(local.function(ones, p, True))
 
 
 @rule("rand_like", "randn_like")
@@ -151,7 +164,19 @@ def linear(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return out
 
 
-@rule("addmm", "baddbmm")
+@rule("bilinear")
+def bilinear(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The bias is added once."""
+    given = dict(zip(["input1", "input2", "weight", "bias"], args, strict=False)) | dict(kwargs)
+    bias = given.get("bias")
+    if bias is None or local.summands == 1:
+        return local.function(**given)
+    made = local.function(**{**given, "bias": None})
+    out: torch.Tensor = _AddedOnce.apply(made, bias, local.is_first_summand)  # type: ignore[no-untyped-call]
+    return out
+
+
+@rule("addmm", "addmv", "baddbmm")
 def addmm(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What is added to the product is added once."""
     if local.summands == 1:
@@ -232,13 +257,21 @@ def mean(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 )
 def distances(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A mean is over as many as the whole has."""
-    old = (kwargs.get("size_average"), kwargs.get("reduce"), *args[2:])
-    if any(isinstance(one, bool) for one in old):
-        raise ValueError(f"{local.operator.name} with old arguments cannot be run in parts")
     made = local.function(*args, **kwargs)
     given = [kwargs.get("reduction", "mean"), *(one for one in args if isinstance(one, str))]
     is_mean = given[-1] == "mean"
     return made / local.summands if is_mean else made
+
+
+@rule("kl_div")
+def kl_div(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A mean is over as many elements, or samples, as the whole has."""
+    names = ["input", "target", "size_average", "reduce", "reduction", "log_target"]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    reduction, shape = given.get("reduction", "mean"), local.operator.reads[0].shape
+    if reduction not in ("mean", "batchmean"):
+        return local.function(**given)
+    return local.function(**{**given, "reduction": "sum"}) / (math.prod(shape) if reduction == "mean" else shape[0])
 
 
 @rule("embedding")
@@ -297,20 +330,30 @@ class _ClassLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, raised: torch.Tensor, total: torch.Tensor, own: torch.Tensor, counted: torch.Tensor, is_first: bool
+        ctx: Any,
+        raised: torch.Tensor,
+        total: torch.Tensor,
+        own: torch.Tensor,
+        counted: torch.Tensor,
+        is_first: bool,
+        shares: tuple[float, float],
     ) -> torch.Tensor:
+        """`shares`: of the target's class, and of each class besides, as smoothed labels have them."""
         is_here = (counted & (own >= 0) & (own < raised.shape[1])).unsqueeze(1)
         places = own.clamp(0, raised.shape[1] - 1).unsqueeze(1)
         ctx.save_for_backward(raised, total, is_here, places, counted)
-        picked = torch.where(is_here, raised.gather(1, places), 0.0).squeeze(1)
+        ctx.shares = shares
+        picked = shares[0] * torch.where(is_here, raised.gather(1, places), 0.0).squeeze(1)
+        if shares[1]:
+            picked = picked + shares[1] * torch.where(counted, raised.sum(1), 0.0)
         return torch.where(counted, total.log(), 0.0) - picked if is_first else -picked
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raised, total, is_here, places, counted = ctx.saved_tensors
-        out = raised.exp() / total.unsqueeze(1)
-        out.scatter_add_(1, places, -is_here.to(out.dtype))
-        return out * (gradients[0] * counted).unsqueeze(1), None, None, None, None
+        out = raised.exp() / total.unsqueeze(1) - ctx.shares[1]
+        out.scatter_add_(1, places, -ctx.shares[0] * is_here.to(out.dtype))
+        return out * (gradients[0] * counted).unsqueeze(1), None, None, None, None, None
 
 
 @rule("cross_entropy", "nll_loss")
@@ -326,8 +369,7 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     samples = [axis for axis, label in enumerate(local.choice.axes) if label.startswith("n")]
     if not classes and (not samples or reduction != "mean"):
         return local.function(*args, **kwargs)
-    if given.get("label_smoothing") or given.get("size_average") is not None or given.get("reduce") is not None:
-        raise ValueError(f"{local.operator.name} with smoothed labels, or old arguments, cannot be run in parts")
+    smoothing = given.get("label_smoothing", 0.0)
     counted = target != ignored
     x = _in_single(x)
     if classes:
@@ -337,9 +379,11 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             x = x - local.greatest(x.amax(1, keepdim=True), classes)
             total = local.summed(x.detach().exp().sum(1), classes)
         is_first = is_raw and local.place_along(classes) == 0
-        losses: torch.Tensor = _picked_losses(x, total, own, counted, is_first=is_first, is_raw=is_raw)
+        num_classes = x.shape[1] * math.prod(local.mesh_shape[axis] for axis in classes)
+        shares = (1.0 - smoothing, smoothing / num_classes)
+        losses: torch.Tensor = _picked_losses(x, total, own, counted, shares, is_first=is_first, is_raw=is_raw)
     else:
-        whole = F.cross_entropy if is_raw else F.nll_loss
+        whole = functools.partial(F.cross_entropy, label_smoothing=smoothing) if is_raw else F.nll_loss
         losses = whole(x, target, reduction="none", ignore_index=ignored)
     few = {**given, "input": given["input"][:0], "target": target[:0], "weight": None}
     dtype = _dtype_of(local, (), few)
@@ -349,10 +393,17 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _picked_losses(
-    x: torch.Tensor, total: torch.Tensor, own: torch.Tensor, counted: torch.Tensor, *, is_first: bool, is_raw: bool
+    x: torch.Tensor,
+    total: torch.Tensor,
+    own: torch.Tensor,
+    counted: torch.Tensor,
+    shares: tuple[float, float],
+    *,
+    is_first: bool,
+    is_raw: bool,
 ) -> torch.Tensor:
     if is_raw:
-        out: torch.Tensor = _ClassLosses.apply(x, total, own, counted, is_first)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _ClassLosses.apply(x, total, own, counted, is_first, shares)  # type: ignore[no-untyped-call]
         return out
     is_here = counted & (own >= 0) & (own < x.shape[1])
     picked = x.gather(1, own.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
