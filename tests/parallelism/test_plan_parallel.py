@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -125,7 +126,29 @@ def test_memory_is_kept_or_refused_with_what_would_do() -> None:
     assert max(stage.peak_bytes for stage in tight.stages) <= most * 0.9
     with pytest.raises(ValueError, match=r"no plan keeps memory_limit_bytes=1000: the smallest limit") as refused:
         planned(memory_limit_bytes=1000)
-    assert "for stage" in str(refused.value)
+    (named,) = re.findall(r"that one keeps is (\d+)", str(refused.value))
+    assert max(stage.peak_bytes for stage in planned(memory_limit_bytes=int(named)).stages) <= int(named)
+    with pytest.raises(ValueError, match=f"that one keeps is {named}"):
+        planned(memory_limit_bytes=int(named) - 1)
+
+
+@pytest.mark.parametrize("num_devices", [4, 8])
+def test_a_limit_that_a_preset_keeps_is_kept_and_no_plan_is_slower_than_it(num_devices: int) -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(16, 64)
+    for subject, given in ((model, x), (Gpt(num_layers=4), torch.zeros(8, 16, dtype=torch.int64))):
+        options: dict[str, Any] = {"devices": xm.Mesh(range(num_devices)), "num_microbatches": 4}
+        for preset in (
+            xm.presets.data_parallel(subject, (given,), **options),
+            xm.presets.zero_2(subject, (given,), **options),
+            xm.presets.zero_3(subject, (given,), **options),
+            xm.presets.megatron(subject, (given,), tensor_parallel=2, **options),
+            xm.presets.pipeline(subject, (given,), num_stages=2, **options),
+            xm.presets.pipeline(subject, (given,), num_stages=4, zero=3, **options),
+        ):
+            limit = max(stage.peak_bytes for stage in preset.stages)
+            found = xm.plan_parallel(subject, (given,), memory_limit_bytes=limit, **options)
+            assert max(stage.peak_bytes for stage in found.stages) <= limit, preset
+            assert found.predicted_seconds <= 1.0001 * preset.predicted_seconds, preset
 
 
 def test_hosts_that_differ_get_what_they_can_do() -> None:

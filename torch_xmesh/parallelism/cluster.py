@@ -63,6 +63,17 @@ class Cluster:
     def num_devices(self) -> int:
         return sum(len(host.ranks) for host in self.hosts)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether some devices have a memory limit."""
+        return any(kind.memory_bytes is not None for kind in self.kinds)
+
+    def limited_to(self, memory_bytes: int) -> "Cluster":
+        """The same with another limit where there is one."""
+        kinds = {kind: dataclasses.replace(kind, memory_bytes=memory_bytes) for kind in self.kinds if kind.memory_bytes}
+        hosts = (dataclasses.replace(host, kind=kinds.get(host.kind, host.kind)) for host in self.hosts)
+        return dataclasses.replace(self, hosts=tuple(hosts))
+
     def hosts_of(self, kind: HostKind) -> list[Host]:
         """Those of a class."""
         return [host for host in self.hosts if host.kind == kind]

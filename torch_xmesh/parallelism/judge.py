@@ -152,6 +152,16 @@ class Judge:
         """A plan with the fastest schedule, or the one that is asked for; None where none keeps the memory."""
         return self.best([plan])
 
+    def least_limit(self, plan: FoundPlan) -> int:
+        """The smallest memory limit of devices, the same for all, that a schedule by name keeps."""
+        costs = self._costs(plan.stages, (), [0] * len(plan.stages))
+        return min(max(simulate(one, costs).peak_bytes) for one in self._schedules(len(plan.stages)))
+
+    def _schedules(self, num_stages: int) -> list[Schedule]:
+        """Those by name that are tried: the one that is asked for, or two that hold little."""
+        names = ["1f1b", "eager_1f1b"] if self._schedule == "auto" else [self._schedule]
+        return [Schedule.make(name, num_stages, self._num_microbatches) for name in names]
+
     def _played(self, plan: FoundPlan) -> "_Played":
         transfers = self._transfers(plan.stages)
         limits = [stage.shape.kind.memory_bytes for stage in plan.stages]
@@ -198,13 +208,11 @@ class Judge:
 
     def _by_name(self, played: "_Played") -> Schedule | None:
         """The schedule that is asked for, or the fastest of those that hold least; None where none keeps the memory."""
-        names = ["1f1b", "eager_1f1b"] if self._schedule == "auto" else [self._schedule]
         found = []
-        for name in names:
-            schedule = Schedule.make(name, len(played.plan.stages), self._num_microbatches)
+        for number, schedule in enumerate(self._schedules(len(played.plan.stages))):
             simulation = simulate(schedule, played.costs)
             if played.limit is None or max(simulation.peak_bytes) <= played.limit:
-                found.append((simulation.makespan_seconds, name, schedule))
+                found.append((simulation.makespan_seconds, number, schedule))
         return min(found, key=lambda one: one[:2])[2] if found else None
 
     def _transfers(self, stages: Sequence[FoundStage]) -> list[Transfer]:

@@ -1,6 +1,7 @@
 """The call that plans: a model and devices in, a ParallelPlan out."""
 
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.assembly import Subject, assembled
-from torch_xmesh.parallelism.cluster import Cluster, cluster_of
+from torch_xmesh.parallelism.by_hand import plans_by_hand
+from torch_xmesh.parallelism.cluster import cluster_of
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge, Judged
-from torch_xmesh.parallelism.layers import Layers, layers_of
+from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.reading import forward_of, samples_of
-from torch_xmesh.parallelism.stages import StageSearch
+from torch_xmesh.parallelism.stages import NoPlan, StageSearch, in_flight_of
 from torch_xmesh.pipeline.cut.partition import check_example
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
 from torch_xmesh.spec import Mesh
@@ -27,7 +29,6 @@ from torch_xmesh.topology import Topology
 
 _NUM_CANDIDATES = 10
 _PATIENCE_SECONDS = 2.0
-MOST_STAGES = 64
 
 
 def plan_parallel(
@@ -71,7 +72,7 @@ def plan_parallel(
 
     Raises:
         ValueError: the model cannot be recorded, or computes nothing from parameters; devices, schedule or a number is
-            none; no plan keeps the memory: the message says the smallest limit that would do, and where.
+            none; no plan keeps the memory: the message says the smallest limit that one was found for.
     """
     _check_seconds(max_seconds)
     subject, name = subject_of(
@@ -131,7 +132,35 @@ def _explained(subject: Subject, judged: Judged) -> ParallelPlan:
 
 
 def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
-    """The fastest of the best plans."""
+    """The fastest of the best plans; within a memory limit those that people write by hand are among them.
+
+    Raises:
+        NoPlan: none keeps the limit.
+    """
+    judge = Judge(subject.cluster, subject.num_microbatches, schedule)
+    refused: NoPlan | None = None
+    best: Judged | None = None
+    try:
+        best = _best_found(subject, schedule, judge, progress)
+    except NoPlan as error:
+        if not subject.cluster.is_limited:
+            raise
+        refused = error
+    if subject.cluster.is_limited:
+        plans = itertools.takewhile(lambda _: best is None or progress.go_on(), plans_by_hand(subject, schedule))
+        by_hand = [*plans]
+        other = judge.best(by_hand)
+        if best is None and other is None:
+            least = min(map(judge.least_limit, by_hand), default=None)
+            raise _with_smallest(refused, least, subject, schedule, progress)
+        if best is None or (other is not None and other.step_seconds < best.step_seconds):
+            best = other
+    assert best is not None
+    return best
+
+
+def _best_found(subject: Subject, schedule: str, judge: Judge, progress: "_Progress") -> Judged:
+    """Raises NoPlan where none that the search finds keeps the memory."""
     search = StageSearch(
         subject.layers,
         subject.cluster,
@@ -140,24 +169,36 @@ def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
         in_flight=in_flight_of(schedule, subject.layers, subject.cluster, subject.num_microbatches),
         on_progress=progress.tell,
     )
-    judge = Judge(subject.cluster, subject.num_microbatches, schedule)
-    best = judge.best(search.best(_NUM_CANDIDATES, progress.go_on), progress.go_on)
-    if best is not None and progress.go_on():
+    found = search.best(_NUM_CANDIDATES, progress.go_on)
+    best = judge.best(found, progress.go_on)
+    if best is None:
+        raise NoPlan(f"no schedule keeps memory_limit_bytes for any of the {_NUM_CANDIDATES} best plans", None)
+    if progress.go_on():
         refined = search.refined(best.plan)
         best = judge.best([best.plan, refined]) if refined is not best.plan else best
-    if best is None:
-        raise ValueError(f"no schedule keeps memory_limit_bytes for any of the {_NUM_CANDIDATES} best plans")
+        assert best is not None
     return best
 
 
-def in_flight_of(schedule: str, layers: Layers, cluster: Cluster, num_microbatches: int) -> list[int]:
-    """How many microbatches a stage holds, by the number of stages behind it (M. Narayanan et al., 1F1B)."""
-    count = min(len(layers), cluster.num_devices, MOST_STAGES)
-    if schedule in ("gpipe", "looped_bfs"):
-        return [num_microbatches] * count
-    if schedule in ("eager_1f1b", "eager_split"):
-        return [min(num_microbatches, 2 * behind + 1) for behind in range(count)]
-    return [min(num_microbatches, behind + 1) for behind in range(count)]
+def _with_smallest(
+    refused: NoPlan | None, least: int | None, subject: Subject, schedule: str, progress: "_Progress"
+) -> NoPlan:
+    """Why there is no plan, with the smallest limit that one is known to keep: of those that are written by hand, or
+    what the tables of the search say, if a plan is found within that."""
+    known = None if refused is None else refused.smallest_limit
+    if refused is not None and known is not None and (least is None or known <= least):
+        wider = dataclasses.replace(subject, cluster=subject.cluster.limited_to(known))
+        try:
+            _best_found(wider, schedule, Judge(wider.cluster, wider.num_microbatches, schedule), progress)
+        except ValueError:  # none, or none in time
+            pass
+        else:
+            return refused
+    if least is None:
+        return refused or NoPlan("no plan keeps memory_limit_bytes", None)
+    given = sorted({kind.memory_bytes for kind in subject.cluster.kinds if kind.memory_bytes is not None})
+    limits = ", ".join(map(str, given))
+    return NoPlan(f"no plan keeps memory_limit_bytes={limits}: the smallest limit that one keeps is {least}", least)
 
 
 def _check_seconds(max_seconds: object) -> None:

@@ -23,6 +23,7 @@ from torch_xmesh.parallelism.trade import variants
 from torch_xmesh.parallelism.zero import LEVELS, with_zero
 
 UNLIMITED = 2**62
+MOST_STAGES = 64
 _MOST_BRANCHES = 24
 _STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The best plan of each of these numbers of stages is looked at, too."""
@@ -85,6 +86,28 @@ class FoundPlan:
 
     stages: tuple[FoundStage, ...]
     is_proven: bool
+
+
+class NoPlan(ValueError):
+    """No plan keeps the memory, or uses all devices.
+
+    Attributes:
+        smallest_limit: that a plan keeps, by the tables of the search; None: not known.
+    """
+
+    def __init__(self, text: str, smallest_limit: int | None) -> None:
+        super().__init__(text)
+        self.smallest_limit = smallest_limit
+
+
+def in_flight_of(schedule: str, layers: Layers, cluster: Cluster, num_microbatches: int) -> list[int]:
+    """How many microbatches a stage holds, by the number of stages behind it (M. Narayanan et al., 1F1B)."""
+    count = min(len(layers), cluster.num_devices, MOST_STAGES)
+    if schedule in ("gpipe", "looped_bfs"):
+        return [num_microbatches] * count
+    if schedule in ("eager_1f1b", "eager_split"):
+        return [min(num_microbatches, 2 * behind + 1) for behind in range(count)]
+    return [min(num_microbatches, behind + 1) for behind in range(count)]
 
 
 class _Graphs(Sequence[ShardingGraph]):
@@ -179,7 +202,7 @@ class StageSearch:
         if not plans and go_on is not None and not go_on():
             raise ValueError("max_seconds were over before a plan was found")
         if not plans:
-            raise ValueError(self._why_none(problem))
+            raise self._why_none(problem)
         is_proven = plans[0][1] and self._is_complete
         found = [self._found(is_proven, stages) for _, _, stages in plans]
         return [plan for plan in found if plan is not None]
@@ -308,15 +331,17 @@ class StageSearch:
             self._fittings[key] = within_limit(graphs, in_flight, memory_bytes, most_branches)
         return self._fittings[key]
 
-    def _why_none(self, problem: "_C.StageProblem") -> str:
+    def _why_none(self, problem: "_C.StageProblem") -> NoPlan:
         need = problem.smallest_memory()
         if need is None:
-            return f"no stages use all {self._cluster.num_devices} devices: there are {len(self._layers)} layers"
+            count = self._cluster.num_devices
+            return NoPlan(f"no stages use all {count} devices: there are {len(self._layers)} layers", None)
         num_bytes, stages, largest = need
         first, end, submesh, _ = stages[largest]
         names = f"{self._layers.name(first)} to {self._layers.name(end - 1)}"
         limits = sorted({shape.memory_bytes for shape in self.shapes})
-        return (
+        return NoPlan(
             f"no plan keeps memory_limit_bytes={', '.join(map(str, limits))}: the smallest limit that one keeps is "
-            f"{num_bytes}, for stage {largest} of {len(stages)} ({names}) on {self.shapes[submesh]} devices"
+            f"{num_bytes}, for stage {largest} of {len(stages)} ({names}) on {self.shapes[submesh]} devices",
+            num_bytes,
         )
