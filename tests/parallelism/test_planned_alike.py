@@ -179,14 +179,21 @@ def test_what_parts_could_do_otherwise_unseen() -> None:
 
 def refuses(rank: int, world_size: int) -> None:
     x = torch.randn(16, 64)
-    cases: list[tuple[type[nn.Module], str]] = [
+    unplanned: list[tuple[type[nn.Module], str]] = [
         (Chooses, "the forward depends on values"),
-        (Counts, "the forward does something else the next time"),
         (Remembers, "buffer mean is changed by the forward, and not by one operator alone"),
         (CountsInABuffer, "buffer number is changed by the forward"),
+    ]
+    cases: list[tuple[type[nn.Module], str]] = [
+        (Counts, "the forward does something else the next time"),
         (ReturnsItsWeight, "output a.weight follows from a.weight alone"),
     ]
     options = {**OPTIONS, "num_layers": 1}
+    for kind, message in unplanned:
+        with pytest.raises(ValueError, match=message):
+            xm.presets.data_parallel(kind(), (x,), **options)
+        with pytest.raises(ValueError, match=message):
+            xm.plan_parallel(kind(), (x,), **options)
     for kind, message in cases:
         torch.manual_seed(0)
         model: nn.Module = kind()

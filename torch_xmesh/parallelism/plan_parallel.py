@@ -20,7 +20,8 @@ from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.reading import forward_of, samples_of
+from torch_xmesh.parallelism.reading import recorded_forward, samples_of
+from torch_xmesh.parallelism.running.refusals import check_runnable
 from torch_xmesh.parallelism.stages import NoPlan, StageSearch, in_flight_of
 from torch_xmesh.pipeline.cut.partition import check_example
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
@@ -71,8 +72,9 @@ def plan_parallel(
         collectives: the cost model: "ring", "gloo", "alpa"; "auto" is gloo's for devices that are cpus.
 
     Raises:
-        ValueError: the model cannot be recorded, or computes nothing from parameters; devices, schedule or a number is
-            none; no plan keeps the memory: the message says the smallest limit that one was found for.
+        ValueError: the model cannot be recorded, or run by stages, or computes nothing from parameters; devices,
+            schedule or a number is none; no plan keeps the memory: the message says the smallest limit that one was
+            found for.
     """
     _check_seconds(max_seconds)
     subject, name = subject_of(
@@ -122,7 +124,9 @@ def subject_of(
     cluster = cluster_of(devices, topology, compute, memory_limit_bytes)
     costs = _collectives(collectives, devices)
     arguments = tuple(example_args), dict(example_kwargs or {})
-    forward = dataclasses.replace(forward_of(model, *arguments), num_samples=samples_of(*arguments))
+    recorded = recorded_forward(model, *arguments)
+    check_runnable(recorded, model)
+    forward = dataclasses.replace(recorded.forward, num_samples=samples_of(*arguments))
     layers = layers_of(forward, num_layers)
     return Subject(type(model).__name__, layers, cluster, num_microbatches, costs), name
 

@@ -34,12 +34,9 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
     """Raises ValueError for a forward that depends on values, on how often it was called, or that changes buffers in a
     way that parts of them would not."""
     first, again, other = recorded_turns(model, example_args, dict(example_kwargs or {}))
-    _check_guards(first)
-    _check_checkpoints(first)
+    check_runnable(first, model)
     if differs := difference(first.recording, again.recording):
         raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    _check_changes(first, parameters)
     if isinstance(other, ValueError):
         return Turns(first, other)
     unseen = [[(one.draws, one.checkpoint) for one in turn.forward.operators] for turn in (first, other)]
@@ -47,12 +44,17 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
         return Turns(first, None)
     try:
         _check_alike(first, other)
-        _check_guards(other)
-        _check_checkpoints(other)
-        _check_changes(other, parameters)
+        check_runnable(other, model)
     except ValueError as error:
         return Turns(first, error)
     return Turns(first, other)
+
+
+def check_runnable(recorded: Recorded, model: nn.Module) -> None:
+    """Raises ValueError for a forward that, as it was recorded, no plan's stages can do."""
+    _check_guards(recorded)
+    _check_checkpoints(recorded)
+    _check_changes(recorded, {name for name, _ in model.named_parameters(remove_duplicate=False)})
 
 
 def _check_alike(first: Recorded, other: Recorded) -> None:
