@@ -26,7 +26,8 @@ def table(name: str, steps: dict[str, dict[str, Any]]) -> str:
         if step in ("build", "machine"):
             continue
         said = "; ".join(text_of(one) for one in record["found"] if is_telling(step, one))
-        lines.append(f"| {step} | {record['status']} | {said.replace('|', '/')} |")
+        note = f" ({record['note']})" if "note" in record else ""
+        lines.append(f"| {step} | {record['status']}{note} | {said.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Communicators that are aborted while the device is busy: the host does not wait for it, the next call is right."""
+"""Communicators that are aborted while the device is busy: the call raises, and the next one is right."""
 
 from __future__ import annotations
 
@@ -52,10 +52,6 @@ def turns(rank: int, world_size: int, count: int) -> str:
 
 def one(device: str, outcomes: list[bool]) -> None:
     outcomes.append(run_cases(device, 2, [Case("5 aborts", turns, (5,))], case_s=50, group_s=GROUP_S))
-
-
-def prepare() -> None:
-    assert expected_of is not None
 
 
 def run(device: str) -> bool:

@@ -114,7 +114,3 @@ def run(device: str) -> bool:
         for thread in threads:
             thread.join()
     return all(outcomes.get(f"{case} {num_bytes}", False) for case in ENDING for num_bytes in SIZES)
-
-
-def prepare() -> None:
-    assert set(ENDING) < set(CASES)

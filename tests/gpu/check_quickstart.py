@@ -20,7 +20,3 @@ def run(device: str) -> bool:
         if "#wrong" in line:
             found(line)
     return done.returncode == 0
-
-
-def prepare() -> None:
-    assert (ROOT / "examples" / "quickstart.py").exists()

@@ -44,7 +44,3 @@ def run(device: str) -> bool:
                     **record,
                 )
     return is_well
-
-
-def prepare() -> None:
-    assert (ROOT / "benchmarks" / "device_perf.py").exists()

@@ -124,15 +124,19 @@ class Judge:
             local_latency_us=cluster.local_latency_s * 1e6,
         )
 
-    def best(self, plans: Sequence[FoundPlan], go_on: Callable[[], bool] = lambda: True) -> Judged | None:
-        """The fastest of some plans, the first of equal ones; None where none keeps the memory. All are played with
-        schedules by name, and those that may be the best also with the schedule that is chosen for them. An interrupt
+    def best(
+        self, plans: Sequence[FoundPlan], go_on: Callable[[], bool] = lambda: True, than: Judged | None = None
+    ) -> Judged | None:
+        """The fastest of `than` and some plans, the first of equal ones; None where none keeps the memory. Those that
+        may be the best are played with schedules by name, and with the schedule that is chosen for them. An interrupt
         or the end of the time leaves the best so far."""
         found: list[tuple[_Played, Judged]] = []
-        best: Judged | None = None
+        best = than
         try:
             for plan in plans:
                 played = self._played(plan)
+                if best is not None and played.least_seconds >= best.step_seconds:
+                    continue
                 judged = self._judged(played, self._by_name(played))
                 if judged is not None:
                     found.append((played, judged))

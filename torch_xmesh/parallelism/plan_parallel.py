@@ -153,12 +153,10 @@ def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
     if subject.cluster.is_limited:
         plans = itertools.takewhile(lambda _: best is None or progress.go_on(), plans_by_hand(subject, schedule))
         by_hand = [*plans]
-        other = judge.best(by_hand)
-        if best is None and other is None:
+        best = judge.best(by_hand, than=best)
+        if best is None:
             least = min(map(judge.least_limit, by_hand), default=None)
             raise _with_smallest(refused, least, subject, schedule, progress)
-        if best is None or (other is not None and other.step_seconds < best.step_seconds):
-            best = other
     assert best is not None
     return best
 
