@@ -163,7 +163,9 @@ class Reader:
             kwargs |= self._own_tensors(str(node.target), reads)
         places, tensors = self._made(node, facts)
         if change is not None and change.first is not None and not tensors:
-            places, tensors = [change.first], self._recording.facts[change.first].tensors
+            (first,) = self._recording.facts[change.first].tensors
+            has_gradient = first.requires_grad or bool(node.meta["changes_to_gradient"])
+            places, tensors = [change.first], [first._replace(requires_grad=has_gradient)]
         if not tensors:
             if name in _HANG_ON_TENSORS:
                 where = self._module(node) or "the model itself"

@@ -12,6 +12,7 @@ from torch_xmesh.parallelism.operators import Forward, Recorded
 from torch_xmesh.parallelism.plannable import check_plannable
 from torch_xmesh.parallelism.reader import Reader
 from torch_xmesh.parallelism.rows.experts import has_row
+from torch_xmesh.parallelism.view_writes import with_direct_writes
 from torch_xmesh.pipeline.capture.errors import CaptureError
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
@@ -60,8 +61,15 @@ def recorded_turns(
 def _recordings(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int, training: bool | None
 ) -> list[Recording]:
-    """Forwards one after another. Where they hang on values of their arguments they are recorded as if compiling, if
-    they hang on none then: transformers' models keep a mask that hides nothing in the example."""
+    """Forwards one after another, as operators are read from them."""
+    return [*map(with_direct_writes, _as_they_ran(model, args, kwargs, count, training))]
+
+
+def _as_they_ran(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int, training: bool | None
+) -> list[Recording]:
+    """Where forwards hang on values of their arguments they are recorded as if compiling, if they
+    hang on none then: transformers' models keep a mask that hides nothing in the example."""
     recorded, inputs = _recorder(model, args, kwargs)
     found = recorded.record_turns([inputs] * count, training)
     if not any(one.value_guards for one in found):

@@ -1,5 +1,7 @@
 """Operators that take tensors apart and put them together along a dim, which stays whole."""
 
+from typing import Any
+
 from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.lookups import picked
 from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
@@ -103,40 +105,52 @@ def getitem(call: Call) -> Loops:
     index = tuple(index) if isinstance(index, tuple | list) else (index,)
     if any(isinstance(one, Tensor) for one in index):
         return picked(call, x, index)
+    before, after = _taken(x.shape, index)
+    return call.loops({x.index: before}, after, extents_of(before, x.shape), is_linear=True)
+
+
+@row("__setitem__")
+def setitem(call: Call) -> Loops:
+    """A number or a tensor is written into a part: dims that are whole in the index are loops."""
+    x, index, value = call.tensor(0, "input"), call.args[1], call.args[2]
+    before, after = _taken(x.shape, tuple(index) if isinstance(index, tuple | list) else (index,))
+    reads = {x.index: before}
+    if isinstance(value, Tensor):
+        if value.index == x.index:
+            raise ValueError("a tensor is written into itself")
+        if len(value.shape) > len(after):
+            raise ValueError("a tensor of more dims than it is written to")
+        sizes = dict(zip(before, x.shape, strict=True))
+        written = after[len(after) - len(value.shape) :]  # dims of 1 and those that lack are written again and again
+        reads[value.index] = tuple(
+            label if label is not None and sizes[label] == size else None
+            for label, size in zip(written, value.shape, strict=True)
+        )
+    return call.loops(reads, before, extents_of(before, x.shape))
+
+
+def _taken(shape: tuple[int, ...], index: tuple[Any, ...]) -> tuple[Labels, Labels]:
+    """Labels of a tensor of this shape, and of what an index takes of it: of the dims that it takes whole.
+
+    Raises:
+        ValueError: the index has more than numbers, slices, None and an ellipsis.
+    """
     num_taken = sum(one is not None and one is not Ellipsis for one in index)
-    rest = (slice(None),) * (len(x.shape) - num_taken)
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index = (*index[:at], *rest, *index[at + 1 :])
-    else:
-        index = (*index, *rest)
+    rest = (slice(None),) * (len(shape) - num_taken)
+    at = next((i for i, one in enumerate(index) if one is Ellipsis), len(index))
     before: list[str | None] = []
     after: list[str | None] = []
-    labels = labels_like(x.shape)
-    for one in index:
+    labels = labels_like(shape)
+    for one in (*index[:at], *rest, *index[at + 1 :]):
         if one is None:
             after.append(None)
         elif isinstance(one, int) and not isinstance(one, bool):
             before.append(None)
         elif isinstance(one, slice):
             dim = len(before)
-            is_whole = one.indices(x.shape[dim]) == (0, x.shape[dim], 1)
+            is_whole = one.indices(shape[dim]) == (0, shape[dim], 1)
             before.append(labels[dim] if is_whole else None)
             after.append(before[-1])
         else:
             raise ValueError(f"an index of {one!r}")
-    return call.loops({x.index: tuple(before)}, tuple(after), extents_of(tuple(before), x.shape), is_linear=True)
-
-
-@row("__setitem__")
-def setitem(call: Call) -> Loops:
-    """A number is written into a part: dims that are whole in the index are loops."""
-    x, index = call.tensor(0, "input"), call.args[1]
-    index = tuple(index) if isinstance(index, tuple | list) else (index,)
-    if len(call.tensors) > 1 or any(not isinstance(one, slice | int) for one in index):
-        raise ValueError("tensors are written, or an index of other things")
-    labels = list(labels_like(x.shape))
-    for dim, one in enumerate(index):
-        if not isinstance(one, slice) or one.indices(x.shape[dim]) != (0, x.shape[dim], 1):
-            labels[dim] = None
-    return call.loops({x.index: tuple(labels)}, tuple(labels), extents_of(tuple(labels), x.shape))
+    return tuple(before), tuple(after)

@@ -215,7 +215,8 @@ class Call:
         if way is None:
             return parts[value] if value in parts else torch.empty((), dtype=value.dtype).expand(value.shape)
         moved = way.moved(parts[value], self._moves)
-        if self._changes and moved.requires_grad and moved._is_view():  # of a move's, which autograd cannot change
+        is_moved = moved.requires_grad or bool(way.there)
+        if self._changes and is_moved and moved._is_view():  # of a move's, which autograd cannot change
             return moved.clone()
         return moved
 

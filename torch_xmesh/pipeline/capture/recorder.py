@@ -308,6 +308,7 @@ class Recorder(TorchFunctionMode):
             raise FakeNeededError(next(node.name for node, fact in self._writer.facts.items() if memory in fact.memory))
 
     def _note_changes(self, node: fx.Node, changed: Sequence[torch.Tensor]) -> None:
+        node.meta["changes_to_gradient"] = any(tensor.requires_grad for tensor in changed)
         for tensor in changed:
             memory = memory_of(tensor)
             self._writer.check_changeable(memory)

@@ -91,7 +91,8 @@ class Recording:
         graph: placeholders (one per tensor of the arguments, in pytree order), then nodes in canonical order
             (canonical.py), which is that in which they ran, loops over sets apart; ``meta["modules"]`` has the names of
             the modules that a node is in, ``meta["source"]`` its line and ``meta["modes"]`` what of grad mode and
-            autocast differs from outside the model, or None.
+            autocast differs from outside the model, or None; ``meta["changes_to_gradient"]`` whether what it changes in
+            place requires a gradient then.
         output: the model's output, any pytree with nodes as leaves.
         constants: what the graph reads and the model does not hold, by name.
         facts: of every node.

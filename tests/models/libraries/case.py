@@ -1,0 +1,75 @@
+"""What a library's model is to a test: how it is built, its batches and its loss."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+Batch = dict[str, Any]
+VOCABULARY = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryModel:
+    """A model of a library.
+
+    Attributes:
+        make: builds it with random weights.
+        batch: keyword arguments of a forward of so many samples, random from torch's generator.
+        dtype: of its parameters.
+    """
+
+    library: str
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    dtype: torch.dtype = torch.float64
+
+    def build(self) -> nn.Module:
+        """In training mode, without a cache."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = self.make()
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False  # type: ignore[union-attr]
+        return model.to(self.dtype).train()
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss, where it was given labels; else the mean square of each floating-point output, summed."""
+    own = getattr(output, "loss", None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    leaves = pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
+    floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.double().square().mean() for leaf in floats]).sum()
+
+
+def without_chance(model: nn.Module) -> None:
+    """Sets every probability of dropping something to 0: stages draw random numbers with seeds of their own."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_number = isinstance(value, float) and 0 < value < 1
+            if is_number and (name == "p" or "drop" in name):
+                setattr(module, name, 0.0)
+
+
+def tokens(samples: int, length: int = 12) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (samples, length))
+
+
+def text(samples: int) -> Batch:
+    """Tokens, of which some are padding, and the next ones as labels."""
+    given = tokens(samples)
+    mask = torch.ones_like(given)
+    mask[0, -3:] = 0
+    return {"input_ids": given, "attention_mask": mask, "labels": given}
+
+
+def pictures(size: int, name: str = "pixel_values") -> Callable[[int], Batch]:
+    return lambda samples: {name: torch.randn(samples, 3, size, size, dtype=torch.float64)}
