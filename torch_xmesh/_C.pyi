@@ -522,8 +522,9 @@ class StrategyGraph:
         """What each edge costs, with one choice per node."""
     def cost(self, choices: Sequence[int]) -> float:
         """Of one choice per node."""
-    def least_cost(self) -> tuple[list[int], float]:
-        """The choices that cost least together, and their cost. Raises ValueError where there are none."""
+    def least_cost(self) -> tuple[list[int], float, bool]:
+        """The choices that cost least together, their cost, and whether nothing costs less. Raises ValueError where
+        there are none."""
 
 _SubmeshPart = tuple[int, int, int]
 _PlannedStage = tuple[int, int, int, int]

@@ -134,9 +134,10 @@ void bindGraph(py::module_& module) {
           "least_cost",
           [](const core::StrategyGraph& graph) {
             core::ShardingChoices found = core::leastCost(graph);
-            return std::pair(std::move(found.choice_of), found.cost);
+            return std::tuple(std::move(found.choice_of), found.cost, found.is_exact);
           },
-          py::call_guard<py::gil_scoped_release>(), "The choices that cost least together, and their cost. Raises ValueError where there are none.");
+          py::call_guard<py::gil_scoped_release>(),
+          "The choices that cost least together, their cost, and whether nothing costs less. Raises ValueError where there are none.");
 }
 
 }  // namespace

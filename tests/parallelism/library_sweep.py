@@ -70,17 +70,20 @@ def build(name: str, samples: int, *, is_random: bool) -> tuple[nn.Module, Batch
     return model, MODELS[name].batch(samples)
 
 
-def planned(model: str, kind: str) -> Job:
-    """With its random numbers if the plan has one stage. Raises ValueError for what is refused."""
-    for is_random in (True, False):
-        built, batch = build(model, KINDS[kind].samples, is_random=is_random)
-        plan = KINDS[kind].make(built, batch)
-        if len(plan.stages) == 1:
-            break
+def outcome_of(model: str, kind: str) -> Job | str:
+    """The plan, of the model with its random numbers if it has one stage; or why it is refused."""
+    try:
+        for is_random in (True, False):
+            built, batch = build(model, KINDS[kind].samples, is_random=is_random)
+            plan = KINDS[kind].make(built, batch)
+            if len(plan.stages) == 1:
+                break
+    except ValueError as error:
+        return str(error)
     return Job(model, kind, plan.to_json(), is_random)
 
 
-def _compare(engine: xm.PipelineEngine, reference: nn.Module, dtype: torch.dtype) -> None:
+def compare(engine: xm.PipelineEngine, reference: nn.Module, dtype: torch.dtype) -> None:
     """Gradients, each to a part of its parameter's largest."""
     close = 1e-4 if dtype == torch.float64 else 2e-3
     for name, parameter in engine.named_parameters():
@@ -118,7 +121,7 @@ def _train(job: Job) -> None:
             if loss is not None:
                 off = abs(loss - expected.loss.item())
                 assert off <= close * abs(expected.loss.item()), f"step {step}: loss is off by {off}"
-            _compare(engine, reference, dtype)
+            compare(engine, reference, dtype)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

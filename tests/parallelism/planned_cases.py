@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.testing import serial_step
 
 OPTIONS: dict[str, Any] = {
     "devices": xm.Mesh([[0, 1], [2, 3]]),
@@ -32,3 +36,24 @@ def whole_of(tensor: Any) -> torch.Tensor:
     """All of a tensor of which devices have parts; called by those of its mesh."""
     out: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return out
+
+
+def train_alike(model: nn.Module, x: torch.Tensor, target: torch.Tensor, plan: xm.ParallelPlan, num_steps: int) -> None:
+    """Steps of two microbatches under a plan: losses, gradients, and all tensors of the model in the end, are those of
+    one process."""
+    whole, own = copy.deepcopy(model), copy.deepcopy(model)
+    with xm.PipelineEngine(own, (x[: len(x) // 2],), plan=plan, loss_fn=F.mse_loss) as engine:
+        for step in range(num_steps):
+            engine.step(x, target=target)
+            expected = serial_step(whole, (x,), target=target, loss_fn=F.mse_loss, num_microbatches=2, step=step)
+            if engine.last_loss() is not None:
+                torch.testing.assert_close(torch.tensor(engine.last_loss(), dtype=x.dtype), expected.loss)
+            for name, parameter in engine.named_parameters():
+                wanted = whole.get_parameter(name).grad
+                torch.testing.assert_close(whole_of(parameter.grad), wanted, msg=name)
+            for parameters in (list(engine.parameters()), list(whole.parameters())):
+                if parameters:  # a stage may have none
+                    torch.optim.SGD(parameters, 0.1).step()
+        state = whole.state_dict()
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(whole_of(value), state[name], msg=name)

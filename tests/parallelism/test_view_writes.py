@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from random import Random
 
 import pytest
 import torch
-from planned_cases import PLANS, whole_of
+from planned_cases import PLANS, train_alike
 from random_plans import random_plan
 from slice_models import WRITES, Slices
-from torch.nn import functional as F
 
-import torch_xmesh as xm
-from torch_xmesh.testing import serial_step, spawn
+from torch_xmesh.testing import spawn
 
 
 def trains(rank: int, world_size: int, name: str) -> None:
@@ -24,15 +21,10 @@ def trains(rank: int, world_size: int, name: str) -> None:
     plans = {key: make(model, example) for key, make in PLANS.items() if "ZeRO" not in key}
     plans |= {f"random {seed}": random_plan(model, example, {}, Random(seed)) for seed in range(4)}
     for key, plan in plans.items():
-        whole, own = copy.deepcopy(model), copy.deepcopy(model)
-        with xm.PipelineEngine(own, example, plan=plan, loss_fn=F.mse_loss) as engine:
-            engine.step(x, target=target)
-            expected = serial_step(whole, (x,), target=target, loss_fn=F.mse_loss, num_microbatches=2)
-            if engine.last_loss() is not None:
-                assert engine.last_loss() == pytest.approx(expected.loss.item(), rel=1e-9), key
-            for path, parameter in engine.named_parameters():
-                wanted = whole.get_parameter(path).grad
-                torch.testing.assert_close(whole_of(parameter.grad), wanted, msg=f"{key}: {path}")
+        try:
+            train_alike(model, x, target, plan, 1)
+        except Exception as error:
+            raise AssertionError(f"{key}: {error}") from error
 
 
 @pytest.mark.parametrize("name", WRITES)

@@ -152,5 +152,8 @@ def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:
     if unread:
         out.append(f"parameters that the forward does not read: {', '.join(unread[:5])}{' ...' if unread[5:] else ''}")
     if not judged.plan.is_proven:
-        out.append("not proven to be the best by its tables: the search ended early, or too many placements failed")
+        out.append(
+            "not proven to be the best by its tables: the search ended early, too many placements failed, or operators "
+            "are connected in too many ways for an exact search"
+        )
     return tuple(out)

@@ -107,7 +107,8 @@ class Writer:
 
 def batch_loops(forward: Forward) -> dict[str, str | None]:
     """By operator the loop over samples, followed through the forward: the first dim of arguments that are as long
-    along it as the first argument that has dims."""
+    along it as the first argument that has dims. What an operator without a row makes has them in its first dim if that
+    is as long."""
     samples: dict[Value, int] = {}
     given = (
         value for one in forward.operators for value in one.reads if value.maker is None and not value.is_parameter
@@ -115,18 +116,25 @@ def batch_loops(forward: Forward) -> dict[str, str | None]:
     first = min((value for value in given if value.shape), key=lambda value: value.name, default=None)
     batch = None if first is None else first.shape[0]
     out: dict[str, str | None] = {}
+
+    def dim_of_samples(value: Value) -> int | None:
+        is_argument = value.maker is None and not value.is_parameter
+        return samples.get(value, 0 if is_argument and value.shape[:1] == (batch,) else None)
+
     for operator in forward.operators:
         found = None
         labelled = [labels for labels in operator.loops.inputs if labels is not None]
         for value, labels in zip(operator.reads, labelled, strict=True):
-            is_argument = value.maker is None and not value.is_parameter
-            dim = samples.get(value, 0 if is_argument and value.shape[:1] == (batch,) else None)
+            dim = dim_of_samples(value)
             if dim is not None and dim < len(labels) and labels[dim] is not None and found is None:
                 names = str(labels[dim]).split("|")
                 found = next((name for name in names if name in operator.loops.extents), None)
         out[operator.name] = found
+        is_of_samples = any(dim_of_samples(value) == 0 for value in operator.reads)
         for value, labels in zip(operator.makes, operator.loops.outputs, strict=True):
             dim = None if found is None else dim_of(labels, found)
+            if not operator.is_known and is_of_samples and value.shape[:1] == (batch,):
+                dim = 0
             if dim is not None:
                 samples[value] = dim
     return out

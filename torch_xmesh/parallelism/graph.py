@@ -103,7 +103,8 @@ class ShardingGraph:
         self._again = _KeptArrays(stretch.again, space, self._choices)
 
     def least(self, prices: Prices = FREE, allowed: Numbers | None = None) -> Sharded:
-        """The cheapest choices; `allowed`: of all nodes' choices those that are not 0.
+        """The cheapest choices; of a graph in which many nodes have many neighbors, choices that none of these nodes
+        can better by itself. `allowed`: of all nodes' choices those that are not 0.
 
         Raises:
             ValueError: nothing can be chosen.
@@ -114,9 +115,9 @@ class ShardingGraph:
         if allowed is not None:
             costs = np.where(allowed != 0, costs, math.inf)
         self._graph.set_costs(costs)
-        chosen, _ = self._graph.least_cost()
+        chosen, _, is_exact = self._graph.least_cost()
         cost = math.fsum(self.operator_costs(chosen))
-        found = Sharded(self, tuple(chosen), self._held(chosen), cost)
+        found = Sharded(self, tuple(chosen), self._held(chosen), cost, is_exact=is_exact)
         found = dataclasses.replace(found, bytes=dataclasses.replace(found.bytes, again=found.again_bytes))
         return with_zero(found, self.zero) if self.zero else found
 

@@ -26,7 +26,7 @@ class Fitting:
     """What was found.
 
     Attributes:
-        bound: no sharding that fits costs less.
+        bound: no sharding that fits costs less; 0 where nothing is known.
     """
 
     sharded: Sharded
@@ -74,11 +74,14 @@ class _Search:
         self._best: Sharded | None = None
         self._open: list[tuple[float, int, _Branch]] = []
         self._numbers = itertools.count()
+        self._is_exact = True  # of all graphs the cheapest was found
         self._closed: float | None = None  # the least bound of what cannot be divided further, and does not fit
 
     def found(self) -> Fitting | None:
         if self._best is None:
             return None
+        if not self._is_exact:
+            return Fitting(self._best, 0.0)
         bounds = [self._best.cost, *(bound for bound, _, _ in self._open[:1])]
         return Fitting(self._best, min([*bounds, *([] if self._closed is None else [self._closed])]))
 
@@ -112,6 +115,7 @@ class _Search:
         self._closed = bound if self._closed is None else min(self._closed, bound)
 
     def _note(self, sharded: Sharded) -> Sharded:
+        self._is_exact = self._is_exact and sharded.is_exact
         if sharded.bytes.total(self._in_flight) <= self._limit:
             better = self._best is None or (sharded.cost, sharded.bytes.total(self._in_flight)) < (
                 self._best.cost,

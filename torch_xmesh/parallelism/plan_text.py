@@ -59,7 +59,7 @@ def _stage_lines(plan: ParallelPlan, number: int, stage: PlannedStage) -> list[s
         f"{bytes_text(stage.bytes.per_microbatch)} for each of {stage.in_flight} in flight"
         + (f", {bytes_text(stage.bytes.again)} of a checkpoint computed anew" if stage.bytes.again else ""),
     ]
-    if stage.gap:
+    if 0 < stage.gap < 1:
         lines.append(f"  no other sharding that fits is more than {100 * stage.gap:.2g} % faster")
     layers = [(plan.layers[layer], parallelism_of(stage, layer)) for layer in range(*stage.layers)]
     start = 0

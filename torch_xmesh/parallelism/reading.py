@@ -1,13 +1,15 @@
 """A model's forward, recorded, as operators."""
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.parallelism.called_whole import modules_called_whole
 from torch_xmesh.parallelism.operators import Forward, Recorded
 from torch_xmesh.parallelism.plannable import check_plannable
 from torch_xmesh.parallelism.reader import Reader
@@ -32,8 +34,9 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
 def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Recorded:
     """The same with the recording."""
     with torch.enable_grad():
-        (recording,) = _recordings(model, args, kwargs, 1, None)
-        return Reader(recording, model).read()
+        closed = _closed_in_training(model, args, kwargs)
+        (recorded,) = _read(model, args, kwargs, 1, None, closed)
+        return recorded
 
 
 def samples_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -50,31 +53,69 @@ def recorded_turns(
     """The forward, the forward once more, and in the other mode, of training and evaluation, where it can be recorded
     in that."""
     with torch.enable_grad():
-        first, again = (Reader(one, model).read() for one in _recordings(model, args, kwargs, 2, None))
+        closed = _closed_in_training(model, args, kwargs)
+        first, again = _read(model, args, kwargs, 2, None, closed)
         try:
-            (other,) = _recordings(model, args, kwargs, 1, not model.training)
-            return first, again, Reader(other, model).read()
+            (other,) = _read(model, args, kwargs, 1, not model.training, closed)
+            return first, again, other
         except ValueError as error:
             return first, again, error
 
 
+def _closed_in_training(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> set[str]:
+    """Modules that are called as one in both modes, since they have to be in training."""
+    closed: set[str] = set()
+    if not model.training and any(True for _ in model.buffers()):
+        with contextlib.suppress(ValueError):
+            _read(model, args, kwargs, 1, True, closed)
+    return closed
+
+
+def _read(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    count: int,
+    training: bool | None,
+    closed: set[str],
+) -> list[Recorded]:
+    """Forwards one after another; modules `closed` are called as one, and more that have to be, which are added."""
+    while True:
+        recordings = _recordings(model, args, kwargs, count, training, closed)
+        found = [Reader(recording, model).read() for recording in recordings]
+        more = {name for one in found for name in modules_called_whole(one, model)} - closed
+        if not more:
+            return found
+        closed |= more
+
+
 def _recordings(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int, training: bool | None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    count: int,
+    training: bool | None,
+    closed: Collection[str],
 ) -> list[Recording]:
     """Forwards one after another, as operators are read from them."""
-    return [*map(with_direct_writes, _as_they_ran(model, args, kwargs, count, training))]
+    return [*map(with_direct_writes, _as_they_ran(model, args, kwargs, count, training, closed))]
 
 
 def _as_they_ran(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int, training: bool | None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    count: int,
+    training: bool | None,
+    closed: Collection[str],
 ) -> list[Recording]:
     """Where forwards hang on values of their arguments they are recorded as if compiling, if they
     hang on none then: transformers' models keep a mask that hides nothing in the example."""
-    recorded, inputs = _recorder(model, args, kwargs)
+    recorded, inputs = _recorder(model, args, kwargs, closed)
     found = recorded.record_turns([inputs] * count, training)
     if not any(one.value_guards for one in found):
         return found
-    recorded, inputs = _recorder(model, args, kwargs)
+    recorded, inputs = _recorder(model, args, kwargs, closed)
     try:
         with as_if_compiling():
             general = recorded.record_turns([inputs] * count, training)
@@ -85,7 +126,7 @@ def _as_they_ran(
 
 
 def _recorder(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, closed: Collection[str]
 ) -> tuple[RecordedModel, list[torch.Tensor]]:
     """Who records, and the tensors to do it with.
 
@@ -101,7 +142,7 @@ def _recorder(
         model,
         arguments,
         names=names,
-        opened=_opened(model),
+        opened=_opened(model, closed),
         batch=(),
         device=device,
         closes_what_fails=True,
@@ -113,13 +154,13 @@ def _recorder(
     return recorded, list(stand_ins(tensors, device))
 
 
-def _opened(model: nn.Module) -> frozenset[str]:
-    """The modules that are looked into: all but those whose class has a row."""
+def _opened(model: nn.Module, closed: Collection[str]) -> frozenset[str]:
+    """The modules that are looked into: all but those whose class has a row, and `closed` ones."""
     out: set[str] = set()
-    closed: list[str] = []
+    outer: list[str] = []
     for name, module in model.named_modules():
-        if name and has_row(module):
-            closed.append(f"{name}.")
-        elif not any(name.startswith(outer) for outer in closed):
+        if name and (has_row(module) or name in closed):
+            outer.append(f"{name}.")
+        elif not any(name.startswith(one) for one in outer):
             out.add(name)
     return frozenset(out)

@@ -47,6 +47,7 @@ class Sharded:
         bytes: what a device holds.
         cost: the objective's, without prices of memory.
         in_parts: parameters in parts, by name.
+        is_exact: at the prices at which it was found no other costs less.
     """
 
     graph: "ShardingGraph"
@@ -54,6 +55,7 @@ class Sharded:
     bytes: Bytes
     cost: float
     in_parts: Mapping[str, InParts] = dataclasses.field(default_factory=dict)
+    is_exact: bool = True
 
     @property
     def operators(self) -> tuple[Operator, ...]:

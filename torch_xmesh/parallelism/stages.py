@@ -158,7 +158,7 @@ class StageSearch:
         self._graphs: dict[tuple[int, int, int], _Graphs] = {}
         self._fittings: dict[tuple[int, ...], Fitting | None] = {}
         self._ways: dict[int, list[tuple[Space, Sharded]]] = {}
-        self._is_complete = True  # no mesh was left out
+        self._is_complete = True  # no mesh was left out, and the cheapest sharding on each was found
         self.shapes = [self._shape(parts) for parts in self._submeshes()]
 
     def _submeshes(self) -> list[list[tuple[int, int, int]]]:
@@ -271,8 +271,11 @@ class StageSearch:
     def _ways_of(self, graph: ShardingGraph, in_flight: int) -> list[Sharded]:
         """Shardings that a limit may need; without one, the fastest."""
         if all(kind.memory_bytes is None for kind in self._cluster.kinds):
-            return [with_zero(graph.least(), 1)]
-        return variants(graph, in_flight)
+            ways = [with_zero(graph.least(), 1)]
+        else:
+            ways = variants(graph, in_flight)
+        self._is_complete = self._is_complete and all(one.is_exact for one in ways)
+        return ways
 
     def _can_be_placed(self, stages: Sequence[tuple[int, int, int, int]]) -> bool:
         return self._placed(stages) is not None

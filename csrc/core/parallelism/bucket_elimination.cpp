@@ -13,9 +13,63 @@ struct Factor {
   std::vector<double> costs;
 };
 
+/// In which order nodes go: the next one is that with the fewest choices, together with its neighbors.
+class Order {
+ public:
+  explicit Order(BucketSizes sizes) : sizes_(std::move(sizes)) {
+    for (size_t node = 0; node < sizes_.num_choices.size(); ++node) {
+      left_.insert(node);
+    }
+  }
+
+  bool isDone() const { return left_.empty(); }
+  size_t next() const {
+    return *std::min_element(left_.begin(), left_.end(), [this](size_t a, size_t b) { return numCells(a) < numCells(b); });
+  }
+  const std::set<size_t>& around(size_t node) const { return sizes_.neighbors[node]; }
+
+  /// Of the table over a node and its neighbors.
+  size_t numCells(size_t node) const {
+    auto out = static_cast<double>(sizes_.num_choices[node]);
+    for (const size_t neighbor : sizes_.neighbors[node]) {
+      out *= static_cast<double>(sizes_.num_choices[neighbor]);
+    }
+    return out < 1e18 ? static_cast<size_t>(out) : std::numeric_limits<size_t>::max();
+  }
+
+  /// Its neighbors become each other's.
+  void eliminate(size_t node) {
+    const std::set<size_t> around = std::move(sizes_.neighbors[node]);
+    sizes_.neighbors[node].clear();
+    left_.erase(node);
+    for (const size_t one : around) {
+      sizes_.neighbors[one].insert(around.begin(), around.end());
+      sizes_.neighbors[one].erase(one);
+      sizes_.neighbors[one].erase(node);
+    }
+  }
+
+ private:
+  BucketSizes sizes_;
+  std::set<size_t> left_;
+};
+
+BucketSizes sizesOf(const PairwiseCosts& problem) {
+  BucketSizes out;
+  for (const std::vector<double>& costs : problem.costs) {
+    out.num_choices.push_back(costs.size());
+  }
+  out.neighbors.resize(problem.costs.size());
+  for (const PairwiseCosts::Edge& edge : problem.edges) {
+    out.neighbors[edge.from].insert(edge.to);
+    out.neighbors[edge.to].insert(edge.from);
+  }
+  return out;
+}
+
 class Buckets {
  public:
-  Buckets(const PairwiseCosts& problem, size_t most_cells) : most_cells_(most_cells), neighbors_(problem.costs.size()) {
+  explicit Buckets(const PairwiseCosts& problem) : order_(sizesOf(problem)) {
     for (const std::vector<double>& costs : problem.costs) {
       factors_.push_back({{sizes_.size()}, costs});
       sizes_.push_back(costs.size());
@@ -28,24 +82,13 @@ class Buckets {
         }
       }
       factors_.push_back(std::move(factor));
-      neighbors_[edge.from].insert(edge.to);
-      neighbors_[edge.to].insert(edge.from);
-    }
-    for (size_t node = 0; node < sizes_.size(); ++node) {
-      left_.insert(node);
     }
   }
 
-  /// False where a table would be too large.
-  bool run() {
-    while (!left_.empty()) {
-      const size_t node = *std::min_element(left_.begin(), left_.end(), [this](size_t a, size_t b) { return numCells(a) < numCells(b); });
-      if (numCells(node) > most_cells_) {
-        return false;
-      }
-      eliminate(node);
+  void run() {
+    while (!order_.isDone()) {
+      eliminate(order_.next());
     }
-    return true;
   }
 
   std::pair<std::vector<size_t>, double> choices() const {
@@ -67,17 +110,8 @@ class Buckets {
     std::vector<uint32_t> best;     ///< its choice, by the neighbors'
   };
 
-  /// Of the table over a node and its neighbors.
-  size_t numCells(size_t node) const {
-    double out = static_cast<double>(sizes_[node]);
-    for (const size_t neighbor : neighbors_[node]) {
-      out *= static_cast<double>(sizes_[neighbor]);
-    }
-    return out < 1e18 ? static_cast<size_t>(out) : std::numeric_limits<size_t>::max();
-  }
-
   void eliminate(size_t node) {
-    const std::vector<size_t> around(neighbors_[node].begin(), neighbors_[node].end());
+    const std::vector<size_t> around(order_.around(node).begin(), order_.around(node).end());
     const Factor all = summed(node, around);
     Gone gone{node, around, {}};
     Factor left{around, {}};
@@ -87,15 +121,7 @@ class Buckets {
       gone.best.push_back(static_cast<uint32_t>(least - first));
       left.costs.push_back(*least);
     }
-    left_.erase(node);
-    for (const size_t one : around) {
-      neighbors_[one].erase(node);
-      for (const size_t other : around) {
-        if (one != other) {
-          neighbors_[one].insert(other);
-        }
-      }
-    }
+    order_.eliminate(node);
     if (around.empty()) {
       constant_ += left.costs.front();
     } else {
@@ -149,22 +175,32 @@ class Buckets {
     }
   }
 
-  const size_t most_cells_;
+  Order order_;
   std::vector<size_t> sizes_;  ///< numbers of choices
-  std::vector<std::set<size_t>> neighbors_;
   std::vector<Factor> factors_;
-  std::set<size_t> left_;
   std::vector<Gone> gone_;
   double constant_ = 0;
 };
 
 }  // namespace
 
+size_t mostCells(BucketSizes sizes) {
+  size_t out = 0;
+  Order order(std::move(sizes));
+  while (!order.isDone()) {
+    const size_t node = order.next();
+    out = std::max(out, order.numCells(node));
+    order.eliminate(node);
+  }
+  return out;
+}
+
 std::optional<std::pair<std::vector<size_t>, double>> leastByBuckets(const PairwiseCosts& problem, size_t most_cells) {
-  Buckets buckets(problem, most_cells);
-  if (!buckets.run()) {
+  if (mostCells(sizesOf(problem)) > most_cells) {
     return std::nullopt;
   }
+  Buckets buckets(problem);
+  buckets.run();
   return buckets.choices();
 }
 

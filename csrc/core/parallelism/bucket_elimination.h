@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,16 @@ struct PairwiseCosts {
   std::vector<std::vector<double>> costs;
   std::vector<Edge> edges;
 };
+
+/// How many choices the nodes of a graph have, and which are neighbors. Plain value.
+struct BucketSizes {
+  std::vector<size_t> num_choices;
+  std::vector<std::set<size_t>> neighbors;
+};
+
+/// Of the largest table, with the eliminated node's choices, that leastByBuckets() makes of a graph of these sizes; the greatest number for one that
+/// no memory holds.
+size_t mostCells(BucketSizes sizes);
 
 /// The choices that cost least together, exactly: nodes are eliminated one by one, those first whose neighbors have the fewest choices together, and
 /// what a node leaves is a table over all of its neighbors (bucket elimination: R. Dechter, Bucket elimination, Artificial Intelligence 113, 1999).

@@ -26,6 +26,7 @@ struct StrategyEdge {
 struct ShardingChoices {
   std::vector<size_t> choice_of;
   double cost = 0;
+  bool is_exact = true;  ///< nothing costs less
 };
 
 /// The sharding choices of a model on one mesh, and what they cost: the objective of L. Zheng et al., Alpa (OSDI 2022), eq. 1, whose least cost

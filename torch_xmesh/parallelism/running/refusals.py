@@ -1,12 +1,13 @@
 """What a recorded forward does that a plan's stages would do otherwise, unseen: it is refused."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.parallelism.called_whole import changed_in_other_ways, gradients_of
 from torch_xmesh.parallelism.operators import Recorded
 from torch_xmesh.parallelism.reading import recorded_turns
 from torch_xmesh.pipeline.capture.recording import difference
@@ -54,7 +55,8 @@ def check_runnable(recorded: Recorded, model: nn.Module) -> None:
     """Raises ValueError for a forward that, as it was recorded, no plan's stages can do."""
     _check_guards(recorded)
     _check_checkpoints(recorded)
-    _check_changes(recorded, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    _check_changes(recorded, model)
+    _check_gradients(recorded)
 
 
 def _check_alike(first: Recorded, other: Recorded) -> None:
@@ -83,23 +85,25 @@ def _check_checkpoints(recorded: Recorded) -> None:
         raise ValueError(f"an activation checkpoint at {where} is inside of a module that cannot be looked into")
 
 
-def _check_changes(recorded: Recorded, parameters: Collection[str]) -> None:
-    readers: dict[str, int] = {}
-    for site in recorded.sites:
-        for name in {value.name for value in site.sources if value.is_parameter}:
-            readers[name] = readers.get(name, 0) + 1
+def _check_changes(recorded: Recorded, model: nn.Module) -> None:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, changer in recorded.recording.changed_tensors.items():
         if name in parameters:
             raise ValueError(
                 f"the forward writes to parameter {name}, in {changer.name}: with a plan devices have parts of it, "
                 "which that would not reach"
             )
-        if name.endswith("num_batches_tracked"):
-            continue  # a counter that nothing here reads
-        changers = [number for number, site in enumerate(recorded.sites) if site.node is changer]
-        is_constant = any(recorded.forward.operators[number].is_constant for number in changers)
-        if readers.get(name, 0) != 1 or not changers or is_constant:
-            raise ValueError(
-                f"buffer {name} is changed by the forward, and not by one operator alone that reads it: on parts that "
-                "cannot be run"
-            )
+    for name in changed_in_other_ways(recorded, model):
+        raise ValueError(
+            f"buffer {name} is changed by the forward, and not by one operator alone that reads it: on parts that "
+            "cannot be run; a module other than the model itself, with the buffer and all that reads it, is called as "
+            "one and can"
+        )
+
+
+def _check_gradients(recorded: Recorded) -> None:
+    for node in gradients_of(recorded):
+        raise ValueError(
+            f"the forward calls torch.autograd.grad, at {node.meta['source']}: through collectives that cannot be run; "
+            "a module other than the model itself, with that and all that is differentiated, is called as one and can"
+        )

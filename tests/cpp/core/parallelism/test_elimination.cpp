@@ -11,6 +11,7 @@
 
 #include "core/error.h"
 #include "core/parallelism/bucket_elimination.h"
+#include "core/parallelism/dominated_choices.h"
 #include "core/parallelism/elimination.h"
 
 namespace xmesh::core {
@@ -126,6 +127,85 @@ TEST(Elimination, BranchesWhereTablesWouldBeTooLarge) {
     EXPECT_EQ(leastCost(graph).cost, found->second) << "round " << round;
     EXPECT_EQ(graph.cost(found->first), found->second) << "round " << round;
   }
+}
+
+/// Scans: in each, nodes in a row of which every one meets the same four.
+StrategyGraph scans(std::mt19937_64& random, size_t num_scans) {
+  StrategyGraph out;
+  for (size_t scan = 0; scan < num_scans; ++scan) {
+    std::vector<size_t> read;
+    for (size_t hub = 0; hub < 4; ++hub) {
+      read.push_back(out.addNode("hub", randomCosts(random, 16, 0)));
+    }
+    std::optional<size_t> before;
+    for (size_t step = 0; step < 6; ++step) {
+      const size_t node = out.addNode("step", randomCosts(random, 20, 0));
+      for (const size_t hub : read) {
+        out.addEdge(hub, node, randomTable(random, 16, 20, 0));
+      }
+      if (before.has_value()) {
+        out.addEdge(*before, node, randomTable(random, 20, 20, 0));
+      }
+      before = node;
+    }
+  }
+  return out;
+}
+
+/// What would take for ever is searched by descent, and says so: each scan's best is known, and nothing is better with one node changed.
+TEST(Elimination, DescendsWhereBranchesWouldBeTooMany) {
+  for (unsigned seed = 0; seed < 1; ++seed) {
+    double least = 0;
+    std::mt19937_64 random(seed);
+    for (int scan = 0; scan < 3; ++scan) {
+      const ShardingChoices one = leastCost(scans(random, 1));
+      EXPECT_TRUE(one.is_exact);
+      least += one.cost;
+    }
+    random.seed(seed);
+    const StrategyGraph graph = scans(random, 3);
+    const ShardingChoices found = leastCost(graph);
+    EXPECT_FALSE(found.is_exact);
+    EXPECT_GE(found.cost, least * (1 - 1e-12));
+    EXPECT_LE(found.cost, least * 1.1) << "seed " << seed;
+    EXPECT_EQ(leastCost(graph).choice_of, found.choice_of);
+    for (size_t node = 0; node < graph.nodes().size(); ++node) {
+      std::vector<size_t> other = found.choice_of;
+      for (other[node] = 0; other[node] < graph.numChoices(node); ++other[node]) {
+        EXPECT_GE(graph.cost(other), found.cost * (1 - 1e-12)) << "node " << node;
+      }
+    }
+  }
+}
+
+TEST(Elimination, LeavesACheapestChoiceAmongThoseNotDominated) {
+  std::mt19937_64 random(4);
+  size_t num_gone = 0;
+  for (int round = 0; round < 500; ++round) {
+    const size_t num_nodes = 2 + random() % 5;
+    const StrategyGraph graph = randomGraph(random, num_nodes, random() % (2 * num_nodes), round % 3 == 0 ? 30 : 0);
+    const double least = leastOfAll(graph);
+    PairwiseCosts problem;
+    for (const StrategyNode& node : graph.nodes()) {
+      problem.costs.push_back(node.costs);
+    }
+    for (const StrategyEdge& edge : graph.edges()) {
+      problem.edges.push_back({edge.from, edge.to, edge.costs});
+    }
+    const std::vector<std::vector<size_t>> choices = undominatedChoices(problem);
+    const bool is_possible = std::none_of(choices.begin(), choices.end(), [](const auto& one) { return one.empty(); });
+    if (least == kForbidden) {
+      continue;
+    }
+    ASSERT_TRUE(is_possible) << "round " << round;
+    const auto found = leastByBuckets(restricted(problem, choices), size_t{1} << 24);
+    ASSERT_TRUE(found.has_value());
+    EXPECT_DOUBLE_EQ(found->second, least) << "round " << round;
+    for (size_t node = 0; node < num_nodes; ++node) {
+      num_gone += graph.numChoices(node) - choices[node].size();
+    }
+  }
+  EXPECT_GT(num_gone, 500);
 }
 
 /// A model's shape: layers of a few operators in a row, with a value that goes around them.
