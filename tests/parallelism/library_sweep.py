@@ -72,20 +72,20 @@ def build(name: str, samples: int, *, is_random: bool) -> tuple[nn.Module, Batch
 
 def outcome_of(model: str, kind: str) -> Job | str:
     """The plan, of the model with its random numbers if it has one stage; or why it is refused."""
-    try:
-        for is_random in (True, False):
-            built, batch = build(model, KINDS[kind].samples, is_random=is_random)
+    for is_random in (True, False):
+        built, batch = build(model, KINDS[kind].samples, is_random=is_random)
+        try:
             plan = KINDS[kind].make(built, batch)
-            if len(plan.stages) == 1:
-                break
-    except ValueError as error:
-        return str(error)
+        except ValueError as error:
+            return str(error)
+        if len(plan.stages) == 1:
+            break
     return Job(model, kind, plan.to_json(), is_random)
 
 
 def compare(engine: xm.PipelineEngine, reference: nn.Module, dtype: torch.dtype) -> None:
-    """Gradients, each to a part of its parameter's largest."""
-    close = 1e-4 if dtype == torch.float64 else 2e-3
+    """Gradients, each element. Some models compute parts in single precision."""
+    close = 1e-5 if dtype == torch.float64 else 1e-3
     for name, parameter in engine.named_parameters():
         expected = reference.get_parameter(name).grad
         found = None if parameter.grad is None else whole_of(parameter.grad)
@@ -93,8 +93,9 @@ def compare(engine: xm.PipelineEngine, reference: nn.Module, dtype: torch.dtype)
             assert expected is None or not expected.any(), f"{name} has no gradient"
             assert found is None or not found.any(), f"{name} has a gradient"
             continue
-        off, largest = (found - expected).abs().max().item(), expected.abs().max().item()
-        assert off <= close * largest + 1e-7, f"{name}.grad is off by {off}, its largest is {largest}"
+        largest = expected.abs().max().item()
+        off = ((found - expected).abs() - 10 * close * expected.abs()).max().item()
+        assert off <= close * largest + 1e-9, f"{name}.grad is off by {off}, its largest is {largest}"
 
 
 def _train(job: Job) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 Write = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of what two layers made, both [16, 8]."""
@@ -112,11 +113,60 @@ def _returned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def _without_gradients(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = a + b
+    part = h[:, 4:]
+    with torch.no_grad():
+        h.mul_(2)
+    return torch.cat([part.sin(), part], 1)
+
+
+def _in_a_checkpoint(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        h = x * b
+        part = h[:, 2:4]
+        part.add_(x[:, :2])
+        return h.sin() + F.pad(part, (3, 3))
+
+    made: torch.Tensor = checkpoint(inside, a, use_reentrant=False)
+    out = made.clone()
+    out[:, 1:3] = b[:, :2]
+    return out
+
+
+def _copies_of_some(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of one sample the transposed lies in memory as it does after contiguous()."""
+    c = a.t() * 2
+    d = c.contiguous()
+    d.mul_(3)
+    e = c.contiguous()
+    e[:4] = 0
+    return (c + d + e).t() * b
+
+
+def _by_positions(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A view of what is recorded in one layout and may lie in another."""
+    h = (a.t() * 2).view(2, 4, -1)
+    h.permute(2, 0, 1).select(1, 1)[:, 1:3].fill_(7.0)
+    h.transpose(0, 1)[1:3, 0].copy_(b.t()[:2])
+    return h.reshape(8, -1).t() * b
+
+
+def _pieces(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = a * b
+    with torch.no_grad():
+        first, second = h.tensor_split([3], 1)
+        first.zero_()
+        second.add_(1)
+    return h.sin()
+
+
 WRITES: dict[str, Write] = {
     write.__name__[1:].replace("_", " "): write
     for write in (
         *(_into_zeros, _by_copy, _after_clone, _scaled, _scaled_part, _viewed_whole, _through_views, _two_parts),
-        *(_what_it_returns, _rows, _narrow, _broadcast, _constant, _returned),
+        *(_what_it_returns, _rows, _narrow, _broadcast, _constant, _returned, _without_gradients, _in_a_checkpoint),
+        *(_copies_of_some, _by_positions, _pieces),
     )
 }
 

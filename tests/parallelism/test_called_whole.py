@@ -82,6 +82,27 @@ def test_models_train(name: str, is_training: bool) -> None:
     spawn(trains, 4, name, is_training)
 
 
+class Writes(nn.Module):
+    """The energy is written into another tensor before it is differentiated in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.gradient = Energy(), Gradient()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 2
+        energies = torch.zeros(len(x), 2)
+        energies[:, :1] = self.energy(hidden)
+        out: torch.Tensor = self.gradient(energies, hidden)
+        return out
+
+
+class Gradient(nn.Module):
+    def forward(self, energies: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (out,) = torch.autograd.grad(energies.sum(), x, create_graph=True)
+        return out
+
+
 class OwnVector(nn.Module):
     """The model itself has the buffer."""
 
@@ -101,6 +122,7 @@ class OwnVector(nn.Module):
     ("make", "words"),
     [
         (OwnVector, "buffer mean is changed by the forward.*a module other than the model itself"),
+        (Writes, "calls torch.autograd.grad, at .*a module other than the model itself"),
         (Forces, "calls torch.autograd.grad, at .*test_called_whole.py:.*a module other than the model itself"),
     ],
 )

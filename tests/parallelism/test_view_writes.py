@@ -6,18 +6,20 @@ from random import Random
 
 import pytest
 import torch
-from planned_cases import PLANS, train_alike
+from planned_cases import OPTIONS, PLANS, train_alike
 from random_plans import random_plan
-from slice_models import WRITES, Slices
+from slice_models import WRITES, Slices, Write
 
+import torch_xmesh as xm
 from torch_xmesh.testing import spawn
 
 
-def trains(rank: int, world_size: int, name: str) -> None:
+def trains(rank: int, world_size: int, name: str, num_samples: int) -> None:
+    """Plans with ZeRO differ in parameters only, which are not written to here."""
     torch.manual_seed(0)
     model = Slices(WRITES[name]).double()
-    x, target = torch.randn(2, 32, 8, dtype=torch.float64)
-    example = (x[:16],)
+    x, target = torch.randn(2, 2 * num_samples, 8, dtype=torch.float64)
+    example = (x[:num_samples],)
     plans = {key: make(model, example) for key, make in PLANS.items() if "ZeRO" not in key}
     plans |= {f"random {seed}": random_plan(model, example, {}, Random(seed)) for seed in range(4)}
     for key, plan in plans.items():
@@ -29,4 +31,36 @@ def trains(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_train(name: str) -> None:
-    spawn(trains, 4, name)
+    spawn(trains, 4, name, 16)
+
+
+@pytest.mark.parametrize("name", ["copies of some", "by positions", "through views", "two parts"])
+def test_writes_with_a_sample_per_device_train(name: str) -> None:
+    spawn(trains, 4, name, 4)
+
+
+def _transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = (a + b)[:8].clone()
+    part = h[:, :4]
+    h.t_()
+    return torch.cat([part, h[:, :4]], 1)
+
+
+def _detached(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = a + b
+    part = h[:, :4]
+    h.detach_()
+    return torch.cat([part, h[:, 4:]], 1)
+
+
+def _drawn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = b.detach() * 2
+    h[:, :4].normal_()
+    return h * a
+
+
+@pytest.mark.parametrize(("write", "named"), [(_transposed, "t_"), (_detached, "detach_"), (_drawn, "normal_")])
+def test_what_writes_otherwise_is_refused(write: Write, named: str) -> None:
+    """What changes the tensor, and not its memory; what draws into a part."""
+    with pytest.raises(ValueError, match=f"{named} in the model itself changes memory in place that is read under"):
+        xm.plan_parallel(Slices(write).double(), (torch.randn(16, 8, dtype=torch.float64),), **OPTIONS)

@@ -61,7 +61,7 @@ class Writer:
             self._stage(first, end, tuple(ranks[i * per_stage : (i + 1) * per_stage]), in_flight[num_stages - 1 - i])
             for i, (first, end) in enumerate(even_stages(subject.layers, num_stages))
         )
-        return FoundPlan(stages, True)
+        return FoundPlan(stages, all(stage.sharded.is_exact for stage in stages))
 
     def _stage(self, first: int, end: int, ranks: tuple[int, ...], in_flight: int) -> FoundStage:
         subject = self._subject

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from torch_xmesh.parallelism.operators import Recorded
-from torch_xmesh.pipeline.capture.recording import nodes_behind
+from torch_xmesh.pipeline.capture.recording import Recording, nodes_behind
 
 
 def modules_called_whole(recorded: Recorded, model: nn.Module) -> set[str]:
@@ -14,7 +14,7 @@ def modules_called_whole(recorded: Recorded, model: nn.Module) -> set[str]:
     that several operators read (the vectors of spectral norm), and gradients that the forward itself computes (forces,
     of an energy), with all that lies between what they are of and what they are by."""
     owners = {name.rpartition(".")[0] for name in changed_in_other_ways(recorded, model)}
-    around = {_common(map(_module_of, _differentiated(node))) for node in gradients_of(recorded)}
+    around = {_common(map(_module_of, _differentiated(node, recorded.recording))) for node in gradients_of(recorded)}
     return (owners | around) - {""}
 
 
@@ -41,12 +41,24 @@ def gradients_of(recorded: Recorded) -> list[fx.Node]:
     return [site.node for site in recorded.sites if site.node.target is torch.autograd.grad]
 
 
-def _differentiated(node: fx.Node) -> list[fx.Node]:
+def _differentiated(node: fx.Node, recording: Recording) -> list[fx.Node]:
     """A call of torch.autograd.grad, and what lies between its arguments."""
     outputs, inputs = (_nodes_in(node, place, name) for place, name in enumerate(("outputs", "inputs")))
-    behind = {one for output in outputs for one in nodes_behind(output)}
-    between = [one for one in behind if one not in inputs and not nodes_behind(one).isdisjoint(inputs)]
+    behind = _all_behind(outputs, recording)
+    between = [one for one in behind if one not in inputs and not _all_behind([one], recording).isdisjoint(inputs)]
     return [node, *between]
+
+
+def _all_behind(nodes: Iterable[fx.Node], recording: Recording) -> set[fx.Node]:
+    """What these follow from, also by what was written into their memory."""
+    found: set[fx.Node] = set()
+    left = [*nodes]
+    while left:
+        new = nodes_behind(left.pop()) - found
+        found |= new
+        memory = {one for node in new for one in recording.facts[node].memory}
+        left += [changer for changed, _, changer in recording.mutations if changed in memory and changer not in found]
+    return found
 
 
 def _nodes_in(node: fx.Node, place: int, name: str) -> list[fx.Node]:

@@ -164,7 +164,8 @@ class Reader:
         places, tensors = self._made(node, facts)
         if change is not None and change.first is not None and not tensors:
             (first,) = self._recording.facts[change.first].tensors
-            has_gradient = first.requires_grad or bool(node.meta["changes_to_gradient"])
+            before = self._values[change.first].requires_grad
+            has_gradient = before or bool(node.meta["changes_to_gradient"])
             places, tensors = [change.first], [first._replace(requires_grad=has_gradient)]
         if not tensors:
             if name in _HANG_ON_TENSORS:

@@ -34,8 +34,7 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
 def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Recorded:
     """The same with the recording."""
     with torch.enable_grad():
-        closed = _closed_in_training(model, args, kwargs)
-        (recorded,) = _read(model, args, kwargs, 1, None, closed)
+        (recorded,) = _Readings(model, args, kwargs).read(1, None)
         return recorded
 
 
@@ -53,76 +52,63 @@ def recorded_turns(
     """The forward, the forward once more, and in the other mode, of training and evaluation, where it can be recorded
     in that."""
     with torch.enable_grad():
-        closed = _closed_in_training(model, args, kwargs)
-        first, again = _read(model, args, kwargs, 2, None, closed)
+        readings = _Readings(model, args, kwargs)
+        first, again = readings.read(2, None)
         try:
-            (other,) = _read(model, args, kwargs, 1, not model.training, closed)
+            (other,) = readings.read(1, not model.training)
             return first, again, other
         except ValueError as error:
             return first, again, error
 
 
-def _closed_in_training(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> set[str]:
-    """Modules that are called as one in both modes, since they have to be in training."""
-    closed: set[str] = set()
-    if not model.training and any(True for _ in model.buffers()):
-        with contextlib.suppress(ValueError):
-            _read(model, args, kwargs, 1, True, closed)
-    return closed
+class _Readings:
+    """Forwards of a model with the same arguments. What is found in one is used for the later ones: which modules have
+    to be called as one, in both modes alike, and how the model is recorded without looking at values."""
 
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+        self._closed: set[str] = set()
+        self._compiles = False
+        if not model.training and any(True for _ in model.buffers()):
+            with contextlib.suppress(ValueError):
+                self.read(1, True)  # modules that change buffers do it in training
 
-def _read(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None,
-    count: int,
-    training: bool | None,
-    closed: set[str],
-) -> list[Recorded]:
-    """Forwards one after another; modules `closed` are called as one, and more that have to be, which are added."""
-    while True:
-        recordings = _recordings(model, args, kwargs, count, training, closed)
-        found = [Reader(recording, model).read() for recording in recordings]
-        more = {name for one in found for name in modules_called_whole(one, model)} - closed
-        if not more:
+    def read(self, count: int, training: bool | None) -> list[Recorded]:
+        """So many, one after another."""
+        while True:
+            recordings = map(with_direct_writes, self._recordings(count, training))
+            found = [Reader(recording, self._model).read() for recording in recordings]
+            more = {name for one in found for name in modules_called_whole(one, self._model)} - self._closed
+            if not more:
+                return found
+            self._closed |= more
+
+    def _recordings(self, count: int, training: bool | None) -> list[Recording]:
+        """Where forwards hang on values of their arguments they are recorded as if compiling, if they hang on none
+        then: transformers' models keep a mask that hides nothing in the example."""
+        if self._compiles and (general := self._as_if_compiling(count, training, frozenset())) is not None:
+            return general
+        recorded, inputs = _recorder(self._model, self._args, self._kwargs, self._closed)
+        found = recorded.record_turns([inputs] * count, training, is_last=_looks_at_values)
+        if not any(map(_looks_at_values, found)):
             return found
-        closed |= more
+        general = self._as_if_compiling(count, training, found[-1].opened)
+        self._compiles = general is not None
+        return general or (found if len(found) == count else recorded.record_turns([inputs] * count, training))
+
+    def _as_if_compiling(self, count: int, training: bool | None, opened: frozenset[str]) -> list[Recording] | None:
+        """None where that looks at values, too, or into fewer modules than those `opened`."""
+        recorded, inputs = _recorder(self._model, self._args, self._kwargs, self._closed)
+        try:
+            with as_if_compiling():
+                found = recorded.record_turns([inputs] * count, training, is_last=_looks_at_values)
+        except CaptureError:
+            return None
+        return None if any(map(_looks_at_values, found)) or not opened <= found[-1].opened else found
 
 
-def _recordings(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None,
-    count: int,
-    training: bool | None,
-    closed: Collection[str],
-) -> list[Recording]:
-    """Forwards one after another, as operators are read from them."""
-    return [*map(with_direct_writes, _as_they_ran(model, args, kwargs, count, training, closed))]
-
-
-def _as_they_ran(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None,
-    count: int,
-    training: bool | None,
-    closed: Collection[str],
-) -> list[Recording]:
-    """Where forwards hang on values of their arguments they are recorded as if compiling, if they
-    hang on none then: transformers' models keep a mask that hides nothing in the example."""
-    recorded, inputs = _recorder(model, args, kwargs, closed)
-    found = recorded.record_turns([inputs] * count, training)
-    if not any(one.value_guards for one in found):
-        return found
-    recorded, inputs = _recorder(model, args, kwargs, closed)
-    try:
-        with as_if_compiling():
-            general = recorded.record_turns([inputs] * count, training)
-    except CaptureError:
-        return found
-    is_general = not any(one.value_guards for one in general) and found[-1].opened <= general[-1].opened
-    return general if is_general else found
+def _looks_at_values(recording: Recording) -> bool:
+    return bool(recording.value_guards)
 
 
 def _recorder(

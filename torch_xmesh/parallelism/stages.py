@@ -306,7 +306,7 @@ class StageSearch:
             if best is None:
                 return None
             out.append(FoundStage(first, end, shape, placed[number], space, best.sharded, in_flight, best.gap))
-        return FoundPlan(tuple(out), is_proven)
+        return FoundPlan(tuple(out), is_proven and all(stage.sharded.is_exact for stage in out))
 
     def refined(self, plan: FoundPlan) -> FoundPlan:
         """The same stages, sharded as cheaply as they can be within the limit, or nearly; the plan itself where they
@@ -320,7 +320,7 @@ class StageSearch:
             )
             assert best is not None
             stages.append(dataclasses.replace(stage, sharded=best.sharded, gap=best.gap))
-        return FoundPlan(tuple(stages), plan.is_proven)
+        return FoundPlan(tuple(stages), plan.is_proven and all(stage.sharded.is_exact for stage in stages))
 
     def _fitting(
         self, first: int, end: int, space: Space, in_flight: int, memory_bytes: int, most_branches: int = 0

@@ -24,12 +24,19 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.pipeline.capture.node_forms import name_of
 from torch_xmesh.pipeline.capture.recording import NodeFacts, Recording, TensorFacts, structure_of
 
+_CHANGE_THE_TENSOR = frozenset(
+    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ set_ as_strided_ rename_ detach_ "
+    "requires_grad_".split()
+)
+"""Functions in place that write nothing: another view of the memory, or of the graph, goes by the same name."""
+
 _PICKS = frozenset({"__getitem__", "getitem"})
 _VIEWS = _PICKS | frozenset(
     "view reshape flatten unflatten transpose permute swapaxes swapdims movedim moveaxis t T mT "
     "select narrow squeeze unsqueeze diagonal chunk split unbind tensor_split contiguous".split()
 )
-"""Functions whose result is the memory of their first argument, or part of it, and all that is done to it."""
+"""Functions whose result has the elements of their first argument, or some of them, and can be made again of it.
+Whether that is a view or a copy depends on strides, which differ between devices: nothing is written to it there."""
 
 Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -37,9 +44,11 @@ Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 def write_view(base: torch.Tensor, steps: tuple[Step, ...], value: torch.Tensor) -> None:
     """Writes `value` to the view of `base` that `steps` lead to: names of functions, each with what it is given besides
     the result of the one before."""
+    places = torch.arange(base.numel(), device=base.device).view(base.shape)
     for name, args, kwargs in steps:
-        base = _step(base, name, args, kwargs)
-    base.copy_(value)
+        places = _step(places, name, args, kwargs)
+    written = value.to(base.dtype).expand(places.shape).reshape(-1)
+    base.copy_(base.reshape(-1).index_put((places.reshape(-1),), written).view(base.shape))
 
 
 def with_direct_writes(recording: Recording) -> Recording:
@@ -66,7 +75,9 @@ class _Rewriter:
         is_alone = {one for one, _, node in self._mutations if node is changer} == {memory}
         if base is None or changed is None or changer.args[:1] != (changed,) or not is_alone:
             return
-        if memory not in self._facts[changed].memory:
+        if memory not in self._facts[changed].memory or _name(changer) in _CHANGE_THE_TENSOR:
+            return
+        if self._facts[changer].draws and changed is not base:  # a copy's elements would be drawn in another order
             return
         held = [node for node in order if memory in self._facts[node].memory and order[node] <= order[changer]]
         read = [node for node in held if self._is_read_behind(changer, node, order)]
@@ -113,16 +124,18 @@ class _Rewriter:
         while node is not base:
             if not node.args or node.all_input_nodes[:1] != [node.args[0]]:
                 return None
-            if structure_of(node) is not None or (_name(node) in _VIEWS and len(node.all_input_nodes) == 1):
+            if structure_of(node) is not None or _is_view(node):
                 chain.insert(0, node)
-            elif node not in changers or not self._is_same(node, node.all_input_nodes[0]):
+            elif node not in changers or not self._gives_back(node):
                 return None
             node = node.all_input_nodes[0]
         return chain
 
-    def _is_same(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether a change in place gives back the tensor that it was given."""
-        mine, theirs = self._facts[one], self._facts[other]
+    def _gives_back(self, changer: fx.Node) -> bool:
+        """Whether a change in place gives back the tensor that it was given, as it lay."""
+        if _name(changer) in _CHANGE_THE_TENSOR:
+            return False
+        mine, theirs = self._facts[changer], self._facts[changer.all_input_nodes[0]]
         return mine.memory == theirs.memory and [leaf[:2] for leaf in mine.tensors] == [
             leaf[:2] for leaf in theirs.tensors
         ]
@@ -132,7 +145,7 @@ class _Rewriter:
         (memory,) = self._facts[base].memory
         instead = []
         if changer.target == "copy_":
-            value = changer.args[1]
+            value = changer.args[1] if len(changer.args) > 1 else changer.kwargs["src"]
         else:
             with self._graph.inserting_before(changer):
                 value = self._graph.call_method("clone", (changed,))
@@ -175,7 +188,8 @@ class _Rewriter:
                 with self._graph.inserting_after(last):
                     last = made[view] = self._graph.create_node(view.op, view.target, given, view.kwargs)
                 facts = self._facts[view]
-                has_gradient = bool(changer.meta["changes_to_gradient"])
+                modes = view.meta["modes"]
+                has_gradient = bool(changer.meta["changes_to_gradient"]) and (modes is None or modes[0])
                 leaves = tuple(
                     leaf._replace(requires_grad=leaf.requires_grad or has_gradient)
                     if isinstance(leaf, TensorFacts)
@@ -183,8 +197,7 @@ class _Rewriter:
                     for leaf in facts.leaves
                 )
                 self._define(last, changer, dataclasses.replace(facts, leaves=leaves))
-                if "path" in view.meta:
-                    last.meta["path"] = view.meta["path"]
+                last.meta.update({key: view.meta[key] for key in ("modes", "path") if key in view.meta})
             new = made[chain[-1]] if chain else base
             for user in [*name.users]:
                 if order.get(user, -1) > order[changer]:
@@ -208,6 +221,13 @@ def _step(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
         return value[args[0]]
     found = getattr(value, name)
     return found(*args, **kwargs) if callable(found) else found
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether it can be made again, of its first argument alone."""
+    is_retyped = any(isinstance(one, torch.dtype) for one in (*node.args, *node.kwargs.values()))
+    is_function = node.op in ("call_function", "call_method")
+    return is_function and not is_retyped and _name(node) in _VIEWS and len(node.all_input_nodes) == 1
 
 
 def _as_step(view: fx.Node) -> Step:

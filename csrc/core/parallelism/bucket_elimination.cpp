@@ -184,19 +184,21 @@ class Buckets {
 
 }  // namespace
 
-size_t mostCells(BucketSizes sizes) {
-  size_t out = 0;
+BucketCells bucketCells(BucketSizes sizes) {
+  BucketCells out;
   Order order(std::move(sizes));
   while (!order.isDone()) {
     const size_t node = order.next();
-    out = std::max(out, order.numCells(node));
+    const auto cells = static_cast<double>(order.numCells(node));
+    out.most = std::max(out.most, cells);
+    out.sum += cells;
     order.eliminate(node);
   }
   return out;
 }
 
 std::optional<std::pair<std::vector<size_t>, double>> leastByBuckets(const PairwiseCosts& problem, size_t most_cells) {
-  if (mostCells(sizesOf(problem)) > most_cells) {
+  if (bucketCells(sizesOf(problem)).most > static_cast<double>(most_cells)) {
     return std::nullopt;
   }
   Buckets buckets(problem);

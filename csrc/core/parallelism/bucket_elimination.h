@@ -27,9 +27,13 @@ struct BucketSizes {
   std::vector<std::set<size_t>> neighbors;
 };
 
-/// Of the largest table, with the eliminated node's choices, that leastByBuckets() makes of a graph of these sizes; the greatest number for one that
-/// no memory holds.
-size_t mostCells(BucketSizes sizes);
+/// Cells of the tables that leastByBuckets() makes of a graph of these sizes, with the eliminated nodes' choices: of the largest one, and of all
+/// together.
+struct BucketCells {
+  double most = 0;
+  double sum = 0;
+};
+BucketCells bucketCells(BucketSizes sizes);
 
 /// The choices that cost least together, exactly: nodes are eliminated one by one, those first whose neighbors have the fewest choices together, and
 /// what a node leaves is a table over all of its neighbors (bucket elimination: R. Dechter, Bucket elimination, Artificial Intelligence 113, 1999).

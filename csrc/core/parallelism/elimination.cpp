@@ -16,41 +16,64 @@ namespace {
 constexpr size_t kMostCells = size_t{12} << 20;
 
 /// Of the tables in each step of a descent.
-constexpr size_t kDescentCells = size_t{1} << 17;
+constexpr size_t kDescentCells = size_t{1} << 13;
 
-/// What is searched exactly decides at most so many choices of nodes, together.
-constexpr size_t kMostBranches = 256;
+/// Of all tables of an exact search, in all its branches: some seconds.
+constexpr double kMostWork = 5e8;
+
+/// Branches of a search, those included that end at once.
+constexpr size_t kMostBranches = 4096;
 
 constexpr size_t kMostRounds = 16;
 
 /// Branch and bound over what degrees 0 to 2 leave.
-void search(Remainder remainder, std::optional<ShardingChoices>& best) {
-  remainder.reduce();
-  const double known = best.has_value() ? best->cost : kForbidden;
-  if (remainder.bound() >= known) {
-    return;
-  }
-  if (remainder.isEmpty() || remainder.finishByBuckets(kMostCells)) {
-    if (remainder.constant() < known) {
-      best = ShardingChoices{remainder.choices(), remainder.constant()};
+class Search {
+ public:
+  /// Exact, unless there are too many branches.
+  std::optional<ShardingChoices> run(Remainder remainder) {
+    go(std::move(remainder));
+    if (best_.has_value()) {
+      best_->is_exact = num_branches_ < kMostBranches;
     }
-    return;
+    return best_;
   }
-  const size_t node = remainder.nodesToDecide(kMostCells).front();
-  for (size_t choice = 0; choice < remainder.costsOf(node).size(); ++choice) {
-    if (remainder.costsOf(node)[choice] < kForbidden) {
-      Remainder decided = remainder;
-      decided.decide(node, choice);
-      search(std::move(decided), best);
+
+ private:
+  void go(Remainder remainder) {
+    if (num_branches_ == kMostBranches) {
+      return;
+    }
+    ++num_branches_;
+    remainder.reduce();
+    const double known = best_.has_value() ? best_->cost : kForbidden;
+    if (remainder.bound() >= known) {
+      return;
+    }
+    if (remainder.isEmpty() || remainder.finishByBuckets(kMostCells)) {
+      if (remainder.constant() < known) {
+        best_ = ShardingChoices{remainder.choices(), remainder.constant()};
+      }
+      return;
+    }
+    const size_t node = remainder.toDecide(kMostCells).nodes.front();
+    for (size_t choice = 0; choice < remainder.costsOf(node).size(); ++choice) {
+      if (remainder.costsOf(node)[choice] < kForbidden) {
+        Remainder decided = remainder;
+        decided.decide(node, choice);
+        go(std::move(decided));
+      }
     }
   }
-}
+
+  std::optional<ShardingChoices> best_;
+  size_t num_branches_ = 0;
+};
 
 /// A search for what branch and bound would take too long for: some nodes are given choices, without which tables are small; then one after another
 /// of these chooses anew, exactly, beside the others' choices, until none gets better.
 class Descent {
  public:
-  explicit Descent(const Remainder& start) : start_(start), nodes_(start.nodesToDecide(kDescentCells)) {}
+  explicit Descent(const Remainder& start) : start_(start), nodes_(start.toDecide(kDescentCells).nodes) {}
 
   std::optional<ShardingChoices> run() {
     if (!begin()) {
@@ -110,13 +133,14 @@ class Descent {
   std::optional<ShardingChoices> best_;
 };
 
-/// Whether branch and bound is done soon.
+/// Whether branch and bound is done in some seconds.
 bool isSearched(const Remainder& remainder) {
+  const Remainder::ToDecide decided = remainder.toDecide(kMostCells);
   double branches = 1;
-  for (const size_t node : remainder.nodesToDecide(kMostCells)) {
+  for (const size_t node : decided.nodes) {
     branches *= static_cast<double>(remainder.numChoices(node));
   }
-  return branches <= kMostBranches;
+  return branches < kMostBranches && branches * decided.cells <= kMostWork;
 }
 
 /// A node that cannot be served: the first without which something could be chosen.
@@ -149,7 +173,7 @@ ShardingChoices leastCost(const StrategyGraph& graph) {
     }
   }
   if (!best.has_value()) {
-    search(std::move(remainder), best);
+    best = Search().run(std::move(remainder));
   }
   if (!best.has_value()) {
     throw InvalidArgument("these sharding choices leave nothing: " + culpritOf(graph));

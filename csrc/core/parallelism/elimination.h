@@ -16,9 +16,10 @@ namespace xmesh::core {
 /// neighbors go the same way, with tables over all of these (leastByBuckets). Where those would be too large, the node with most neighbors gets each
 /// of its choices in turn, and the rest is solved for it: branch and bound. All of that is exact.
 ///
-/// A graph in which many nodes have many neighbors (a scan over tokens, in which all read the same few tensors) would take that for ever, also
-/// without the choices that others dominate. There the nodes of most neighbors choose in turn beside each other's choices, and the rest exactly with
-/// each, until nothing gets better: is_exact is false.
+/// A graph in which many nodes have many neighbors (a scan over tokens, in which all read the same few tensors) takes that too long, also without the
+/// choices that others dominate. There the nodes of most neighbors choose in turn, beside each other's choices, and the rest exactly with each, until
+/// none gets better: is_exact is false. The limits are numbers of table cells and of branches, the same on every machine. Where too many choices are
+/// forbidden for a descent to begin, a search of so many branches is made; that, too, may end without the best, or with nothing.
 ShardingChoices leastCost(const StrategyGraph& graph);
 
 /// What is least over all nodes but two, for each pair of choices of these: rows are those of `first`. The costs of `first` and `second` themselves

@@ -134,7 +134,7 @@ bool Remainder::finishByBuckets(size_t most_cells) {
   return true;
 }
 
-std::vector<size_t> Remainder::nodesToDecide(size_t most_cells) const {
+Remainder::ToDecide Remainder::toDecide(size_t most_cells) const {
   const std::vector<size_t> nodes(left_.begin(), left_.end());
   BucketSizes sizes;
   std::map<size_t, size_t> place_of;
@@ -148,18 +148,25 @@ std::vector<size_t> Remainder::nodesToDecide(size_t most_cells) const {
       sizes.neighbors.back().insert(place_of[neighbor]);
     }
   }
-  std::vector<size_t> out;
-  while (mostCells(sizes) > most_cells) {
-    const auto widest =
-        std::max_element(sizes.neighbors.begin(), sizes.neighbors.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
-    const auto place = static_cast<size_t>(widest - sizes.neighbors.begin());
-    out.push_back(nodes[place]);
-    for (const size_t neighbor : sizes.neighbors[place]) {
-      sizes.neighbors[neighbor].erase(place);
+  ToDecide out;
+  BucketCells cells = bucketCells(sizes);
+  while (cells.most > static_cast<double>(most_cells)) {
+    size_t widest = 0;
+    for (size_t place = 1; place < nodes.size(); ++place) {
+      const bool is_open = sizes.num_choices[place] > 1;
+      if (is_open && (sizes.num_choices[widest] < 2 || sizes.neighbors[place].size() > sizes.neighbors[widest].size())) {
+        widest = place;
+      }
     }
-    sizes.neighbors[place].clear();
-    sizes.num_choices[place] = 1;
+    out.nodes.push_back(nodes[widest]);
+    for (const size_t neighbor : sizes.neighbors[widest]) {
+      sizes.neighbors[neighbor].erase(widest);
+    }
+    sizes.neighbors[widest].clear();
+    sizes.num_choices[widest] = 1;
+    cells = bucketCells(sizes);
   }
+  out.cells = cells.sum;
   return out;
 }
 

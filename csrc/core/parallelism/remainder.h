@@ -28,8 +28,12 @@ class Remainder {
   bool isEmpty() const { return left_.empty(); }
   size_t numLeft() const { return left_.size(); }
   const std::set<size_t>& left() const { return left_; }
-  /// Nodes that were given a choice, finishByBuckets() has tables of at most `most_cells`: of those with most neighbors, in this order.
-  std::vector<size_t> nodesToDecide(size_t most_cells) const;
+  /// Which nodes have to be given a choice for finishByBuckets() to have tables of at most `most_cells`, and the cells of all its tables then.
+  struct ToDecide {
+    std::vector<size_t> nodes;  ///< of those that have a choice, the ones with most neighbors; in this order
+    double cells = 0;
+  };
+  ToDecide toDecide(size_t most_cells) const;
   /// How many choices of a node are not forbidden.
   size_t numChoices(size_t node) const;
   /// The one that costs least if each of its neighbors could choose for it alone.

@@ -10,8 +10,8 @@ from models.libraries.language import LANGUAGE
 from models.libraries.speech_and_vision import SPEECH_AND_VISION
 from models.libraries.vision_models import TIMM, TORCHVISION
 
-MODELS: dict[str, LibraryModel] = {
-    model.name: model for model in (*LANGUAGE, *SPEECH_AND_VISION, *TIMM, *TORCHVISION, *DIFFUSERS)
-}
+_ALL = (*LANGUAGE, *SPEECH_AND_VISION, *TIMM, *TORCHVISION, *DIFFUSERS)
+MODELS: dict[str, LibraryModel] = {model.name: model for model in _ALL}
+assert len(MODELS) == len(_ALL), "models have names of their own"
 
 __all__ = ["MODELS", "Batch", "LibraryModel", "loss_of", "without_chance"]

@@ -64,7 +64,7 @@ def tokens(samples: int, length: int = 12) -> torch.Tensor:
 
 
 def text(samples: int) -> Batch:
-    """Tokens, of which some are padding, and the next ones as labels."""
+    """Tokens, of which some are padding; they are the labels, too, which the models shift."""
     given = tokens(samples)
     mask = torch.ones_like(given)
     mask[0, -3:] = 0

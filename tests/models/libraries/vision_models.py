@@ -69,5 +69,5 @@ TORCHVISION = (
     _torchvision("shufflenet_v2_x0_5", lambda models: models.shufflenet_v2_x0_5(num_classes=8)),
     _torchvision("squeezenet1_1", lambda models: models.squeezenet1_1(num_classes=8)),
     _torchvision("SwinTransformer", _swin),
-    _torchvision("ConvNeXt", _convnext),
+    _torchvision("convnext", _convnext),
 )

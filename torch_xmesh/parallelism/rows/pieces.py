@@ -116,8 +116,6 @@ def setitem(call: Call) -> Loops:
     before, after = _taken(x.shape, tuple(index) if isinstance(index, tuple | list) else (index,))
     reads = {x.index: before}
     if isinstance(value, Tensor):
-        if value.index == x.index:
-            raise ValueError("a tensor is written into itself")
         if len(value.shape) > len(after):
             raise ValueError("a tensor of more dims than it is written to")
         sizes = dict(zip(before, x.shape, strict=True))

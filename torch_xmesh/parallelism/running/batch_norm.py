@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.running.local_rules import Local
@@ -33,6 +34,7 @@ class _Normalized(torch.autograd.Function):
         return (out if bias is None else out + _along(bias, x)).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, mean, inverse, weight = ctx.saved_tensors
         gradient, dims = gradients[0].to(mean.dtype), _others(x)

@@ -19,7 +19,7 @@ from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, Rule, is_plain, rules, shape_made
 from torch_xmesh.pipeline.capture.name_order import NameOrder
-from torch_xmesh.pipeline.capture.recording import structure_of
+from torch_xmesh.pipeline.capture.recording import memory_of, structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
 
 RULES: dict[str, Rule] = {
@@ -83,6 +83,8 @@ class Call:
         takes: how it takes each tensor that it reads, in order.
         leaves: by value that it makes, how that goes to its readers, if these are several.
         changes: it changes its first argument in place.
+        owns: what it makes has memory of its own, and that or what it reads is changed in place later: on a device a
+            copy (``contiguous``) may turn out to be none.
         module: that is called, where it is one.
     """
 
@@ -96,9 +98,10 @@ class Call:
         takes: Sequence[Way],
         leaves: Sequence[Way],
         changes: bool,
+        owns: bool = False,
         module: nn.Module | None = None,
     ) -> None:
-        self._moves, self._changes, self._kind = moves, changes, operator.kind
+        self._moves, self._changes, self._owns, self._kind = moves, changes, owns, operator.kind
         self._site, self._operator = site, operator
         self._function = _function_of(site.node) if module is None else CalledModule(module)
         self._modes = site.node.meta.get("modes")
@@ -205,7 +208,10 @@ class Call:
             with enter_modes(*self._modes):
                 made = self._called(args, kwargs)
         for value, found, way in self._makes:
-            parts[value] = way.moved(found(made, args, given), self._moves)
+            part = found(made, args, given)
+            if self._owns and any(_is_shared(part, one) for one in given):
+                part = part.clone()
+            parts[value] = way.moved(part, self._moves)
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return self._function(*args, **kwargs) if self._local is None else self._rule(self._local, args, kwargs)
@@ -219,6 +225,11 @@ class Call:
         if self._changes and is_moved and moved._is_view():  # of a move's, which autograd cannot change
             return moved.clone()
         return moved
+
+
+def _is_shared(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors have the same memory."""
+    return isinstance(other, torch.Tensor) and memory_of(one) == memory_of(other)
 
 
 _Finder = Callable[[Any, list[Any], list[Any]], torch.Tensor]

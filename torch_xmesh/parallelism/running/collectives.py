@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh import _C
@@ -267,6 +268,7 @@ class Moved(torch.autograd.Function):
         return part.view_as(part) if out is part else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         return ctx.moves.run(gradient, ctx.back, ctx.name, "backward"), None, None, None, None
@@ -281,5 +283,6 @@ class Summed(torch.autograd.Function):
         return moves.all_reduce(part, axis, name, "forward")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.moves.all_reduce(gradients[0], ctx.axis, ctx.name, "backward"), None, None, None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
 from torch_xmesh.parallelism.running.collectives import Hop, Moves
@@ -27,6 +28,7 @@ class _Exchanged(torch.autograd.Function):
         return moves.exchange(rows, hop, name, "forward", is_back=is_back)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         rows = ctx.moves.exchange(gradients[0], ctx.hop, ctx.name, "backward", is_back=not ctx.is_back)
         return rows, None, None, None, None

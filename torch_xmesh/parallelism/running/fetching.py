@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from torch_xmesh.parallelism.running.collectives import Moves, Step
 
@@ -92,6 +93,7 @@ class Fetched(torch.autograd.Function):
         return tuple(one.contiguous() for one in fetch.fetched(range(len(parts)), "forward"))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, *ctx.fetch.gradients(gradients)
 

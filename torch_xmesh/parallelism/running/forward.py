@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
-from torch_xmesh.parallelism.operators import Recorded, Value
+from torch_xmesh.parallelism.operators import Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.calls import Call, Way
@@ -72,6 +72,7 @@ class StageForward:
         self.recorded, self._moves, self._conversions, self._called = recorded, moves, conversions, called
         self._ports = ports_of(recorded, plan)[number]
         self._changed = changed_of(recorded, self._ports)
+        self._changed_memory = frozenset(memory for memory, _, _ in recorded.recording.mutations)
         self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
         self._choices = _choices(recorded, planned, self._ports.operators)
         self.loss_shares: LossShares | None = None
@@ -217,9 +218,18 @@ class StageForward:
             for value, end in zip(operator.makes, choice.outputs, strict=True)
         ]
         changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
+        owns = not changes and self._is_changed_later(site)
         takes = self._taken(number)
         module = self._called[str(site.node.target)] if site.node.op == "call_module" else None
-        return Call(operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes, module=module)
+        return Call(
+            operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes, owns=owns, module=module
+        )
+
+    def _is_changed_later(self, site: Site) -> bool:
+        """Whether a call makes memory of its own, and that or what it reads is changed in place."""
+        facts = self.recorded.recording.facts
+        made, read = facts[site.node].memory, {one for node in site.node.all_input_nodes for one in facts[node].memory}
+        return made.isdisjoint(read) and not self._changed_memory.isdisjoint(made | read)
 
     def _way(self, value: Value, before: End, after: End) -> Way:
         there = self._conversions.steps(value, before.value, after.value)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import PARTIAL, PASS, Choice
@@ -349,6 +350,7 @@ class _ClassLosses(torch.autograd.Function):
         return torch.where(counted, total.log(), 0.0) - picked if is_first else -picked
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         raised, total, is_here, places, counted = ctx.saved_tensors
         out = raised.exp() / total.unsqueeze(1) - ctx.shares[1]

@@ -4,7 +4,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,9 +93,14 @@ class RecordedModel:
         """
         return self.record_turns([inputs], training)[0]
 
-    def record_turns(self, several: Sequence[Sequence[torch.Tensor]], training: bool | None) -> list[Recording]:
+    def record_turns(
+        self,
+        several: Sequence[Sequence[torch.Tensor]],
+        training: bool | None,
+        is_last: Callable[[Recording], bool] = lambda recording: False,
+    ) -> list[Recording]:
         """Forwards one after another, each with random numbers of its own: a later one finds what an earlier one has
-        kept in the model's attributes.
+        kept in the model's attributes. None comes behind one that `is_last`.
 
         Raises:
             CaptureError: see `record`.
@@ -109,6 +114,8 @@ class RecordedModel:
                     for seed, inputs in enumerate(several):
                         recordings.append(self._record_once(inputs, seed))
                         self._tell_progress()
+                        if is_last(recordings[-1]):
+                            break
                     return recordings
             except LeafFailedError as failed:
                 if failed.kind in self._on_memory:
