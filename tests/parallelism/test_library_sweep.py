@@ -41,7 +41,7 @@ def sweep(names: Sequence[str]) -> dict[str, dict[str, str]]:
             if isinstance(found, Job):
                 jobs.append(found)
             outcomes[name][kind] = "trains" if isinstance(found, Job) else found
-    spawn(train, 4, jobs, timeout=900)
+    spawn(train, 4, jobs, timeout=1500)
     return outcomes
 
 
@@ -57,7 +57,7 @@ def tenth() -> int:
     return int(shown.stdout or "0", 16) % 10
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_a_tenth_of_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     names = [*MODELS][tenth() :: 10]
     with capsys.disabled():
