@@ -6,11 +6,12 @@ python scripts/gpu_results.py --check   an error where the page says something e
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from written_pages import write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "devices.md"
@@ -53,14 +54,5 @@ def page() -> str:
     return text + BEGIN + "\n" + "\n".join(tables)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        return int(PAGE.read_text() != page())
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page, __doc__))

@@ -6,10 +6,11 @@ python scripts/model_table.py --check   an error where the page says something e
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
+
+from written_pages import write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -45,14 +46,5 @@ def page() -> str:
     return before + BEGIN + "\n" + table(json.loads(RESULTS.read_text())) + "\n" + END + rest.split(END)[1]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        return int(PAGE.read_text() != page())
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page, __doc__))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from planned_cases import PLANS
+from planned_cases import PLANS, whole_of
+from slice_models import WRITES, Slices
 from small_models import Gpt, Mlp
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -68,6 +69,24 @@ def trains(rank: int, world_size: int, name: str, plan: str) -> tuple[int, int]:
         assert engine.last_loss() == pytest.approx(F.mse_loss(whole(tokens), target).item(), rel=1e-9)
     engine.close()
     return num_compiled, len(ran)
+
+
+def writes(rank: int, world_size: int) -> None:
+    """With a sample per device copies that are recorded as such share memory with what they are of."""
+    torch.manual_seed(1)
+    model, x = Slices(WRITES["copies of some"]).double(), torch.randn(8, 8, dtype=torch.float64)
+    whole, target = copy.deepcopy(model), torch.randn(8, 8, dtype=torch.float64)
+    plan = PLANS["data"](model, (x[:4],))
+    with xm.PipelineEngine(model, (x[:4],), plan=plan, loss_fn=F.mse_loss) as engine:
+        engine.stage_module(0).compile(backend="aot_eager")
+        engine.step(x, target=target)
+        F.mse_loss(whole(x), target).backward()  # type: ignore[no-untyped-call]
+        for key, parameter in engine.named_parameters():
+            torch.testing.assert_close(whole_of(parameter.grad), whole.get_parameter(key).grad, msg=key)
+
+
+def test_compiled_copies_have_memory_of_their_own() -> None:
+    spawn(writes, 4)
 
 
 @pytest.mark.parametrize("plan", ["data", "megatron", "pipeline with ZeRO-3"])

@@ -185,6 +185,8 @@ class Call:
             nodes[value] = made
             if place is not node:
                 nodes[value] = graph.call_function(cast(Any, place.target), (made, *place.args[1:]))
+            if self._owns:
+                nodes[value] = graph.call_method("clone", (nodes[value],))
 
     def cast(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter as the operator takes it under the autocast that is on."""
