@@ -34,5 +34,11 @@ def start(seconds: float | None = None) -> None:
     options = xm.Options()
     options.inner = {"emu": "emunccl"}
     timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
-    dist.init_process_group("cpu:xmesh,emu:xmesh", pg_options=options, timeout=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store.set(f"started/{rank}", "")
+    store.wait(
+        [f"started/{other}" for other in range(world_size)]
+    )  # however short the group's timeout, they may start late
+    kinds = "cpu:xmesh,emu:xmesh"
+    dist.init_process_group(kinds, store=store, rank=rank, world_size=world_size, pg_options=options, timeout=timeout)
     torch.set_default_device("emu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import on_device, start
-from layouts import Layout, source_of
+from layouts import Layout, expected_of, source_of
 from test_faults import leave
 from torch.distributed.tensor import Replicate, Shard
 
@@ -21,6 +21,8 @@ from torch_xmesh.testing import World, mark
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
 FOUR = Layout((1 << 10, 64), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Replicate(),))
 TIMEOUT = 4.0
+HELD_MS = 120_000
+"""A stream does not move for longer than a test waits: it is released once the call has raised."""
 
 
 def until_it_fails(rank: int, world_size: int, is_held: bool) -> str:
@@ -30,7 +32,7 @@ def until_it_fails(rank: int, world_size: int, is_held: bool) -> str:
 
     source = source_of(FOUR)
     xm.reshard(source, FOUR.dst_mesh, FOUR.dst).to_local().cpu()
-    gate = emu_device.hold(max_ms=20_000) if is_held and rank == 0 else None
+    gate = emu_device.hold(max_ms=HELD_MS) if is_held and rank == 0 else None
     if is_held:
         xm.reshard(source, FOUR.dst_mesh, FOUR.dst)
     mark("running")
@@ -103,8 +105,16 @@ def test_peer_dies_or_stops_through_the_host(src: str, victim: int, number: int,
         strike(world, victim, number)
 
 
+def again(rank: int, first: int, second: int) -> None:
+    """Two survivors reshard."""
+    pair = Layout(FOUR.shape, FOUR.dtype, xm.Mesh([first]), (Replicate(),), xm.Mesh([second]), (Replicate(),))
+    if rank in (first, second):
+        y = xm.reshard(source_of(pair), pair.dst_mesh, pair.dst)
+        assert rank == first or torch.equal(y.to_local().cpu(), expected_of(pair).cpu())
+
+
 def dies_in_the_making(rank: int, world_size: int) -> str | None:
-    """Rank 1 has agreed to the first call, and ends before it makes its communicator."""
+    """Rank 1 has agreed to the first call, and ends before it makes its communicator. The others' makings never end."""
     start(TIMEOUT)
     if rank == 1:
         plugins = dist.Backend._plugins
@@ -114,7 +124,9 @@ def dies_in_the_making(rank: int, world_size: int) -> str | None:
         xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
         while True:
             xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst)
-    leave()
+    again(rank, 0, 2)
+    again(rank, 3, 2)
+    dist.destroy_process_group()
     return f"{caught.value.ranks}"
 
 

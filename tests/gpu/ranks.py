@@ -34,7 +34,13 @@ def start(rank: int, world_size: int, device: str, seconds: float | None = None)
 
         options.inner = {"emu": "emunccl"}
     timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
-    dist.init_process_group(f"cpu:xmesh,{device}:xmesh", pg_options=options, timeout=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store.set(f"started/{rank}", "")
+    store.wait(
+        [f"started/{other}" for other in range(world_size)]
+    )  # however short the group's timeout, they may start late
+    kinds = f"cpu:xmesh,{device}:xmesh"
+    dist.init_process_group(kinds, store=store, rank=rank, world_size=world_size, pg_options=options, timeout=timeout)
     torch.set_default_device(device)
 
 

@@ -50,7 +50,7 @@ std::shared_ptr<BackendTransport> BackendCommunicators::make(const runtime::Part
   std::shared_ptr<BackendTransport> made;
   std::exception_ptr error;
   try {
-    made = std::make_shared<BackendTransport>(make_(name, static_cast<int>(participants.my_index), participants.ranks), line_);
+    made = std::make_shared<BackendTransport>(make_(name, static_cast<int>(participants.my_index), participants.ranks), line_, threads_);
   } catch (...) {
     error = std::current_exception();
   }
@@ -117,6 +117,7 @@ void BackendCommunicators::abortAll(const transport::StreamFailure& failure) noe
       for (const auto& [generation, one] : entry.all) {
         found.push_back(one.lock());
       }
+      entry.newest.reset();
     }
   }
   for (const std::shared_ptr<BackendTransport>& one : found) {

@@ -25,11 +25,13 @@ class BackendCommunicators final : public runtime::Communicators {
   /// again.
   using Make = std::function<c10::intrusive_ptr<::c10d::Backend>(const std::string& name, int rank, const std::vector<int64_t>& global_ranks)>;
 
-  BackendCommunicators(std::shared_ptr<DeviceLine> line, Make make) : line_(std::move(line)), make_(std::move(make)) {}
+  BackendCommunicators(std::shared_ptr<DeviceLine> line, std::shared_ptr<CommunicatorThreads> threads, Make make)
+      : line_(std::move(line)), threads_(std::move(threads)), make_(std::move(make)) {}
 
   Proposal propose(const runtime::Participants& participants) override;
   std::shared_ptr<transport::StreamTransport> of(const runtime::Participants& participants, uint64_t generation) override;
   void abort(const runtime::Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept override;
+  /// Of every one, after which it is given up.
   void abortAll(const transport::StreamFailure& failure) noexcept;
 
  private:
@@ -51,6 +53,7 @@ class BackendCommunicators final : public runtime::Communicators {
   void makeRoom(Gone& gone);
 
   const std::shared_ptr<DeviceLine> line_;
+  const std::shared_ptr<CommunicatorThreads> threads_;
   const Make make_;
   std::mutex mutex_;  ///< guards what follows
   std::map<Ranks, Entry> entries_;

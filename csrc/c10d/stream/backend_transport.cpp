@@ -2,9 +2,11 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <iterator>
 #include <stdexcept>
@@ -17,6 +19,9 @@
 namespace xmesh::c10d_backend {
 namespace {
 
+constexpr std::chrono::seconds kPatience{2};  ///< in which what is enqueued without waiting for a peer is enqueued
+constexpr const char* kNotAborted = "xmesh: a communicator could not be aborted, what waits on it does so until its own timeout: ";
+
 /// The current stream goes on behind it; a call that ran on the current stream has no Work.
 void order(const c10::intrusive_ptr<::c10d::Work>& work) {
   if (work) {
@@ -26,30 +31,65 @@ void order(const c10::intrusive_ptr<::c10d::Work>& work) {
 
 }  // namespace
 
-BackendTransport::BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line)
-    : backend_(std::move(backend)), line_(std::move(line)) {
+BackendTransport::BackendTransport(c10::intrusive_ptr<::c10d::Backend> backend, std::shared_ptr<DeviceLine> line,
+                                   std::shared_ptr<CommunicatorThreads> threads)
+    : backend_(std::move(backend)), line_(std::move(line)), threads_(std::move(threads)) {
   ++communicatorUse().count;
 }
 
 void BackendTransport::connect() {
-  try {
-    const int64_t free_before = freeBytes(line_->device());
-    backend_->setBoundDeviceId(line_->device());
-    backend_->eagerConnectSingleDevice(line_->device());
-    num_bytes_ = free_before < 0 ? 0 : std::max<int64_t>(0, free_before - freeBytes(line_->device()));
-    communicatorUse().num_bytes += num_bytes_;
-  } catch (const std::exception& error) {
-    abort({error.what(), -1});
-  }
-  if (const std::optional<transport::StreamFailure> failed = failure()) {
-    throw std::runtime_error(failed->reason);
+  threads_->making.run([backend = backend_, state = state_, device = line_->device()] {
+    std::optional<transport::StreamFailure> failure;
+    const int64_t free_before = freeBytes(device);
+    try {
+      const c10::DeviceGuard on_device(device);
+      backend->setBoundDeviceId(device);
+      backend->eagerConnectSingleDevice(device);
+    } catch (const std::exception& error) {
+      failure = {error.what(), -1};
+    }
+    {
+      const std::lock_guard lock(state->mutex);
+      if (!state->failure.has_value()) {
+        state->failure = std::move(failure);
+      }
+      state->is_connected = !state->failure.has_value();
+      state->changed.notify_all();
+      if (state->is_connected) {
+        state->num_bytes = free_before < 0 ? 0 : std::max<int64_t>(0, free_before - freeBytes(device));
+        communicatorUse().num_bytes += state->num_bytes;
+        return;
+      }
+    }
+    abortBackend(*backend, *state);
+  });
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->is_connected || state_->failure.has_value(); });
+  if (state_->failure.has_value()) {
+    throw std::runtime_error(state_->failure->reason);
   }
 }
 
 BackendTransport::~BackendTransport() {
   abort({"its communicator was given up", -1});
+  try {
+    threads_->ending.run([backend = std::move(backend_), state = state_]() mutable {
+      backend.reset();
+      const std::lock_guard lock(state->mutex);
+      communicatorUse().num_bytes -= std::exchange(state->num_bytes, 0);
+    });
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "xmesh: a communicator could not be ended on a thread of its own: " << error.what();
+  }
   --communicatorUse().count;
-  communicatorUse().num_bytes -= num_bytes_;
+}
+
+std::unique_lock<std::timed_mutex> BackendTransport::enter() const {
+  std::unique_lock inside(state_->inside);
+  if (isAborted()) {
+    inside.unlock();
+  }
+  return inside;
 }
 
 std::optional<transport::StreamFailure> BackendTransport::failure() const {
@@ -99,16 +139,17 @@ void BackendTransport::connectWays(std::span<const int32_t> send_to, std::span<c
 }
 
 void BackendTransport::groupBegin() {
-  if (!isAborted()) {
+  group_ = enter();
+  if (group_.owns_lock()) {
     backend_->startCoalescing();
-    is_group_open_ = true;
   }
 }
 
 void BackendTransport::groupEnd() {
-  if (!std::exchange(is_group_open_, false)) {
+  if (!group_.owns_lock()) {
     return;
   }
+  const auto inside = std::exchange(group_, {});
   try {
     order(backend_->endCoalescing());
   } catch (const std::exception&) {
@@ -119,33 +160,29 @@ void BackendTransport::groupEnd() {
 }
 
 /// A message outside groups; those of a group are ordered at its end.
-void BackendTransport::orderAlone(const c10::intrusive_ptr<::c10d::Work>& work) const {
-  if (!is_group_open_) {
-    order(work);
+void BackendTransport::message(const std::function<c10::intrusive_ptr<::c10d::Work>()>& enqueue) {
+  if (group_.owns_lock()) {
+    enqueue();
+  } else if (const auto inside = enter(); inside.owns_lock()) {
+    order(enqueue());
   }
 }
 
 void BackendTransport::enqueueSend(int32_t peer, const void* data, int64_t num_bytes) {
-  if (!isAborted()) {
-    std::vector<at::Tensor> tensors{bytesAt(const_cast<void*>(data), num_bytes)};
-    orderAlone(backend_->send(tensors, peer, 0));
-  }
+  std::vector<at::Tensor> tensors{bytesAt(const_cast<void*>(data), num_bytes)};
+  message([&] { return backend_->send(tensors, peer, 0); });
 }
 
 void BackendTransport::enqueueRecv(int32_t peer, void* data, int64_t num_bytes) {
-  if (!isAborted()) {
-    std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
-    orderAlone(backend_->recv(tensors, peer, 0));
-  }
+  std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
+  message([&] { return backend_->recv(tensors, peer, 0); });
 }
 
 void BackendTransport::enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) {
-  if (!isAborted()) {
-    std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
-    ::c10d::BroadcastOptions options;
-    options.rootRank = root;
-    order(backend_->broadcast(tensors, options));
-  }
+  std::vector<at::Tensor> tensors{bytesAt(data, num_bytes)};
+  ::c10d::BroadcastOptions options;
+  options.rootRank = root;
+  message([&] { return backend_->broadcast(tensors, options); });
 }
 
 void BackendTransport::enqueue(std::function<void(void* stream)> launch) {
@@ -173,11 +210,22 @@ void BackendTransport::abort(const transport::StreamFailure& failure) noexcept {
       return;
     }
     state_->failure = failure;
+    state_->changed.notify_all();
   }
   try {
-    backend_->abort();
+    threads_->ending.run([backend = backend_, state = state_] { abortBackend(*backend, *state); });
   } catch (const std::exception& error) {
-    LOG(WARNING) << "xmesh: a communicator could not be aborted, what waits on it does so until its own timeout: " << error.what();
+    LOG(WARNING) << kNotAborted << error.what();
+  }
+}
+
+/// The line's thread may be inside because it sets up a connection to a rank that is gone; then only the abort itself gets it out.
+void BackendTransport::abortBackend(::c10d::Backend& backend, State& state) noexcept {
+  try {
+    const std::unique_lock outside(state.inside, kPatience);
+    backend.abort();
+  } catch (const std::exception& error) {
+    LOG(WARNING) << kNotAborted << error.what();
   }
 }
 

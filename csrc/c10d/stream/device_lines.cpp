@@ -2,11 +2,17 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <chrono>
 #include <utility>
 
 #include "c10d/stream/device_kernels.h"
 
 namespace xmesh::c10d_backend {
+namespace {
+
+constexpr std::chrono::seconds kPatience{5};
+
+}  // namespace
 
 std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route& route, runtime::StreamExecutors::Post network,
                                                            int64_t staging_bytes) {
@@ -15,7 +21,7 @@ std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route&
   made.line = std::make_shared<DeviceLine>(device);
   const std::string prefix = c10::DeviceTypeName(device.type(), /*lower_case=*/true) + "/" + std::to_string(route.line) + "/";
   made.communicators = std::make_shared<BackendCommunicators>(
-      made.line, [make = make_inner_, device, prefix](const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
+      made.line, threads_, [make = make_inner_, device, prefix](const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
         return make(device, prefix + name, rank, global_ranks);
       });
   made.kernels = kernelsOf(device);
@@ -56,6 +62,7 @@ void DeviceLines::close() noexcept {
     line.communicators->abortAll({"the process group was closed", -1});
     line.line->close();
   }
+  threads_->ending.waitFor(kPatience);
 }
 
 }  // namespace xmesh::c10d_backend

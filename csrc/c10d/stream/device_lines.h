@@ -36,6 +36,7 @@ class DeviceLines {
     std::shared_ptr<const runtime::StreamKernels> kernels;
   };
   const MakeInner make_inner_;
+  const std::shared_ptr<CommunicatorThreads> threads_ = std::make_shared<CommunicatorThreads>();
   std::mutex mutex_;
   std::map<runtime::Route, Line> lines_;
   std::map<c10::DeviceType, std::shared_ptr<DeviceLine>> mirror_lines_;  ///< a group keeps to one device of a type

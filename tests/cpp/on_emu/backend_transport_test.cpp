@@ -32,7 +32,7 @@ const c10::Device kDevice(emu::kDeviceType, 0);
 class OnItsLine final : public StreamTransport {
  public:
   OnItsLine(std::shared_ptr<DeviceLine> line, const c10::intrusive_ptr<::c10d::Backend>& backend)
-      : line_(std::move(line)), transport_(std::make_unique<BackendTransport>(backend, line_)) {}
+      : line_(std::move(line)), transport_(std::make_unique<BackendTransport>(backend, line_, threads_)) {}
   ~OnItsLine() override {
     transport_.reset();
     line_->close();
@@ -85,6 +85,7 @@ class OnItsLine final : public StreamTransport {
   }
 
   const std::shared_ptr<DeviceLine> line_;
+  const std::shared_ptr<c10d_backend::CommunicatorThreads> threads_ = std::make_shared<c10d_backend::CommunicatorThreads>();
   std::unique_ptr<BackendTransport> transport_;
 };
 

@@ -4,7 +4,9 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "ops.h"
@@ -17,6 +19,7 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr std::chrono::seconds kShutdownPatience{5};
+constexpr std::chrono::seconds kAbortPatience{60};
 
 thread_local bool has_open_group = false;  // NCCL counts its open groups per thread
 
@@ -345,18 +348,30 @@ void EmuNccl::dropCommunicators() {
 }
 
 void EmuNccl::abort() {
+  {
+    std::lock_guard lock(mutex_);
+    if (coalescing_.has_value()) {
+      std::fprintf(stderr, "emunccl: abort() frees a communicator whose group is being enqueued\n");
+      std::terminate();
+    }
+  }
   *aborted_ = true;
+  awaitUnfinished(nullptr, kAbortPatience);
   dropCommunicators();
 }
 
-void EmuNccl::shutdown() {
+void EmuNccl::awaitUnfinished(const std::atomic<bool>* stop, std::chrono::milliseconds patience) {
   std::vector<RecordingPtr> unfinished;
   {
     std::lock_guard lock(mutex_);
     unfinished.swap(unfinished_);
   }
-  const auto deadline = Clock::now() + std::min<std::chrono::milliseconds>(options_->timeout, kShutdownPatience);
-  for (const auto& end : unfinished) end->wait(aborted_.get(), deadline);
+  const auto deadline = Clock::now() + patience;
+  for (const auto& end : unfinished) end->wait(stop, deadline);
+}
+
+void EmuNccl::shutdown() {
+  awaitUnfinished(aborted_.get(), std::min<std::chrono::milliseconds>(options_->timeout, kShutdownPatience));
   abort();
 }
 

@@ -74,7 +74,8 @@ class EmuNccl final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return num_operations_; }
   c10d::ErrorType getError() override;
-  // Ends every operation that waits; their works carry an exception. The backend takes no more operations.
+  // Ends every operation that waits; their works carry an exception. The backend takes no more operations. As NCCL's, it blocks until the device
+  // has passed what is enqueued, ends no making of a communicator, and ends the process where another thread is inside of a group.
   void abort() override;
   // Waits for a few seconds, or up to the timeout if that is less, for what has been enqueued, then lets go of the communicators.
   void shutdown() override;
@@ -102,6 +103,7 @@ class EmuNccl final : public c10d::Backend {
   std::shared_ptr<Communicator> communicatorOf(const Members& members, const std::string& key, c10::DeviceIndex device);
   std::shared_ptr<Communicator> communicatorOfAll(c10::DeviceIndex device);
   void dropCommunicators();
+  void awaitUnfinished(const std::atomic<bool>* stop, std::chrono::milliseconds patience);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<Options> options_;

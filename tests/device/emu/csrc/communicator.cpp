@@ -39,10 +39,10 @@ const char* nameOf(MessageKind kind) {
 
 std::vector<uint8_t> bytesOf(const std::string& text) { return {text.begin(), text.end()}; }
 
-// Waits for a key of the store; looks at `aborted` meanwhile.
-void awaitKey(c10d::Store& store, const std::string& key, Clock::time_point deadline, const std::atomic<bool>& aborted, const std::string& what) {
+// Waits for a key of the store. As in NCCL, abort() ends no making.
+void awaitKey(c10d::Store& store, const std::string& key, Clock::time_point deadline, const std::string& what) {
   while (!store.check({key})) {
-    if (aborted || isStopping()) C10_THROW_ERROR(DistBackendError, what + " was aborted");
+    if (isStopping()) C10_THROW_ERROR(DistBackendError, what + " was aborted");
     if (Clock::now() >= deadline) C10_THROW_ERROR(DistBackendError, what + " timed out");
     std::this_thread::sleep_for(kStorePoll);
   }
@@ -196,12 +196,12 @@ Communicator::Communicator(c10d::Store& store, const Options& options, std::shar
     segment_ = std::make_shared<Segment>(num_ranks);
     store.set(key + "/memory", bytesOf(segment_->handle()));
   } else {
-    awaitKey(store, key + "/memory", deadline, *aborted_, what);
+    awaitKey(store, key + "/memory", deadline, what);
     const auto handle = store.get(key + "/memory");
     segment_ = std::make_shared<Segment>(num_ranks, std::string(handle.begin(), handle.end()));
   }
   if (store.add(key + "/members", 1) == num_ranks) store.set(key + "/complete", bytesOf("1"));
-  awaitKey(store, key + "/complete", deadline, *aborted_, what);
+  awaitKey(store, key + "/complete", deadline, what);
   segment_->closeHandle();
   ++num_live;
   num_live_bytes += segment_->numBytes();
@@ -217,8 +217,8 @@ RecordingPtr Communicator::enqueue(Group group, std::shared_ptr<Outcome> outcome
   std::lock_guard lock(mutex_);
   auto& current = currentWorker(device_);
   auto& worker = on_own_stream ? worker_ : current;
-  if (&worker != &current) worker.block(current.record(), aborted_);
-  if (last_worker_ != nullptr && last_worker_ != &worker) worker.block(last_group_, aborted_);
+  if (&worker != &current) worker.block(current.record());
+  if (last_worker_ != nullptr && last_worker_ != &worker) worker.block(last_group_);
   worker.enqueue([group = std::move(group), outcome = std::move(outcome), segment = segment_, members = members_, aborted = aborted_] {
     if (outcome->exception()) return;
     try {

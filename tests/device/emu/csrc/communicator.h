@@ -60,7 +60,7 @@ class Communicator {
     c10::DeviceIndex device = 0;
     std::chrono::milliseconds timeout{0};
   };
-  // Returns once every member has come; throws when the timeout is over or `aborted` has become true before that.
+  // Returns once every member has come; throws when the timeout is over before that. As in NCCL, no abort ends it.
   Communicator(c10d::Store& store, const Options& options, std::shared_ptr<std::atomic<bool>> aborted);
   ~Communicator();
   Communicator(const Communicator&) = delete;
