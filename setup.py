@@ -1,6 +1,7 @@
 """Builds torch_xmesh: ``torch_xmesh._C`` from every C++ room under csrc/, against the torch that is installed here.
 
 XMESH_DEBUG=1 builds it for a debugger: not optimized, with symbols and assertions.
+XMESH_UNITS=0 compiles each file on its own: longer in all, and a changed file of a room with torch sooner.
 XMESH_CUDA=0 builds it without CUDA kernels of its own, which are built where nvcc is and torch has CUDA.
 XMESH_CUDA_ARCHITECTURES=90 builds those for that compute capability alone.
 """
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,44 @@ os.chdir(ROOT)
 def sources() -> list[str]:
     """C++ files of all rooms, relative to the root, in a fixed order."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+
+
+TORCH_ROOMS = ("bindings", "c10d", "pipeline")
+"""Their sources spend most of their time in torch's headers: several are compiled as one."""
+SOURCES_PER_UNIT = 6
+
+
+def units(folder: Path) -> list[str]:
+    """What is compiled: files of rooms without torch as they are, those of a folder of the others in a few units, which
+    include them and are written into `folder`. XMESH_UNITS=0 compiles each on its own."""
+    if os.environ.get("XMESH_UNITS", "1") == "0":
+        return sources()
+    alone, together = [], defaultdict(list)
+    for source in sources():
+        path = Path(source)
+        if path.parts[1] in TORCH_ROOMS:
+            together[path.parent.relative_to("csrc")].append(path.relative_to("csrc"))
+        else:
+            alone.append(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for room, paths in sorted(together.items()):
+        number = -(-len(paths) // SOURCES_PER_UNIT)
+        for i in range(number):
+            unit = folder / f"{'_'.join(room.parts)}_{i}.cpp"
+            text = "".join(f'#include "{path}"\n' for path in paths[i::number])
+            if not unit.exists() or unit.read_text() != text:
+                unit.write_text(text)
+            written.append(str(unit))
+    return written + alone
+
+
+def jobs() -> int:
+    """Compilers at a time: one per core, with 2 GiB of memory each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    gib = pages * os.sysconf("SC_PAGE_SIZE") / 2**30 if pages else 2.0 * cores
+    return max(1, min(cores, int(gib / 2)))
 
 
 def cuda_build() -> Any:
@@ -55,6 +95,12 @@ class BuildWithTorchRecord(BuildExtension):
         if chosen is None:
             python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
             self.build_temp = str(Path("build") / f"torch-{TORCH_VERSION}-{python}{'-debug' if IS_DEBUG else ''}")
+
+    def build_extensions(self) -> None:
+        os.environ.setdefault("MAX_JOBS", str(jobs()))
+        for extension in self.extensions:
+            extension.sources = units(Path(self.build_temp) / "units")
+        super().build_extensions()
 
     def run(self) -> None:
         super().run()

@@ -1,4 +1,4 @@
-"""Cases from a JSON file in the form of `python -m torch_xmesh plan --case-file`: a list of objects with name, shape,
+"""Cases from a JSON file in the form of `xmesh plan --case-file`: a list of objects with name, shape,
 dtype, src_mesh, src, dst_mesh and dst."""
 
 import json
@@ -24,7 +24,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def _case(entry: dict[str, Any], where: str, default_name: str) -> Case:
-    from torch_xmesh.cli import parse_mesh, parse_placements, parse_shape
+    from torch_xmesh.cli.plan import parse_mesh, parse_placements, parse_shape
 
     missing = [field for field in _FIELDS if field not in entry]
     if missing:

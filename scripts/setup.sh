@@ -4,8 +4,16 @@
 #   setup_python EXTRAS...      sets PYTHON; EXTRAS of pyproject.toml's optional dependencies
 #   setup_cpp                   makes sure of cmake, ninja and GoogleTest
 DEFAULT_TORCH=2.11.0
+# One per core, with 2 GiB of memory each.
+jobs_here() {
+  local cores gib
+  cores=$(nproc 2>/dev/null || echo 2)
+  gib=$(awk '/^MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo 2>/dev/null)
+  [ -z "$gib" ] || [ $((gib / 2)) -ge "$cores" ] || cores=$((gib / 2))
+  echo $((cores > 0 ? cores : 1))
+}
 TORCH_VERSION=${TORCH_VERSION:-$DEFAULT_TORCH}
-export MAX_JOBS=${MAX_JOBS:-2} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PIP_DISABLE_PIP_VERSION_CHECK=1
+export MAX_JOBS=${MAX_JOBS:-$(jobs_here)} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '== %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -25,6 +33,23 @@ need() {
   else
     die "the Debian package $package (or its like) is missing: install it and run this again"
   fi
+}
+
+# Runs a command with its output in LOG ("-": as it is), and a line per minute that says what goes on and how far the build in LOG has come.
+patiently() { # WHAT LOG COMMAND...
+  local what=$1 log=$2 status=0
+  shift 2
+  {
+    exec {never}<> <(:)
+    for ((minutes = 1; ; minutes++)); do
+      read -rt 60 -u "$never" || say "still $what, after $minutes min$(grep -o '^\[[0-9]*/[0-9]*\]' "$log" 2>/dev/null | tail -n 1 | sed 's/\[/, file /; s#/# of #; s/\]//')"
+    done
+  } &
+  local ticker=$!
+  if [ "$log" = - ]; then "$@" || status=$?; else "$@" >"$log" 2>&1 || status=$?; fi
+  kill "$ticker" 2>/dev/null
+  wait "$ticker" 2>/dev/null || true
+  return "$status"
 }
 
 # Compilers behind ccache, where it is there or can be had: what any clone has compiled is not compiled again.
@@ -68,10 +93,10 @@ make_venv() {
   local stamp
   stamp=$(echo "$TORCH_VERSION $extras" | fingerprint pyproject.toml setup.py)
   [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp" ] && return
-  say "installing torch $TORCH_VERSION into $venv (several GB at the first time)"
-  "$venv/bin/python" -m pip install -q --retries 5 "torch==$TORCH_VERSION" "setuptools<81" wheel ninja numpy
-  say "building torch_xmesh for torch $TORCH_VERSION"
-  PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -q --retries 5 --no-build-isolation -e ".[$extras]"
+  say "installing torch $TORCH_VERSION into $venv (several GB at the first time: minutes, as the network is)"
+  patiently "installing torch" - "$venv/bin/python" -m pip install -q --retries 5 "torch==$TORCH_VERSION" "setuptools<81" wheel ninja numpy
+  say "building torch_xmesh for torch $TORCH_VERSION (from nothing about 4 minutes on two cores, 1 on 16)"
+  PATH="$PWD/$venv/bin:$PATH" patiently building - "$venv/bin/python" -m pip install -q --retries 5 --no-build-isolation -e ".[$extras]"
   echo "$stamp" >"$venv/.stamp"
 }
 
@@ -82,9 +107,9 @@ build_in_place() {
   if [ "$(cat build/in_place.stamp 2>/dev/null)" = "$stamp" ] && compgen -G 'torch_xmesh/_C*.so' >/dev/null; then
     return
   fi
-  say "building torch_xmesh in place"
+  say "building torch_xmesh in place (from nothing about 4 minutes on two cores, 1 on 16)"
   mkdir -p build
-  PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" setup.py -q build_ext --inplace >build/extension.log 2>&1 || {
+  PATH="$(dirname "$PYTHON"):$PATH" patiently building build/extension.log "$PYTHON" setup.py -q build_ext --inplace || {
     tail -n 60 build/extension.log >&2
     die "the extension did not build; all of it is in build/extension.log"
   }

@@ -43,11 +43,27 @@ def _stamp(source: Path, words: str) -> Path:
     return STAMPS / digest.hexdigest()[:32]
 
 
+def _each_source(built: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The compile commands, with one for each source that a unit includes (setup.py) in place of the unit's."""
+    out = []
+    for one in built:
+        unit = Path(one["directory"]) / one["file"]
+        if unit.parent.name != "units":
+            out.append(one)
+            continue
+        for name in _INCLUDE.findall(unit.read_text()):
+            source = str(ROOT / "csrc" / name)
+            out.append({**one, "file": source, "command": one["command"].replace(one["file"], source)})
+    return out
+
+
 def main(folder: str, arguments: list[str]) -> int:
     options = [one for one in arguments if one.startswith("--")]
     sources = [Path(one).resolve() for one in arguments if not one.startswith("--")]
     version = subprocess.run(["clang-tidy", "--version"], capture_output=True, text=True, check=True).stdout
-    built = json.loads((Path(folder) / "compile_commands.json").read_text())
+    path = Path(folder) / "compile_commands.json"
+    built = _each_source(json.loads(path.read_text()))
+    path.write_text(json.dumps(built))
     commands = {(Path(one["directory"]) / one["file"]).resolve(): one["command"] for one in built}
     stamps = {source: _stamp(source, f"{version} {options} {commands.get(source)}") for source in sources}
     STAMPS.mkdir(parents=True, exist_ok=True)

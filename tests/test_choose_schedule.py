@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 import torch_xmesh as xm
-from torch_xmesh.cli import main
 from torch_xmesh.pipeline.schedule.schedule import chain_edges
+from xmesh_cli.main import main
 
 
 def costs_of(num_stages: int, ratio: float, seed: int | None = None, **options: object) -> xm.Costs:

@@ -17,8 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_xmesh as xm
 from torch_xmesh import _C
-from torch_xmesh.cli import main, parse_mesh, parse_placements, parse_shape
+from torch_xmesh.cli.plan import parse_mesh, parse_placements, parse_shape
 from torch_xmesh.testing import spawn
+from xmesh_cli.main import main, parser
 
 CASE = {
     "--shape": "64,32,16",
@@ -150,7 +151,10 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ({"devices_per_host": None}, "--devices-per-host N or --topology FILE"),
         ({"devices_per_host": "0"}, "positive"),
         ({"topology": "nowhere.json"}, "so does --devices-per-host: give one of them"),
-        ({"topology": "nowhere.json", "devices_per_host": None}, "nowhere.json"),
+        (
+            {"topology": "nowhere.json", "devices_per_host": None},
+            "--topology: [Errno 2] No such file or directory: 'nowhere.json'",
+        ),
         ({"strategy": "fastest"}, "unknown strategy 'fastest'"),
         ({"case_file": "nowhere.json"}, "it goes without --shape"),
     ],
@@ -264,7 +268,7 @@ def test_as_a_module() -> None:
 
 def test_the_reader_may_have_enough() -> None:
     """`plan --json | head`: no traceback, and the status that a shell gives to who wrote into a closed pipe."""
-    command = [sys.executable, "-m", "torch_xmesh", *arguments("--json")]
+    command = [sys.executable, "-m", "xmesh_cli", *arguments("--json")]
     reads, writes = os.pipe()
     os.close(reads)  # before the command writes its first byte: how much the pipe holds plays no part
     try:
@@ -272,6 +276,40 @@ def test_the_reader_may_have_enough() -> None:
     finally:
         os.close(writes)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_help_comes_without_torch() -> None:
+    """Arguments are read, and refused, before anything large is imported."""
+    script = "import sys; from xmesh_cli.main import parser; parser().format_help(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, text=True)
+    assert done.stdout == "False\n"
+
+
+UNITS = [
+    ("memory_limit", "--memory-limit=1KiB", 1024),
+    ("memory_limit", "--memory-limit=40GB", 40 * 10**9),
+    ("flops", "--flops=312T", 312e12),
+    ("flops", "--flops=312TFLOPS", 312e12),
+    ("flops", "--flops=3.12e14", 312e12),
+    ("bytes_per_s", "--bytes-per-s=2TB/s", 2e12),
+    ("bytes_per_s", "--bytes-per-s=2e12", 2e12),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), UNITS)
+def test_units(name: str, argument: str, value: float) -> None:
+    options = parser().parse_args(["parallelize", "model.py:make", "--mesh", "1x2", argument])
+    assert getattr(options, name) == value
+
+
+@pytest.mark.parametrize(
+    "argument", ["--memory-limit=0", "--memory-limit=1XB", "--flops=fast", "--bytes-per-s=-1", "--microbatches=0"]
+)
+def test_wrong_units_name_the_argument(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["parallelize", "model.py:make", "--mesh", "1x2", argument])
+    said = capsys.readouterr().err
+    assert f"argument {argument.partition('=')[0]}: expected" in said
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +324,7 @@ def test_calibrate_wants_bytes(size: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", f"--num-bytes={size}"])
     assert ended.value.code == 2
-    assert f"expected a positive number of bytes, got '{size}'" in capsys.readouterr().err
+    assert f"expected a positive number of bytes such as 64MiB, got '{size}'" in capsys.readouterr().err
 
 
 def test_unknown_fields_of_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

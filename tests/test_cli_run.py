@@ -1,4 +1,4 @@
-"""``python -m torch_xmesh parallelize --run``, as a person calls it."""
+"""``xmesh parallelize --run``, as a person calls it."""
 
 from __future__ import annotations
 

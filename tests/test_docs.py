@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import torch_xmesh as xm
-from torch_xmesh.cli import main
 from torch_xmesh.testing import spawn
+from xmesh_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -76,8 +76,8 @@ def test_python_runs_as_typed(page: str, tmp_path: Path) -> None:
 def test_commands_print_what_stands_there(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(page, "console"):
         command, _, printed = block.partition("\n")
-        assert command.startswith("$ python -m torch_xmesh ")
-        assert main(shlex.split(command)[4:]) == 0
+        assert command.startswith("$ xmesh ")
+        assert main(shlex.split(command)[2:]) == 0
         actual = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
         assert actual == printed.rstrip().splitlines()
 

@@ -59,6 +59,7 @@ def test_metadata(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     info = next(tmp_path.glob("*.egg-info"))
     assert f"torch=={MINOR}.*" in (info / "requires.txt").read_text()
+    assert "xmesh = xmesh_cli.main:main" in (info / "entry_points.txt").read_text()
     assert (
         "[torch.distributed.backends]\nxmesh = torch_xmesh.backend:register" in (info / "entry_points.txt").read_text()
     )
@@ -93,7 +94,7 @@ def test_the_source_package_is_whole(tmp_path: Path) -> None:
     with tarfile.open(_source_package(tmp_path)) as package:
         found = {name.partition("/")[2] for name in package.getnames()}
     listed = subprocess.run(
-        ["git", "ls-files", "csrc", "torch_xmesh", "examples", "docs"],
+        ["git", "ls-files", "csrc", "torch_xmesh", "xmesh_cli", "examples", "docs"],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -1,8 +1,8 @@
-"""``python -m torch_xmesh``: the command line."""
+"""``python -m torch_xmesh``: the command line, which ``xmesh`` starts faster."""
 
 import sys
 
-from torch_xmesh.cli import main
+from xmesh_cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Measures the links of a running group: what ``torchrun ... -m torch_xmesh calibrate`` does.
+"""Measures the links of a running group: what ``torchrun ... -m xmesh_cli calibrate`` does.
 
 The model that plans are judged by: k messages of b bytes together take ``latency + k * message + b / rate`` from one
 host to another, where ``rate`` is the lower of the two hosts', and ``local_latency + b / local_rate`` inside a host.

@@ -28,7 +28,7 @@ class Topology:
         latency_us: first byte between hosts, microseconds one way; 20 if not given.
         message_us: cost of one more message on a network interface, microseconds; 10 if not given.
         local_latency_us: first byte inside a host, microseconds; 5 if not given.
-        is_measured: the rates were measured (``python -m torch_xmesh calibrate``); only then are sends paced.
+        is_measured: the rates were measured (``xmesh calibrate``); only then are sends paced.
 
     Raises:
         ValueError: both ``host_of`` and ``devices_per_host`` (with neither, the group discovers the hosts and only the
@@ -153,7 +153,7 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> "Topology":
-        """Reads a file that :meth:`save` or ``python -m torch_xmesh calibrate`` wrote.
+        """Reads a file that :meth:`save` or ``xmesh calibrate`` wrote.
 
         Raises:
             OSError: it cannot be read.

@@ -1,7 +1,6 @@
 #include "c10d/inner_backends.h"
 
 #include <algorithm>
-#include <exception>
 #include <future>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -13,19 +12,6 @@ XmeshOptions::XmeshOptions(std::chrono::milliseconds timeout) : Options("xmesh",
 
 c10::intrusive_ptr<::c10d::Backend::Options> XmeshOptions::clone() const { return c10::make_intrusive<XmeshOptions>(*this); }
 
-namespace {
-
-/// A connection of its own: who waits on a TCPStore's keeps everybody else from it.
-c10::intrusive_ptr<::c10d::Store> ownConnection(const c10::intrusive_ptr<::c10d::Store>& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store;  // one that cannot be cloned, made in Python
-  }
-}
-
-}  // namespace
-
 OwnInnerFactory ownInnerFactory(const HostHooks& hooks, const XmeshOptions& given) {
   return [make = hooks.make_inner, given = c10::make_intrusive<XmeshOptions>(given)](
              c10::Device device, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name, int rank,
@@ -34,8 +20,7 @@ OwnInnerFactory ownInnerFactory(const HostHooks& hooks, const XmeshOptions& give
     options->timeout = 2 * options->timeout + std::chrono::minutes(1);  // what times out is the reshard
     options->group_name += "/xmesh/" + name;
     options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
-    return make(device.type(), c10::make_intrusive<::c10d::PrefixStore>(name, ownConnection(store)), rank, static_cast<int>(global_ranks.size()),
-                options);
+    return make(device.type(), c10::make_intrusive<::c10d::PrefixStore>(name, store), rank, static_cast<int>(global_ranks.size()), options);
   };
 }
 

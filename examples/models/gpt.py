@@ -1,6 +1,6 @@
 """A GPT of the family that GPT-3 is of, with its own loss. Plan it, and train it under the plan that is found:
 
-python -m torch_xmesh parallelize examples/models/gpt.py:make --mesh 2x2 --run
+xmesh parallelize examples/models/gpt.py:make --mesh 2x2 --run
 """
 
 import torch

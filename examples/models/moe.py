@@ -1,7 +1,7 @@
 """A transformer whose layers have several experts each, one of which takes a token: as in GShard (D. Lepikhin et al.,
 2021), dispatch and combination are products, so that experts may lie on different devices.
 
-python -m torch_xmesh parallelize examples/models/moe.py:make --mesh 2x2 --run
+xmesh parallelize examples/models/moe.py:make --mesh 2x2 --run
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A wide residual network (S. Zagoruyko, N. Komodakis, 2016) with its own loss.
 
-python -m torch_xmesh parallelize examples/models/wide_resnet.py:make --mesh 2x2 --run
+xmesh parallelize examples/models/wide_resnet.py:make --mesh 2x2 --run
 """
 
 import torch

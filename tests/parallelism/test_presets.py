@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
-from torch_xmesh.cli import main
 from torch_xmesh.parallelism.by_hand import batch_loops, even_stages
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.reading import forward_of
 from torch_xmesh.testing import spawn
+from xmesh_cli.main import main
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 OPTIONS: dict[str, Any] = {

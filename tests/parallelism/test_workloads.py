@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import torch_xmesh as xm
-from torch_xmesh.cli_run import output_loss
+from torch_xmesh.cli.training import output_loss
 from torch_xmesh.parallelism.plan import PlannedStage
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.space import CollectiveUse

@@ -19,7 +19,7 @@
 namespace xmesh::c10d_backend {
 namespace {
 
-constexpr std::chrono::seconds kPatience{2};  ///< in which what is enqueued without waiting for a peer is enqueued
+constexpr std::chrono::seconds kEnqueuePatience{2};  ///< in which what is enqueued without waiting for a peer is enqueued
 constexpr const char* kNotAborted = "xmesh: a communicator could not be aborted, what waits on it does so until its own timeout: ";
 
 /// The current stream goes on behind it; a call that ran on the current stream has no Work.
@@ -222,7 +222,7 @@ void BackendTransport::abort(const transport::StreamFailure& failure) noexcept {
 /// The line's thread may be inside because it sets up a connection to a rank that is gone; then only the abort itself gets it out.
 void BackendTransport::abortBackend(::c10d::Backend& backend, State& state) noexcept {
   try {
-    const std::unique_lock outside(state.inside, kPatience);
+    const std::unique_lock outside(state.inside, kEnqueuePatience);
     backend.abort();
   } catch (const std::exception& error) {
     LOG(WARNING) << kNotAborted << error.what();

@@ -14,7 +14,7 @@ namespace xmesh::c10d_backend {
 namespace {
 
 constexpr std::chrono::microseconds kLookEvery{200};  ///< at what the stream has passed, while somebody waits for it
-constexpr std::chrono::milliseconds kPatience{3'000};
+constexpr std::chrono::milliseconds kPassPatience{3'000};
 
 }  // namespace
 
@@ -81,7 +81,7 @@ void DeviceLine::State::run() {
     lock.lock();
   }
   lock.unlock();
-  for (const auto begin = std::chrono::steady_clock::now(); !marks.empty() && std::chrono::steady_clock::now() < begin + kPatience;) {
+  for (const auto begin = std::chrono::steady_clock::now(); !marks.empty() && std::chrono::steady_clock::now() < begin + kPassPatience;) {
     tellPassed();
     std::this_thread::sleep_for(kLookEvery);
   }
@@ -100,7 +100,7 @@ void DeviceLine::close() noexcept {
   std::unique_lock lock(state_->mutex);
   state_->is_closed = true;
   state_->woken.notify_one();
-  const bool has_ended = state_->ended.wait_for(lock, 2 * kPatience, [this] { return state_->has_ended; });
+  const bool has_ended = state_->ended.wait_for(lock, 2 * kPassPatience, [this] { return state_->has_ended; });
   lock.unlock();
   if (has_ended) {
     thread_.join();

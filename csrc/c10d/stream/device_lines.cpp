@@ -10,7 +10,7 @@
 namespace xmesh::c10d_backend {
 namespace {
 
-constexpr std::chrono::seconds kPatience{5};
+constexpr std::chrono::seconds kEndPatience{5};
 
 }  // namespace
 
@@ -62,7 +62,7 @@ void DeviceLines::close() noexcept {
     line.communicators->abortAll({"the process group was closed", -1});
     line.line->close();
   }
-  threads_->ending.waitFor(kPatience);
+  threads_->ending.waitFor(kEndPatience);
 }
 
 }  // namespace xmesh::c10d_backend

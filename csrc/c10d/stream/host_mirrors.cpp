@@ -35,7 +35,7 @@ at::Tensor memoryOf(const at::Tensor& tensor) {
   return at::for_blob(tensor.data_ptr(), tensor.sizes()).strides(tensor.strides()).options(options).target_device(tensor.device()).make_tensor();
 }
 
-void copy(const at::Tensor& to, const at::Tensor& from) {
+void copyTensor(const at::Tensor& to, const at::Tensor& from) {
   if (to.numel() > 0) {
     memoryOf(to).copy_(memoryOf(from), /*non_blocking=*/true);
   }
@@ -92,7 +92,7 @@ void HostMirrors::fetch(Told told) {
   onLine(
       [this] {
         for (const Pair& pair : sources_) {
-          copy(pair.host, pair.device);
+          copyTensor(pair.host, pair.device);
         }
       },
       std::move(told));
@@ -106,7 +106,7 @@ void HostMirrors::store(std::function<void()> enqueued, Told told) {
   onLine(
       [this, enqueued = std::move(enqueued)] {
         for (const Pair& pair : destinations_) {
-          copy(pair.device, pair.host);
+          copyTensor(pair.device, pair.host);
         }
         call_->markEnd(nullptr);
         enqueued();

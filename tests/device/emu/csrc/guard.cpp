@@ -164,7 +164,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl);
 
-const bool kRegistered = [] {
+const bool kGuardRegistered = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

@@ -1,4 +1,4 @@
-"""``python -m torch_xmesh parallelize``: an automatic plan for a model in a file, or a table of it beside presets."""
+"""``xmesh parallelize``: an automatic plan for a model in a file, or a table of it beside presets."""
 
 import argparse
 import importlib.util
@@ -18,40 +18,8 @@ from torch_xmesh.spec import Mesh
 from torch_xmesh.topology import Topology
 
 
-def add_parallelize_command(commands: Any) -> None:
-    """Adds it to the command line's parser."""
-    parser = commands.add_parser("parallelize", help="plan how a model runs on a cluster, without any ranks")
-    parser.set_defaults(run=_run)
-    parser.add_argument("model", help="file:function; the function returns (model, args) or (model, args, kwargs)")
-    parser.add_argument("--mesh", required=True, help="hosts x devices of each: 2x4")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--memory-limit", type=int, help="bytes of a device")
-    parser.add_argument("--flops", type=float, help="operations per second of a device")
-    parser.add_argument("--bytes-per-s", type=float, help="bytes per second that a device reads and writes")
-    parser.add_argument(
-        "--times",
-        type=Path,
-        help="a file of what operators take; where there is none they are measured on this machine, and it is written",
-    )
-    parser.add_argument("--topology", type=Path, help="a topology file, for links")
-    parser.add_argument("--schedule", default="auto", help="auto, or a name (default: %(default)s)")
-    parser.add_argument("--collectives", default="auto", help="cost model: auto, ring, gloo, alpa")
-    parser.add_argument("--max-seconds", type=float, help="then the best so far is taken")
-    parser.add_argument("--costs", action="store_true", help="tables of what collectives and operators cost")
-    parser.add_argument("--compare", action="store_true", help="a table of the plan beside presets")
-    parser.add_argument("--explain", metavar="NAME", help="alternatives of an operator or a module")
-    parser.add_argument("--save", type=Path, help="write the plan as JSON")
-    parser.add_argument("--plot", type=Path, help="draw the plan into this image")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--run",
-        dest="is_training",
-        action="store_true",
-        help="train three steps on this machine's processes: predicted beside measured",
-    )
-
-
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Raises ValueError for what cannot be planned, and for options that do not go together."""
     given = _options(options)
     if options.is_training:
         shown = [name for name in ("costs", "compare", "explain", "save", "plot", "json") if getattr(options, name)]
@@ -83,7 +51,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace, given: dict[str, Any]) -> None:
     """In a process for each device, each of which makes the same model."""
-    from torch_xmesh.cli_run import is_rank, run_plan, start_ranks
+    from torch_xmesh.cli.training import is_rank, run_plan, start_ranks
 
     if not is_rank():
         status = start_ranks(given["devices"].size(), options.arguments)

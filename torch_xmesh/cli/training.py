@@ -1,4 +1,4 @@
-"""``python -m torch_xmesh parallelize --run``: three steps of a plan, predicted beside measured.
+"""``xmesh parallelize --run``: three steps of a plan, predicted beside measured.
 
 Without torchrun the command starts itself under it, with a process for each device of the mesh on this machine."""
 
@@ -36,7 +36,7 @@ def start_ranks(number: int, arguments: Sequence[str]) -> int:
     """The same command in so many processes on this machine; their exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run([*command, "-m", "--", "torch_xmesh", *arguments], env=environment, check=False).returncode
+    return subprocess.run([*command, "-m", "--", "xmesh_cli", *arguments], env=environment, check=False).returncode
 
 
 def output_loss(output: Any) -> torch.Tensor:

@@ -1,102 +1,25 @@
-"""``python -m torch_xmesh``: plans and schedules for people who have no cluster at hand."""
+"""``xmesh plan``: a reshard's plan, several of them, or a table of what each strategy would take."""
 
 import argparse
 import json
 import math
-import os
 import re
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement
 
 from torch_xmesh import _C
-from torch_xmesh.cli_parallelize import add_parallelize_command
-from torch_xmesh.cli_schedule import add_schedule_command
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.spec import Mesh, Spec, placement_of
 from torch_xmesh.topology import Topology
 
 _MAX_RANKS = 1 << 20
-_READER_GONE = 141  # as a shell says of SIGPIPE
 _CASE_FIELDS = ("shape", "dtype", "src_mesh", "src", "dst_mesh", "dst")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 2 for a user's mistake, 141 where what it writes to is closed."""
-    options = _parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, head say, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _READER_GONE
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torch_xmesh", description="Cross-mesh resharding.")
-    parser.add_argument("--version", action="version", version=f"torch_xmesh {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    plan = commands.add_parser("plan", help="plan a reshard and print it, without any process group")
-    plan.set_defaults(run=_run_plan)
-    plan.add_argument("--shape", help="global shape: 1024,1024,512 (empty for a scalar)")
-    plan.add_argument("--dtype", default="float32", help="torch's name (default: %(default)s)")
-    plan.add_argument("--src-mesh", help="rows x columns x ... @ first rank: 2x4, 3x4@8; or JSON: [[0,1],[2,3]]")
-    plan.add_argument("--src", help='placements, one per axis: "Replicate(),Shard(1)"')
-    plan.add_argument("--dst-mesh", help="as --src-mesh")
-    plan.add_argument("--dst", help="as --src")
-    plan.add_argument("--devices-per-host", type=int, help="consecutive ranks per host")
-    plan.add_argument("--topology", type=Path, help="a topology file, instead of --devices-per-host")
-    plan.add_argument("--strategy", default="auto", help="auto, send_recv, broadcast, broadcast:naive+naive, ...")
-    plan.add_argument("--case-file", type=Path, help="JSON: a list of objects with name and the fields above")
-    plan.add_argument("--compare", action="store_true", help="one line per strategy instead of one plan")
-    plan.add_argument("--json", action="store_true", help="print the plan (or the list of plans) as JSON")
-    plan.add_argument("--plot", type=Path, help="draw each host's send and receive lanes into this image")
-    calibrate = commands.add_parser("calibrate", help="under torchrun: measure the links, write a topology file")
-    calibrate.set_defaults(run=_run_calibrate)
-    calibrate.add_argument("--out", default="topology.json", help="the file (default: %(default)s)")
-    calibrate.add_argument(
-        "--num-bytes",
-        type=_positive,
-        default=32 << 20,
-        help="of the transfer that measures a rate, inside a host 4 times as many (default: 32 MiB)",
-    )
-    add_schedule_command(commands)
-    add_parallelize_command(commands)
-    return parser
-
-
-def _version() -> str:
-    from torch_xmesh import __version__
-
-    return f"{__version__} (torch {torch.__version__})"
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive number of bytes, got {text!r}")
-    return int(text)
-
-
-def _run_calibrate(options: argparse.Namespace) -> None:
-    if "RANK" not in os.environ:
-        raise ValueError(
-            "calibrate measures a running group: torchrun --nproc-per-node N -m torch_xmesh calibrate --out FILE"
-        )
-    from torch_xmesh.calibration import run
-
-    run(options.out, options.num_bytes)
-
-
-def _run_plan(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Raises ValueError for what is no case, and OSError for files that cannot be read."""
     cases = _cases(options)
     if options.plot is not None and len(cases) > 1:
         raise ValueError("--plot draws one case; --case-file has several")
