@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import instance_of, shown
 from torch_xmesh.group import group_of
 from torch_xmesh.plan_cache import Move, PlanOptions, plan_of, ranks_of, topology_of
 from torch_xmesh.plan_plot import plot_lanes
@@ -33,7 +34,7 @@ class ReshardingPlan:
     @classmethod
     def from_json(cls, text: str) -> "ReshardingPlan":
         """Reads and checks :meth:`to_json`. Raises ValueError naming line, column and field of what is wrong."""
-        return cls(_C.ReshardingPlan.from_json(text))
+        return cls(_C.ReshardingPlan.from_json(instance_of("text", text, str, "a plan as JSON text")))
 
     def to_json(self) -> str:
         """One JSON object: version, strategy, tensors, topology, tasks, messages, bounds."""
@@ -166,7 +167,7 @@ def plan_resharding(
     The decomposition and ``broadcast`` follow AlpaComm (MLSys'23, sections 2 and 3); the bound is proven per host and
     host set.
     """
-    many = [specs] if isinstance(specs, Spec | DTensor) else list(specs)
+    many = [specs] if isinstance(specs, Spec | DTensor) else _listed(specs)
     if not many:
         raise ValueError("there is no tensor to reshard: the list is empty")
     sources = [_source_spec(spec) for spec in many]
@@ -177,6 +178,12 @@ def plan_resharding(
     ]
     plan_options = PlanOptions.of(strategy, topology)
     return ReshardingPlan(plan_of(moves, plan_options.strategy, topology_of(ranks_of(moves), topology, _discovered)))
+
+
+def _listed(specs: object) -> list[Any]:
+    if isinstance(specs, str | bytes) or not isinstance(specs, Sequence):
+        raise ValueError(f"specs must be an xm.Spec, a DTensor, or a list of them, got {shown(specs)}")
+    return list(specs)
 
 
 def _source_spec(spec: object) -> Spec:

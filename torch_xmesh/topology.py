@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import instance_of, read_text
 
 _VERSION = 1
 _LINK_FIELDS = ("nic_bytes_per_s", "local_bytes_per_s", "latency_us", "message_us", "local_latency_us", "is_measured")
@@ -129,7 +130,7 @@ class Topology:
     def from_json(cls, text: str) -> "Topology":
         """Reads :meth:`to_json`. Raises ValueError naming what is wrong."""
         try:
-            fields = json.loads(text, object_pairs_hook=_distinct)
+            fields = json.loads(instance_of("text", text, str, "a topology as JSON text"), object_pairs_hook=_distinct)
         except json.JSONDecodeError as error:
             raise ValueError(f"topology: not JSON: {error}") from None
         if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
@@ -159,7 +160,7 @@ class Topology:
             OSError: it cannot be read.
             ValueError: what is wrong in it.
         """
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(read_text(path, "a topology"))
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return Topology.from_json, (self.to_json(),)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_xmesh.arguments import memory_limit
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.space import Links
 from torch_xmesh.spec import Mesh
@@ -226,9 +227,7 @@ def _compute(given: Any, host: int) -> Compute:
 
 def _limit(given: int | Mapping[int, int] | None, host: int) -> int | None:
     found = _of_host(given, host, "memory_limit_bytes")
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
-        raise ValueError(f"memory_limit_bytes is a positive int or None, got {found!r} ({type(found).__name__})")
-    return None if found is None else int(found)
+    return memory_limit(found)
 
 
 def logical_shapes(num_hosts: int, devices_per_host: int) -> list[tuple[int, ...]]:

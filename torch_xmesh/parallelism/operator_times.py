@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.arguments import read_text
 from torch_xmesh.parallelism.compute import Compute, ComputeSeconds, least_seconds
 from torch_xmesh.parallelism.loops import Choice, num_devices_used
 from torch_xmesh.parallelism.operators import Operator
@@ -72,8 +73,9 @@ class OperatorTimes(Compute):
         Raises:
             ValueError: the file is none of these, or was measured on another machine than `device` is of.
         """
+        text = read_text(path, "times of operators")
         try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            fields = json.loads(text)
             if fields["version"] != _VERSION:
                 raise ValueError(f"version {fields['version']!r}")
             table = {str(key): _times(times) for key, times in fields["operators"].items()}

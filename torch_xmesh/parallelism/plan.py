@@ -5,7 +5,9 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from torch_xmesh.arguments import instance_of, read_text
 from torch_xmesh.parallelism.loops import State
 from torch_xmesh.parallelism.memory import Bytes
 from torch_xmesh.parallelism.objective import Seconds
@@ -232,6 +234,7 @@ class ParallelPlan:
         Raises:
             ValueError: nothing of the plan has that name.
         """
+        instance_of("name", name, str, "the name of an operator, a module or a parameter")
         for number, stage in enumerate(self.stages):
             names = {one.name for one in stage.operators} | {one.module for one in stage.operators}
             if name in names or any(one.name == name for one in stage.parameters):
@@ -248,6 +251,7 @@ class ParallelPlan:
         Raises:
             ValueError: nothing has that name; or the plan was read or made by hand: it knows no alternatives.
         """
+        instance_of("name", name, str, "the name of an operator, a module or a parameter")
         if self._explainer is None:
             raise ValueError("only a plan that was made in this process can be explained, not one that was read")
         return self._explainer(self, name)
@@ -280,7 +284,7 @@ class ParallelPlan:
     @classmethod
     def load(cls, path: str | Path) -> "ParallelPlan":
         """Reads a file that :meth:`save` has written. Raises ValueError naming what is wrong."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        return cls.from_json(read_text(path, "a plan"))
 
     def to_json(self) -> str:
         """One JSON object with a ``version``: every field by its name."""
@@ -289,7 +293,14 @@ class ParallelPlan:
     @classmethod
     def from_json(cls, text: str) -> "ParallelPlan":
         """Reads :meth:`to_json`. Raises ValueError naming what is wrong."""
-        return plan_from_json(cls, text)
+        return plan_from_json(cls, instance_of("text", text, str, "a plan as JSON text"))
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Pickles as JSON: all but what :meth:`explain` needs, as a plan that was saved."""
+        return ParallelPlan.from_json, (self.to_json(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelPlan":
+        return self  # nothing in it changes
 
 
 def fingerprint_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import MOST_LAYERS, MOST_MICROBATCHES, positive_int
 from torch_xmesh.parallelism.assembly import Subject, assembled
 from torch_xmesh.parallelism.by_hand import plans_by_hand
 from torch_xmesh.parallelism.cluster import cluster_of
@@ -112,9 +113,9 @@ def subject_of(
     collectives: str = "auto",
 ) -> tuple[Subject, str]:
     """What is planned, from the arguments of :func:`plan_parallel`, and the schedule's name or "auto"."""
-    check_count("num_microbatches", num_microbatches)
+    positive_int("num_microbatches", num_microbatches, MOST_MICROBATCHES)
     if num_layers is not None:
-        check_count("num_layers", num_layers)
+        positive_int("num_layers", num_layers, MOST_LAYERS)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is an nn.Module, got {model!r} ({type(model).__name__})")
     if loss_fn is not None and not callable(loss_fn):
@@ -207,12 +208,6 @@ def _check_seconds(max_seconds: object) -> None:
     is_number = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool)
     if max_seconds is not None and not (is_number and max_seconds > 0):  # type: ignore[operator]
         raise ValueError(f"max_seconds is a positive number or None, got {max_seconds!r}")
-
-
-def check_count(what: str, given: object) -> None:
-    """ValueError for what is no positive int."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"{what} must be a positive int, got {given!r}")
 
 
 def _collectives(name: str, devices: Any) -> str:

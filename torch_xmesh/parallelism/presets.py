@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from torch_xmesh.arguments import positive_int
 from torch_xmesh.parallelism.assembly import assembled
 from torch_xmesh.parallelism.by_hand import Writer
 from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.plan_parallel import check_count, subject_of
+from torch_xmesh.parallelism.plan_parallel import subject_of
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
@@ -56,7 +57,7 @@ def megatron(
     Raises:
         ValueError: as :func:`data_parallel`; or `tensor_parallel` does not divide the devices.
     """
-    check_count("tensor_parallel", tensor_parallel)
+    positive_int("tensor_parallel", tensor_parallel)
     return _preset(f"Megatron {tensor_parallel}", model, example_args, options, 1, tensor_parallel, 0)
 
 
@@ -75,8 +76,8 @@ def pipeline(
     Raises:
         ValueError: as :func:`data_parallel`; or `num_stages` does not divide the devices, or is above 64.
     """
-    check_count("num_stages", num_stages)
-    check_count("tensor_parallel", tensor_parallel)
+    positive_int("num_stages", num_stages)
+    positive_int("tensor_parallel", tensor_parallel)
     if type(zero) is not int or zero not in (0, 2, 3):
         raise ValueError(f"zero is 0, 2 or 3 (a level of ZeRO that presets have), got {zero!r}")
     title = f"pipeline {num_stages}" + (f" x Megatron {tensor_parallel}" if tensor_parallel > 1 else " x data parallel")

@@ -527,6 +527,12 @@ class PipelineEngine:
             if self._place.planned is not None:
                 self._place.planned.close()
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise TypeError(
+            "a PipelineEngine holds groups and threads of its process: it is not copied or pickled. Save "
+            "engine.state_dict(optimizer), and load it into another engine"
+        )
+
     def __enter__(self) -> "PipelineEngine":
         return self
 

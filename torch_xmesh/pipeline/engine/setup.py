@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_xmesh.arguments import memory_limit
 from torch_xmesh.pipeline.capture.wrappers import averaging_wrappers
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
 from torch_xmesh.pipeline.engine.boundary import Placed
-from torch_xmesh.pipeline.schedule.choice import check_memory_limit
 from torch_xmesh.pipeline.schedule.schedule import Schedule, schedule_name
 from torch_xmesh.pipeline.state.init_sync import InitSync
 from torch_xmesh.pipeline.state.materialize import InitFn
@@ -53,7 +53,7 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
             raise ValueError('num_microbatches="auto" needs schedule="auto", which chooses both')
     elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f'num_microbatches is an int of at least 1 or "auto", got {count!r} ({type(count).__name__})')
-    check_memory_limit(options.memory_limit_bytes)
+    memory_limit(options.memory_limit_bytes)
     check_model(model, "model")
     check_example(model, example_args, example_kwargs, options.split)
     if options.split is not None and not isinstance(options.split, SplitAt | str):

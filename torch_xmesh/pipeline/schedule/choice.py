@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import MOST_MICROBATCHES, MOST_STAGES, instance_of, int_list, memory_limit, positive_int
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs
 
@@ -92,12 +93,6 @@ class ScheduleChoice:
         return f"ScheduleChoice({self.schedule.name!r}, predicted_seconds={self.predicted_seconds:.6g})"
 
 
-def check_memory_limit(given: object) -> None:
-    """Raises ValueError for what is no number of bytes and not None."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise ValueError(f"memory_limit_bytes is a positive int or None, got {given!r} ({type(given).__name__})")
-
-
 def choose_schedule(
     costs: Costs,
     *,
@@ -124,12 +119,13 @@ def choose_schedule(
     Raises:
         ValueError: costs that do not fit; or no schedule keeps the limit: the smallest that one would keep is named.
     """
-    if len(costs.stages) != num_stages or num_stages < 1:
+    instance_of("costs", costs, Costs, "xm.Costs")
+    positive_int("num_stages", num_stages, MOST_STAGES)
+    positive_int("num_microbatches", num_microbatches, MOST_MICROBATCHES)
+    if len(costs.stages) != num_stages:
         raise ValueError(f"costs are for {len(costs.stages)} stages, num_stages is {num_stages}")
-    check_memory_limit(memory_limit_bytes)
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    places = list(range(num_stages)) if place_of_stage is None else list(place_of_stage)
+    memory_limit(memory_limit_bytes)
+    places = list(range(num_stages)) if place_of_stage is None else int_list("place_of_stage", place_of_stage)
     choice, least = _considered(costs, places, num_microbatches, memory_limit_bytes)
     if choice is None:
         raise ValueError(_refusal(memory_limit_bytes, [least]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import MOST_MICROBATCHES, MOST_STAGES, instance_of, int_list, positive_int, read_text
 
 Edge = tuple[int, int]
 
@@ -72,11 +73,10 @@ class Schedule:
         Raises:
             ValueError: an unknown name, or places that are not numbered 0 to their count, each with a stage.
         """
-        if num_stages < 1 or num_microbatches < 1:
-            raise ValueError(
-                f"a schedule has at least one stage and one microbatch, got {num_stages} stages and {num_microbatches} "
-                "microbatches"
-            )
+        positive_int("num_stages", num_stages, MOST_STAGES)
+        positive_int("num_microbatches", num_microbatches, MOST_MICROBATCHES)
+        if place_of_stage is not None:
+            place_of_stage = int_list("place_of_stage", place_of_stage)
         if place_of_stage is not None and len(place_of_stage) != num_stages:
             raise ValueError(
                 f"a schedule has one place per stage, got {len(place_of_stage)} places for {num_stages} stages"
@@ -101,7 +101,11 @@ class Schedule:
             ValueError: a cell that is no action (its place and cell are named), a stage on two places, a stage without
                 actions. The order is checked by :meth:`validate`.
         """
-        text = source.read_text() if isinstance(source, Path) else source
+        text = read_text(source, "a schedule") if isinstance(source, Path) else source
+        instance_of("source", text, str, "the text of a schedule, or the Path of its file")
+        instance_of("name", name, str, "a str")
+        if text.endswith(".csv"):
+            raise ValueError(f"source is the text of a schedule; of a file it is its Path: Path({text!r})")
         return cls(_C.schedule_from_csv(text, name))
 
     def to_csv(self, path: str | Path | None = None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import instance_of
 from torch_xmesh.pipeline.schedule.schedule import Edge, Schedule, chain_edges
 from torch_xmesh.pipeline.schedule.simulation_plot import plot_simulation
 
@@ -208,4 +209,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         ValueError: costs that do not fit the schedule or are negative, or a schedule that cannot run, with the bad cell
             marked.
     """
+    instance_of("schedule", schedule, Schedule, "an xm.Schedule")
+    instance_of("costs", costs, Costs, "xm.Costs")
     return Simulation(schedule, _C.simulate_schedule(schedule.core, costs.core()))

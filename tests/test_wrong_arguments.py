@@ -1,0 +1,137 @@
+"""Whatever a person passes, an error is one of the package's own words: a ValueError (or an OSError that names the
+path), raised in its sources. Over every parameter of every public function that needs no process group."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_xmesh as xm
+
+PACKAGE = Path(xm.__file__).parent
+WRONG: list[Any] = [
+    None,
+    "",
+    "nowhere",
+    b"x",
+    -1,
+    0,
+    2.5,
+    float("nan"),
+    10**30,
+    [],
+    [None],
+    {},
+    {"a": 1},
+    object(),
+    int,
+]
+MODEL = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+DEVICES = xm.Mesh([[0, 1]])
+COMPUTE = xm.Compute(1e12, 1e11)
+PLANNED: dict[str, Any] = {
+    "model": MODEL,
+    "example_args": (torch.zeros(4, 8),),
+    "devices": DEVICES,
+    "num_microbatches": 2,
+    "compute": COMPUTE,
+}
+COSTS = xm.Costs(stages=[xm.StageCosts(forward_seconds=1e-3)] * 2, edges={(0, 1): 1e-3})
+
+
+@pytest.fixture(scope="module")
+def plan() -> xm.ParallelPlan:
+    return xm.plan_parallel(**PLANNED)
+
+
+def calls(plan: xm.ParallelPlan, folder: Path) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Each with arguments that are right."""
+    plan.save(folder / "plan.json")
+    xm.Topology(devices_per_host=1).save(folder / "topology.json")
+    spec = xm.Spec((8,), torch.float32, xm.Mesh([0]), [Shard(0)])
+    resharding: dict[str, Any] = {"specs": spec, "dst_mesh": xm.Mesh([1]), "dst_placements": [Replicate()]}
+    resharding["topology"] = xm.Topology(devices_per_host=1)
+    yield "plan_parallel", xm.plan_parallel, PLANNED
+    needed = {"megatron": {"tensor_parallel": 2}, "pipeline": {"num_stages": 2}}
+    for preset in ("data_parallel", "zero_2", "zero_3", "megatron", "pipeline"):
+        yield preset, getattr(xm.presets, preset), PLANNED | needed.get(preset, {})
+    yield "plan_resharding", xm.plan_resharding, resharding
+    yield "choose_schedule", xm.choose_schedule, {"costs": COSTS, "num_stages": 2, "num_microbatches": 2}
+    yield "simulate", xm.simulate, {"schedule": xm.Schedule.make("1F1B", 2, 2), "costs": COSTS}
+    yield "Schedule.make", xm.Schedule.make, {"name": "1F1B", "num_stages": 2, "num_microbatches": 2}
+    yield "Schedule.from_csv", xm.Schedule.from_csv, {"source": xm.Schedule.make("GPipe", 2, 2).to_csv()}
+    yield "ParallelPlan.load", xm.ParallelPlan.load, {"path": folder / "plan.json"}
+    yield "ParallelPlan.from_json", xm.ParallelPlan.from_json, {"text": plan.to_json()}
+    yield "plan.explain", plan.explain, {"name": "0"}
+    yield "plan.stage_of", plan.stage_of, {"name": "0"}
+    yield "plan.predicted_bytes", plan.predicted_bytes, {"device": 0}
+    yield "Topology", xm.Topology, {"devices_per_host": 1}
+    yield "Topology.load", xm.Topology.load, {"path": folder / "topology.json"}
+    yield "Topology.from_json", xm.Topology.from_json, {"text": xm.Topology(devices_per_host=1).to_json()}
+    yield "ReshardingPlan.from_json", xm.ReshardingPlan.from_json, {"text": xm.plan_resharding(**resharding).to_json()}
+    yield "Mesh", xm.Mesh, {"ranks": [0, 1]}
+    yield (
+        "Spec",
+        xm.Spec,
+        {"shape": (8,), "dtype": torch.float32, "mesh": xm.Mesh([0]), "placements": [Shard(0)]},
+    )
+    yield "Compute", xm.Compute, {"flops": 1e12, "bytes_per_s": 1e11}
+    yield "Broadcast", xm.Broadcast, {}
+    yield "StageCosts", xm.StageCosts, {"forward_seconds": 1e-3}
+    yield "EdgeCosts", xm.EdgeCosts, {}
+
+
+def is_own(error: BaseException) -> bool:
+    """Raised by the package's own line, as a kind of error that its pages name."""
+    if isinstance(error, OSError):
+        return error.filename is not None
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError | NotImplementedError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+
+
+def test_wrong_arguments(plan: xm.ParallelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    foreign = []
+    for name, call, right in calls(plan, tmp_path):
+        call(**right)
+        kinds = inspect.signature(call).parameters
+        named = {one for one, kind in kinds.items() if kind.kind is not inspect.Parameter.VAR_KEYWORD}
+        for parameter in sorted(named | set(right)):
+            for wrong in WRONG:
+                try:
+                    call(**{**right, parameter: wrong})
+                except BaseException as error:
+                    if not is_own(error):
+                        said = str(error).splitlines() or [""]
+                        foreign.append(f"{name}({parameter}={wrong!r}): {type(error).__name__}: {said[0][:120]}")
+    assert not foreign, "\n" + "\n".join(foreign)
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "binary"
+    path.write_bytes(bytes(range(256)))
+    readers: list[Callable[[Path], Any]] = [
+        xm.ParallelPlan.load,
+        xm.Topology.load,
+        xm.OperatorTimes.load,
+        xm.Schedule.from_csv,
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match=r"binary.* is no text"):
+            read(path)
+
+
+def test_a_plan_is_plain_data(plan: xm.ParallelPlan) -> None:
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert copy.deepcopy(plan) == plan
+    assert copy.deepcopy(plan).explain("0") == plan.explain("0")
