@@ -156,7 +156,7 @@ def test_csv_round_trip(tmp_path: Path) -> None:
 def test_wrong_use() -> None:
     with pytest.raises(ValueError, match="expected one of 'gpipe', '1f1b'"):
         Schedule.make("2f2b", 2, 2)
-    with pytest.raises(ValueError, match="-1 microbatches"):
+    with pytest.raises(ValueError, match="num_microbatches must be a positive int, got -1"):
         Schedule.make("1f1b", 2, -1)
     with pytest.raises(ValueError, match="1 places for 2 stages"):
         Schedule.make("1f1b", 2, 2, place_of_stage=[0])

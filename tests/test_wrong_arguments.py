@@ -135,3 +135,10 @@ def test_a_plan_is_plain_data(plan: xm.ParallelPlan) -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert copy.deepcopy(plan) == plan
     assert copy.deepcopy(plan).explain("0") == plan.explain("0")
+
+
+def test_a_model_of_inference_mode() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="weight was made in torch.inference_mode"):
+        xm.plan_parallel(**{**PLANNED, "model": model})

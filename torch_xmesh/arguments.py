@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from torch import nn
+
 T = TypeVar("T")
 MOST = (1 << 63) - 1
 """The largest integer that the C++ rooms take."""
@@ -25,6 +27,16 @@ def instance_of(name: str, value: object, kind: type[T], what: str) -> T:
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be {what}, got {shown(value)}")
     return value
+
+
+def no_inference_tensors(model: nn.Module) -> None:
+    """Autograd records nothing of tensors that were made in inference mode."""
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if one.is_inference():
+            raise ValueError(
+                f"{name} was made in torch.inference_mode(), which autograd cannot record: make the model outside "
+                "(torch.no_grad() will do), or clone its tensors there"
+            )
 
 
 def positive_int(name: str, value: object, most: int = MOST) -> int:

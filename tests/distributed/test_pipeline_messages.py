@@ -51,6 +51,7 @@ def engine_in_use(rank: int, world_size: int) -> None:
         )
         wrong: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
             ((x,), {}, "1 positional arguments: the example arguments were 2 positional"),
+            ((x, mask, y), {}, "3 positional arguments: .* the target goes by its name: target=y"),
             ((x, mask), {"scael": 1.0}, "unknown argument 'scael'"),
             ((x, (mask, mask)), {}, r"argument args\[1\] is a tuple of 2, the example's was"),
         )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_xmesh import _C
-from torch_xmesh.arguments import MOST_LAYERS, MOST_MICROBATCHES, positive_int
+from torch_xmesh.arguments import MOST_LAYERS, MOST_MICROBATCHES, no_inference_tensors, positive_int
 from torch_xmesh.parallelism.assembly import Subject, assembled
 from torch_xmesh.parallelism.by_hand import plans_by_hand
 from torch_xmesh.parallelism.cluster import cluster_of
@@ -118,6 +118,7 @@ def subject_of(
         positive_int("num_layers", num_layers, MOST_LAYERS)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is an nn.Module, got {model!r} ({type(model).__name__})")
+    no_inference_tensors(model)
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn is a function or None, got {loss_fn!r} ({type(loss_fn).__name__})")
     check_example(model, example_args, example_kwargs, None)

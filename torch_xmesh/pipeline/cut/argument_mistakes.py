@@ -16,7 +16,8 @@ def describe_mismatch(found: pytree.TreeSpec, expected: pytree.TreeSpec) -> str:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return f"unknown argument {unknown[0]!r}: {takes_text}{hint}"
     if len(args) != len(known_args):
-        return f"{len(args)} positional arguments: {takes_text}"
+        hint = "; the target goes by its name: target=y" if len(args) > len(known_args) else ""
+        return f"{len(args)} positional arguments: {takes_text}{hint}"
     if missing := [name for name in known if name not in kwargs]:
         return f"argument {missing[0]!r} is missing: {takes_text}"
     pairs = [(f"args[{index}]", *pair) for index, pair in enumerate(zip(args, known_args, strict=True))]

@@ -224,7 +224,8 @@ class PipelineEngine:
             losses: a list that gets one detached scalar per microbatch, on the last stage's ranks.
             return_outputs: False saves the memory of the outputs.
             sharded: plain tensors, of the batch and the target, are the samples of this rank's data shard, equally many
-                on each, as a DistributedSampler gives them.
+                on each, as a DistributedSampler gives them. With a plan they are this rank's equal part: the parts of
+                a stage's ranks, in the order of ranks, are the batch, and those of the last stage's the target.
 
         Returns:
             the merged output on the last stage's ranks, None elsewhere.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_xmesh.arguments import memory_limit
+from torch_xmesh.arguments import memory_limit, no_inference_tensors
 from torch_xmesh.pipeline.capture.wrappers import averaging_wrappers
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
 from torch_xmesh.pipeline.engine.boundary import Placed
@@ -78,6 +78,7 @@ def check_model(model: Any, what: str) -> None:
         )
     else:
         _check_device(model, what)
+        no_inference_tensors(model)
 
 
 def _check_device(model: nn.Module, what: str) -> None:

@@ -27,6 +27,7 @@ from torch_xmesh.pipeline.engine.comparing import StepComparison
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.engine.outputs import whole_outputs
 from torch_xmesh.pipeline.engine.place import EnginePlace
+from torch_xmesh.pipeline.engine.rank_shards import RankShards
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.setup import describe_values, digest
 from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
@@ -59,6 +60,7 @@ class _Given:
     Attributes:
         shapes: of the model's inputs that this rank reads.
         compared: numbers that others compare with theirs.
+        is_part: tree and target are this rank's equal part of the batch, until `_whole`.
         inputs, targets: cut by `order`; None before.
         codes: what recorded stages of `sized` run for each microbatch.
     """
@@ -70,6 +72,7 @@ class _Given:
     facts: StepFacts
     shapes: Shapes
     compared: dict[str, int]
+    is_part: bool = False
     order: SampleOrder | None = None
     sized: SizedPlace | None = None
     codes: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
@@ -122,6 +125,7 @@ class EngineSteps:
         has_shares = place.planned is not None and place.has_last
         self._loss_shares = place.planned.loss_shares(len(place.meshes) - 1) if has_shares else None
         self._settled: dict[Any, None] = {}  # for which ranks have compared what they run
+        self._rank_shards = RankShards(place.transfers)
         self._last_cut: dict[tuple[int, int], int] = {}  # into so many microbatches, by samples and shards
 
     def meet(self, call: str, failure: Exception | None = None) -> None:
@@ -265,6 +269,7 @@ class EngineSteps:
             raise refused if failure is None else StepRefusedError(failure) from failure
         assert given is not None
         self._comparison.agreed()
+        self._whole(given)
         samples = facts.target if facts.arguments is None else facts.arguments
         if samples is None:
             text = "the batch has no tensor to cut into microbatches: every argument is constant or replicated"
@@ -334,10 +339,16 @@ class EngineSteps:
                     f"{list(place.partition.stages[takers[0]].model_inputs)}"
                 )
         target_specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], "target")
-        if call.is_sharded:
+        is_part, whole, whole_target = call.is_sharded and place.planned is not None, tree, target
+        if is_part:
+            whole = self._rank_shards.shapes(tree, specs, place.meshes[takers[0]]) if takers else tree
+            whole_target = self._rank_shards.shapes(target, target_specs, last) if target_specs else target
+        elif call.is_sharded:
             tree = as_shards(tree, specs, [place.meshes[stage] for stage in takers], "the batch")
             target = as_shards(target, target_specs, [last] if target_specs else [], "target")
-        samples, of_target = num_samples(tree, specs, "argument"), num_samples(target, target_specs, "target")
+            whole, whole_target = tree, target
+        samples = num_samples(whole, specs, "argument")
+        of_target = num_samples(whole_target, target_specs, "target")
         if samples is not None and of_target is not None and samples != of_target:
             raise ValueError(f"the target has {of_target} samples, the arguments have {samples}")
         shards = {num_batch_shards(tree, specs, place.meshes[stage], "the batch") for stage in takers}
@@ -360,15 +371,20 @@ class EngineSteps:
                 int(call.return_outputs) if place.has_last else None,
                 scale_bits(self._loss_scale()) if place.has_last and is_train else None,
             ),
-            place.partition.shapes_of(*tree, takers) if takers else {},
+            place.partition.shapes_of(*whole, takers) if takers else {},
             self._comparison.modes(),
+            is_part,
         )
-        given.compared |= self._comparison.values(tree, target, takers, given.shapes, samples or of_target or 0)
         if place.planned is not None:
+            self._check_planned_samples(samples if samples is not None else of_target)
             place.planned.check_step(self.is_sync, is_train)
+        if is_part:
+            self._comparison.skip()
+        else:
+            given.compared |= self._comparison.values(tree, target, takers, given.shapes, samples or of_target or 0)
         if is_train:
             place.sync.check_step()
-        if (both := samples if samples is not None else of_target) is not None:
+        if (both := samples if samples is not None else of_target) is not None and not is_part:
             batch = both, known or 1
             numbers = place.numbers(batch)
             number = self._last_cut.get(batch, numbers[0])
@@ -377,6 +393,27 @@ class EngineSteps:
                 self._find_codes(given, foreseen)
                 given.compared |= self._comparison.ways(given.codes)
         return given
+
+    def _check_planned_samples(self, samples: int | None) -> None:
+        each, number = self._place.partition.batch_size, self._place.schedule.num_microbatches
+        if samples is not None and each and samples != each * number:
+            raise ValueError(
+                f"a step of this plan takes {each * number} samples, {number} microbatches of {each} as in the "
+                f"example, and got {samples}. Every rank passes the whole batch, or with sharded=True an equal part of "
+                "it; a DataLoader with drop_last=True gives no short batch"
+            )
+
+    def _whole(self, given: _Given) -> None:
+        """The batch of which this rank gave a part. Called once all ranks have agreed to the step."""
+        if not given.is_part:
+            return
+        place = self._place
+        if given.specs:
+            taker = next(stage for stage in place.stages if place.partition.stages[stage].model_inputs)
+            given.tree = self._rank_shards.gather(given.tree, given.specs, place.meshes[taker], f"batch of {taker}")
+        if given.target_specs:
+            given.target = self._rank_shards.gather(given.target, given.target_specs, place.meshes[-1], "target")
+        given.is_part = False
 
     def _has_loss(self, target: Any) -> bool:
         loss_fn = self._place.loss_fn
