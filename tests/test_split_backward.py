@@ -367,3 +367,28 @@ def test_mistakes() -> None:
     output = checkpoint(layer, hidden, use_reentrant=True)
     with pytest.raises(ValueError, match=r"inputs that are leaves, but inputs\[0\] is not"):
         split_backward(output, torch.ones(3, 4), hidden)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("how", ["whole", "inside", "split"])
+def test_another_backward_through_the_graph(how: str, has_run: bool) -> None:
+    """It would find a part of the graph: it raises, whatever of both halves has run, and adds nothing."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    hidden = first(x)
+    y = second(hidden.tanh())
+    _, weights = split_backward(y, torch.ones_like(y), x)
+    if has_run:
+        weights()
+    before = [parameter.grad for parameter in (*first.parameters(), *second.parameters())]
+    again: dict[str, Callable[[], Any]] = {
+        "whole": lambda: y.sum().backward(),
+        "inside": lambda: hidden.sum().backward(),
+        "split": lambda: split_backward(y, torch.ones_like(y), x),
+    }
+    with pytest.raises(RuntimeError, match="this graph belongs to a split backward"):
+        again[how]()
+    assert [parameter.grad for parameter in (*first.parameters(), *second.parameters())] == before
+    if not has_run:
+        weights()
+        assert all(parameter.grad is not None for parameter in (*first.parameters(), *second.parameters()))

@@ -1,10 +1,16 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <stdexcept>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -17,10 +23,57 @@ namespace py = pybind11;
 namespace xmesh::bindings {
 namespace {
 
+constexpr const char* kOwned = "this graph belongs to a split backward: no other backward can run through it; compute the forward once more";
+
+/// In front of every node of a graph that a split backward has altered: any backward but its own would find part of the graph, and say nothing.
+class OwnedGraph final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OwnedGraph(std::shared_ptr<const std::atomic<bool>> is_running) : is_running_(std::move(is_running)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (!*is_running_) {
+      throw std::runtime_error(kOwned);
+    }
+    return gradients;
+  }
+
+ private:
+  const std::shared_ptr<const std::atomic<bool>> is_running_;
+};
+
+/// The nodes between roots and inputs, and those that weights are computed by. Throws where another split backward has them.
+std::vector<std::shared_ptr<torch::autograd::Node>> graphOf(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs) {
+  std::unordered_set<const torch::autograd::Node*> seen;
+  for (const at::Tensor& input : inputs) {
+    if (input.grad_fn() != nullptr) {
+      seen.insert(input.grad_fn().get());
+    }
+  }
+  std::vector<std::shared_ptr<torch::autograd::Node>> out;
+  std::vector<torch::autograd::Edge> todo(roots.begin(), roots.end());
+  while (!todo.empty()) {
+    const std::shared_ptr<torch::autograd::Node> node = std::move(todo.back().function);
+    todo.pop_back();
+    if (node == nullptr || !seen.insert(node.get()).second) {
+      continue;
+    }
+    for (const auto& hook : node->pre_hooks()) {
+      if (dynamic_cast<const OwnedGraph*>(hook.get()) != nullptr) {
+        throw std::runtime_error(kOwned);
+      }
+    }
+    todo.insert(todo.end(), node->next_edges().begin(), node->next_edges().end());
+    if (dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) == nullptr) {
+      out.push_back(node);
+    }
+  }
+  return out;
+}
+
 /// The later half, as Python holds it.
 struct WeightGradients {
   pipeline::WeightBackward backward;
   std::string whole_because;
+  std::shared_ptr<std::atomic<bool>> is_running = std::make_shared<std::atomic<bool>>(false);
   bool has_run = false;
 
   void run() {
@@ -28,7 +81,9 @@ struct WeightGradients {
       throw std::runtime_error("the weight gradients have been run already: a split backward's second half runs once");
     }
     has_run = true;
+    *is_running = true;
     withoutGil([this] { backward.run(); });
+    *is_running = false;
   }
 };
 
@@ -60,13 +115,18 @@ py::tuple splitBackward(const std::vector<at::Tensor>& outputs, std::vector<at::
   for (const at::Tensor& output : outputs) {
     roots.push_back(torch::autograd::impl::gradient_edge(output));
   }
+  const std::vector<std::shared_ptr<torch::autograd::Node>> graph = graphOf(roots, inputs);
   pipeline::InputBackward result;
   withoutGil([&] { result = pipeline::backwardInputs(std::move(roots), std::move(gradients), inputs); });
   py::list found;
   for (const at::Tensor& gradient : result.gradients) {
     found.append(gradient.defined() ? py::cast(gradient) : py::none());
   }
-  return py::make_tuple(found, noteHeld({std::move(result.weights), std::move(result.whole_because)}));
+  WeightGradients later{std::move(result.weights), std::move(result.whole_because)};
+  for (const std::shared_ptr<torch::autograd::Node>& node : graph) {
+    node->add_pre_hook(std::make_unique<OwnedGraph>(later.is_running));
+  }
+  return py::make_tuple(found, noteHeld(std::move(later)));
 }
 
 }  // namespace
