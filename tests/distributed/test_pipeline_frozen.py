@@ -172,3 +172,21 @@ def change(rank: int, world_size: int) -> str:
 def test_gradients_changed_after_no_sync_are_refused() -> None:
     for text in spawn(change, 3, timeout=60):
         assert "the gradient of second.bias of stage 0 was changed after a step in no_sync" in text
+
+
+def unfreeze_a_stage(rank: int, world_size: int) -> str:
+    """It is refused before anything runs; frozen again, the engine goes on."""
+    trained = Trained(frozen=("first.weight", "first.bias", "second.weight", "second.bias"))
+    trained.step()
+    trained.freeze("first.weight", frozen=False)
+    with pytest.raises(ValueError) as caught:
+        trained.engine.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    trained.freeze("first.weight")
+    trained.step()
+    trained.engine.close()
+    return str(caught.value)
+
+
+def test_a_stage_that_was_all_frozen() -> None:
+    for text in spawn(unfreeze_a_stage, 3):
+        assert "first.weight was unfrozen, but all of stage 0 was frozen when the engine was made" in text

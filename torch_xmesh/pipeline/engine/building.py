@@ -118,7 +118,8 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     )
     sharded = FullySharded(transfers, made.modules, meshes)
     by_name = {stage: dict(sorted(named.items())) for stage, named in made.named.items()}
-    sync = GradientSync(transfers, by_name, meshes=meshes, tied=tied, summed=sharded.parameters)
+    refused = _frozen_for_good(made.named, partition)
+    sync = GradientSync(transfers, by_name, meshes=meshes, tied=tied, summed=sharded.parameters, refused=refused)
     make_ties_equal(transfers, sync, options.init_sync)
     place = EnginePlace(
         transfers=transfers,
@@ -362,3 +363,18 @@ def _tied_parameters(
         if len(held) > 1:
             tied.append(Tied(full, tuple((k, meshes[k]) for k, _ in held), parameter))
     return tied
+
+
+def _frozen_for_good(named: Mapping[int, Mapping[str, nn.Parameter]], partition: Partition) -> dict[nn.Parameter, str]:
+    """Parameters of stages that were all frozen, whose values the next stages send no gradients for; and why they
+    cannot be trained."""
+    out: dict[nn.Parameter, str] = {}
+    for stage, own in named.items():
+        sent = [one for one in partition.values.values() if one.producer == stage and set(one.consumers) - {stage}]
+        if sent and not any(one.requires_grad for one in sent) and not any(p.requires_grad for p in own.values()):
+            for name, parameter in own.items():
+                out[parameter] = (
+                    f"{name} was unfrozen, but all of stage {stage} was frozen when the engine was made: no gradients "
+                    "come back to it. Make another engine, and load engine.state_dict() into it"
+                )
+    return out

@@ -127,7 +127,7 @@ class GradientSync:
 
     What `.grad` held before a step is set aside and added again: a step adds its own gradient whatever was there. A
     parameter takes part while it requires grad, or has since the last sum. `tied` are the parameters of several places,
-    `summed` those that come summed over the data axis.
+    `summed` those that come summed over the data axis, `refused` those that cannot be trained, and why.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class GradientSync:
         meshes: Sequence[StageMesh],
         tied: Sequence[Tied],
         summed: Collection[nn.Parameter] = (),
+        refused: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
         self._transfers = transfers
         self._names = {p: f"{name} of stage {k}" for k, named in parameters.items() for name, p in named.items()}
@@ -154,7 +155,7 @@ class GradientSync:
             if one.parameter is not None
         ]
         self._summed = set(summed)
-        self._refused: dict[nn.Parameter, str] = {}  # why a parameter cannot be trained
+        self._refused = dict(refused or {})  # why a parameter cannot be trained
         self._lines = self._lines_of(parameters, meshes)
         self._dtensors: list[nn.Parameter] = [p for p in self._names if isinstance(p, DTensor)]
         found = [p for line in self._lines for p in line.together.parameters]
