@@ -139,6 +139,7 @@ def _nccl_program() -> Path:
         stream / "backend_transport.cpp",
         stream / "communicator_use.cpp",
         stream / "device_line.cpp",
+        stream / "side_threads.cpp",
     ]
     command = [cxx, "-std=c++20", "-O0", "-DUSE_C10D_NCCL", f"-I{ROOT / 'csrc'}", f"-isystem{TORCH / 'include'}"]
     command += [f"-isystem{TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]

@@ -40,6 +40,6 @@ int main() {
     return c10::make_intrusive<::c10d::ProcessGroupNCCL>(c10::make_intrusive<::c10d::HashStore>(), 0, 1);
   });
   if (line && backend) {
-    const xmesh::c10d_backend::BackendTransport transport(std::move(backend), line);
+    const xmesh::c10d_backend::BackendTransport transport(std::move(backend), line, std::make_shared<xmesh::c10d_backend::CommunicatorThreads>());
   }
 }
