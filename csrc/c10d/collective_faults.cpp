@@ -253,6 +253,28 @@ void CollectiveFaults::collectiveFailed(const std::exception_ptr& error) noexcep
   }
 }
 
+void CollectiveFaults::lookAgain() noexcept {
+  try {
+    if (!fork_.isHere()) {
+      return;
+    }
+    std::optional<Failure> known = told();
+    {
+      const std::lock_guard lock(mutex_);
+      if (!failure_.has_value()) {
+        failure_ = std::move(known);
+        settled_.notify_all();
+      }
+      if (!failure_.has_value()) {
+        return;
+      }
+    }
+    break_off_();
+  } catch (const std::exception&) {
+    return;  // no memory for a text
+  }
+}
+
 std::exception_ptr CollectiveFaults::explained(const std::exception_ptr& error, const std::string& what, int peer) noexcept {
   try {
     std::optional<Failure> cause;

@@ -37,6 +37,9 @@ class CollectiveFaults {
   /// A collective has failed on this rank: it ends all of them if that is a sign of a death, or of a rank that has left. Called when that is noticed,
   /// at once and once for each.
   void collectiveFailed(const std::exception_ptr& error) noexcept;
+  /// While a collective lasts: where this rank's collectives have ended, or another rank has told so, connections are broken off once more. That
+  /// ends a collective that began while they were, which gloo may leave waiting.
+  void lookAgain() noexcept;
   /// What a call that failed raises: a PeerError that names who is to blame, else what it failed with; c10::DistNetworkError where connections
   /// failed. `peer`: the group rank that it concerned alone, or -1.
   std::exception_ptr explained(const std::exception_ptr& error, const std::string& what, int peer) noexcept;

@@ -1,9 +1,13 @@
 #include "c10d/guarded_work.h"
 
+#include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace xmesh::c10d_backend {
 namespace {
+
+constexpr std::chrono::milliseconds kLookEvery{2'000};  ///< at what has ended the group's collectives, while one lasts
 
 c10::intrusive_ptr<c10::ivalue::Future> futureOf(::c10d::Work& work) {
   try {
@@ -48,11 +52,25 @@ bool GuardedWork::hasFailed(const std::exception_ptr& error) const {
 }
 
 bool GuardedWork::wait(std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const bool has_deadline = timeout != kNoTimeout;
+  const bool looks = call_.is_collective && future_ != nullptr;  // such a Work of gloo's goes on when a wait for it has ended
   std::exception_ptr error;
-  try {
-    return inner_->wait(timeout);
-  } catch (...) {
-    error = std::current_exception();
+  while (true) {
+    const auto rest = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const bool is_last = !looks || (has_deadline && rest <= kLookEvery);
+    const bool was_completed = inner_->isCompleted();
+    try {
+      return inner_->wait(!is_last ? kLookEvery : !has_deadline ? timeout : std::max(rest, std::chrono::milliseconds(1)));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (is_last || was_completed) {
+      break;
+    }
+    if (!inner_->isCompleted()) {
+      faults_->lookAgain();
+    }
   }
   if (hasFailed(error)) {
     if (call_.is_collective && future_ == nullptr) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,3 +57,16 @@ def train_alike(model: nn.Module, x: torch.Tensor, target: torch.Tensor, plan: x
         state = whole.state_dict()
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(whole_of(value), state[name], msg=name)
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""``body(rank, world_size, *args)``."""
+
+
+def in_turn(rank: int, world_size: int, calls: Sequence[Call]) -> None:
+    """Several bodies in one world of processes; that which fails is named."""
+    for body, args in calls:
+        try:
+            body(rank, world_size, *args)
+        except Exception as error:
+            raise AssertionError(f"{body.__name__}{args}: {error}") from error

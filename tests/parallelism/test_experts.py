@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from planned_cases import in_turn
 from random_plans import any_sharding, random_plan
 from test_running import OPTIONS, check
 from test_workloads import check as trained
@@ -110,18 +112,21 @@ def runs(rank: int, world_size: int, name: str, is_forced: bool) -> None:
     assert not is_forced or wanted <= seen, seen
 
 
-@pytest.mark.parametrize(
-    ("name", "is_forced"),
-    [
-        ("even", True),
-        ("lopsided", True),
-        ("odd experts", False),
-        *(pytest.param(name, False, marks=pytest.mark.soak) for name in ("even", "lopsided", "odd tokens")),
-        *(pytest.param(name, True, marks=pytest.mark.soak) for name in ("odd experts", "odd tokens")),
-    ],
-)
-def test_experts_on_parts_are_the_model(name: str, is_forced: bool) -> None:
-    spawn(runs, 4, name, is_forced, timeout=300)
+ON_PARTS = [("even", True), ("lopsided", True), ("odd experts", False)]
+MORE_ON_PARTS = [
+    (name, forced) for forced in (False, True) for name in ("even", "lopsided", "odd experts", "odd tokens")
+]
+
+
+@pytest.mark.timeout(400)
+def test_experts_on_parts_are_the_model() -> None:
+    spawn(in_turn, 4, [(runs, case) for case in ON_PARTS], timeout=380)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1000)
+def test_more_experts_on_parts_are_the_model() -> None:
+    spawn(in_turn, 4, [(runs, case) for case in MORE_ON_PARTS if case not in ON_PARTS], timeout=900)
 
 
 def forced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], label: str, zero: int) -> xm.ParallelPlan:
@@ -157,19 +162,14 @@ def trains_forced(rank: int, world_size: int, name: str, label: str, zero: int) 
     trained(model, args, kwargs, plan, is_priced=label == "found")
 
 
-@pytest.mark.parametrize(
-    ("name", "label", "zero"),
-    [
-        ("Mixtral", "found", 0),
-        ("Mixtral", "t routed", 3),
-        ("Qwen3-MoE", "shown routed", 1),
-        pytest.param("Mixtral", "routed routed", 0, marks=pytest.mark.soak),
-        pytest.param("Mixtral", "shown t", 2, marks=pytest.mark.soak),
-        pytest.param("OLMoE", "routed t", 0, marks=pytest.mark.soak),
-    ],
-)
-def test_models_of_experts_train_as_one_process(name: str, label: str, zero: int) -> None:
-    spawn(trains_forced, 4, name, label, zero, timeout=240)
+TRAINED = [("Mixtral", "found", 0), ("Mixtral", "t routed", 3), ("Qwen3-MoE", "shown routed", 1)]
+MORE_TRAINED = [("Mixtral", "routed routed", 0), ("Mixtral", "shown t", 2), ("OLMoE", "routed t", 0)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cases", [TRAINED, pytest.param(MORE_TRAINED, marks=pytest.mark.soak)])
+def test_models_of_experts_train_as_one_process(cases: Sequence[tuple[str, str, int]]) -> None:
+    spawn(in_turn, 4, [(trains_forced, case) for case in cases], timeout=380)
 
 
 def trains_any(rank: int, world_size: int, seeds: range) -> None:
@@ -214,9 +214,8 @@ def runs_in_single(rank: int, world_size: int, implementation: str) -> None:
             assert engine.last_loss() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_each_way_to_compute_experts(implementation: str) -> None:
-    spawn(runs_in_single, 4, implementation, timeout=120)
+def test_each_way_to_compute_experts() -> None:
+    spawn(in_turn, 4, [(runs_in_single, (implementation,)) for implementation in ("grouped_mm", "batched_mm")])
 
 
 class Sorted(nn.Module):

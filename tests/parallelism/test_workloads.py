@@ -6,12 +6,14 @@ import copy
 import importlib.util
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from library_models import MODELS as OF_LIBRARIES
+from planned_cases import in_turn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -172,19 +174,22 @@ def trains_and_evaluates(rank: int, world_size: int, name: str) -> None:
     assert losses[0] is None or losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "T5", "nn.TransformerEncoder"])
-def test_models_of_libraries_in_both_modes(name: str) -> None:
-    OF_LIBRARIES[name]()  # skipped here where the library is missing
-    spawn(trains_and_evaluates, 4, name, timeout=240)
+@pytest.mark.timeout(400)
+def test_models_of_libraries_in_both_modes() -> None:
+    names = ["GPT-2", "T5", "nn.TransformerEncoder"]
+    for name in names:
+        OF_LIBRARIES[name]()  # skipped here where the library is missing
+    spawn(in_turn, 4, [(trains_and_evaluates, (name,)) for name in names], timeout=380)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["gpt", "moe", "wide_resnet"])
-def test_examples_train_as_one_process(name: str, plan: str) -> None:
-    spawn(trains, 4, name, plan, 1e11, timeout=120)
+def test_examples_train_as_one_process(plan: str) -> None:
+    spawn(in_turn, 4, [(trains, (name, plan, 1e11)) for name in ("gpt", "moe", "wide_resnet")], timeout=160)
 
 
-@pytest.mark.parametrize("name", ["BERT", "Llama", "Llama with checkpoints", "T5", "ResNet-50", "GPT-2", "ViT"])
-def test_models_of_libraries_train_as_one_process(name: str) -> None:
-    OF_LIBRARIES[name]()  # skipped here where the library is missing
-    spawn(trains, 4, name, "found", 1e9, timeout=240)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [["BERT", "Llama", "Llama with checkpoints", "T5", "GPT-2"], ["ResNet-50", "ViT"]])
+def test_models_of_libraries_train_as_one_process(names: Sequence[str]) -> None:
+    for name in names:
+        OF_LIBRARIES[name]()  # skipped here where the library is missing
+    spawn(in_turn, 4, [(trains, (name, "found", 1e9)) for name in names], timeout=580)

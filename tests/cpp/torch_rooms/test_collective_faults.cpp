@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "c10d/collective_faults.h"
+#include "c10d/guarded_work.h"
 #include "transport/life_line.h"
 
 namespace gloo {
@@ -74,6 +75,51 @@ TEST_F(CollectiveFaultsTest, WhatIsNoSignOfADeathEndsNothing) {
   ranks_[0]->collectiveFailed(connectionError());  // nobody has ended
   EXPECT_EQ(num_broken_, 0);
   EXPECT_NO_THROW(ranks_[0]->check("all_reduce"));
+}
+
+/// A collective that ends when connections are broken off for the `breaks`-th time.
+class Lasting final : public ::c10d::Work {
+ public:
+  explicit Lasting(int breaks) : Work(-1, ::c10d::OpType::ALLREDUCE), breaks_(breaks) {}
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  void breakOff() {
+    if (--breaks_ == 0) {
+      future_->setError(connectionError());
+      finish(connectionError());
+    }
+  }
+
+ private:
+  std::atomic<int> breaks_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+};
+
+/// It began when connections were being broken off, or before another rank told of the end.
+TEST_F(CollectiveFaultsTest, ACollectiveThatMissedTheEndOfItsGroupEnds) {
+  for (const bool is_told : {false, true}) {
+    const auto work = c10::make_intrusive<Lasting>(is_told ? 1 : 2);
+    PublishedLifeLine line = publishLifeLine(store_, 0);
+    const LifeAddress address = line.address;
+    const auto faults = std::make_shared<CollectiveFaults>(0, std::vector<int64_t>{10, 11, 12}, std::move(line), [work] { work->breakOff(); });
+    faults->meet(store_);
+    const auto guarded = c10::make_intrusive<GuardedWork>(work, faults, GuardedCall{"all_reduce"});
+    if (is_told) {
+      transport::LifeWatch watch(address.address);
+      while (!watch.isConnected()) {
+        std::this_thread::yield();
+      }
+      watch.tell(address.secret + " 11 rank 11 is lost");
+    } else {
+      faults->end({runtime::FailureKind::kPeer, "rank 11 is lost", {11}});
+    }
+    std::exception_ptr error;
+    try {
+      guarded->wait(kNoTimeout);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    EXPECT_EQ(blamedBy(error), std::vector<int64_t>{11});
+  }
 }
 
 TEST_F(CollectiveFaultsTest, StrangersAreNotBelieved) {
