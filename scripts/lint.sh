@@ -44,7 +44,7 @@ fi
 check clang-format bash -c "$(declare -f cpp_files); cpp_files | xargs clang-format --dry-run --Werror"
 check "ruff check" ruff check -q .
 check "ruff format" ruff format -q --check .
-check codespell codespell csrc torch_xmesh tests examples benchmarks scripts docs README.md CHANGELOG.md setup.py pyproject.toml
+check codespell codespell csrc torch_xmesh xmesh_cli tests examples benchmarks scripts docs README.md CHANGELOG.md setup.py pyproject.toml
 [ $mypy = 0 ] || check mypy mypy --python-executable "$PYTHON"
 check stubtest "$PYTHON" -m mypy.stubtest torch_xmesh._C --ignore-missing-stub --allowlist scripts/stubtest_allowlist.txt
 check "clang-tidy (core, transport, runtime, cuda)" tidy build/cpp-plain csrc/core csrc/transport csrc/runtime csrc/cuda

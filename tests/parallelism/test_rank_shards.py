@@ -93,6 +93,10 @@ def mistakes(rank: int, world_size: int) -> None:
             sharded=True,
         )
         refused(engine, "has shape", own[:, :15], sharded=True)
+        with pytest.raises(ValueError, match="part of the target has shapes and dtypes"):
+            engine.step(own, target=own[:, :15] if rank == 2 else own, sharded=True)
+        with pytest.raises(ValueError, match="part of the target has shapes and dtypes"):
+            engine.step(own, target=own.double() if rank == 2 else own, sharded=True)
         engine.step(own, target=own, sharded=True)
         loss = engine.last_loss()
         engine.step(x, target=x)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
+from torch_xmesh.pipeline.ranks.digests import number_of
 from torch_xmesh.pipeline.ranks.exchange import TensorExchange
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -39,6 +40,12 @@ class RankShards:
             return self._exchanges[lane].exchange(leaf.detach().contiguous())
 
         return _mapped(tree, specs, gathered)
+
+
+def number_of_shapes(tree: Any) -> int:
+    """Of the whole batch's shapes and dtypes, which ranks agree on before they gather it."""
+    leaves = [one for one in pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
+    return number_of(*(f"{tuple(one.shape)} {one.dtype}" for one in leaves))
 
 
 def _mapped(tree: Any, specs: Sequence[Any], change: Callable[[torch.Tensor, int, int], torch.Tensor]) -> Any:

@@ -45,6 +45,7 @@ class StepFacts:
         is_sharded: plain tensors are this rank's data shard; where it takes some.
         has_target, returns_outputs: on the last stage's ranks.
         loss_scale: `scale_bits` there.
+        argument_shapes, target_shapes: a number of shapes and dtypes of the batch, where each rank gives a part of it.
     """
 
     arguments: int | None
@@ -55,6 +56,8 @@ class StepFacts:
     has_target: int | None
     returns_outputs: int | None
     loss_scale: int | None
+    argument_shapes: int | None = None
+    target_shapes: int | None = None
 
 
 _TEXTS = {
@@ -66,6 +69,8 @@ _TEXTS = {
     "has_target": "a target is given (1) or not (0): {}",
     "returns_outputs": "return_outputs (1) or not (0): {}",
     "loss_scale": "the scaler's factor, as float32 bits, is {}",
+    "argument_shapes": "its part of the arguments has shapes and dtypes of number {}",
+    "target_shapes": "its part of the target has shapes and dtypes of number {}",
 }
 
 

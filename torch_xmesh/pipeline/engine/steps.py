@@ -27,7 +27,7 @@ from torch_xmesh.pipeline.engine.comparing import StepComparison
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.engine.outputs import whole_outputs
 from torch_xmesh.pipeline.engine.place import EnginePlace
-from torch_xmesh.pipeline.engine.rank_shards import RankShards
+from torch_xmesh.pipeline.engine.rank_shards import RankShards, number_of_shapes
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.setup import describe_values, digest
 from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
@@ -370,6 +370,8 @@ class EngineSteps:
                 int(target is not None) if place.has_last else None,
                 int(call.return_outputs) if place.has_last else None,
                 scale_bits(self._loss_scale()) if place.has_last and is_train else None,
+                number_of_shapes(whole) if is_part and specs else None,
+                number_of_shapes(whole_target) if is_part and target_specs else None,
             ),
             place.partition.shapes_of(*whole, takers) if takers else {},
             self._comparison.modes(),
