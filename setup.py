@@ -8,6 +8,7 @@ XMESH_CUDA_ARCHITECTURES=90 builds those for that compute capability alone.
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -64,8 +65,13 @@ def units(folder: Path) -> list[str]:
 def jobs() -> int:
     """Compilers at a time: one per core, with 2 GiB of memory each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
-    gib = pages * os.sysconf("SC_PAGE_SIZE") / 2**30 if pages else 2.0 * cores
+    gib = 2.0 * cores
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists() and (found := re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)):
+        gib = int(found[1]) / 2**20
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip().isdigit():
+        gib = min(gib, int(limit.read_text()) / 2**30)
     return max(1, min(cores, int(gib / 2)))
 
 

@@ -7,7 +7,7 @@ DEFAULT_TORCH=2.11.0
 # One per core, with 2 GiB of memory each.
 jobs_here() {
   local cores gib
-  cores=$(nproc 2>/dev/null || echo 2)
+  cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
   gib=$(awk '/^MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo 2>/dev/null)
   [ -z "$gib" ] || [ $((gib / 2)) -ge "$cores" ] || cores=$((gib / 2))
   echo $((cores > 0 ? cores : 1))
@@ -42,12 +42,13 @@ patiently() { # WHAT LOG COMMAND...
   {
     exec {never}<> <(:)
     for ((minutes = 1; ; minutes++)); do
+      kill -0 $$ 2>/dev/null || exit 0
       read -rt 60 -u "$never" || say "still $what, after $minutes min$(grep -o '^\[[0-9]*/[0-9]*\]' "$log" 2>/dev/null | tail -n 1 | sed 's/\[/, file /; s#/# of #; s/\]//')"
     done
   } &
   local ticker=$!
   if [ "$log" = - ]; then "$@" || status=$?; else "$@" >"$log" 2>&1 || status=$?; fi
-  kill "$ticker" 2>/dev/null
+  kill "$ticker" 2>/dev/null || true
   wait "$ticker" 2>/dev/null || true
   return "$status"
 }

@@ -303,7 +303,8 @@ def test_units(name: str, argument: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "argument", ["--memory-limit=0", "--memory-limit=1XB", "--flops=fast", "--bytes-per-s=-1", "--microbatches=0"]
+    "argument",
+    ["--memory-limit=0", "--memory-limit=1XB", "--flops=fast", "--bytes-per-s=0", "--flops=1e999", "--microbatches=0"],
 )
 def test_wrong_units_name_the_argument(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

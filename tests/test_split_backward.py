@@ -369,6 +369,21 @@ def test_mistakes() -> None:
         split_backward(output, torch.ones(3, 4), hidden)
 
 
+def test_graphs_that_share_how_weights_are_computed() -> None:
+    """Autocast casts a weight once for both."""
+    layer = nn.Linear(4, 4)
+    first, second, third = (torch.randn(2, 4, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other, whole = layer(first), layer(second), layer(third)
+    for output, given in ((one, first), (other, second)):
+        split_backward(output.sum(), None, given)[1]()
+    whole.sum().backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(
+        layer.weight.grad, (first + second + third).detach().sum(0).expand(4, 4), rtol=0.02, atol=0.05
+    )
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("how", ["whole", "inside", "split"])
 def test_another_backward_through_the_graph(how: str, has_run: bool) -> None:

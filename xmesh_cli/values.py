@@ -23,17 +23,17 @@ def positive_bytes(text: str) -> int:
 
 def bits_per_second(text: str) -> float:
     """Reads ``25gbit`` (per second), as bytes per second."""
-    return _scaled(text, r"bits?(?:/s)?", _DECIMAL, "a rate such as 25gbit") / 8
+    return _rate(text, r"bits?(?:/s)?", _DECIMAL, "a rate such as 25gbit") / 8
 
 
 def bytes_per_second(text: str) -> float:
     """Reads ``2TB/s``, ``900GB``, ``2e12``."""
-    return _scaled(text, r"(?:b?(?:/s)?)", _BYTES, "bytes per second such as 2TB/s")
+    return _rate(text, r"(?:b?(?:/s)?)", _BYTES, "bytes per second such as 2TB/s")
 
 
 def flops(text: str) -> float:
     """Reads ``312T``, ``312TFLOPS``, ``3.12e14``: operations per second."""
-    return _scaled(text, r"(?:flop)?(?:/?s)?", _DECIMAL, "operations per second such as 312TFLOPS")
+    return _rate(text, r"(?:flop)?(?:/?s)?", _DECIMAL, "operations per second such as 312TFLOPS")
 
 
 def milliseconds(text: str) -> float:
@@ -63,8 +63,18 @@ def _positive(text: str, expected: str) -> float:
     return value
 
 
+def _rate(text: str, unit: str, scales: dict[str, int], expected: str) -> float:
+    value = _scaled(text, unit, scales, expected)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
+
+
 def _scaled(text: str, unit: str, scales: dict[str, int], expected: str) -> float:
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmgtp]i?)?{unit}\s*", text.lower())
     if match is None or (match[2] or "") not in scales:
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return float(match[1]) * scales[match[2] or ""]
+    value = float(match[1]) * scales[match[2] or ""]
+    if value == float("inf"):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value

@@ -1,15 +1,17 @@
+#include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <set>
 #include <stdexcept>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -25,7 +27,7 @@ namespace {
 
 constexpr const char* kOwned = "this graph belongs to a split backward: no other backward can run through it; compute the forward once more";
 
-/// In front of every node of a graph that a split backward has altered: any backward but its own would find part of the graph, and say nothing.
+/// In front of every node that a split backward has altered: any backward but its own would find part of the graph, and say nothing.
 class OwnedGraph final : public torch::autograd::FunctionPreHook {
  public:
   explicit OwnedGraph(std::shared_ptr<const std::atomic<bool>> is_running) : is_running_(std::move(is_running)) {}
@@ -40,31 +42,53 @@ class OwnedGraph final : public torch::autograd::FunctionPreHook {
   const std::shared_ptr<const std::atomic<bool>> is_running_;
 };
 
-/// The nodes between roots and inputs, and those that weights are computed by. Throws where another split backward has them.
-std::vector<std::shared_ptr<torch::autograd::Node>> graphOf(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs) {
-  std::unordered_set<const torch::autograd::Node*> seen;
+/// The nodes on the way from roots to inputs, which a split alters. What weights are computed by is not among them: other graphs may have it too,
+/// such as autocast's casts. Throws where another split backward has one.
+std::vector<std::shared_ptr<torch::autograd::Node>> pathOf(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs) {
+  using torch::autograd::Node;
+  std::set<std::pair<const Node*, uint32_t>> ends;
   for (const at::Tensor& input : inputs) {
-    if (input.grad_fn() != nullptr) {
-      seen.insert(input.grad_fn().get());
-    }
+    const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(input);
+    ends.emplace(edge.function.get(), edge.input_nr);
   }
-  std::vector<std::shared_ptr<torch::autograd::Node>> out;
-  std::vector<torch::autograd::Edge> todo(roots.begin(), roots.end());
-  while (!todo.empty()) {
-    const std::shared_ptr<torch::autograd::Node> node = std::move(todo.back().function);
-    todo.pop_back();
-    if (node == nullptr || !seen.insert(node.get()).second) {
-      continue;
+  std::unordered_map<const Node*, std::vector<std::shared_ptr<Node>>> before;  // by node, those that lead to it
+  std::unordered_set<const Node*> seen;
+  std::vector<std::shared_ptr<Node>> todo;
+  std::vector<std::shared_ptr<Node>> reached;  // from which an input is next
+  const auto visit = [&](const torch::autograd::Edge& edge) {
+    if (edge.function != nullptr && !ends.contains({edge.function.get(), edge.input_nr}) && seen.insert(edge.function.get()).second) {
+      todo.push_back(edge.function);
     }
+  };
+  std::for_each(roots.begin(), roots.end(), visit);
+  while (!todo.empty()) {
+    const std::shared_ptr<Node> node = std::move(todo.back());
+    todo.pop_back();
     for (const auto& hook : node->pre_hooks()) {
       if (dynamic_cast<const OwnedGraph*>(hook.get()) != nullptr) {
         throw std::runtime_error(kOwned);
       }
     }
-    todo.insert(todo.end(), node->next_edges().begin(), node->next_edges().end());
-    if (dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) == nullptr) {
-      out.push_back(node);
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      if (edge.function != nullptr && ends.contains({edge.function.get(), edge.input_nr})) {
+        reached.push_back(node);
+      } else if (edge.function != nullptr) {
+        before[edge.function.get()].push_back(node);
+      }
+      visit(edge);
     }
+  }
+  std::unordered_set<const Node*> on_path;
+  std::vector<std::shared_ptr<Node>> out;
+  while (!reached.empty()) {
+    const std::shared_ptr<Node> node = std::move(reached.back());
+    reached.pop_back();
+    if (!on_path.insert(node.get()).second) {
+      continue;
+    }
+    out.push_back(node);
+    const std::vector<std::shared_ptr<Node>>& more = before[node.get()];
+    reached.insert(reached.end(), more.begin(), more.end());
   }
   return out;
 }
@@ -82,8 +106,8 @@ struct WeightGradients {
     }
     has_run = true;
     *is_running = true;
+    const auto ended = c10::make_scope_exit([this] { *is_running = false; });
     withoutGil([this] { backward.run(); });
-    *is_running = false;
   }
 };
 
@@ -115,7 +139,7 @@ py::tuple splitBackward(const std::vector<at::Tensor>& outputs, std::vector<at::
   for (const at::Tensor& output : outputs) {
     roots.push_back(torch::autograd::impl::gradient_edge(output));
   }
-  const std::vector<std::shared_ptr<torch::autograd::Node>> graph = graphOf(roots, inputs);
+  const std::vector<std::shared_ptr<torch::autograd::Node>> path = pathOf(roots, inputs);
   pipeline::InputBackward result;
   withoutGil([&] { result = pipeline::backwardInputs(std::move(roots), std::move(gradients), inputs); });
   py::list found;
@@ -123,8 +147,10 @@ py::tuple splitBackward(const std::vector<at::Tensor>& outputs, std::vector<at::
     found.append(gradient.defined() ? py::cast(gradient) : py::none());
   }
   WeightGradients later{std::move(result.weights), std::move(result.whole_because)};
-  for (const std::shared_ptr<torch::autograd::Node>& node : graph) {
-    node->add_pre_hook(std::make_unique<OwnedGraph>(later.is_running));
+  if (later.whole_because.empty()) {
+    for (const std::shared_ptr<torch::autograd::Node>& node : path) {
+      node->add_pre_hook(std::make_unique<OwnedGraph>(later.is_running));
+    }
   }
   return py::make_tuple(found, noteHeld(std::move(later)));
 }

@@ -66,7 +66,11 @@ std::shared_ptr<BackendTransport> BackendCommunicators::make(const runtime::Part
   return entry.newest = made;
 }
 
-void BackendCommunicators::throwIfAborted(const Entry& entry, uint64_t generation) {
+/// The lock is held.
+void BackendCommunicators::throwIfAborted(const Entry& entry, uint64_t generation) const {
+  if (closed_.has_value()) {
+    throw std::runtime_error("no communicator can be used any more: " + closed_->reason);
+  }
   if (const auto found = entry.aborted.find(generation); found != entry.aborted.end()) {
     throw std::runtime_error("the communicator of its ranks was given up: " + found->second.reason);
   }
@@ -112,6 +116,7 @@ void BackendCommunicators::abortAll(const transport::StreamFailure& failure) noe
   Gone found;
   {
     const std::lock_guard lock(mutex_);
+    closed_ = failure;
     for (auto& [ranks, entry] : entries_) {
       entry.aborted.emplace(entry.generation, failure);
       for (const auto& [generation, one] : entry.all) {

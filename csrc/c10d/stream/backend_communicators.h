@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,7 +49,7 @@ class BackendCommunicators final : public runtime::Communicators {
   };
   using Gone = std::vector<std::shared_ptr<BackendTransport>>;
   std::shared_ptr<BackendTransport> make(const runtime::Participants& participants, uint64_t generation);
-  static void throwIfAborted(const Entry& entry, uint64_t generation);
+  void throwIfAborted(const Entry& entry, uint64_t generation) const;
   void touch(const Ranks& ranks);
   void makeRoom(Gone& gone);
 
@@ -57,7 +58,8 @@ class BackendCommunicators final : public runtime::Communicators {
   const Make make_;
   std::mutex mutex_;  ///< guards what follows
   std::map<Ranks, Entry> entries_;
-  std::list<Ranks> used_;  ///< those that are there, the least recently used first
+  std::optional<transport::StreamFailure> closed_;  ///< by abortAll(): nothing is made any more
+  std::list<Ranks> used_;                           ///< those that are there, the least recently used first
 };
 
 }  // namespace xmesh::c10d_backend

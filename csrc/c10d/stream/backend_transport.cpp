@@ -48,6 +48,7 @@ void BackendTransport::connect() {
     } catch (const std::exception& error) {
       failure = {error.what(), -1};
     }
+    const int64_t num_bytes = free_before < 0 ? 0 : std::max<int64_t>(0, free_before - freeBytes(device));
     {
       const std::lock_guard lock(state->mutex);
       if (!state->failure.has_value()) {
@@ -56,7 +57,7 @@ void BackendTransport::connect() {
       state->is_connected = !state->failure.has_value();
       state->changed.notify_all();
       if (state->is_connected) {
-        state->num_bytes = free_before < 0 ? 0 : std::max<int64_t>(0, free_before - freeBytes(device));
+        state->num_bytes = num_bytes;
         communicatorUse().num_bytes += state->num_bytes;
         return;
       }
@@ -139,9 +140,9 @@ void BackendTransport::connectWays(std::span<const int32_t> send_to, std::span<c
 }
 
 void BackendTransport::groupBegin() {
-  group_ = enter();
-  if (group_.owns_lock()) {
+  if (auto inside = enter(); inside.owns_lock()) {
     backend_->startCoalescing();
+    group_ = std::move(inside);
   }
 }
 

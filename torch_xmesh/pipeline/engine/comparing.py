@@ -136,10 +136,6 @@ class StepComparison:
             name = f"{name} in shard {shards.pop()}"
         return {name: number_of(*(str(_number_of_tensor(one)) for one in local))} if name in self.texts else {}
 
-    def skip(self) -> None:
-        """Ranks have different tensors of this batch."""
-        self._compared = None
-
     def agreed(self) -> None:
         """All ranks have the same."""
         if self._compared is not None:

@@ -27,6 +27,10 @@ class RankShards:
         """The whole batch without values, on meta, from this rank's part of it."""
         return _mapped(tree, specs, lambda leaf, dim, _: leaf.new_empty(_whole(leaf, dim, mesh), device="meta"))
 
+    def microbatch(self, whole: Any, specs: Sequence[Any], number: int) -> Any:
+        """The first of `number`, of what `shapes` gives."""
+        return _mapped(whole, specs, lambda leaf, dim, _: leaf.narrow(dim, 0, leaf.size(dim) // number))
+
     def gather(self, tree: Any, specs: Sequence[Any], mesh: StageMesh, what: str) -> Any:
         """The whole batch; called by all ranks of the stage, with parts of one shape."""
 
@@ -42,10 +46,18 @@ class RankShards:
         return _mapped(tree, specs, gathered)
 
 
+def without_parts(tree: Any, specs: Sequence[Any]) -> Any:
+    """What all ranks have alike of a batch of which each has a part: leaves that are not cut into microbatches."""
+    leaves, structure = pytree.tree_flatten(tree)
+    kept = [0 if isinstance(spec, Chunk) else leaf for leaf, spec in zip(leaves, specs, strict=True)]
+    return pytree.tree_unflatten(kept, structure)
+
+
 def number_of_shapes(tree: Any) -> int:
     """Of the whole batch's shapes and dtypes, which ranks agree on before they gather it."""
-    leaves = [one for one in pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
-    return number_of(*(f"{tuple(one.shape)} {one.dtype}" for one in leaves))
+    leaves, structure = pytree.tree_flatten(tree)
+    shapes = (f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else "" for one in leaves)
+    return number_of(str(structure), *shapes)
 
 
 def _mapped(tree: Any, specs: Sequence[Any], change: Callable[[torch.Tensor, int, int], torch.Tensor]) -> Any:

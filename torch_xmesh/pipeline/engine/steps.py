@@ -27,7 +27,7 @@ from torch_xmesh.pipeline.engine.comparing import StepComparison
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.engine.outputs import whole_outputs
 from torch_xmesh.pipeline.engine.place import EnginePlace
-from torch_xmesh.pipeline.engine.rank_shards import RankShards, number_of_shapes
+from torch_xmesh.pipeline.engine.rank_shards import RankShards, number_of_shapes, without_parts
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.setup import describe_values, digest
 from torch_xmesh.pipeline.engine.sizes import InputSizes, SizedPlace
@@ -380,10 +380,15 @@ class EngineSteps:
         if place.planned is not None:
             self._check_planned_samples(samples if samples is not None else of_target)
             place.planned.check_step(self.is_sync, is_train)
+        alike, alike_target = tree, target
         if is_part:
-            self._comparison.skip()
-        else:
-            given.compared |= self._comparison.values(tree, target, takers, given.shapes, samples or of_target or 0)
+            example = self._rank_shards.microbatch(whole, specs, place.schedule.num_microbatches)
+            leaves, structure = pytree.tree_flatten(example)
+            for stage in takers:
+                place.partition.bind_leaves(leaves, structure, stage, any_size=True)
+            alike = without_parts(tree, specs) if specs else tree
+            alike_target = without_parts(target, target_specs) if target_specs else target
+        given.compared |= self._comparison.values(alike, alike_target, takers, given.shapes, samples or of_target or 0)
         if is_train:
             place.sync.check_step()
         if (both := samples if samples is not None else of_target) is not None and not is_part:
