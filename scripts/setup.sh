@@ -96,7 +96,7 @@ make_venv() {
   [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp" ] && return
   say "installing torch $TORCH_VERSION into $venv (several GB at the first time: minutes, as the network is)"
   patiently "installing torch" - "$venv/bin/python" -m pip install -q --retries 5 "torch==$TORCH_VERSION" "setuptools<81" wheel ninja numpy
-  say "building torch_xmesh for torch $TORCH_VERSION (from nothing about 4 minutes on two cores, 1 on 16)"
+  say "building torch_xmesh for torch $TORCH_VERSION (from nothing about 7 minutes of CPU, $MAX_JOBS at a time)"
   PATH="$PWD/$venv/bin:$PATH" patiently building - "$venv/bin/python" -m pip install -q --retries 5 --no-build-isolation -e ".[$extras]"
   echo "$stamp" >"$venv/.stamp"
 }
@@ -108,7 +108,7 @@ build_in_place() {
   if [ "$(cat build/in_place.stamp 2>/dev/null)" = "$stamp" ] && compgen -G 'torch_xmesh/_C*.so' >/dev/null; then
     return
   fi
-  say "building torch_xmesh in place (from nothing about 4 minutes on two cores, 1 on 16)"
+  say "building torch_xmesh in place (from nothing about 7 minutes of CPU, $MAX_JOBS at a time)"
   mkdir -p build
   PATH="$(dirname "$PYTHON"):$PATH" patiently building build/extension.log "$PYTHON" setup.py -q build_ext --inplace || {
     tail -n 60 build/extension.log >&2

@@ -102,7 +102,7 @@ def _options(options: argparse.Namespace) -> dict[str, Any]:
     compute = None if options.flops is None else Compute(options.flops, options.bytes_per_s)
     if options.times is not None:
         compute = _times(options)
-    topology = None if options.topology is None else Topology.from_json(options.topology.read_text(encoding="utf-8"))
+    topology = None if options.topology is None else Topology.load(options.topology)
     return {
         "devices": Mesh(torch.arange(hosts * devices).reshape(hosts, devices)),
         "num_microbatches": options.microbatches,

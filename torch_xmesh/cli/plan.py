@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from torch_xmesh import _C
+from torch_xmesh.arguments import read_text
 from torch_xmesh.plan import ReshardingPlan, plan_resharding
 from torch_xmesh.spec import Mesh, Spec, placement_of
 from torch_xmesh.topology import Topology
@@ -47,7 +48,7 @@ def _cases(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     if beside := [name for name, value in given.items() if value is not None and name != "dtype"]:
         raise ValueError(f"--case-file describes its cases: it goes without --{beside[0].replace('_', '-')}")
     try:
-        listed = json.loads(options.case_file.read_text())
+        listed = json.loads(read_text(options.case_file, "cases"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{options.case_file}: not JSON: {error}") from None
     if not isinstance(listed, list) or not listed or not all(isinstance(case, dict) for case in listed):
