@@ -290,7 +290,7 @@ HOSTS = xm.Topology(devices_per_host=1)
         ((SPEC, xm.Mesh([2]), [S2]), {"topology": HOSTS}, "out of range"),
         ((SPEC, xm.Mesh([2]), S0), {"topology": HOSTS}, "sequence"),
         ((SPEC, [2], [S0]), {"topology": HOSTS}, "DeviceMesh or an xm.Mesh"),
-        ((torch.ones(2), xm.Mesh([2]), [S0]), {"topology": HOSTS}, "xm.Spec or a DTensor"),
+        ((torch.ones(2), xm.Mesh([2]), [S0]), {"topology": HOSTS}, "xm.Spec, a DTensor"),
         (([], xm.Mesh([2]), [S0]), {"topology": HOSTS}, "list is empty"),
         (([SPEC, SPEC], xm.Mesh([2]), [[S0]]), {"topology": HOSTS}, "placements for 2 tensors, got 1"),
         ((SPEC, xm.Mesh([2]), [S0]), {"topology": xm.Topology({0: 0, 1: 0})}, "no host for rank 2"),

@@ -125,7 +125,7 @@ def test_autocast_around_a_step() -> None:
     spawn(autocast, 3, timeout=60)
 
 
-def frozen(rank: int, world_size: int) -> str:
+def frozen(rank: int, world_size: int) -> None:
     for layer in (0, 2, 4):
         model = plain()
         model[layer].requires_grad_(False)
@@ -140,16 +140,15 @@ def frozen(rank: int, world_size: int) -> str:
     engine = make(model)
     model[0].requires_grad_(True)
     x, y = batch(0)
-    dist.barrier()
-    with pytest.raises(xm.StageError) as caught:
+    with pytest.raises(ValueError, match=r"0\.weight was unfrozen, but all of stage 0 was frozen"):
         engine.step(x, target=y)
+    model[0].requires_grad_(False)
+    engine.step(x, target=y)  # a refused step has changed nothing
     engine.close()
-    return str(caught.value)
 
 
 def test_frozen_parameters() -> None:
-    for text in spawn(frozen, 3, timeout=60):
-        assert "requires grad, but it did not when the model was partitioned" in text
+    spawn(frozen, 3, timeout=60)
 
 
 def changing(rank: int, world_size: int) -> None:
