@@ -1,5 +1,5 @@
-"""The product against raw gloo on two local ranks: a large reshard's rate, and what a tiny cached one costs in CPU
-time.
+"""The product against raw gloo on two local ranks: a large reshard's rate, and what a tiny one costs that has been
+called before, alone and a thousand in one call.
 
 Every comparison alternates block by block in the same two processes and carries `gloo_control`, gloo against itself:
 the spread that the machine alone makes. Records use gloo's median time as `bound_seconds`.
@@ -21,15 +21,17 @@ from methods import RankData, XmeshMethod, placement
 from progress import Listener, tell
 from reshard_records import Record, cells
 from table import LiveTable
+from torch.distributed.tensor import DTensor
 
 from torch_xmesh.testing.cluster import Cluster
 
 _TIMEOUT_SECONDS = 420.0
 _ALL_REDUCE_REPEATS = 1000
 _SMALL_REPEATS = 500
-RIVAL, CONTROL, OURS, OURS_CPP = "gloo", "gloo_control", "xmesh", "xmesh_cpp"
-METHODS = (RIVAL, OURS, OURS_CPP, CONTROL)
-CASES = ("reshard-large", "reshard-4B", "all_reduce-4B")
+_MANY, _MANY_REPEATS = 1000, 20
+RIVAL, CONTROL, OURS, OURS_OUT, OURS_CPP = "gloo", "gloo_control", "xmesh", "xmesh_out", "xmesh_cpp"
+METHODS = (RIVAL, OURS, OURS_OUT, OURS_CPP, CONTROL)
+CASES = ("reshard-large", "reshard-4B", "reshard_many-1000", "all_reduce-4B")
 
 Block = Callable[[], None]
 
@@ -173,6 +175,53 @@ def _reshard(case_name: str, num_bytes: int, repeats: int, runs: int, group: dis
     return _Comparison(case_name, num_bytes, repeats, blocks).run(runs, group, count_wrong)
 
 
+def _many(case_name: str, repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
+    """A thousand tensors of 64 bytes from rank 0 to rank 1, as a dict: into new tensors and into given ones. Gloo
+    takes them as one message, copied into one buffer before and out of it after."""
+    import torch_xmesh as xm
+
+    layout = TensorLayout((16,), "float32", (S0,), (S0,))
+    data = RankData.make(Case(case_name, np.array([0]), np.array([1]), (layout,) * _MANY), dist.get_rank())
+    source, target, placements = xm.Mesh([0]), xm.Mesh([1]), [placement(S0)]
+    spec = xm.Spec(layout.shape, torch.float32, source, placements)
+
+    def dtensor(local: torch.Tensor, mesh: Any) -> DTensor:
+        return DTensor.from_local(
+            local, xm.device_mesh(mesh), placements, run_check=False, shape=spec.shape, stride=(1,)
+        )
+
+    xs = {f"layer.{i}": dtensor(x, source) if x.numel() else spec for i, x in enumerate(data.sources)}
+    out = {f"layer.{i}": dtensor(x, target) for i, x in enumerate(data.outs)}
+    made: list[DTensor] = []
+
+    def into_new() -> None:
+        nonlocal made
+        made = list(xm.reshard_many(xs, target, placements).values())
+
+    def into_given() -> None:
+        xm.reshard_many(xs, target, placements, out=out)
+
+    def on_gloo() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.cat(data.sources), 1, group=group)
+        else:
+            received = torch.empty(layout.shape[0] * _MANY)
+            dist.recv(received, 0, group=group)
+            torch._foreach_copy_(data.outs, list(torch.split(received, layout.shape[0])))
+
+    def count_wrong() -> int:
+        nonlocal made
+        wrong = data.count_wrong([y.to_local() for y in made] or data.outs)
+        made = []
+        data.poison()
+        return wrong
+
+    operations = {RIVAL: on_gloo, OURS: into_new, OURS_OUT: into_given, CONTROL: on_gloo}
+    blocks = {name: _repeat(operation, repeats) for name, operation in operations.items()}
+    data.poison()
+    return _Comparison(case_name, 64 * _MANY, repeats, blocks).run(runs, group, count_wrong)
+
+
 def _all_reduce(case_name: str, repeats: int, runs: int, group: dist.ProcessGroup) -> list[Record]:
     """A 4-byte all_reduce through xmesh (the default group) and through gloo."""
     value = torch.ones(1)
@@ -199,13 +248,14 @@ def _worker(job: dict[str, Any]) -> None:
     options.shared_memory = job["shared_memory"]
     dist.init_process_group("xmesh", pg_options=options)
     group = dist.new_group(backend="gloo")
-    large, small, all_reduce = CASES
+    large, small, many, all_reduce = CASES
 
     def done(found: list[Record]) -> None:
         publish(job, [record.to_json() for record in found])
 
     done(_reshard(large, job["num_bytes"], 1, job["runs"], group))
     done(_reshard(small, 4, _SMALL_REPEATS, job["runs"], group))
+    done(_many(many, _MANY_REPEATS, job["runs"], group))
     done(_all_reduce(all_reduce, _ALL_REDUCE_REPEATS, job["runs"], group))
     dist.destroy_process_group()
 

@@ -95,9 +95,11 @@ make_venv() {
   stamp=$(echo "$TORCH_VERSION $extras" | fingerprint pyproject.toml setup.py)
   [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp" ] && return
   say "installing torch $TORCH_VERSION into $venv (several GB at the first time: minutes, as the network is)"
-  patiently "installing torch" - "$venv/bin/python" -m pip install -q --retries 5 "torch==$TORCH_VERSION" "setuptools<81" wheel ninja numpy
+  patiently "installing torch" - "$venv/bin/python" -m pip install -q --retries 5 "torch==$TORCH_VERSION" "setuptools<81" wheel ninja numpy ||
+    die "torch $TORCH_VERSION could not be installed into $venv"
   say "building torch_xmesh for torch $TORCH_VERSION (from nothing about 7 minutes of CPU, $MAX_JOBS at a time)"
-  PATH="$PWD/$venv/bin:$PATH" patiently building - "$venv/bin/python" -m pip install -q --retries 5 --no-build-isolation -e ".[$extras]"
+  PATH="$PWD/$venv/bin:$PATH" patiently building - "$venv/bin/python" -m pip install -q --retries 5 --no-build-isolation -e ".[$extras]" ||
+    die "torch_xmesh could not be built or installed into $venv"
   echo "$stamp" >"$venv/.stamp"
 }
 

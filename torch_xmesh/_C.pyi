@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
+from torch.distributed.tensor import DTensor
 
 # bind_process_group.cpp
 
@@ -238,6 +239,44 @@ def shared_memory(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor])
 
 def call_key(work: Work) -> CallKey:
     """The key of the call behind a Work of :meth:`ReshardGroup.begin`. ValueError for any other Work."""
+
+# bind_reshard_call.cpp
+
+class NormalForm:
+    """A call's arguments as they were walked."""
+
+    @property
+    def key(self) -> bytes:
+        """Calls of equal keys move the same tensors the same way."""
+    @property
+    def leaves(self) -> list[Any]:
+        """Of the tensors' container, in order: tensors, specs and what is passed through."""
+    @property
+    def outs(self) -> list[Any]:
+        """Leaves of the container of outputs."""
+
+class NormalForms:
+    """Normal forms of the arguments of reshards."""
+
+    def __init__(self) -> None: ...
+    def of(
+        self, xs: Any, dst_mesh: Any, dst_placements: Any, out: Any, options: tuple[object, ...], with_grad: bool
+    ) -> NormalForm | None:
+        """None for arguments that have a member of a kind that is not known here. Reads no data."""
+
+class ResultMaker:
+    """Makes the DTensors that a call fills, anew each time."""
+
+    def __init__(self, results: Sequence[tuple[Sequence[int], torch.dtype, str, Any]]) -> None:
+        """``results``: local shape, dtype, device and DTensorSpec of each."""
+    def make(self) -> tuple[list[torch.Tensor], list[DTensor]]:
+        """The local tensors, and the DTensors around them."""
+
+def local_tensors(dtensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Local tensors with their bytes in them; an empty one for a spec."""
+
+def rebuilt(container: Any, leaves: Sequence[Any]) -> Any:
+    """The dicts, lists and tuples of ``container`` made anew around other leaves."""
 
 # bind_pipeline_core.cpp
 

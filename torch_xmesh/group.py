@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from torch_xmesh import _C
 from torch_xmesh.backend import backend_of
+from torch_xmesh.known_calls import KnownCalls
 from torch_xmesh.plan_cache import Plans
 
 
 class GroupReshards:
-    """One process group's reshards on this rank: the C++ group, the plans made so far, and who is calling.
+    """One process group's reshards on this rank: the C++ group, its plans and known calls, and who is calling.
 
     ``with`` it one thread at a time calls; a second one gets a RuntimeError. ``core`` is for any thread.
     """
@@ -23,6 +24,7 @@ class GroupReshards:
         self.backend = backend
         self.ranks = frozenset(ranks)
         self.plans = Plans(self.ranks, lambda: self.core)
+        self.calls = KnownCalls(self.plans.prepared.most)
         # Works of backwards, which nobody waits for to their end, with the tensors whose first use waits for them.
         self.unwatched: list[tuple[Any, list[torch.Tensor]]] = []
         self._in_order = ranks

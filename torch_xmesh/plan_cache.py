@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch.distributed.tensor import Placement
@@ -16,6 +17,39 @@ from torch_xmesh.topology import Topology
 
 MAX_PLANS = 4096
 """Of one process group; the least recently used one goes first."""
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class RecentlyUsed(Generic[Key, Value]):
+    """A dict of at most so many entries: the least recently used one goes first. Any thread."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        """The least recently used key first."""
+        return iter(self._entries)
+
+    def get(self, key: Key) -> Value | None:
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: Key, value: Value) -> None:
+        with self._lock:
+            self._entries[key] = value
+            while len(self._entries) > self.most:
+                self._entries.popitem(last=False)
+
 
 _canonical = functools.lru_cache(maxsize=256)(_C.canonical_strategy)
 
@@ -90,6 +124,14 @@ class PlanRequest:
         """Those of any mesh, ascending."""
         return ranks_of(self.moves)
 
+    def label(self, index: int) -> str:
+        """The name of a tensor for error texts."""
+        return self.labels[index] if self.labels else str(index)
+
+    def devices(self) -> frozenset[str]:
+        """The kinds of devices that its tensors are on."""
+        return frozenset(kind for move in self.moves for kind in (move.src_device, move.dst_device))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
@@ -131,14 +173,7 @@ class Plans:
     def __init__(self, ranks: frozenset[int], core: "Callable[[], _C.ReshardGroup]") -> None:
         self._ranks = ranks
         self._core = core
-        self._lock = threading.Lock()
-        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._prepared)
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._prepared
+        self.prepared: RecentlyUsed[PlanRequest, Prepared] = RecentlyUsed(MAX_PLANS)
 
     def topology(self, ranks: Sequence[int], given: Topology | None) -> "_C.Topology":
         """ValueError where `given` lacks a rank."""
@@ -150,17 +185,11 @@ class Plans:
 
     def prepare(self, request: PlanRequest) -> Prepared:
         """Planned once for equal requests. ValueError for those that no plan serves."""
-        with self._lock:
-            known = self._prepared.get(request)
-            if known is not None:
-                self._prepared.move_to_end(request)
-                return known
-        made = self._make(request)
-        with self._lock:
-            self._prepared[request] = made
-            while len(self._prepared) > MAX_PLANS:
-                self._prepared.popitem(last=False)
-        return made
+        known = self.prepared.get(request)
+        if known is None:
+            known = self._make(request)
+            self.prepared.put(request, known)
+        return known
 
     def _make(self, request: PlanRequest) -> Prepared:
         targets = [move.dst.to_core() for move in request.moves]

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from torch_xmesh import _C
 from torch_xmesh.errors import PeerError
 from torch_xmesh.group import GroupReshards
+from torch_xmesh.known_calls import KnownCall
 from torch_xmesh.plan_cache import Move, PlanRequest
-from torch_xmesh.spec import Spec, device_mesh, mesh_grid, wrap_local
+from torch_xmesh.spec import Spec, mesh_grid, wrap_local
 from torch_xmesh.tensor_tree import Source, TensorTree
 
 
@@ -45,9 +46,8 @@ def _meshes_of_sources(xs: Any) -> tuple[list[Any], bool]:
     return [x.device_mesh if isinstance(x, DTensor) else x.mesh for x in sources], len(sources) > 0
 
 
-def check_devices(reshards: GroupReshards, request: PlanRequest) -> None:
+def check_devices(reshards: GroupReshards, kinds: frozenset[str]) -> None:
     """NotImplementedError for tensors on a device that nothing here moves."""
-    kinds = {kind for move in request.moves for kind in (move.src_device, move.dst_device)}
     for kind in kinds - {"cpu"}:
         if (len(kinds) == 1 or kind == "meta") and not reshards.backend.carries(torch.device(kind)):
             raise NotImplementedError(
@@ -66,74 +66,69 @@ def check_devices(reshards: GroupReshards, request: PlanRequest) -> None:
 class Call:
     """One call in flight."""
 
-    def __init__(self, reshards: GroupReshards, request: PlanRequest) -> None:
-        """ValueError for a request that no plan serves."""
-        self.request = request
+    def __init__(self, reshards: GroupReshards, known: KnownCall) -> None:
+        self.known = known
         self._reshards = reshards
-        self._prepared = reshards.plans.prepare(request)
         self.work: Any = _CompletedWork()
-        self.key: Any = None
 
     def run(
         self, xs: Sequence[Source], outs: list[DTensor] | None, forward: Any = None, is_detached: bool = False
     ) -> list[DTensor]:
         """Starts the call; the results' memory is filled when it ends."""
-        moves = self.request.moves
-        nothing = torch.empty(0, device="cpu")  # stands for the source of a rank that has none
-        locals_in = [local_of(x) if isinstance(x, DTensor) else nothing for x in xs]
-        locals_out = [] if outs is None else [local_of(out) for out in outs]
+        prepared, core = self.known.prepared.core, self._reshards.core
         try:
             if outs is None:
-                shapes = zip(moves, self._prepared.dst_shapes, strict=True)
-                locals_out = [move.empty_result(shape) for move, shape in shapes]
-            if self._prepared.core is not None:
-                core = self._reshards.core
-                is_given = outs is not None
-                self.work = core.begin(self._prepared.core, locals_in, locals_out, forward, is_detached, is_given)
-                self.key = _C.call_key(self.work)
+                locals_out, results = self.known.results.make()
+            else:
+                locals_out, results = _C.local_tensors(outs), outs
+            if prepared is not None:
+                locals_in = _C.local_tensors(xs)
+                self.work = core.begin(prepared, locals_in, locals_out, forward, is_detached, outs is not None)
         except PeerError:
             raise
         except Exception as error:  # no memory, among others
-            if forward is None and self._prepared.core is not None:  # a backward is no call that the others count
-                self._reshards.core.refuse(self.request.ranks(), str(error))
+            if forward is None and prepared is not None:  # a backward is no call that the others count
+                core.refuse(self.known.request.ranks(), str(error))
             raise
-        if outs is not None:
-            return list(outs)
-        return [
-            wrap_local(local, move.dst.shape, device_mesh(move.dst.mesh, move.dst_device), move.dst.placements)
-            for local, move in zip(locals_out, moves, strict=True)
-        ]
+        return results
 
     def wait(self) -> None:
         self.work.wait()
-        is_on_device = any(move.dst_device != "cpu" for move in self.request.moves)
-        if self._prepared.core is not None and is_on_device:  # it may fail later
+        if self.known.prepared.core is not None and self.known.fills_device:  # it may fail later
             self._reshards.unwatched.append((self.work, []))
 
-    def backward(self, gradients: Sequence[Any], zeros: Sequence[DTensor]) -> list[DTensor]:
+    def backward(self, gradients: Sequence[Any]) -> list[DTensor]:
         """The gradients on the source mesh, of those tensors that require one, in order."""
-        moves, labels = self.request.moves, self.request.labels
-        chosen = [i for i, move in enumerate(moves) if move.src.requires_grad]
-        incoming = [zeros[i] if gradients[i] is None else gradients[i] for i in chosen]
+        request = self.known.request
+        chosen = [i for i, move in enumerate(request.moves) if move.src.requires_grad]
+        incoming = [gradients[i] for i in chosen]
+        if any(gradient is None for gradient in incoming):
+            locals_, zeros = self.known.results.make()
+            torch._foreach_zero_(locals_)
+            incoming = [zeros[i] if gradients[i] is None else gradients[i] for i in chosen]
         for i, gradient in zip(chosen, incoming, strict=True):
             if not isinstance(gradient, DTensor):
                 raise RuntimeError(
                     f"the gradient of tensor {i} is a plain {type(gradient).__name__}, expected a DTensor"
                 )
-        back = PlanRequest(
-            tuple(
-                Move(Spec.of(gradient).without_grad(), _gradient_spec(moves[i].src, gradient))
-                for i, gradient in zip(chosen, incoming, strict=True)
-            ),
-            self.request.plan_options,
-            is_backward=True,
-            labels=tuple(labels[i] for i in chosen) if labels else (),
-        )
+
+        def way_back() -> PlanRequest:
+            return PlanRequest(
+                tuple(
+                    Move(Spec.of(gradient).without_grad(), _gradient_spec(request.moves[i].src, gradient))
+                    for i, gradient in zip(chosen, incoming, strict=True)
+                ),
+                request.plan_options,
+                is_backward=True,
+                labels=tuple(request.labels[i] for i in chosen) if request.labels else (),
+            )
+
         with self._reshards as reshards:
             reshards.raise_late_failure()
-            call = Call(reshards, back)
+            call = Call(reshards, reshards.calls.backward(reshards.plans, self.known, incoming, way_back))
+            forward = None if self.known.prepared.core is None else _C.call_key(self.work)
             # Backwards run in any order on any rank: who gives waits for nobody, who receives waits when it looks.
-            results = call.run(incoming, None, self.key, is_detached=True)
+            results = call.run(incoming, None, forward, is_detached=True)
             waiting = [result._local_tensor for result in results if result._local_tensor.numel() > 0]
             reshards.unwatched.append((call.work, waiting))
         return [_when_looked_at(result, call.work) for result in results]
@@ -152,12 +147,6 @@ def _when_looked_at(x: DTensor, work: Any) -> DTensor:
         _register_work(local, work)
         x._local_tensor = AsyncCollectiveTensor(local)
     return x
-
-
-def local_of(x: DTensor) -> torch.Tensor:
-    """The local tensor without its graph, with its bytes in it."""
-    local = x._local_tensor
-    return (local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
 
 
 class _CompletedWork:
@@ -184,10 +173,7 @@ class DifferentiableReshard(torch.autograd.Function):
         ctx.call = call
         ctx.source_devices = [x.device.type for x in xs]
         ctx.set_materialize_grads(False)
-        ctx.results = [
-            (y.shape, y.dtype, y.device, y.device_mesh, y.placements, y._local_tensor.shape) for y in results
-        ]
-        flags = [move.src.requires_grad for move in call.request.moves]
+        flags = [move.src.requires_grad for move in call.known.request.moves]
         ctx.mark_non_differentiable(*(y for y, wanted in zip(results, flags, strict=True) if not wanted))
         return tuple(results)
 
@@ -195,17 +181,13 @@ class DifferentiableReshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
-        zeros = [
-            wrap_local(torch.zeros(local_shape, dtype=dtype, device=device), shape, mesh, placements)
-            for shape, dtype, device, mesh, placements, local_shape in ctx.results
-        ]
-        found = iter(call.backward(gradients, zeros))
+        found = iter(call.backward(gradients))
         return (
             None,
             None,
             *(
                 _on_kind(next(found), kind) if move.src.requires_grad else None
-                for move, kind in zip(call.request.moves, ctx.source_devices, strict=True)
+                for move, kind in zip(call.known.request.moves, ctx.source_devices, strict=True)
             ),
         )
 

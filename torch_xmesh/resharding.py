@@ -1,5 +1,6 @@
 """``reshard`` and ``reshard_many``: DTensors in, DTensors on another mesh out."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from torch_xmesh import _C
-from torch_xmesh.group import reshards_of
+from torch_xmesh.group import GroupReshards, reshards_of
+from torch_xmesh.known_calls import KnownCall
 from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest
-from torch_xmesh.reshard_call import Call, DifferentiableReshard, check_devices, local_of, refuse
+from torch_xmesh.reshard_call import Call, DifferentiableReshard, check_devices, refuse
 from torch_xmesh.spec import (
     AnyMesh,
     Mesh,
@@ -141,35 +143,84 @@ def _reshard(
     with reshards_of(group) as reshards:
         reshards.raise_late_failure()
         try:
-            if is_single:
-                _check_single(xs[0], dst_mesh)
-            tree = TensorTree(xs)
-            plan_options = PlanOptions.of(strategy, topology)
-            request = PlanRequest(
-                _moves(tree, dst_mesh, dst_placements), plan_options, labels=tree.labels, entries=tree.entries
-            )
-            _check_specs(tree, reshards.core.global_rank)
-            check_devices(reshards, request)
-            call = Call(reshards, request)
-            wants_grad = any(move.src.requires_grad for move in request.moves)
-            if wants_grad and out is not None:
-                raise ValueError("out= cannot be used with a tensor that requires grad: detach it first")
-            outs = None if out is None else _normal_outs(tree, out, request)
+            form = reshards.calls.form(xs, dst_mesh, dst_placements, out, (str(strategy), topology))
+            known = None if form is None else reshards.calls.find(form)
+            if form is None or known is None:
+                if is_single:
+                    _check_single(xs[0], dst_mesh)
+                tree = TensorTree(xs)
+                outs = None if out is None else _outs_in_order(tree, out)
+                known = _new_call(reshards, tree, dst_mesh, dst_placements, PlanOptions.of(strategy, topology), outs)
+                tensors = tree.tensors
+                if form is not None:
+                    known = _with_places(known, tree.places, outs, form.outs)
+                    reshards.calls.keep(form, known)
+            else:
+                leaves, given = form.leaves, form.outs
+                tensors = [leaves[place] for place in known.places]
+                outs = None if out is None else [given[place] for place in known.out_places]
+                if known.devices != _ON_CPU:
+                    check_devices(reshards, known.devices)
+            if outs is not None:
+                _check_memory(known.request, tensors, outs)
         except (ValueError, NotImplementedError) as error:
             refuse(reshards, xs, dst_mesh, str(error))
             raise
-        if wants_grad:
-            tensors = [
+        call = Call(reshards, known)
+        if known.wants_grad:
+            recorded = [
                 _placeholder(x, move.src_device) if isinstance(x, Spec) else x
-                for x, move in zip(tree.tensors, request.moves, strict=True)
+                for x, move in zip(tensors, known.request.moves, strict=True)
             ]
-            results = list(DifferentiableReshard.apply(call, async_op, *tensors))  # type: ignore[no-untyped-call]
+            results = list(DifferentiableReshard.apply(call, async_op, *recorded))  # type: ignore[no-untyped-call]
         else:
-            results = call.run(tree.tensors, outs)
+            results = call.run(tensors, outs)
             if not async_op:
                 call.wait()
-        moved = tree.rebuild(results)
-        return (moved, call.work) if async_op or is_single else moved
+        if is_single:
+            return results, call.work
+        moved = tree.rebuild(results) if form is None else _rebuilt(xs, form, known, results)
+        return (moved, call.work) if async_op else moved
+
+
+_ON_CPU = frozenset({"cpu"})
+
+
+def _new_call(
+    reshards: GroupReshards,
+    tree: TensorTree,
+    dst_mesh: Any,
+    dst_placements: Any,
+    plan_options: PlanOptions,
+    outs: list[Any] | None,
+) -> KnownCall:
+    """The call that arguments come to, each of which is checked."""
+    request = PlanRequest(
+        _moves(tree, dst_mesh, dst_placements), plan_options, labels=tree.labels, entries=tree.entries
+    )
+    _check_specs(tree, reshards.core.global_rank)
+    check_devices(reshards, request.devices())
+    wants_grad = any(move.src.requires_grad for move in request.moves)
+    known = KnownCall.of(reshards.plans, request, wants_grad=wants_grad)
+    if outs is not None:
+        if wants_grad:
+            raise ValueError("out= cannot be used with a tensor that requires grad: detach it first")
+        _check_outs(request, outs)
+    return known
+
+
+def _with_places(known: KnownCall, places: list[int], outs: list[Any] | None, found: list[Any]) -> KnownCall:
+    """The same call for other containers of this form."""
+    place_of = {id(out): place for place, out in enumerate(found)}
+    return dataclasses.replace(known, places=tuple(places), out_places=tuple(place_of[id(out)] for out in outs or ()))
+
+
+def _rebuilt(xs: Any, form: "_C.NormalForm", known: KnownCall, results: list[DTensor]) -> Any:
+    """A container like ``xs`` around the results."""
+    leaves = form.leaves
+    for place, result in zip(known.places, results, strict=True):
+        leaves[place] = result
+    return _C.rebuilt(xs, leaves)
 
 
 def _check_single(x: Any, dst_mesh: Any) -> None:
@@ -219,13 +270,17 @@ def _is_mesh(value: Any) -> bool:
     return isinstance(value, Mesh | torch.distributed.DeviceMesh)
 
 
-def _normal_outs(tree: TensorTree, out: Any, request: PlanRequest) -> list[DTensor]:
-    """The DTensors to receive into, checked."""
+def _outs_in_order(tree: TensorTree, out: Any) -> list[Any]:
+    """The tensor to receive into, of each tensor."""
     if isinstance(out, torch.Tensor) or not isinstance(out, Sequence | Mapping):
         raise ValueError(f"out= is a container of DTensors like the tensors', got {type(out).__name__}")
-    outs: list[DTensor] = tree.spread(out, lambda value: isinstance(value, torch.Tensor), "out=", "a DTensor")
+    return tree.spread(out, lambda value: isinstance(value, torch.Tensor), "out=", "a DTensor")
+
+
+def _check_outs(request: PlanRequest, outs: list[Any]) -> None:
+    """Whether they are what the call would make."""
     for i, (given, move) in enumerate(zip(outs, request.moves, strict=True)):
-        what = f"out= of tensor {tree.label(i)}"
+        what = f"out= of tensor {request.label(i)}"
         if not isinstance(given, DTensor):
             raise ValueError(f"{what}: expected a DTensor, got {type(given).__name__}")
         if given.requires_grad and torch.is_grad_enabled():
@@ -233,31 +288,29 @@ def _normal_outs(tree: TensorTree, out: Any, request: PlanRequest) -> list[DTens
         spec = Spec.of(given).without_grad()
         if spec != move.dst:
             raise ValueError(f"{what}: expected {move.dst}, got {spec}")
-    _check_memory(tree, outs)
-    return outs
 
 
-def _check_memory(tree: TensorTree, outs: list[DTensor]) -> None:
+def _check_memory(request: PlanRequest, tensors: list[Source], outs: list[DTensor]) -> None:
     """A byte is written once, and never while it is read. Views of one tensor may lie beside each other."""
-    sources = [(i, local_of(x)) for i, x in enumerate(tree.tensors) if isinstance(x, DTensor)]
-    shared = _C.shared_memory([local_of(out) for out in outs], [local for _, local in sources])
+    sources = [i for i, x in enumerate(tensors) if isinstance(x, DTensor)]
+    written = _C.local_tensors(outs)
+    shared = _C.shared_memory(written, _C.local_tensors([tensors[i] for i in sources]))
     if shared is None:
         return
     first, second = shared
-    what = f"out= of tensor {tree.label(first)}"
+    what = f"out= of tensor {request.label(first)}"
     if first == second:
-        strides = tuple(local_of(outs[first]).stride())
         raise ValueError(
-            f"{what} shares memory with itself: expected a place for each element, got strides {strides} for shape "
-            f"{tuple(local_of(outs[first]).shape)}"
+            f"{what} shares memory with itself: expected a place for each element, got strides "
+            f"{written[first].stride()} for shape {tuple(written[first].shape)}"
         )
     if second < len(outs):
         raise ValueError(
-            f"{what} shares memory with out= of tensor {tree.label(second)}: expected separate memory, each would "
+            f"{what} shares memory with out= of tensor {request.label(second)}: expected separate memory, each would "
             "overwrite the other"
         )
     raise ValueError(
-        f"{what} shares memory with a source, tensor {tree.label(sources[second - len(outs)][0])}: its bytes would be "
+        f"{what} shares memory with a source, tensor {request.label(sources[second - len(outs)])}: its bytes would be "
         "overwritten while in use"
     )
 

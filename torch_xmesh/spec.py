@@ -351,7 +351,6 @@ def core_spec(
     return _C.TensorSpec(list(shape), str(dtype).removeprefix("torch."), list(grid.shape), list(grid.ranks), texts)
 
 
-@functools.lru_cache(maxsize=1024)
 def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
     """A ``DeviceMesh`` for a :class:`Mesh`, without process groups of its own and without names, so that tensors on
     equal meshes meet; a ``DeviceMesh`` is returned as it is. No other rank is needed.
@@ -367,6 +366,11 @@ def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
         return mesh
     if not isinstance(mesh, Mesh):
         raise ValueError(f"a mesh is a DeviceMesh or an xm.Mesh, got {type(mesh).__name__}")
+    return _ranks_only(mesh, device_type)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ranks_only(mesh: Mesh, device_type: str) -> DeviceMesh:
     return _RanksOnlyMesh(device_type, _array_of(mesh), _init_backend=False)
 
 
@@ -395,27 +399,36 @@ _NO_GROUPS = (
 
 def wrap_local(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """A DTensor around a local tensor, with the global shape as given and row-major global strides."""
+    make: Any = DTensor  # its constructor has no types
+    made: DTensor = make(local, dtensor_spec(shape, local.dtype, mesh, placements), requires_grad=False)
+    return made
+
+
+def dtensor_spec(
+    shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> DTensorSpec:
+    """What torch says of a DTensor of this global shape, with row-major global strides."""
     strides: list[int] = []
     step = 1
     for extent in reversed(shape):
         strides.insert(0, step)
         step *= max(extent, 1)
-    meta = TensorMeta(shape, tuple(strides), local.dtype)
-    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    make: Any = DTensor  # its constructor has no types
-    made: DTensor = make(local, spec, requires_grad=False)
-    return made
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(strides), dtype))
 
 
 def empty_local(shape: torch.Size, dtype: torch.dtype, device_type: str) -> torch.Tensor:
-    """The local tensor of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for. On
-    cpu where the rank has no such device."""
-    device = device_type if _is_here(device_type) else "cpu"
-    return torch.empty([0] * max(len(shape), 1), dtype=dtype, device=device)
+    """The local tensor of a rank outside the mesh. On cpu where the rank has no such device."""
+    return torch.empty(empty_shape(shape), dtype=dtype, device=device_type if is_device_here(device_type) else "cpu")
+
+
+def empty_shape(shape: torch.Size) -> list[int]:
+    """The local shape of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for."""
+    return [0] * max(len(shape), 1)
 
 
 @functools.cache
-def _is_here(device_type: str) -> bool:
+def is_device_here(device_type: str) -> bool:
+    """Whether this process has such a device."""
     is_available = getattr(getattr(torch, device_type, None), "is_available", None)
     return is_available is None or is_available()
 

@@ -22,6 +22,7 @@ class TensorTree:
         tensors: DTensors and specs, in the order that is the same on every rank.
         labels: one name per tensor for error texts: ``['layer']['weight']``; empty for a plain list, whose tensors are
             numbered.
+        places: position of each tensor among the container's leaves.
         entries: what ranks compare beside the tensors: (what, value) in words.
 
     Raises:
@@ -37,11 +38,11 @@ class TensorTree:
         for path, leaf in self._found:
             _check_leaf(path, leaf)
         order = sorted(range(len(self._found)), key=lambda i: [_sort_key(key) for key in self._found[i][0]])
-        self._places = [i for i in order if isinstance(self._found[i][1], DTensor | Spec)]
-        self.tensors: list[Source] = [self._found[i][1] for i in self._places]
+        self.places = [i for i in order if isinstance(self._found[i][1], DTensor | Spec)]
+        self.tensors: list[Source] = [self._found[i][1] for i in self.places]
         is_list = isinstance(self._root, list | tuple) and not hasattr(self._root, "_fields")
-        is_flat = is_list and len(self._places) == len(self._root) == len(self._found)
-        self.labels: tuple[str, ...] = () if is_flat else tuple(_name(self._found[i][0]) for i in self._places)
+        is_flat = is_list and len(self.places) == len(self._root) == len(self._found)
+        self.labels: tuple[str, ...] = () if is_flat else tuple(_name(self._found[i][0]) for i in self.places)
         entries = [] if is_flat else [(f"entry {_name(self._found[i][0])}", _kind(self._found[i][1])) for i in order]
         self.entries: tuple[tuple[str, str], ...] = (("container", "a list" if is_list else "a dict"), *entries)
 
@@ -61,7 +62,7 @@ class TensorTree:
         if both_lists and len(values) != len(self._root):
             raise ValueError(f"{what} has {len(values)} entries, expected {len(self._root)}")
         out = []
-        for i, place in enumerate(self._places):
+        for i, place in enumerate(self.places):
             path = self._found[place][0]
             known = next((path[:n] for n in range(len(path) + 1) if path[:n] in given), None)
             if known is None:
@@ -78,7 +79,7 @@ class TensorTree:
     def rebuild(self, results: Sequence[Any]) -> Any:
         """The container as it was given, with ``results`` in place of the tensors."""
         leaves = [leaf for _, leaf in self._found]
-        for place, result in zip(self._places, results, strict=True):
+        for place, result in zip(self.places, results, strict=True):
             leaves[place] = result
         return pytree.tree_unflatten(leaves, self._structure)
 

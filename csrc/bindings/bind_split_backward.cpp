@@ -18,6 +18,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/without_gil.h"
+#include "pipeline/autograd/held_gradients.h"
 #include "pipeline/autograd/split_backward.h"
 
 namespace py = pybind11;
@@ -44,17 +45,17 @@ class OwnedGraph final : public torch::autograd::FunctionPreHook {
 
 /// The nodes on the way from roots to inputs, which a split alters. What weights are computed by is not among them: other graphs may have it too,
 /// such as autocast's casts. Throws where another split backward has one.
-std::vector<std::shared_ptr<torch::autograd::Node>> pathOf(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs) {
+std::vector<pipeline::NodePtr> pathOf(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs) {
   using torch::autograd::Node;
   std::set<std::pair<const Node*, uint32_t>> ends;
   for (const at::Tensor& input : inputs) {
     const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(input);
     ends.emplace(edge.function.get(), edge.input_nr);
   }
-  std::unordered_map<const Node*, std::vector<std::shared_ptr<Node>>> before;  // by node, those that lead to it
+  std::unordered_map<const Node*, std::vector<pipeline::NodePtr>> before;  // by node, those that lead to it
   std::unordered_set<const Node*> seen;
-  std::vector<std::shared_ptr<Node>> todo;
-  std::vector<std::shared_ptr<Node>> reached;  // from which an input is next
+  std::vector<pipeline::NodePtr> todo;
+  std::vector<pipeline::NodePtr> reached;  // from which an input is next
   const auto visit = [&](const torch::autograd::Edge& edge) {
     if (edge.function != nullptr && !ends.contains({edge.function.get(), edge.input_nr}) && seen.insert(edge.function.get()).second) {
       todo.push_back(edge.function);
@@ -62,7 +63,7 @@ std::vector<std::shared_ptr<torch::autograd::Node>> pathOf(const torch::autograd
   };
   std::for_each(roots.begin(), roots.end(), visit);
   while (!todo.empty()) {
-    const std::shared_ptr<Node> node = std::move(todo.back());
+    const pipeline::NodePtr node = std::move(todo.back());
     todo.pop_back();
     for (const auto& hook : node->pre_hooks()) {
       if (dynamic_cast<const OwnedGraph*>(hook.get()) != nullptr) {
@@ -79,15 +80,15 @@ std::vector<std::shared_ptr<torch::autograd::Node>> pathOf(const torch::autograd
     }
   }
   std::unordered_set<const Node*> on_path;
-  std::vector<std::shared_ptr<Node>> out;
+  std::vector<pipeline::NodePtr> out;
   while (!reached.empty()) {
-    const std::shared_ptr<Node> node = std::move(reached.back());
+    const pipeline::NodePtr node = std::move(reached.back());
     reached.pop_back();
     if (!on_path.insert(node.get()).second) {
       continue;
     }
     out.push_back(node);
-    const std::vector<std::shared_ptr<Node>>& more = before[node.get()];
+    const std::vector<pipeline::NodePtr>& more = before[node.get()];
     reached.insert(reached.end(), more.begin(), more.end());
   }
   return out;
@@ -139,7 +140,7 @@ py::tuple splitBackward(const std::vector<at::Tensor>& outputs, std::vector<at::
   for (const at::Tensor& output : outputs) {
     roots.push_back(torch::autograd::impl::gradient_edge(output));
   }
-  const std::vector<std::shared_ptr<torch::autograd::Node>> path = pathOf(roots, inputs);
+  const std::vector<pipeline::NodePtr> path = pathOf(roots, inputs);
   pipeline::InputBackward result;
   withoutGil([&] { result = pipeline::backwardInputs(std::move(roots), std::move(gradients), inputs); });
   py::list found;
@@ -148,7 +149,7 @@ py::tuple splitBackward(const std::vector<at::Tensor>& outputs, std::vector<at::
   }
   WeightGradients later{std::move(result.weights), std::move(result.whole_because)};
   if (later.whole_because.empty()) {
-    for (const std::shared_ptr<torch::autograd::Node>& node : path) {
+    for (const pipeline::NodePtr& node : path) {
       node->add_pre_hook(std::make_unique<OwnedGraph>(later.is_running));
     }
   }

@@ -10,6 +10,8 @@ void bindProcessGroup(pybind11::module_& module);
 void bindCore(pybind11::module_& module);
 /// The reshards of a process group, and how C++ exceptions become Python's. Defined in bind_reshard.cpp; after bindCore and bindProcessGroup.
 void bindReshard(pybind11::module_& module);
+/// What one call of a reshard takes of Python: its arguments as a key, local tensors, results. Defined in bind_reshard_call.cpp.
+void bindReshardCall(pybind11::module_& module);
 /// Actions, schedules, their simulation. Defined in bind_pipeline_core.cpp.
 void bindPipelineCore(pybind11::module_& module);
 /// The search for automatic plans: costs, strategy graphs, their least cost. Defined in bind_parallelism.cpp.

@@ -8,6 +8,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   xmesh::bindings::bindProcessGroup(module);
   xmesh::bindings::bindCore(module);
   xmesh::bindings::bindReshard(module);
+  xmesh::bindings::bindReshardCall(module);
   xmesh::bindings::bindPipelineCore(module);
   xmesh::bindings::bindParallelism(module);
   xmesh::bindings::bindStageSearch(module);
