@@ -47,7 +47,8 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of each sequence's tokens each expert takes as many as it has places (D. Lepikhin et al., GShard, 2020)."""
+    """A mixture of experts, each of which takes a fixed number of tokens of each sequence (D. Lepikhin et al., GShard,
+    2020)."""
 
     def __init__(self, width: int, factor: int, num_experts: int) -> None:
         super().__init__()

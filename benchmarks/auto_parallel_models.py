@@ -61,7 +61,7 @@ class Paced:
     def __enter__(self) -> None:
         library = self._replaced.enter_context(torch.library._scoped_library("aten", "IMPL"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that are replaced
+            warnings.simplefilter("ignore")  # torch warns that kernels are replaced
             for name, count in _PRODUCTS.items():
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                 library.impl(name, self._paced(kernel, count), "CPU", with_keyset=True)
@@ -71,7 +71,7 @@ class Paced:
 
 
 class Block(nn.Module):
-    """Of a GPT: attention written out, so that heads may lie on several devices."""
+    """A block of a GPT. Attention is written out, so that heads may be sharded over devices."""
 
     def __init__(self, width: int, head: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Gpt(nn.Module):
 
 
 def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of [batch, length, vocabulary] and [batch, length]: a mean."""
+    """Mean cross-entropy of logits [batch, length, vocabulary] and targets [batch, length]."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 

@@ -122,7 +122,7 @@ def measured_topology(hosts: int, devices: int) -> xm.Topology:
 
 
 def _all_reduce_seconds(group: dist.ProcessGroup, count: int) -> float:
-    """Of so many elements, the median; the same on all ranks."""
+    """Median seconds of an all-reduce of `count` float32 elements; the mean over ranks, so that all have the same."""
     taken, sent = [], torch.zeros(count)
     for _ in range(_NUM_PROBES):
         dist.barrier()

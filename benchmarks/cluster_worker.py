@@ -69,7 +69,7 @@ class Worker:
         self._deadline = float(job["deadline"])
 
     def _options(self) -> dict[str, Any]:
-        """Of a group on the product's backend, or of the default one where only rivals are measured."""
+        """Options of the process group: with those of the product's backend, unless only rivals are measured."""
         options: dict[str, Any] = {"timeout": timedelta(seconds=self._job["timeout_seconds"])}
         if self._has_product:
             import torch_xmesh as xm

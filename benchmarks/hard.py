@@ -12,7 +12,7 @@ from torch_xmesh.testing.cluster import parse_rate
 BROADCASTS = ("broadcast:naive+naive", "broadcast:size+naive", "broadcast:size+dfs", "broadcast:size+greedy")
 _HARD = 1.2
 _MIN_BOUND_SECONDS = 1.0
-_GOODPUT = 0.955  # of the nominal rate: what TCP over Ethernet carries
+_GOODPUT = 0.955  # the fraction of the nominal rate that TCP over Ethernet carries
 _MAX_TRIES = 4000
 
 

@@ -201,7 +201,7 @@ def _empty(case: AlpaCase, microbatch: int, num_parameters: int) -> AlpaRecord:
 
 
 def _forward_flops(model: nn.Module, example: torch.Tensor) -> int:
-    """Of matrix products and convolutions, as torch counts them."""
+    """FLOPs of one forward, matrix products and convolutions alone, as torch's FlopCounterMode counts them."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(example)
     return int(counter.get_total_flops())

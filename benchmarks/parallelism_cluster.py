@@ -14,7 +14,7 @@ PEAK_HALF_FLOPS = 125e12
 PEAK_SINGLE_FLOPS = 15.7e12
 PEAK_BYTES_PER_S = 900e9
 REACHED_HALF = 0.5
-"""Of the peak, by large products in half precision."""
+"""The fraction of the peak that large matrix products in half precision reach."""
 REACHED_SINGLE = 0.8
 """The same in single precision."""
 REACHED_BYTES = 0.8

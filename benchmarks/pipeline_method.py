@@ -37,7 +37,7 @@ class Method:
         raise NotImplementedError
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Of this rank's parameters, under the whole model's names."""
+        """Gradients of this rank's parameters, by the parameters' names in the whole model."""
         raise NotImplementedError
 
     def zero_gradients(self) -> None:

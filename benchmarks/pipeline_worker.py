@@ -147,7 +147,8 @@ class Case:
         return bool(is_before)
 
     def records(self) -> list[Record]:
-        """Of the methods with real messages; the others are their `signal_seconds`. Meaningful on rank 0."""
+        """One record per method that ran with real messages. Runs with messages of one element are the `signal_seconds`
+        of these. Meaningful on rank 0."""
         return [self._record(ratio, name) for ratio, name in self.keys if ratio != SIGNAL]
 
     def _record(self, ratio: float, name: str) -> Record:

@@ -57,7 +57,7 @@ class Record:
 
 
 def costs(num_stages: int) -> xm.Costs:
-    """Of the model above in so many stages."""
+    """Costs of the model above, cut into `num_stages` equal stages."""
     layers = _LAYERS / num_stages
     forward = layers * 24 * _TOKENS * _WIDTH**2 / (_DEVICES * _FLOPS)
     stage = xm.StageCosts(

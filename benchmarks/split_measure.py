@@ -50,7 +50,7 @@ class _Samples:
 
 
 def expected_gradients(model: Model) -> _Gradients:
-    """Of one whole backward."""
+    """Gradients of one backward that is not split."""
     run = Pass(model)
     run.output = model.module(run.input)
     FULL.first(run)

@@ -30,7 +30,8 @@ def test_what_records_come_to() -> None:
 
 
 def test_products_take_as_long_as_on_a_device_of_that_speed() -> None:
-    """Of a product and of a convolution, both ways; outside, torch's own kernels run."""
+    """Matrix products and convolutions take as long as on a device of that speed, forward and backward. Outside,
+    torch's own kernels run."""
     paced = Paced()
     slept: list[float] = []
     paced.sleep = slept.append

@@ -16,7 +16,7 @@ from torch_xmesh.pipeline.schedule.schedule import chain_edges
 
 
 def costs_of(size: int, start: float = 0.01, num_stages: int = 3) -> xm.Costs:
-    """Of a microbatch of `size` samples; every action takes `start` besides."""
+    """Costs with microbatches of `size` samples; every action takes `start` seconds besides."""
     stage = xm.StageCosts(
         forward_seconds=start + 0.001 * size,
         backward_input_seconds=start + 0.001 * size,

@@ -37,7 +37,7 @@ def compare(given: dict[str, Any]) -> None:
         strides = [one if one is None else one.stride() for one in made]
         found.append((made, strides, [leaf.grad for leaf in leaves.values()]))
     assert found[0][1] == found[1][1]
-    torch.testing.assert_close(found[1][0], found[0][0], equal_nan=True)  # of what sees nothing
+    torch.testing.assert_close(found[1][0], found[0][0], equal_nan=True)  # rows that attend to nothing are nan
     torch.testing.assert_close(found[1][2], found[0][2], equal_nan=True)
 
 

@@ -356,7 +356,7 @@ class WeightGradients:
     def __call__(self) -> None: ...
 
 def drop_weight_gradients() -> None:
-    """Of all split backwards whose second half has not run, at the end of the interpreter."""
+    """Drops what all split backwards hold whose second half has not run. Called at the end of the interpreter."""
 
 def split_backward(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -507,8 +507,8 @@ def collective_cost_models() -> list[tuple[str, str]]:
 _Axis = tuple[int, float, float] | tuple[int, float, float, float]
 
 def collective_cost(model: str, collective: str, num_bytes: float, axis: _Axis) -> float:
-    """Of one along an axis (size, latency, seconds per byte, and, if that is more, the same where all send to all).
-    Raises ValueError for names that are unknown."""
+    """Seconds of one collective along an axis (size, latency, seconds per byte, and, if that is more, the same where
+    all send to all). Raises ValueError for names that are unknown."""
 
 class ConversionCosts:
     """What it costs to bring a value from one state on a mesh to another."""
@@ -521,9 +521,9 @@ class ConversionCosts:
         model: str,
         is_direct: bool = False,
     ) -> None:
-        """Of a value of this shape and so many bytes; axes as in collective_cost. A state has per axis
-        a dim, -1 (replicated) or -2 (a partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises
-        ValueError for a mesh of more than 3 axes and an unknown model."""
+        """For a value of this shape and so many bytes; axes as in collective_cost. A state has per axis a dim, -1
+        (replicated) or -2 (a partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises ValueError
+        for a mesh of more than 3 axes and an unknown model."""
     def cost(self, from_state: Sequence[int], to_state: Sequence[int]) -> float: ...
     def steps(
         self, from_state: Sequence[int], to_state: Sequence[int]
@@ -560,7 +560,7 @@ class StrategyGraph:
     def edge_costs(self, choices: Sequence[int]) -> list[float]:
         """What each edge costs, with one choice per node."""
     def cost(self, choices: Sequence[int]) -> float:
-        """Of one choice per node."""
+        """What one choice per node costs."""
     def least_cost(self) -> tuple[list[int], float, bool]:
         """The choices that cost least together, their cost, and whether nothing costs less. Raises ValueError where
         there are none."""
@@ -586,7 +586,7 @@ def submesh_shapes(
 def place_submeshes(
     classes: Sequence[tuple[int, int]], submeshes: Sequence[Sequence[_SubmeshPart]]
 ) -> list[list[tuple[int, int, int, int]]] | None:
-    """Of each submesh its devices: (class, host within it, first device, devices). None where they cannot be placed."""
+    """The devices of each submesh: (class, host within it, first device, devices). None where they cannot be placed."""
 
 class StageProblem:
     """Layers to cut into stages, and what each would take on each submesh."""

@@ -32,9 +32,9 @@ from torch_xmesh.resharding import reshard_many
 from torch_xmesh.spec import Mesh, Spec, device_mesh, mesh_grid, wrap_local
 from torch_xmesh.topology import Topology
 
-_NUM_MESSAGES = 64  # that one tensor is cut into
-_MESSAGE_BYTES = 16 << 10  # of each: shorter ones would travel many at once, as chunks of a plan do not
-_MOST_HOPS = 8  # of the chain that measures a hop
+_NUM_MESSAGES = 64  # messages that one tensor is cut into
+_MESSAGE_BYTES = 16 << 10  # bytes of one; shorter ones would travel together, as chunks of a plan do not
+_MOST_HOPS = 8  # length of the chain that measures a hop
 _SMALL_REPEATS = 20  # times as many as of large calls: small ones end soon and are easily disturbed
 _MESSAGE_REPEATS = 5
 _LOCAL_FACTOR = 4  # inside a host bytes are so fast that few of them cannot be timed
@@ -57,7 +57,7 @@ class Timing(NamedTuple):
     """What a call takes."""
 
     seconds: float  # until the last rank has all
-    cpu_seconds: float  # of all threads of the rank that needs most
+    cpu_seconds: float  # summed over the threads of a rank, on the rank that needs most
 
 
 #: What each probe takes, the same on every rank; measured by turns, so that a disturbance hits all alike, and so many

@@ -50,7 +50,7 @@ METHODS = {
     "eager_split": "#ee6677",
     "auto_held": "#55aa99",
 }
-"""Of strategies, schedules and what they are compared with."""
+"""Colors of strategies, of schedules, and of what both are compared with."""
 
 _OTHERS = ("#332288", "#882255", "#999933", "#cc6677", "#44aa99", "#117733", "#aa4499", "#88ccee")
 

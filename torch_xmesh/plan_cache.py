@@ -16,7 +16,7 @@ from torch_xmesh.spec import AnyMesh, Spec, device_type_of, empty_local, mesh_gr
 from torch_xmesh.topology import Topology
 
 MAX_PLANS = 4096
-"""Of one process group; the least recently used one goes first."""
+"""How many prepared plans are kept for one process group; the least recently used is dropped first."""
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

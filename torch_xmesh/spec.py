@@ -69,7 +69,7 @@ class Mesh:
 
     @property
     def device_type(self) -> str | None:
-        """Of the tensors on it, or None."""
+        """The device type of tensors on it, such as "cpu"; None if it was not given."""
         return self._device_type
 
     @property
@@ -222,7 +222,7 @@ class Spec:
         *,
         requires_grad: bool = False,
     ) -> "Spec":
-        """Of what is in normal form already."""
+        """A Spec of arguments that are in normal form already; nothing is checked."""
         spec = cls.__new__(cls)
         spec.shape, spec.dtype, spec.mesh, spec.placements, spec.requires_grad = (
             shape,

@@ -196,7 +196,7 @@ def _integers(what: str, values: Any) -> dict[int, int]:
 
 
 def _number(what: str, value: Any) -> float:
-    """Of a rate or a time; C++ says which numbers are too small."""
+    """Returns a rate or a time; raises ValueError unless it is a finite number. C++ checks the lower bounds."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not abs(value) < 1 << 63:
         raise ValueError(f"{what} must be a finite number, got {value!r} ({type(value).__name__})")

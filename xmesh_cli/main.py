@@ -40,7 +40,7 @@ def _argument_of(path: object, options: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands; each names its module as ``module``."""
+    """The parser of all commands; each names its module as ``module``."""
     out = argparse.ArgumentParser(
         prog="xmesh", description="Plans, schedules and measurements for training on several device meshes."
     )

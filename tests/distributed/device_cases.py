@@ -311,7 +311,7 @@ def gradients(rank: int, world_size: int) -> None:
 
 
 def a_training_loop(rank: int, world_size: int) -> None:
-    """Of two layers on two meshes, beside the same on cpu."""
+    """Two layers on two meshes have the same losses on a device as on cpu."""
     source, target = meshes(world_size)
 
     def losses() -> list[float]:

@@ -133,7 +133,7 @@ def other_ways(rank: int, world_size: int) -> None:
     )
     x, y, full = torch.ones(8, 4), torch.zeros(8, 4), torch.ones(8, 4)
     padded = full.clone()
-    padded[0] = 0  # of the first data shard's first microbatch
+    padded[0] = 0  # a sample in the first data shard's first microbatch
     for mask in (full, padded, full):
         engine.zero_grad()
         reference.zero_grad()

@@ -202,7 +202,8 @@ def test_peculiar_steps() -> None:
 
 
 def lengths(rank: int, world_size: int) -> list[int]:
-    """Of another length the first measured step says nothing: two of one length are needed."""
+    """A measured step says nothing about batches of another length: a number is chosen after two steps of one
+    length."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     engine = engine_of_layers(copy.deepcopy(model), (2, 3, 4), "2", num_microbatches="auto")

@@ -367,7 +367,7 @@ def branches(rank: int, world_size: int, is_inside: bool, each: bool) -> None:
         loss_fn=F.mse_loss,
     )
     x = torch.randn(4, 6)
-    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])  # of each microbatch one for each shard
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])  # each microbatch has one of each sign, one per shard
     if each:
         with pytest.raises((ValueError, xm.StageError), match="was used by some data shards and not by others"):
             engine.step(x, target=x)

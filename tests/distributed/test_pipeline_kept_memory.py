@@ -17,7 +17,7 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 def held_bytes() -> int:
-    """Of all real tensors in this process, each storage once."""
+    """Bytes of all real tensors in this process, each storage counted once."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     storages = {

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def engine_of(**options: Any) -> xm.PipelineEngine:
-    """Of a model on meta, whose costs are counted, not timed."""
+    """An engine of a model on meta, whose costs are counted and not timed."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block() for _ in range(4)))
     defaults = {"split": "auto", "schedule": "eager_1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss}

@@ -89,7 +89,7 @@ def again(rank: int, victim: int) -> None:
     while rank in (first, second):
         try:
             y = xm.reshard(source_of(layout), layout.dst_mesh, layout.dst)
-        except xm.PeerError as error:  # of a call that had returned when it failed
+        except xm.PeerError as error:  # an earlier call failed after it had returned
             if error.ranks != (victim,):
                 raise
         else:

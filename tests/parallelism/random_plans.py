@@ -96,7 +96,7 @@ def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def any_sharding(graph: ShardingGraph, random: Random) -> Sharded:
-    """Of half of the operators any choice, of the others the cheapest then."""
+    """A random sharding: about half of the operators get a random choice, the others the cheapest that goes with it."""
     allowed = graph.everything()
     for place, operator in enumerate(graph.stretch.operators):
         if random.random() < 0.5 and not operator.is_constant:

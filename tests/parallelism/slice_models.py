@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 Write = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of what two layers made, both [16, 8]."""
+"""A function of the outputs of two layers, both [16, 8]."""
 
 
 def _into_zeros(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _in_a_checkpoint(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _copies_of_some(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of one sample the transposed lies in memory as it does after contiguous()."""
+    """With one sample the transposed tensor is contiguous already, and contiguous() copies nothing."""
     c = a.t() * 2
     d = c.contiguous()
     d.mul_(3)

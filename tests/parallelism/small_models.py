@@ -21,7 +21,8 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of a transformer, with attention written out; its norms before or behind what they belong to."""
+    """A transformer layer with attention written out. Its norms are before attention and MLP (`is_pre`), or after
+    them."""
 
     def __init__(self, width: int, num_heads: int, is_pre: bool) -> None:
         super().__init__()

@@ -76,7 +76,8 @@ class Checkpointed(nn.Module):
 
 
 def test_what_backward_keeps_with_checkpoints() -> None:
-    """Of what is checkpointed only what it is given; that is kept by torch's checkpoint, of which no hook hears."""
+    """For a checkpointed layer backward keeps only the layer's inputs. torch's checkpoint keeps these itself, where
+    saved-tensor hooks do not see them."""
     model, tokens = Gpt(num_layers=3), torch.zeros(8, 16, dtype=torch.int64)
     usual = shard_stretch(Stretch.of(forward_of(model, (tokens,))), Space(ALONE, "ring", compute=COMPUTE))
     checkpointed = Gpt(num_layers=3)
@@ -156,8 +157,9 @@ def by_batch(operator: Operator, choice: Choice) -> bool:
 
 
 def test_zero_collectives() -> None:
-    """Of one parameter and a step of one microbatch as in Alpa's tests: ZeRO-2 has a reduce-scatter and an all-gather,
-    ZeRO-3 a reduce-scatter and two all-gathers, one where backward does not read the parameter."""
+    """Collectives for one parameter in a step of one microbatch, as in Alpa's tests: ZeRO-2 has a reduce-scatter and an
+    all-gather, ZeRO-3 a reduce-scatter and two all-gathers, or one all-gather where backward does not read the
+    parameter."""
     space = Space(FOUR, "ring", allowed=by_batch)
     model = nn.Linear(32, 32, bias=False)
     plain = shard_stretch(Stretch.of(forward_of(model, (torch.zeros(4096, 32, requires_grad=True),))), space)

@@ -54,7 +54,7 @@ def check(names: Sequence[str]) -> None:
 
 
 def part() -> int:
-    """Of PARTS, by the commit's hash."""
+    """The part of PARTS that this commit runs, chosen by its hash."""
     shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return int(shown.stdout or "0", 16) % PARTS
 

@@ -91,7 +91,7 @@ def test_nothing_fits_in_too_little() -> None:
 
 
 def test_branches_prove_more() -> None:
-    """Of a model whose shardings are too many to be listed."""
+    """A search with branches proves a smaller gap, for a model with too many shardings to list."""
     graphs = graphs_of(Gpt(num_layers=2), torch.zeros(8, 16, dtype=torch.int64))
     least = graphs[2].least(Prices(1.0, IN_FLIGHT)).bytes.total(IN_FLIGHT)
     most = graphs[0].least().bytes.total(IN_FLIGHT)

@@ -37,7 +37,7 @@ def kinds(sharded: Sharded) -> Counter[str]:
 
 
 def heavy_choices(sharded: Sharded) -> list[str]:
-    """Of matrix products and convolutions, in order."""
+    """The choices of matrix products and convolutions, in order."""
     pairs = zip(sharded.operators, sharded.choices, strict=True)
     return [str(choice) for operator, choice in pairs if operator.loops.is_heavy]
 

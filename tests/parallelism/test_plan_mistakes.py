@@ -175,7 +175,7 @@ class Twice(nn.Module):
 
 
 def whole_plan() -> dict[str, Any]:
-    """Of two stages, with a value between them, ties, collectives and parameters in parts."""
+    """The JSON fields of a plan with two stages, a value between them, ties, collectives and parameters in parts."""
     plan = xm.presets.pipeline(
         Twice(), (X,), devices=ROWS, num_microbatches=4, compute=RATES, topology=HOSTS, num_stages=2, zero=2
     )
@@ -220,7 +220,7 @@ def test_no_number_of_a_plan_may_be_below_all_that_are() -> None:
             continue
         wrong = [-7, True, "7", None] + ([float("nan"), float("inf"), -1e-6] if isinstance(value, float) else [0.5])
         if path[-1] in ("layer", "zero_state"):
-            wrong.remove(None)  # of a constant; of a parameter that is in no parts
+            wrong.remove(None)  # None stands for a constant's layer, or a parameter that is not in parts
         for other in wrong:
             assert refused(with_leaf(fields, path, other)), f"{path}: {other!r} for {value!r}"
 

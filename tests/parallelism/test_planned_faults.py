@@ -58,7 +58,7 @@ def at_collectives(look: Callable[[int], None]) -> Iterator[list[int]]:
 
 
 def number_of_collectives(name: str) -> int:
-    """Of this rank in a step."""
+    """How many collectives this rank calls in a step."""
     engine, batch = make(name)
     with at_collectives(lambda number: None) as count:
         engine.step(batch, target=batch)

@@ -32,7 +32,7 @@ class WithLoss(nn.Module):
 
 
 def gradients_of(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Of one process, the mean over microbatches."""
+    """Gradients in one process: the mean over microbatches."""
     model.zero_grad()
     for one in batches:
         (model(*one) / len(batches)).backward()

@@ -290,7 +290,7 @@ def joined(parts: dict[tuple[int, ...], torch.Tensor], state: State, sizes: tupl
 
 
 def own_ends(operator: Operator, choice: Choice) -> list[End]:
-    """Of the tensors that are parameters."""
+    """The ends of those inputs that are parameters."""
     return [end for value, end in zip(operator.reads, choice.inputs, strict=True) if value.is_parameter]
 
 

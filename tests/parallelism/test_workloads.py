@@ -127,8 +127,10 @@ def check(
 
 
 def check_collectives(planned: PlannedStage, part: nn.Module, uses: list[CollectiveUse]) -> None:
-    """Of two microbatches: as many, and as many bytes, as predicted. Bytes of what operators run within themselves are
-    predicted where most flow; of a loss that is computed on each device's samples no plan says how it comes back."""
+    """Two microbatches run as many collectives, of as many bytes, as predicted. Bytes are not compared where operators
+    run collectives of their own: these are predicted for the case in which most bytes flow. Small collectives in
+    backward of what leaves the stage are not counted: a plan does not say how the gradient of a loss on each device's
+    samples comes back."""
     assert isinstance(part, ShardedStage)
     counted: Counter[tuple[str, str, int]] = Counter()
     num_bytes: Counter[tuple[str, str, int]] = Counter()

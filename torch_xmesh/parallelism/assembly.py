@@ -122,7 +122,8 @@ def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes:
 
 
 def _step(subject: Subject, judged: Judged) -> Step:
-    """Of the stage that works longest."""
+    """What a step's time consists of: computation, collectives and sums of gradients are those of the stage that works
+    longest, transfers those of all stages."""
 
     def work(stage: FoundStage) -> tuple[float, float, float]:
         one, count = stage.sharded.seconds, subject.num_microbatches

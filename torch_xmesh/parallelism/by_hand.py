@@ -19,7 +19,7 @@ from torch_xmesh.pipeline.cut.balance import balance
 from torch_xmesh.pipeline.cut.profile_memory import UnitCost
 
 _LEVELS = (0, 2, 3)
-"""Of ZeRO, that presets have."""
+"""The levels of ZeRO that presets have."""
 
 
 def plans_by_hand(subject: Subject, schedule: str) -> Iterator[FoundPlan]:

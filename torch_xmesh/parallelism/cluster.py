@@ -80,9 +80,10 @@ class Cluster:
         return [host for host in self.hosts if host.kind == kind]
 
     def links(self, ranks: Sequence[int], shape: Sequence[int]) -> list[Links]:
-        """Of each axis of a mesh of some devices: a message's latency, and what a byte takes one device, where all
-        groups along the axis communicate at once. Groups that leave a host share its network interface; where all
-        devices send to all, those of a host that are in one group share it too."""
+        """For each axis of a mesh of these devices: its size, the latency of a message, the seconds per byte of a
+        device that sends to its neighbor, and those where all devices of a group send to all. All groups along the axis
+        are taken to communicate at once. Groups that span hosts share each host's network interface; where all send to
+        all, a host's devices in one group share it too."""
         host_of = {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
         out: list[Links] = []
         for axis, size in enumerate(shape):

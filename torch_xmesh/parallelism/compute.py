@@ -16,7 +16,8 @@ _CALLS = 10
 
 @dataclasses.dataclass(frozen=True)
 class ComputeSeconds:
-    """Of an operator on each device: its forward, its inputs' gradients, its parameters' gradients."""
+    """Seconds that each device computes for an operator: its forward, its inputs' gradients, its parameters'
+    gradients."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -54,7 +55,7 @@ class Compute:
         return cls(2.0 * size**3 / product, 2.0 * x.numel() * dtype.itemsize / added)
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Of something that does so many operations and reads and writes so many bytes."""
+        """Seconds for so many floating-point operations and so many bytes read and written: those of the slower one."""
         return max(flops / self.flops, num_bytes / self.bytes_per_s)
 
     def of_operator(self, operator: Operator, choice: Choice, mesh_shape: Sequence[int]) -> ComputeSeconds:
@@ -73,8 +74,9 @@ class Compute:
 def least_seconds(
     call: Callable[[], object], device: torch.device | str, runs: int = 5, enough_seconds: float = math.inf
 ) -> float:
-    """Of several runs, after one that is not counted; of fewer, once they have taken so long together. An accelerator
-    is waited for after several calls: what it takes to begin one is hidden by the one before."""
+    """Seconds of a call in the fastest of several runs. A first run is not counted. Runs end early once all together
+    have taken `enough_seconds`. On an accelerator a run is several calls, which are waited for once, so that launching
+    a call is hidden by the call before it."""
     one = torch.device(device)
     times: list[float] = []
     count = 1 if one.type == "cpu" else _CALLS
@@ -90,9 +92,10 @@ def least_seconds(
 
 
 def compute_seconds(operator: Operator, choice: Choice, mesh_shape: Sequence[int], compute: Compute) -> ComputeSeconds:
-    """Of one microbatch. A gradient of one input takes as long as the forward does: it is a product of the same loops,
-    or reads as many bytes. Of a parameter that is only added, scaled by or looked into it takes to be written. What
-    is computed again is with the inputs' gradients."""
+    """Seconds that each device computes for an operator in one microbatch. The gradient of one input takes as long as
+    the forward: it is a product over the same loops, or reads as many bytes. Where the operator is no product, a
+    parameter's gradient takes as long as writing it. What an activation checkpoint computes anew is counted with the
+    inputs' gradients."""
     if operator.views:
         return ComputeSeconds()
     flops = operator.loops.flops / num_devices_used(choice, mesh_shape)

@@ -361,7 +361,8 @@ class ShardingGraph:
         return out
 
     def _sums(self, value: Value, end: End) -> list[CollectiveUse]:
-        """Of the gradient of a parameter that is kept so."""
+        """The collectives that sum a parameter's gradient, where the parameter is held as `end` says; none if it is not
+        trained."""
         return self.space.steps(value, "gradient", end.gradient, end.value) if value.is_trained else []
 
     def _ways(self, edge: _Edge, chosen: Sequence[int]) -> tuple[list[CollectiveUse], list[CollectiveUse]]:

@@ -20,7 +20,7 @@ from torch_xmesh.topology import Topology
 _MOST_PLANNED_RANKS = 64
 """Values between more devices are not planned, but taken to use all network interfaces evenly."""
 _MOST_CHOSEN_ACTIONS = 8192
-"""Of a step with more actions only the two schedules that hold least are tried."""
+"""For a step with more actions no schedule is searched for: only the two that hold least are tried."""
 _MOST_CHOSEN = 4
 """Plans, the fastest with a schedule by name, for which one is chosen among all: that takes about a second each."""
 
@@ -274,7 +274,7 @@ class Judge:
 
 
 def _faster(best: Judged | None, other: Judged | None) -> Judged | None:
-    """Of equal ones the first."""
+    """The plan whose step is shorter, the first if both take as long. None stands for no plan."""
     if best is None or other is None:
         return best or other
     return other if other.step_seconds < best.step_seconds else best
@@ -298,8 +298,8 @@ def edges_between(num_stages: int, moves: Sequence[Move]) -> dict[tuple[int, int
 
 
 def stage_costs(stage: FoundStage, extra_bytes: int = 0) -> StageCosts:
-    """Of one microbatch: inputs' gradients come with what the stage's collectives take backward, and with parameters'
-    gradients where the backward cannot be split."""
+    """A stage's costs, with times and activations of one microbatch. Collectives in backward are counted with the
+    inputs' gradients, and so are the parameters' gradients where the backward cannot be split."""
     seconds, held = stage.sharded.seconds, stage.sharded.bytes
     later = 0.0 if _is_whole(stage) else seconds.backward_weight
     return StageCosts(

@@ -78,7 +78,8 @@ def layers_of(forward: Forward, num_layers: int | None = None) -> Layers:
 
 
 def _num_flops(operator: Operator) -> int:
-    """Of what is no product a thousandth of its bytes: it is not nothing."""
+    """FLOPs of an operator's forward, at least a thousandth of the bytes that it reads and makes: operators that are no
+    products have a cost, too."""
     num_bytes = sum(value.num_bytes for value in (*operator.reads, *operator.makes))
     return max(round(operator.loops.flops), num_bytes // 1000)
 
@@ -98,5 +99,5 @@ def _number_of_layers(operators: Sequence[Operator]) -> int:
 
 
 def _is_inside(name: str, blocks: dict[str, set[int]]) -> bool:
-    """Of a block that is a part of another one."""
+    """Whether the blocks under this name are inside a block that is itself repeated."""
     return any(other != name and name.startswith(other) and len(blocks[other]) > 1 for other in blocks)

@@ -74,7 +74,7 @@ class _Search:
         self._best: Sharded | None = None
         self._open: list[tuple[float, int, _Branch]] = []
         self._numbers = itertools.count()
-        self._is_exact = True  # of all graphs the cheapest was found
+        self._is_exact = True  # each search has found the cheapest sharding
         self._closed: float | None = None  # the least bound of what cannot be divided further, and does not fit
 
     def found(self) -> Fitting | None:

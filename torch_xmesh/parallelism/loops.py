@@ -190,7 +190,9 @@ def _choice(loops: Loops, axes: tuple[str, ...]) -> Choice:
 def _state(
     labels: Labels, axes: Sequence[str], otherwise: int, passing: int = PARTIAL, later: int = REPLICATED
 ) -> State:
-    """Of a tensor with these labels: what an axis does with one that does not have its loop."""
+    """The state of a tensor with these labels, per mesh axis. An axis that shards a loop shards the dim over which the
+    loop runs; where it runs over none of the tensor's dims, the state is `otherwise`. It is `passing` for PASS and
+    `later` for LATER."""
 
     def of(label: str) -> int:
         if label == WHOLE:
@@ -206,7 +208,9 @@ def _state(
 
 
 def _gradient_state(labels: Labels, output: Labels, axes: Sequence[str], *, is_once: bool) -> State:
-    """Of an input's gradient: a sum over the devices where these made something else of all of it."""
+    """The state of an input's gradient, per mesh axis. Where the axis shards a loop that does not run over the input,
+    its devices have summands of the gradient. They all have the same gradient if the input stands outside of the loops
+    that add up (`is_once`) and the loop does not run over the output either."""
 
     def otherwise(label: str) -> int:
         return REPLICATED if is_once and dim_of(output, label) is None else PARTIAL

@@ -20,7 +20,8 @@ _KEEP_NOTHING = frozenset(
     "masked_fill masked_fill_ repeat_interleave tril triu roll flip clone contiguous __setitem__".split()
 )
 _KEEP_A_MASK = frozenset("masked_fill masked_fill_ where gather index_select".split())
-"""Of those that keep nothing that is counted: masks and indices, which a checkpoint computes anew all the same."""
+"""Kinds of operators whose backward keeps masks or indices only. These are not counted as memory, but a checkpoint
+computes them anew."""
 _READ_NO_BIAS = frozenset("batch_norm group_norm instance_norm".split())
 _NORMS = frozenset("layer_norm group_norm rms_norm batch_norm instance_norm".split())
 
@@ -143,7 +144,8 @@ def _memories(operators: Sequence[Operator]) -> dict[Value, Value]:
 def _kept(
     number: int, operator: Operator, reads: Sequence[int], makes: Sequence[int], root: Mapping[Value, Value]
 ) -> list[Kept]:
-    """Of these places; parameters are there anyway."""
+    """What backward keeps of the tensors that an operator reads and makes at these places. Parameters are left out:
+    they are in memory anyway."""
     wanted = [(place, False, operator.reads[place]) for place in reads]
     wanted += [(place, True, operator.makes[place]) for place in makes]
     found = [Kept(number, place, is_made, value, root.get(value, value)) for place, is_made, value in wanted]
@@ -198,7 +200,9 @@ def _needs(operator: Operator) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _is_needed(operator: Operator, place: int, value: Value) -> bool:
-    """Of a product each factor is needed for the others' gradients, of what is added once nothing."""
+    """Whether backward needs what the operator reads at this place. A product's factor is needed for the gradients of
+    the other factors; what is only added (`once`) is not needed. An operator's only operand is always taken as needed,
+    and so are indices and masks."""
     factors = (other for other in range(len(operator.reads)) if other != place and other not in operator.loops.once)
     if len(operator.reads) == 1 or not value.dtype.is_floating_point:
         return True
@@ -208,5 +212,5 @@ def _is_needed(operator: Operator, place: int, value: Value) -> bool:
 
 
 def fixed_bytes(value: Value, state: State, mesh_shape: Sequence[int]) -> float:
-    """Of a parameter, with its gradient and states where it is trained."""
+    """Bytes of a parameter on a device, with its gradient and the optimizer's states if it is trained."""
     return value.num_bytes / num_parts(state, mesh_shape) * (2 + STATES if value.is_trained else 1)

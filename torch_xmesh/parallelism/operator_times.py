@@ -31,7 +31,7 @@ _RUNS, _ENOUGH_SECONDS = 5, 0.1
 Times = tuple[float, float, float]
 """Seconds of a forward, of its inputs' gradients, and of its parameters' gradients."""
 Shapes = tuple[tuple[int, ...], ...]
-"""Of the tensors among an operator's arguments, on a device."""
+"""Shapes of the tensors among an operator's arguments, on a device."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +145,8 @@ def _is_alone(operator: Operator) -> bool:
 
 
 def _shapes(operator: Operator, choice: Choice | None, mesh_shape: Sequence[int]) -> Shapes:
-    """Of a device's parts; without a choice of the whole."""
+    """Shapes of the tensors among an operator's arguments: those of a device's parts, or the whole ones without a
+    choice."""
     assert operator.call is not None
     shapes = {one.index: list(one.shape) for one in _tensors(operator)}
     if choice is not None:

@@ -214,7 +214,7 @@ class ParallelPlan:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of a step."""
+        """Predicted seconds of one training step."""
         return self.step.total
 
     def predicted_bytes(self, device: int) -> int:
@@ -304,6 +304,6 @@ class ParallelPlan:
 
 
 def fingerprint_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
-    """Of a model's operators, in order."""
+    """A fingerprint of a model: a hash of its operators' names and shapes, in order."""
     text = json.dumps([list(names), [list(shape) for shape in shapes]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -197,7 +197,8 @@ def _check_state(
     *,
     is_whole: bool = False,
 ) -> None:
-    """Of a value of this shape, if that is known; `is_whole`: it is no sum."""
+    """Raises ValueError where a state fits neither the mesh nor a value of this shape (None: not known). `is_whole`:
+    partial sums are refused, too."""
     if len(state) != len(mesh):
         raise ValueError(f"{where} has {len(state)} states on a mesh of {len(mesh)} axes")
     parts: dict[int, int] = {}

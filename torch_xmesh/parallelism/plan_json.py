@@ -53,7 +53,8 @@ def _plain(value: Any) -> Any:
 
 
 def _object(kind: Any, fields: Any, where: str) -> Any:
-    """Of a class, from its fields by name."""
+    """A dataclass's instance, made of a JSON object that has its fields by name. Raises ValueError for unknown and for
+    missing fields."""
     names = {field.name: field for field in dataclasses.fields(kind) if not field.name.startswith("_")}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object, got {_shown(fields)}")

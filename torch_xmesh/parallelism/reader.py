@@ -179,7 +179,7 @@ class Reader:
         call = Call(name, args, kwargs, len(reads), shapes, None if node.op == "call_module" else node.target)
         loops = self._loops(node, call, reads)
         if node in self._writers and name not in _WRITES_ITS_PARTS:
-            loops = None  # of a part of the batch it would write other values
+            loops = None  # computed from a part of the batch, other values would be written
         if change is not None and change.others:
             loops = None
             reads += [self._value_of(other) for other in change.others]
@@ -195,7 +195,8 @@ class Reader:
             self._values[change.first] = made[0]
 
     def _value_of(self, node: fx.Node) -> Value:
-        """Of a tensor of the model's own that may not have been come to yet, too."""
+        """The value that a node makes. A tensor of the model's own may be asked for before reading has come to it, and
+        gets its value here."""
         if node not in self._values:
             self._values[node] = self._firsts[node] = self._given(node, self._recording.facts[node])
         return self._values[node]
@@ -243,7 +244,8 @@ class Reader:
         return makes
 
     def _flops(self, node: fx.Node) -> float:
-        """Of an operator without a row, as torch counts them; 0 where it does not know it."""
+        """FLOPs of an operator without a row, as torch's FlopCounterMode counts them on meta tensors; 0 where it
+        cannot."""
         if node.op not in ("call_function", "call_method"):
             return 0.0
         from torch.utils.flop_counter import FlopCounterMode  # it brings triton along
@@ -337,6 +339,6 @@ def _why_not_in_place(change: _Change) -> str:
 
 
 def _whole(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], flops: float = 0.0) -> Loops:
-    """Of tensors of these shapes: every device does all of it."""
+    """The loops of an operator that every device does whole, for inputs and outputs of these shapes."""
     read, made = (tuple((None,) * len(shape) for shape in shapes) for shapes in (inputs, outputs))
     return Loops(read, made, {}, flops=flops)

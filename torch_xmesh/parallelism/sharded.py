@@ -124,7 +124,8 @@ class Sharded:
 
     @property
     def again_bytes(self) -> float:
-        """Of the largest."""
+        """Bytes that a device holds while backward computes a checkpoint anew, for the largest checkpoint; 0 without
+        any."""
         return max((math.fsum(num_bytes) for _, num_bytes in self.again.values()), default=0.0)
 
     @functools.cached_property
@@ -142,7 +143,7 @@ class Sharded:
 
     @property
     def zero_levels(self) -> dict[str, int]:
-        """Of parameters in parts, by name."""
+        """The ZeRO level of each parameter that is in parts, by its name."""
         return {name: one.level for name, one in self.in_parts.items()}
 
     @property

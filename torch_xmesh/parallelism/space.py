@@ -19,8 +19,8 @@ from torch_xmesh.parallelism.operators import Operator, Value
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 Links = tuple[int, float, float] | tuple[int, float, float, float]
-"""Of a mesh axis: its size, the latency of a message, what a byte takes one device that sends to its neighbor, and, if
-that is more, one where all send to all."""
+"""The links of a mesh axis: its size, the latency of a message, what a byte takes one device that sends to its
+neighbor, and, if that is more, one where all send to all."""
 Allowed = Callable[[Operator, Choice], bool]
 
 
@@ -91,7 +91,7 @@ class Space:
         return self._kept[key]
 
     def choices(self, operator: Operator) -> list[Choice]:
-        """Of an operator, at least one. Raises ValueError where none is allowed."""
+        """The allowed choices of an operator, at least one. Raises ValueError where none is allowed."""
         if operator.is_constant:
             return [whole_choice(operator.loops, len(self.axes))]
         found: list[Choice] = self.once(("choices", operator.loops.key), lambda: choices_of(operator.loops, self.shape))
@@ -207,8 +207,8 @@ class Space:
         return _C.collective_cost(self.model, use.collective, use.num_bytes, self.axes[use.axis])
 
     def shared_seconds(self, use: CollectiveUse) -> float:
-        """Of a parameter's or its gradient's, which others share: it sends no messages of its own. Alpa's costs are of
-        each by itself."""
+        """Seconds of a collective on a parameter or its gradient. Parameters share collectives, so none is counted with
+        a message's latency, except by the "alpa" model, which takes each by itself."""
         axis = self.axes[use.axis]
         if self.model != "alpa":
             axis = (axis[0], 0.0, *axis[2:])

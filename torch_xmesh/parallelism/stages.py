@@ -30,7 +30,7 @@ _STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MUCH_SLOWER = 10.0
 """Unless it takes so many times as long, by the tables."""
 _MANY_HOSTS = 16
-"""Of more hosts only powers of two share a stage, and all."""
+"""With more hosts of one kind than this, a stage has a power of two of its hosts, or all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def in_flight_of(schedule: str, layers: Layers, cluster: Cluster, num_microbatch
 
 
 class _Graphs(Sequence[ShardingGraph]):
-    """Of a stretch with parameters in parts at each level, made when they are asked for."""
+    """The graphs of a stretch, one for each level of parameters in parts (LEVELS), made when they are asked for."""
 
     def __init__(self, stretch: Stretch, space: Space) -> None:
         self._stretch, self._space = stretch, space

@@ -55,7 +55,8 @@ class Stretch:
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[tuple[int, int]]]:
-        """Of each value that is read, who reads it: an operator's place, and the value's among what that reads."""
+        """For each value that is read, its readers: an operator's place, and the value's position among what that
+        operator reads."""
         out: dict[Value, list[tuple[int, int]]] = {}
         for number, operator in enumerate(self.operators):
             for place, value in enumerate(operator.reads):

@@ -76,7 +76,7 @@ def _stretches(of_layer: Array) -> Array:
 
 
 def parameter_bytes(space: Space, value: Value, state: State, in_parts: InParts | None = None) -> float:
-    """Of one parameter on a device, with its gradient and the optimizer's states."""
+    """Bytes of one parameter on a device, with its gradient and the optimizer's states if it is trained."""
     whole = value.num_bytes / space.num_parts(state)
     if not value.is_trained:
         return whole

@@ -58,7 +58,8 @@ def over_space(call: Call) -> Loops:
 
 @row("unfold")
 def unfold(call: Call) -> Loops:
-    """Of images: samples, and channels, whose patches lie together. Of a tensor along a dim: the other dims."""
+    """Patches of images may be sharded by samples and by channels, since a channel's patches lie together. Windows
+    along one dim of a tensor may be sharded along all other dims."""
     x = call.tensor(0, "input")
     if len(call.shape) == len(x.shape) + 1:
         dim = call.get(1, "dimension") % len(x.shape)

@@ -47,7 +47,7 @@ def bilinear(call: Call) -> Loops:
 
 @row("inner")
 def inner(call: Call) -> Loops:
-    """Of all rows of one and all of the other."""
+    """The inner product of each row of one operand with each row of the other."""
     a, b = call.tensor(0, "input"), call.tensor(1, "other")
     of_a, of_b = (*labels_like(a.shape[:-1], "i"), "k"), (*labels_like(b.shape[:-1], "j"), "k")
     extents = {**extents_of(of_a, a.shape), **extents_of(of_b, b.shape)}
@@ -59,7 +59,7 @@ _SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec", "dot": "tensor"}
 
 @row("matmul", "bmm", "mm", "mv", "dot", "__matmul__")
 def matmul(call: Call) -> Loops:
-    """Of vectors, matrices and batches of them, which broadcast."""
+    """Products of vectors, matrices and batches of matrices, whose batch dims broadcast."""
     return _matmul(call, call.tensor(0, "input"), call.tensor(1, _SECOND.get(call.name, "other")))
 
 
@@ -163,7 +163,8 @@ def _without_dots(terms: Sequence[str], output: str, num_dims: Sequence[int]) ->
 
 
 def _pairwise_flops(terms: Sequence[str], output: str, extents: Mapping[str, int]) -> float:
-    """Of contracting operands from left to right; a letter stays as long as a later one or the output has it."""
+    """FLOPs of contracting an einsum's operands from left to right. A letter is summed over once neither a later
+    operand nor the output has it."""
     flops, held = 0.0, set(terms[0])
     for number, term in enumerate(terms[1:], 1):
         turns = held | set(term)

@@ -53,7 +53,7 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the one tensor, or the first, that it makes."""
+        """Shape of the tensor that it makes, of the first if it makes several."""
         return self.shapes[0]
 
     @property
@@ -76,8 +76,9 @@ class Call:
         return found
 
     def loops(self, inputs: Mapping[int, Labels], output: Labels, extents: Mapping[str, int], **more: Any) -> Loops:
-        """Of the inputs by index; of those that are not named nothing is read but their shape or type. Where it makes
-        several tensors, all have the labels of `output`."""
+        """The call's loops. `inputs` has the labels of the tensors that are read, by index; of tensors without an entry
+        only shape or dtype is looked at. `output` has the labels of what is made, the same for each tensor if there are
+        several. `more` has other fields of Loops."""
         reads = tuple(inputs.get(i) for i in range(self.num_tensors))
         return Loops(reads, (output,) * len(self.shapes), extents, **more)
 

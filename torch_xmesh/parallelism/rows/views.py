@@ -47,7 +47,7 @@ def _matched(before: Sequence[int], after: Sequence[int]) -> tuple[Labels, Label
 
 @row("transpose", "swapaxes", "swapdims", "t", "T", "mT", "adjoint", "H", "mH")
 def transpose(call: Call) -> Loops:
-    """Of two dims; `t` and the attributes of that meaning swap the last two, or the only two that there are."""
+    """Swaps two dims: those that are given, or the last two. `t`, `T` and `H` take matrices only."""
     x = call.tensor(0, "input")
     order = list(range(len(x.shape)))
     is_named = call.name in ("transpose", "swapaxes", "swapdims")
@@ -69,7 +69,7 @@ def permute(call: Call) -> Loops:
 
 @row("movedim", "moveaxis")
 def movedim(call: Call) -> Loops:
-    """Of one dim."""
+    """Moves one dim. A call that moves several has no row."""
     x, source, target = call.tensor(0, "input"), call.get(1, "source"), call.get(2, "destination")
     if not isinstance(source, int) or not isinstance(target, int):
         raise ValueError("movedim of several dims")

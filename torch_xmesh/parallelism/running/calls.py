@@ -135,7 +135,7 @@ class Call:
                 f"{OWN}{name}": _Slot(next(slots)) for name, _ in NameOrder(module).sorted(module.named_parameters())
             }
         self._is_flat = not self._kwargs and not any(isinstance(one, list | tuple | dict | slice) for one in self._args)
-        others = [place for place in site.places if not _is_own(place, site.node)]  # of the same memory, read last
+        others = [place for place in site.places if not _is_own(place, site.node)]  # views of its memory, read last
         behind = {place: len(self._sources) - len(others) + number for number, place in enumerate(others)}
         self._makes = [
             (value, _finder(place, site.node, behind.get(place)), way)
@@ -224,7 +224,7 @@ class Call:
             return parts[value] if value in parts else torch.empty((), dtype=value.dtype).expand(value.shape)
         moved = way.moved(parts[value], self._moves)
         is_moved = moved.requires_grad or bool(way.there)
-        if self._changes and is_moved and moved._is_view():  # of a move's, which autograd cannot change
+        if self._changes and is_moved and moved._is_view():  # made by a move: autograd cannot change it
             return moved.clone()
         return moved
 

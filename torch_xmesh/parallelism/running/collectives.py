@@ -106,7 +106,7 @@ class Moves:
             if after == PARTIAL:  # one device's summand is all of it
                 return part if at == 0 else torch.zeros_like(part)
             return part.chunk(size, after)[at]
-        if after == PARTIAL:  # of a shard: zeros elsewhere
+        if after == PARTIAL:  # a shard becomes a summand: zeros outside of it
             extents = list(part.shape)
             extents[before] *= size
             out = part.new_zeros(extents)
@@ -185,7 +185,7 @@ class Moves:
         return self  # groups are what they are
 
     def all_reduce(self, part: torch.Tensor, axis: int, name: str, why: str, *, is_max: bool = False) -> torch.Tensor:
-        """Of all devices along an axis, their sum or the greatest of each element."""
+        """The sum over all devices along an axis, or with `is_max` the elementwise maximum, as a new tensor."""
         self._tell(name, why, "all-reduce", axis, part.nbytes)
         out = part.contiguous().clone()
         self.add_up(out, axis, is_max=is_max)
@@ -197,8 +197,8 @@ class Moves:
             self._groups.run(axis, dist.all_reduce, part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
 
     def swapped(self, counts: torch.Tensor, axis: int) -> torch.Tensor:
-        """Of a tensor with a row for each device along an axis, the rows that these have for this one. They are of
-        counts, not of values: nobody is told."""
+        """An all-to-all of rows along an axis: row i goes to the axis's device i, and the result has the rows that
+        these devices have for this one. It moves counts and no values, so `on_collective` is not called."""
         if self.shape[axis] == 1:
             return counts
         received = torch.empty_like(counts, memory_format=torch.contiguous_format)
@@ -239,7 +239,7 @@ class Conversions:
         self._steps: dict[tuple[Any, ...], tuple[Step, ...]] = {}
 
     def steps(self, value: Value, before: State, after: State) -> tuple[Step, ...]:
-        """Of a value."""
+        """The moves that bring a value from one state to another; none where both are the same."""
         if before == after:
             return ()
         key = (value.shape, value.num_bytes)

@@ -49,7 +49,7 @@ class Compiler:
     def segments(
         self, numbers: Sequence[int], calls: Mapping[int, Call], dead_after: Mapping[int, Collection[Value]]
     ) -> list[Segment]:
-        """Of some operators in order, those calls without collectives that are in a row."""
+        """Segments to compile: two or more of the operators, in a row, whose calls run no collective."""
         out: list[Segment] = []
         row: list[int] = []
         for number in (*numbers, None):

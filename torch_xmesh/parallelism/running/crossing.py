@@ -93,7 +93,7 @@ def _read(recorded: Recorded, operators: Sequence[int]) -> dict[Value, None]:
 
 
 def changed_of(recorded: Recorded, ports: Ports) -> frozenset[Value]:
-    """Of the values that a stage is given, those that it changes in place."""
+    """The values given to a stage that the stage changes in place."""
     operators, sites, facts = recorded.forward.operators, recorded.sites, recorded.recording.facts
     own = {sites[number].node for number in ports.operators}
     changed = {memory for memory, _, changer in recorded.recording.mutations if changer in own}

@@ -31,7 +31,8 @@ class InTurn:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """Of a whole parameter, as an operator has saved it."""
+    """Stands for a whole parameter, or a view of it, among what an operator saves for backward: its layout, and where
+    to fetch the parameter again."""
 
     fetch: "Fetch"
     number: int

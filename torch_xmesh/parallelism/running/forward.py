@@ -136,7 +136,7 @@ class StageForward:
         is_region: bool = False,
     ) -> None:
         """Operators in order; of a checkpoint nothing is kept anyhow."""
-        inside = 0  # of a segment that has run, so many operators are left
+        inside = 0  # operators left of a segment that has run
         for number in numbers:
             if number in self._segments:
                 self._segments[number].run(parts)

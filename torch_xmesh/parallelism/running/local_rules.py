@@ -37,7 +37,7 @@ class Local:
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """Of the device, along each mesh axis."""
+        """The device's position along each mesh axis."""
         return self.moves.coordinate
 
     def axes_of(self, label: str) -> list[int]:
@@ -89,7 +89,7 @@ class Local:
         return whole
 
     def local_shape(self) -> list[int]:
-        """Of the part of the output."""
+        """The shape of this device's part of the output."""
         shape = list(self.operator.makes[0].shape)
         for held, size in zip(self.choice.outputs[0].value, self.mesh_shape, strict=True):
             if held >= 0:
@@ -112,7 +112,8 @@ def rule(*kinds: str) -> Callable[[Rule], Rule]:
 
 
 class _AddedOnce(torch.autograd.Function):
-    """Of devices that make summands one adds it; all have its gradient."""
+    """Adds a tensor to an output of which several devices make summands. Only the first of them adds it; all compute
+    its gradient."""
 
     @staticmethod
     def forward(ctx: Any, sum_of: torch.Tensor, added: torch.Tensor, is_first: bool) -> torch.Tensor:
@@ -209,7 +210,7 @@ _VIEWS = frozenset("view reshape flatten unflatten squeeze unsqueeze _unsafe_vie
 _OWN_LOOPS = {"embedding": "v", "cross_entropy": "c", "nll_loss": "c"} | {
     f"conv{kind}{dims}d": "g" for kind in ("", "_transpose") for dims in (1, 2, 3)
 }
-"""Of kinds whose calls are others where this loop is sharded."""
+"""By an operator's kind, the loop that needs another call than the recorded one where it is sharded."""
 _EXPANDS = frozenset("expand expand_as broadcast_to".split())
 
 
@@ -241,7 +242,8 @@ def expand(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("mean")
 def mean(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of the whole: a part's mean over as many."""
+    """The local mean divided by the number of devices that make summands, so that the sum over them is the global
+    mean."""
     return local.function(*args, **kwargs) / local.summands
 
 
@@ -309,7 +311,8 @@ def softmax(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _dtype_of(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype:
-    """Of what the call itself makes of small arguments like these: under autocast it may not be the recorded one."""
+    """The dtype that the call gives for small arguments like these. Under autocast it may differ from the recorded
+    one."""
     with torch.no_grad():
         made: torch.Tensor = local.function(*args, **kwargs)
     return made.dtype
@@ -326,8 +329,9 @@ def _own_label(local: Local) -> str | None:
 
 
 class _ClassLosses(torch.autograd.Function):
-    """Of each sample a device's summand of its loss, of some classes' logits, less the greatest of all, and the sum of
-    all of their exponentials; gradients stay where they are."""
+    """A device's summand of each sample's loss, where each device has some of the classes. `raised`: logits of its
+    classes less the greatest of all classes; `total`: the sum of the exponentials of these over all classes. Each
+    device computes the gradient of its own logits; backward runs no collective."""
 
     @staticmethod
     def forward(
@@ -339,7 +343,7 @@ class _ClassLosses(torch.autograd.Function):
         is_first: bool,
         shares: tuple[float, float],
     ) -> torch.Tensor:
-        """`shares`: of the target's class, and of each class besides, as smoothed labels have them."""
+        """`shares`: the weight of the target's class, and what each class has besides, by label smoothing."""
         is_here = (counted & (own >= 0) & (own < raised.shape[1])).unsqueeze(1)
         places = own.clamp(0, raised.shape[1] - 1).unsqueeze(1)
         ctx.save_for_backward(raised, total, is_here, places, counted)
@@ -360,8 +364,8 @@ class _ClassLosses(torch.autograd.Function):
 
 @rule("cross_entropy", "nll_loss")
 def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of classes each device has some: all bring together the greatest logit and the sum; of a mean devices count the
-    samples that are not ignored together."""
+    """Where classes are sharded, all-reduces give every device the greatest logit and the sum of exponentials over all
+    classes. For a mean, devices with different samples add up how many samples are not ignored."""
     is_raw = local.operator.kind == "cross_entropy"
     names = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)

@@ -64,7 +64,7 @@ class LossShares:
         return out
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
-        """Of the shares of all devices."""
+        """The sum of all devices' losses, written into `losses`."""
         for axis in self._axes:
             self._moves.add_up(losses, axis)
         return losses

@@ -25,7 +25,7 @@ from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.values import OutputStructure, Partition, Shapes, SizedStages, ValueName
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a model, keyword arguments by name."""
+"""A model's positional arguments, and its keyword arguments by name."""
 
 
 def planned_partition(

@@ -118,7 +118,7 @@ class PlannedStages:
             )
         by_samples = is_mean and all(_is_along_first(specs) for specs in chunk_specs.values())
         num_samples = samples_of(*self._arguments) if by_samples else 0
-        meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # of the parameters, for the user's collectives
+        meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # the parameters' meshes
         self._groups = StageGroups.make(self._grids, transfers)
         transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {
@@ -168,7 +168,7 @@ class PlannedStages:
             stage.own.begin_step()
 
     def loss_shares(self, stage: int) -> LossShares | None:
-        """Of a stage of this rank, if it is the last one."""
+        """How the loss of a stage of this rank is shared among its devices; None if it is not the last stage."""
         is_last = stage + 1 == len(self._plan.stages)
         return self._stages[stage].loss_shares if is_last else None
 
@@ -209,7 +209,7 @@ def _is_along_first(specs: Any) -> bool:
 
 
 def _digest_of(model: nn.Module) -> str:
-    """Of all values; those on meta have none."""
+    """A hash of the names and values of all parameters and buffers. Those on meta have no values."""
     out = hashlib.sha256()
     for name, one in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
         out.update(name.encode())

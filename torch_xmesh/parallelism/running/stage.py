@@ -110,10 +110,11 @@ class ShardedStage(nn.Module):
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """Of this device in the mesh."""
+        """This device's coordinate in the stage's mesh."""
         return self._moves.coordinate
 
     @property
     def loss_shares(self) -> LossShares | None:
-        """Of the last stage, if there is a loss on each device's samples."""
+        """How devices share the loss, if this is the last stage and each device computes the loss of its samples; else
+        None."""
         return self.first.loss_shares

@@ -11,7 +11,7 @@ from torch_xmesh.backend import backend_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 
 _left: list[dist.ProcessGroup] = []
-"""Of engines that were closed here. Other ranks may still be at the end of their last step."""
+"""Groups of engines that were closed in this process. Other ranks may still be at the end of their last step."""
 
 
 class StageGroups:

@@ -33,7 +33,7 @@ class CallSites:
     """Finds the ways to calls. Threading: that of the forward."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[types.FrameType, int]] = []  # of the last call; held, or their ids are used again
+        self._known: list[tuple[types.FrameType, int]] = []  # the last call's frames; held, or ids are used again
         self._count = 0
         self._root: types.FrameType | None = None
 

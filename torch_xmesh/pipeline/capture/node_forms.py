@@ -92,7 +92,7 @@ def is_effect(result: Any) -> bool:
 
 
 def shapes_of(value: Any) -> list[tuple[int, ...]]:
-    """Of the tensors in a value."""
+    """The shapes of the tensors in a value."""
     return [tuple(tensor.shape) for tensor in tensors_of(value)]
 
 

@@ -32,7 +32,7 @@ from torch_xmesh.pipeline.capture.source_lines import source_line
 
 _PATIENCE_SECONDS = 2.0
 _USUAL_RECORDINGS = 3
-"""Of a model, before its first step: two that are compared, and one with another number of samples."""
+"""Recordings of a model before its first step: two that are compared, and one with another number of samples."""
 
 
 def _is_later_rank() -> bool:

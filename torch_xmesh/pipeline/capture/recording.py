@@ -48,7 +48,7 @@ class NodeFacts:
 
     @property
     def tensors(self) -> list[TensorFacts]:
-        """Of its leaves, those that are tensors."""
+        """Those of its leaves that are tensors."""
         return [leaf for leaf in self.leaves if type(leaf) is TensorFacts]
 
     @staticmethod

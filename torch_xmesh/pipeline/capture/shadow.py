@@ -129,6 +129,6 @@ def _library_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
 
 
 def _paths_of(model: nn.Module) -> dict[int, tuple["weakref.ref[torch.Tensor]", str]]:
-    """Of parameters and buffers, by id."""
+    """By id of a parameter or buffer, a weak reference to it and its path in the model."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {id(tensor): (weakref.ref(tensor), path) for path, tensor in named}

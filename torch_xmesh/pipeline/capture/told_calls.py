@@ -28,7 +28,7 @@ class CallRecorder(Protocol):
 
 
 CHECKPOINT_OPTIONS = frozenset("use_reentrant context_fn determinism_check debug early_stop preserve_rng_state".split())
-"""Of torch's checkpoint: its other keyword arguments are the function's."""
+"""Keyword arguments of torch's checkpoint itself; it hands all others to the function."""
 
 
 def checkpoint_of(function: Any, *args: Any, **kwargs: Any) -> Any:

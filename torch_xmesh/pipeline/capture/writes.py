@@ -46,8 +46,8 @@ def _gives_views(func: Any) -> bool:
 
 
 def _by_a_run(func: Any, leaves: Sequence[Any], structure: pytree.TreeSpec, places: Sequence[int]) -> tuple[int, ...]:
-    """Of tensors at these places, those that have other values after a run; none where it cannot be run, or is too
-    much to run."""
+    """Those of these places whose tensors have other values after a run on stand-ins; none where the operator cannot be
+    run, or the tensors are too large."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     largest = max(tensors, key=lambda one: one.numel())
     samples = largest.shape[0] if largest.dim() > 1 and largest.numel() > _MOST_ELEMENTS else None

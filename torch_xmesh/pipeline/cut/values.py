@@ -16,7 +16,7 @@ from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.ways import Ways
 
 MOST_SIZES = 64
-"""Of the inputs, for which stages are kept."""
+"""For how many different sizes of the inputs something is kept, such as the stages made for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SizedStages:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the model's tensor arguments, by value name; with the example's number of samples."""
+"""Shapes of the model's tensor arguments, by value name, with the example's number of samples."""
 
 
 @dataclasses.dataclass

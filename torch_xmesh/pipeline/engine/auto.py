@@ -120,13 +120,13 @@ class AutoSchedule:
         self._limit = memory_limit_bytes
         self._early_weights = early_weights
         # Equal on all ranks but for _costs, which only the leader has.
-        self._shapes: Any = None  # of the inputs in the measured steps
-        self._sizes: list[int] = []  # of a microbatch in the measured steps, as Cuts.size()
+        self._shapes: Any = None  # the inputs' shapes in the measured steps
+        self._sizes: list[int] = []  # samples of a microbatch in the measured steps, as Cuts.size()
         self._costs: list[tuple[int, Costs]] = []  # by size
         self._choices: dict[Cuts | None, _Choice] = {}  # the last ones used
 
     def numbers(self, samples: int, shards: int) -> tuple[int, ...]:
-        """Of microbatches, to be tried for a batch on so many data shards."""
+        """The numbers of microbatches to try for a batch of `samples` on `shards` data shards."""
         return (self._given,) if self._given is not None else numbers_of(samples, shards, self._num_places)
 
     def plan(self, place: "EnginePlace", cuts: Cuts, *, is_train: bool) -> StepPlan:

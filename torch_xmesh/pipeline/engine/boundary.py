@@ -94,7 +94,7 @@ class Boundaries:
         )
 
     def placements(self, info: ValueInfo, stage: int) -> tuple[Placement, ...]:
-        """Of a value on a stage's mesh.
+        """The placements of a value on a stage's mesh.
 
         Raises:
             ValueError: boundary_placements that do not fit the mesh.
@@ -124,7 +124,8 @@ class Boundaries:
         return (one.grid, one.data_axis) == (other.grid, other.data_axis)
 
     def sent_shape(self, info: ValueInfo, num_samples: int) -> tuple[int, ...]:
-        """Of a value, or of the stack of all data shards' values, in a microbatch of `num_samples` samples."""
+        """The shape of a value in a microbatch of `num_samples` samples; where data shards' values are stacked, that of
+        the stack."""
         if info.producer is not None and self.is_stacked(info):
             return self.meshes[info.producer].global_shape(info, num_samples)
         return info.shape_for(num_samples)

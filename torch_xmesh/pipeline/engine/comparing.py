@@ -68,7 +68,8 @@ class StepComparison:
         }
 
     def ways(self, codes: Mapping[int, Sequence[Any]]) -> dict[str, int]:
-        """Of the codes that recorded stages run for each microbatch: what the model read of the batch, by shard."""
+        """What ranks compare of the codes that recorded stages run for each microbatch: by data shard what the model
+        read of the batch, and by stage which parameters are gathered."""
         found = {}
         for stage, several in codes.items():
             mesh = self._place.meshes[stage]
@@ -90,7 +91,8 @@ class StepComparison:
         return most if most > 1 and sum(len(mesh.ranks) for mesh in meshes.values()) > most else 0
 
     def modes(self) -> dict[str, int]:
-        """Of this rank's stages."""
+        """What ranks compare of modes: training or evaluation, autocast and gradients on or off, and each module's mode
+        in this rank's stages."""
         found = {
             "is_training": int(self._place.own.is_training),
             "autocast": number_of(str((autocasts(), torch.is_grad_enabled()))),
@@ -101,8 +103,9 @@ class StepComparison:
         return found
 
     def values(self, tree: Any, target: Any, takers: Sequence[int], shapes: Shapes, samples: int) -> dict[str, int]:
-        """Of the tensors of a batch that stages `takers` read, and of the target: whole ones that are plain, and this
-        rank's part of sharded ones; in the first steps, and in the first ones with other sizes."""
+        """What ranks compare of the values in a batch: numbers made of the tensors that stages `takers` read, and of
+        the target. Plain tensors count whole, DTensors with this rank's part. Only the first steps are compared, and
+        the first ones with other sizes."""
         leaves = pytree.tree_leaves((tree if takers else (), target))
         key = tuple(shapes.items()), samples, tuple(isinstance(leaf, DTensor) for leaf in leaves)
         self._compared = None
@@ -122,8 +125,9 @@ class StepComparison:
         return found
 
     def _number(self, name: str, leaves: Sequence[Any], stages: Sequence[int]) -> dict[str, int]:
-        """Of tensors that these stages of this rank take, under the name by which others have them too; none where
-        other ranks need not have the same, or for a layout whose values are not looked at."""
+        """A number made of the values of tensors that these stages of this rank take, under a name that is the same on
+        all ranks with these tensors. Empty where other ranks need not have the same values, and for layouts that are
+        not strided."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         local = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tensors]
         if any(one.layout != torch.strided for one in local):

@@ -263,7 +263,7 @@ class PipelineEngine:
         """Tells the other ranks of a failure that began here, and what this rank raises."""
         traffic, rank = self._transfers.traffic, self._transfers.rank
         if isinstance(error, PeerError | StageError):
-            if isinstance(error, PeerError) and not traffic.has_failed:  # of a rank that left in a collective
+            if isinstance(error, PeerError) and not traffic.has_failed:  # a rank left in a collective
                 traffic.fail_peer(str(error), error.ranks)
             return error
         action = self._place.core.failed_action

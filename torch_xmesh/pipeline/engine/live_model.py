@@ -33,7 +33,7 @@ class LiveModel:
         return {name: module for name, reference in self._opened if (module := reference()) is not None}
 
     def watch_stand_ins(self, stage: int, module: nn.Module) -> None:
-        """Of a stage's modules those that are never called: they hold others under the model's names."""
+        """Notes those of a stage's modules that are never called: they only hold others under the model's names."""
         stand_ins = [(name, one) for name, one in module.named_modules() if type(one) is nn.Module]
         self._stand_ins += [(f"{name!r} of stage {stage}", one) for name, one in stand_ins]
 

@@ -122,8 +122,9 @@ class MemoryMeter:
 
 
 def measured(place: "EnginePlace", meter: "MemoryMeter", sizes: Sequence[int]) -> Measured:
-    """Of the step of microbatches of so many samples that `place` has just run: of those as large as the first one, but
-    not that, in which memory was counted, if there is another."""
+    """What the stages of `place` took and held in the step that it has just run. `sizes`: samples of each microbatch.
+    Only microbatches as large as the first one are counted. Memory was counted in the first microbatch, so its
+    computation is not timed if there is another."""
     alike = {microbatch for microbatch, size in enumerate(sizes) if size == sizes[0]}
     alike -= {0} if len(alike) > 1 else set()
     seconds: dict[tuple[int, str], list[float]] = {}

@@ -73,7 +73,7 @@ class EnginePlace:
     buffers: BufferSync
 
     def numbers(self, batch: tuple[int, int]) -> tuple[int, ...]:
-        """Of microbatches, into which a batch of so many samples on so many shards may be cut."""
+        """The numbers of microbatches into which a batch may be cut. `batch`: its samples, and its data shards."""
         samples, shards = batch
         if self.auto is None:
             return (self.schedule.num_microbatches,)

@@ -54,7 +54,7 @@ def without_parts(tree: Any, specs: Sequence[Any]) -> Any:
 
 
 def number_of_shapes(tree: Any) -> int:
-    """Of the whole batch's shapes and dtypes, which ranks agree on before they gather it."""
+    """A hash of the whole batch's structure, shapes and dtypes, which ranks compare before they gather the batch."""
     leaves, structure = pytree.tree_flatten(tree)
     shapes = (f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else "" for one in leaves)
     return number_of(str(structure), *shapes)

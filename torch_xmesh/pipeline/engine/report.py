@@ -78,7 +78,7 @@ class StepReport:
         return "\n".join(lines)
 
     def events(self) -> list[Event]:
-        """Of all ranks, on one clock."""
+        """The last step's events on all ranks, on one clock. Called by all ranks."""
         edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
         steps, rank = self._steps, self._transfers.rank
         mine = events_of(rank, self._place.core, edges, entered_ns=steps.entered_ns, after=steps.after)

@@ -71,7 +71,7 @@ class SizedPlace:
             self.place.meshes[-1].global_shape(self.partition.values[name], size)
 
     def plans(self, sizes: Sequence[int]) -> list["_C.EdgePlans"]:
-        """Of this rank's edges, for microbatches of these sizes."""
+        """The transfer plans of this rank's edges, for microbatches of these sizes."""
         key = tuple(sizes)
         if key not in self._plans:
             self._plans[key] = self._make_plans(sizes)
@@ -121,11 +121,11 @@ class InputSizes:
         }
 
     def told(self, shapes: Shapes) -> dict[str, int]:
-        """Of the inputs that this rank reads, the batch dim as in the example."""
+        """The sizes of the inputs that this rank reads, for the other ranks; batch dims are as in the example."""
         return {key: shapes[name][dim] for key, (name, dim) in self._dims.items() if name in shapes}
 
     def shapes(self, told: Mapping[str, int | None]) -> dict[str, tuple[int, ...]]:
-        """Of all inputs, by what the ranks have told."""
+        """The shapes of all inputs, from the sizes that ranks have told."""
         found = {name: list(info.shape) for name, info in self._inputs.items()}
         for key, (name, dim) in self._dims.items():
             size = told[key]

@@ -34,7 +34,7 @@ class StepState:
         self.sizes = list(sizes)
         self.is_train = is_train
         self.keeps_outputs = True
-        self.meter: MemoryMeter | None = None  # of the first microbatch
+        self.meter: MemoryMeter | None = None  # counts memory in the first microbatch
         self.codes: Mapping[int, list[Any]] = {}
         self.targets: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
@@ -75,8 +75,8 @@ class StageWork:
         self._placements = [boundaries.placements(info, stage) for info in self._outputs]
         self._is_stacked = [boundaries.is_stacked(info) for info in self._outputs]
         self._shard = mesh.shard
-        self._samples: dict[int, int] = {}  # of this rank, by samples of the microbatch
-        self._shapes: dict[int, list[torch.Size]] = {}  # of this rank's outputs, by samples of the microbatch
+        self._samples: dict[int, int] = {}  # this rank's samples, by samples of the microbatch
+        self._shapes: dict[int, list[torch.Size]] = {}  # shapes of this rank's outputs, by samples of the microbatch
         self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
         self._takes_as_sent = not self._has_dtensors and not any(
             boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
@@ -190,7 +190,7 @@ class StageWork:
         return activation_mesh(self.mesh, self.program.module)
 
     def _expected_shapes(self, size: int) -> list[torch.Size]:
-        """Of this rank's part of each output in a microbatch of `size` samples."""
+        """The shapes of this rank's part of each output, in a microbatch of `size` samples."""
         shapes = []
         for info, placements, is_stacked in zip(self._outputs, self._placements, self._is_stacked, strict=True):
             spec = core_spec(self._boundaries.sent_shape(info, size), info.dtype, self.mesh.grid, placements)
@@ -260,7 +260,7 @@ class StageForward:
 
     def __init__(self, works: Mapping[int, StageWork]) -> None:
         self.step: StepState | None = None
-        self.works = works  # of the step under way
+        self.works = works  # those of the step that runs
 
     def __call__(
         self, stage: int, microbatch: int, inputs: list[torch.Tensor]

@@ -6,13 +6,13 @@ import torch
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
-    """Of a dense tensor's bytes; 16 of them."""
+    """A checksum of a dense tensor's values; 16 bytes."""
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
 
 
 def number_of(*parts: bytes | str) -> int:
-    """Of texts and bytes, in order: 0 to 2**61 - 1."""
+    """A hash of texts and bytes, in order, as a number from 0 to 2**61 - 1."""
     found = hashlib.blake2b(digest_size=8)
     for part in parts:
         found.update(part if isinstance(part, bytes) else part.encode())

@@ -103,7 +103,8 @@ class StageMesh:
         )
 
     def global_shape(self, info: ValueInfo, num_samples: int) -> tuple[int, ...]:
-        """Of a value of a microbatch of `num_samples` samples, or of the stack of all data shards' values.
+        """The global shape of a value in a microbatch of `num_samples` samples; where data shards' values are stacked,
+        that of the stack.
 
         Raises:
             ValueError: data shards of different size make values of different shape.
@@ -119,7 +120,8 @@ class StageMesh:
         return (self.num_shards, *shapes.pop())
 
     def gradient_placements(self, info: ValueInfo, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Of the gradient at the value's consumer; data shards that all have the value have parts of a sum."""
+        """The placements of a value's gradient at a stage that reads the value. Where all data shards have the same
+        value, each has a summand of its gradient."""
         return tuple(
             Partial("sum") if axis == self.data_axis and isinstance(placement, Replicate) else placement
             for axis, placement in enumerate(placements)

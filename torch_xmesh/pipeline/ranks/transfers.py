@@ -52,7 +52,7 @@ class Transfers:
 
     @property
     def timeout(self) -> timedelta:
-        """Of the group."""
+        """The group's timeout."""
         return self._reshards.core.timeout
 
     def raise_cause(self, error: Exception) -> None:

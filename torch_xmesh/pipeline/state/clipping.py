@@ -150,6 +150,7 @@ def _norm_of_rows(rows: Sequence[_Row], p: float) -> torch.Tensor:
 
 
 def _norm_of_names(transfers: Transfers, mine: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of order 0. torch takes the norm of the parameters' norms: so many have a gradient that is not all zeros."""
+    """The norm of order 0: the number of parameters whose gradient is not all zeros, since torch takes the norm of the
+    parameters' norms."""
     found = transfers.gather("norm/names", {name for name, one in mine.items() if one.count_nonzero()})
     return torch.tensor(float(len(set().union(*found))), dtype=torch.float64)

@@ -264,7 +264,8 @@ class GradientSync:
                 together.begin(self._trained)
 
     def _take_apart(self, parameter: nn.Parameter, left: _Unsummed) -> None:
-        """Of a gradient that a step in no_sync has left: what is summed and what is this rank's own."""
+        """Splits a gradient that a step in no_sync has left: what is summed already is set aside, and this rank's own
+        part becomes the parameter's gradient."""
         grad = parameter.grad
         if grad is not None and self._is_as_left(grad, left):  # else the user dropped the gradients of the steps before
             self._set_aside[parameter] = grad if left.own is None else left.summed
@@ -398,7 +399,8 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _why_not_summed(parameter: nn.Parameter, mesh: StageMesh, stage: int) -> str | None:
-    """Of a parameter that something else than this shards over the data axis: why it cannot be trained."""
+    """Why a parameter cannot be trained: something other than the engine shards it over the data axis. None if it can
+    be trained."""
     if not isinstance(parameter, DTensor) or mesh.num_shards == 1:
         return None
     shared = set(mesh_grid(parameter.device_mesh).ranks) & (set(mesh.line.ranks) - {mesh.rank})
