@@ -21,7 +21,7 @@ constexpr milliseconds kLookTime{700};     ///< for who has ended, once a connec
 constexpr milliseconds kGlance{50};        ///< where connections had no part in it, or this rank gives up
 constexpr milliseconds kConnectTime{200};  ///< to those who are told
 constexpr milliseconds kPause{1};          ///< between two looks
-constexpr size_t kMostText = 1000;         ///< of what ranks tell each other
+constexpr size_t kMostText = 1000;         ///< characters of what ranks tell each other
 
 std::string textOf(const std::exception_ptr& error) {
   try {

@@ -157,7 +157,7 @@ void GlooConnections::breakOff() noexcept {
       if (const std::optional<ino_t> number = socketNumber(fd); !number.has_value() || !sockets_.contains(*number)) {
         return;
       }
-      // Of its own, since gloo may close the other one now, and another thread get the number.
+      // A duplicate: gloo may close its descriptor at any time, and another thread get the same number.
       const transport::Fd held(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
       if (const std::optional<ino_t> number = socketNumber(held.get()); number.has_value() && sockets_.contains(*number)) {
         ::shutdown(held.get(), SHUT_RDWR);

@@ -12,7 +12,7 @@ namespace xmesh::c10d_backend {
 /// What a call on gloo concerns.
 struct GuardedCall {
   std::string what;  ///< for error texts: "all_reduce"
-  int peer = -1;     ///< of a send or receive: the other group rank
+  int peer = -1;     ///< for a send or receive, the other group rank
   bool is_collective = true;
 };
 
@@ -30,7 +30,7 @@ class GuardedWork final : public ::c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
   void blockCurrentStream() override { inner_->blockCurrentStream(); }
   void abort() override { inner_->abort(); }
-  /// Of a Work of gloo's without one: its error.
+  /// Throws gloo's error where gloo's Work has no future.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   float getDuration() const override { return inner_->getDuration(); }
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }

@@ -94,7 +94,7 @@ class InnerBackends {
   /// Ends gloo's backend on a thread of its own: it first does the work it was given. None is made from now on. Where a call is inside it, it stays
   /// (no future).
   std::future<void> endGloo() noexcept;
-  /// Of a group that has ended: lets the store go.
+  /// Lets go of the store; called once the group has ended.
   void dropStore() noexcept { store_.reset(); }
   /// Gives up ownership without destroying anything: for a forked child, which has none of the backends' threads.
   void leak() noexcept;

@@ -54,7 +54,7 @@ class ReshardGroup final : public GroupAttachment {
   core::Topology topology(const std::vector<int64_t>& ranks, const core::LinkModel& links);
   /// Compiles what this rank does for a plan. Keep it: later calls with the same arguments start from it.
   std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallDetails& details) const;
-  /// Of one call.
+  /// Options of one call.
   struct CallOptions {
     std::optional<runtime::CallKey> forward;  ///< the call whose backward this is
     bool is_detached = false;                 ///< see ReshardRequest

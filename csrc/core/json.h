@@ -39,8 +39,8 @@ class JsonValue {
   int64_t integer_ = 0;
   double double_ = 0;
   std::string string_;
-  std::vector<JsonValue> items_;    ///< of an array; the values of an object's members
-  std::vector<std::string> names_;  ///< of an object's members
+  std::vector<JsonValue> items_;    ///< an array's items, or the values of an object's members
+  std::vector<std::string> names_;  ///< the names of an object's members
   std::string field_;               ///< "messages[3][0]"
   int64_t line_ = 0;
   int64_t column_ = 0;

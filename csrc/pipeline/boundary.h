@@ -16,7 +16,7 @@ namespace xmesh::pipeline {
 
 /// The plans of one edge's transfers, by microbatch; equal microbatches share them.
 struct EdgePlans {
-  std::string lane;                                 ///< of the values; that of the gradients is derived
+  std::string lane;                                 ///< the lane of the values; that of the gradients is derived
   std::string values;                               ///< their names, for error texts
   bool is_joint = false;                            ///< this rank gives and takes: one call does both
   std::vector<at::ScalarType> dtypes;               ///< of the values
@@ -57,7 +57,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   void check() const override { traffic_->check(); }
 
   const TensorPool& pool() const { return pool_; }
-  /// Of the last step's transfers that have ended.
+  /// The spans of those transfers of the last step that have ended.
   const std::vector<TrafficSpan>& spans() const { return spans_; }
 
  private:

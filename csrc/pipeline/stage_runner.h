@@ -47,7 +47,7 @@ class StageRunner final : public runtime::ActionRunner {
   /// By stage whose backward I and W cannot split: why not, at its last I. Such an I is the whole backward.
   const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }
   void beginStep(StepInputs inputs);
-  /// Of a step that is done, and of one that failed.
+  /// Ends the step; `is_done`: it has not failed.
   void endStep(bool is_done);
 
   void run(const core::Action& action) override;
@@ -83,11 +83,12 @@ class StageRunner final : public runtime::ActionRunner {
   double loss_gradient_weight_ = 0;
   std::map<int32_t, std::string> whole_because_;
   std::map<int32_t, std::map<const void*, int64_t>> weight_storages_;
-  /// Of a stage that is not alone. W run in the list's order until a step of the same key has shown that they call no collective.
+  /// What is known of the W of a stage that shares its mesh. They run in the list's order until a step of the same key has shown that they call no
+  /// collective.
   struct SharedWeights {
     bool has_run = false;  ///< in this step
     bool has_collective = false;
-    std::optional<uint64_t> known_key;  ///< of the last step that has run them all
+    std::optional<uint64_t> known_key;  ///< the key of the last step that has run them all
   };
   std::map<int32_t, SharedWeights> shared_weights_;
   bool has_input_ = false;   ///< this step has run some I

@@ -66,7 +66,7 @@ class PipelineTraffic {
 
   std::shared_ptr<c10d_backend::ReshardGroup> group_;
   const std::vector<int64_t> ranks_;
-  const uint64_t number_;  ///< of this group's pipelines of these ranks
+  const uint64_t number_;  ///< counts this group's pipelines of these ranks
   const std::string name_;
   const uint64_t participants_;
   std::map<std::string, Lane> lanes_;

@@ -88,7 +88,7 @@ void copyElements(const std::byte* src, std::byte* dst, const CopyDims& dims, in
   const size_t inner = dims.num_dims - 1;
   const int64_t row_length = dims.extents[inner];
   std::array<int64_t, kMaxDims * 2> coord{};
-  int64_t src_offset = dims.src_offset;  // of the row at coord
+  int64_t src_offset = dims.src_offset;  // where the row at coord begins
   int64_t dst_offset = dims.dst_offset;
   int64_t rest = begin / row_length;
   for (size_t dim = inner; dim-- > 0;) {

@@ -34,19 +34,19 @@ struct Call {
   std::shared_ptr<ReshardCall> handle;
   std::shared_ptr<const CallTerms> terms;
   std::chrono::milliseconds timeout{0};
-  std::function<std::string()> describe;  ///< of a transfer or a watch; may be null
+  std::function<std::string()> describe;  ///< for a transfer or a watch; may be null
   std::optional<CallKey> watch;           ///< the one that it fails with
-  uint64_t phase = 0;                     ///< of that watch
-  uint64_t pipeline = 0;                  ///< of a watch
+  uint64_t phase = 0;                     ///< the phase of that watch
+  uint64_t pipeline = 0;                  ///< for a watch, its pipeline
   std::optional<Movement> movement;       ///< until it starts
 
   std::unique_ptr<Executor> executor;  ///< null where nothing moves
-  bool waits_for_agreement = false;    ///< of that executor
-  bool knows_progress = true;          ///< of that executor
+  bool waits_for_agreement = false;    ///< what that executor says
+  bool knows_progress = true;          ///< what that executor says
   StartTerms start_terms;              ///< the most that a participant has said
   bool is_moved = false;               ///< all messages sent and received
   AgreementRounds rounds;
-  Watch watched;  ///< of a watch
+  Watch watched;  ///< used if the call is a watch
   Inquiry inquiry;
   uint64_t timer = 0;
 };

@@ -11,7 +11,7 @@ namespace xmesh::runtime {
 /// The dims of a copy: source and destination share extents, each has its strides. Elements are counted in row-major order. Plain value.
 struct CopyDims {
   size_t num_dims = 0;
-  int64_t src_offset = 0;  ///< of element 0 in bytes; may lie before the memory that is touched, hence no pointer
+  int64_t src_offset = 0;  ///< where element 0 is, in bytes; may lie before the memory that is touched, hence no pointer
   int64_t dst_offset = 0;
   std::array<int64_t, kMaxDims * 2> extents{};
   std::array<int64_t, kMaxDims * 2> src_bytes{};

@@ -55,7 +55,7 @@ struct Movement {
   std::vector<LocalTensor> dst;
   std::shared_ptr<void> keep_alive;  ///< owns their memory; dropped on the network's thread
   Route route;
-  std::shared_ptr<CallerStreams> caller;  ///< of a call on a device; null where no stream waits for it
+  std::shared_ptr<CallerStreams> caller;  ///< for a call on a device; null where no stream waits for it
   std::shared_ptr<Mirrors> mirrors;       ///< whose memory is in src and dst; null where there are none
   bool writes_once_agreed = false;        ///< what is in dst is the caller's: it stays as it is in a call that is refused
 };

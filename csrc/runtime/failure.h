@@ -48,9 +48,9 @@ struct Failure {
   FailureKind kind = FailureKind::kMistake;
   std::string text;
   std::vector<int64_t> blamed_ranks;
-  int32_t stage = -1;  ///< of kStage
+  int32_t stage = -1;  ///< the stage that failed, for kStage
   int32_t microbatch = -1;
-  uint64_t phase = 0;         ///< of a watch: ranks whose calls have not come to this phase go on until they do
+  uint64_t phase = 0;         ///< for a watch: ranks whose calls have not come to this phase go on until they do
   int32_t arrived_peer = -1;  ///< whose arrival at another pipeline it was, as a group rank, and which of that rank's; -1: nobody's
   uint64_t arrival = 0;
 };

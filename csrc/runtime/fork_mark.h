@@ -14,7 +14,7 @@ class ForkMark {
   void check() const;
 
  private:
-  uint32_t num_forks_;  ///< of which this process is a child, when the object was made
+  uint32_t num_forks_;  ///< forks that had led to this process when the object was made
 };
 
 }  // namespace xmesh::runtime

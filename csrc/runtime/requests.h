@@ -26,7 +26,7 @@ struct TransferRequest {
   Movement movement;
   CallKey key;                            ///< the same on every participant, never used twice
   CallKey watch;                          ///< the watch that it fails with, and that fails with it
-  uint64_t phase = 0;                     ///< of the watch; never less than that of a transfer before it
+  uint64_t phase = 0;                     ///< the watch's phase; never less than that of a transfer before it
   std::function<std::string()> describe;  ///< what it carries: for error texts, on the network's thread
 };
 

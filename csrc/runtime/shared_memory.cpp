@@ -103,7 +103,7 @@ bool overlapsItself(const LocalTensor& tensor) {
   if (are_nested) {
     return false;
   }
-  // Of two elements in the same place one comes later along some dim, and they differ anyhow along those before it here.
+  // Two elements share memory if, for some dim, they are different places along it and any places along the dims of smaller stride.
   for (size_t dim = 0; dim < dims.size(); ++dim) {
     std::vector<Term> terms{{dims[dim].stride, 1, dims[dim].most}};
     if (dims[dim].stride == 0) {
@@ -128,7 +128,7 @@ bool overlap(const TensorMemory& one, const TensorMemory& other) {
   if (here.end <= there.begin || there.end <= here.begin) {
     return false;
   }
-  std::vector<Term> terms{{1, 1 - other.item_bytes, one.item_bytes - 1}};  // of bytes inside two elements
+  std::vector<Term> terms{{1, 1 - other.item_bytes, one.item_bytes - 1}};  // the differences between bytes inside two elements
   for (size_t dim = 0; dim < one.tensor.shape.size(); ++dim) {
     if (one.tensor.shape[dim] > 1 && one.tensor.strides[dim] > 0) {
       addTerm(terms, {one.tensor.strides[dim] * one.item_bytes, 0, one.tensor.shape[dim] - 1});

@@ -21,7 +21,7 @@ namespace xmesh::c10d_backend {
 class BackendCommunicators final : public runtime::Communicators {
  public:
   static constexpr size_t kMaxCommunicators = 8;
-  static constexpr size_t kMaxAborted = 64;  ///< that are remembered, of one set of ranks
+  static constexpr size_t kMaxAborted = 64;  ///< aborted communicators of one set of ranks that are remembered
   /// Makes the inner backend of some ranks, of which this one is the `rank`-th; it is connected later. `name` is alike on all of them and never used
   /// again.
   using Make = std::function<c10::intrusive_ptr<::c10d::Backend>(const std::string& name, int rank, const std::vector<int64_t>& global_ranks)>;
@@ -32,13 +32,13 @@ class BackendCommunicators final : public runtime::Communicators {
   Proposal propose(const runtime::Participants& participants) override;
   std::shared_ptr<transport::StreamTransport> of(const runtime::Participants& participants, uint64_t generation) override;
   void abort(const runtime::Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept override;
-  /// Of every one, after which it is given up.
+  /// Aborts every communicator; all are given up afterwards.
   void abortAll(const transport::StreamFailure& failure) noexcept;
 
  private:
   using Ranks = std::vector<int64_t>;
   struct Entry {
-    uint64_t generation = 0;  ///< of the newest one
+    uint64_t generation = 0;  ///< the newest one's
     bool is_making = false;
     std::shared_ptr<BackendTransport> newest;                 ///< null before it is made, and when it was given up
     std::map<uint64_t, std::weak_ptr<BackendTransport>> all;  ///< by generation; those given up live until the stream has passed them

@@ -52,10 +52,10 @@ class BackendTransport final : public transport::StreamTransport {
     std::condition_variable changed;
     std::optional<transport::StreamFailure> failure;
     bool is_connected = false;
-    int64_t num_bytes = 0;    ///< of the device's memory, that it was seen to take
+    int64_t num_bytes = 0;    ///< by how much the device's free memory fell while it was connected
     std::timed_mutex inside;  ///< held by the line's thread while it calls the backend, from the begin of a group to its end
   };
-  /// Of the line's thread: leaves abort() waiting. Not held where the transport is aborted.
+  /// Lets the line's thread into the backend; abort() waits until the lock is released. The lock is not held where the transport is aborted.
   std::unique_lock<std::timed_mutex> enter() const;
   static void abortBackend(::c10d::Backend& backend, State& state) noexcept;
   std::optional<transport::StreamFailure> failure() const;

@@ -28,7 +28,7 @@ class Order {
   }
   const std::set<size_t>& around(size_t node) const { return sizes_.neighbors[node]; }
 
-  /// Of the table over a node and its neighbors.
+  /// The cells of the table over a node and its neighbors.
   size_t numCells(size_t node) const {
     auto out = static_cast<double>(sizes_.num_choices[node]);
     for (const size_t neighbor : sizes_.neighbors[node]) {
@@ -153,7 +153,7 @@ class Buckets {
 
   /// Adds a factor over some of the sum's nodes.
   void add(Factor& sum, const Factor& factor) const {
-    std::vector<size_t> strides(sum.nodes.size(), 0);  // of the factor, along the sum's nodes
+    std::vector<size_t> strides(sum.nodes.size(), 0);  // the factor's strides along the sum's nodes
     size_t stride = 1;
     for (size_t place = factor.nodes.size(); place-- > 0;) {
       const auto found = std::find(sum.nodes.begin(), sum.nodes.end(), factor.nodes[place]);

@@ -31,7 +31,7 @@ const std::vector<CollectiveCostModel>& collectiveCostModels();
 /// Throws InvalidArgument, which lists the names, where there is none of that name.
 const CollectiveCostModel& collectiveCostModel(std::string_view name);
 std::string_view collectiveName(Collective collective);
-/// Of that name. Throws InvalidArgument where there is none.
+/// The collective of that name. Throws InvalidArgument where there is none.
 Collective collectiveOf(std::string_view name);
 
 // One function per model, each in the file of its name; collectiveCostModels() lists them.

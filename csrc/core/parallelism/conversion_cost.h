@@ -24,9 +24,9 @@ std::string valueStateStr(const ValueState& state);
 /// A value changes how one axis holds it.
 struct ConversionStep {
   size_t axis = 0;
-  ValueState to;                         ///< of the whole value, afterwards
+  ValueState to;                         ///< the whole value's state afterwards
   std::optional<Collective> collective;  ///< along that axis; none where each device does it by itself
-  double num_bytes = 0;                  ///< of the collective: see CollectiveCostModel
+  double num_bytes = 0;                  ///< as CollectiveCostModel counts them
   bool operator==(const ConversionStep&) const = default;
 };
 
@@ -40,7 +40,7 @@ enum class ConversionWays : uint8_t {
 /// a value for a sum that the first device along an axis has all of, costs nothing. (L. Zheng et al., Alpa, OSDI 2022, Table 2, has five of these.)
 class ConversionCosts {
  public:
-  /// Of a value of this shape and so many bytes. A state is possible only where its axes divide the dims that they shard. Throws InvalidArgument for
+  /// Takes a value's shape and bytes. A state is possible only where its axes divide the dims that they shard. Throws InvalidArgument for
   /// a mesh of more than 3 axes, where states would be too many, for axes without devices and for costs below zero.
   ConversionCosts(std::vector<int64_t> shape, double num_bytes, std::vector<AxisLinks> axes, const CollectiveCostModel& model,
                   ConversionWays ways = ConversionWays::kAny);

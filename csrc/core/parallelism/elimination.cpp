@@ -12,13 +12,13 @@
 namespace xmesh::core {
 namespace {
 
-/// Of a table, in all: about 100 MB.
+/// The most cells of a table: about 100 MB.
 constexpr size_t kMostCells = size_t{12} << 20;
 
-/// Of the tables in each step of a descent.
+/// The most cells of a table in a step of a descent.
 constexpr size_t kDescentCells = size_t{1} << 13;
 
-/// Of all tables of an exact search, in all its branches: some seconds.
+/// The most cells of all tables in all branches of an exact search: some seconds.
 constexpr double kMostWork = 5e8;
 
 /// Branches of a search, those included that end at once.

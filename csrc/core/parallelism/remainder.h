@@ -30,7 +30,7 @@ class Remainder {
   const std::set<size_t>& left() const { return left_; }
   /// Which nodes have to be given a choice for finishByBuckets() to have tables of at most `most_cells`, and the cells of all its tables then.
   struct ToDecide {
-    std::vector<size_t> nodes;  ///< of those that have a choice, the ones with most neighbors; in this order
+    std::vector<size_t> nodes;  ///< those with most neighbors among the ones that have a choice; in this order
     double cells = 0;
   };
   ToDecide toDecide(size_t most_cells) const;
@@ -42,7 +42,7 @@ class Remainder {
   const std::vector<double>& costsOf(size_t node) const { return costs_[node]; }
   /// Null where they are no neighbors.
   const SharedCostTable* tableBetween(size_t node, size_t neighbor) const;
-  /// Of what is gone.
+  /// What the nodes that are gone cost together, whatever the others choose.
   double constant() const { return constant_; }
   /// No choice of what is left costs less than this, with the constant.
   double bound() const;

@@ -42,7 +42,7 @@ TimedPlan leastSumPlan(const StageTable<double>& table, const DeviceCounts& coun
 
 struct AcceptedPlanLimits {
   double most_sum = kNoTime;  ///< plans with this sum, or a larger one, are not looked at
-  size_t most_tries = 0;      ///< of stages; what is begun at that point ends the search
+  size_t most_tries = 0;      ///< how many stages are begun; a search that has begun more finds nothing
   std::function<bool(const TimedPlan&)> accepts;
 };
 

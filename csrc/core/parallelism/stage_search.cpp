@@ -15,7 +15,7 @@ namespace {
 
 /// A sum of the same seconds in another order is no larger than this many times as large.
 constexpr double kOtherOrder = 1 - 1e-12;
-/// Of the tries that are left, one limit and number of stages gets this part.
+/// The tries for one limit and number of stages are those that are left, divided by this.
 constexpr size_t kShareOfTries = 16;
 /// Times the slowest stage of the best plan: where to look for others.
 constexpr double kLooserLimits[] = {1.02, 1.05, 1.1, 1.2, 1.4, 2};

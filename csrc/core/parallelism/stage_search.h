@@ -53,13 +53,13 @@ struct PlannedStage {
 
 struct StagePlan {
   std::vector<PlannedStage> stages;
-  double seconds = 0;      ///< of all microbatches: eq. 2
+  double seconds = 0;      ///< all microbatches, by eq. 2
   double slowest = 0;      ///< seconds of its slowest stage, for one microbatch
   bool is_proven = false;  ///< no plan that is accepted takes less than this one, by more than num_microbatches * epsilon
 };
 
 struct StageSearchLimits {
-  size_t count = 1;                               ///< of plans returned, at most
+  size_t count = 1;                               ///< how many plans are returned at most
   double epsilon = 0;                             ///< seconds: slowest stages that differ by less count as equally slow
   std::function<bool(const StagePlan&)> accepts;  ///< plans it refuses are not returned; none refuses nothing
   size_t least_stages = 1;                        ///< plans of fewer are not returned
@@ -92,7 +92,7 @@ std::vector<StagePlan> bestStagePlans(const StageProblem& problem, const StageSe
 struct MemoryNeed {
   int64_t num_bytes = 0;
   std::vector<PlannedStage> stages;  ///< that need no more
-  size_t largest_stage = 0;          ///< of `stages`: the first that needs so much
+  size_t largest_stage = 0;          ///< in `stages`: the first that needs so much
 };
 
 /// The least number of bytes that, as the memory of a device of every submesh, leaves a plan: the least largest left side of eq. 5. The memory of

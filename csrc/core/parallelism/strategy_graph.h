@@ -44,7 +44,7 @@ class StrategyGraph {
   const std::vector<StrategyNode>& nodes() const { return nodes_; }
   const std::vector<StrategyEdge>& edges() const { return edges_; }
   size_t numChoices(size_t node) const { return nodes_.at(node).costs.size(); }
-  /// Of one choice per node. Throws InvalidArgument where there are others.
+  /// What one choice per node costs. Throws InvalidArgument for another number of choices, and for one that a node does not have.
   double cost(const std::vector<size_t>& choice_of) const;
   /// The part of each edge in it.
   std::vector<double> edgeCosts(const std::vector<size_t>& choice_of) const;

@@ -13,8 +13,8 @@
 namespace xmesh::core {
 namespace {
 
-constexpr double kNoise = .04;         ///< of the runs by which candidates are compared
-constexpr double kPerturbation = .15;  ///< of the costs for which orders are planned
+constexpr double kNoise = .04;         ///< noise of the runs by which candidates are compared
+constexpr double kPerturbation = .15;  ///< noise of the costs for which further orders are planned
 constexpr double kTie = 1.003;         ///< as fast as the fastest: the one that holds least is taken
 constexpr int32_t kMostNoisyRuns = 4;
 constexpr int32_t kMostSeeds = 12;

@@ -28,7 +28,7 @@ struct ScheduleCandidate {
 
 struct ScheduleChoice {
   std::vector<ScheduleCandidate> candidates;  ///< by noisy_s
-  int32_t best = -1;                          ///< of those that keep the limit; -1 where none does
+  int32_t best = -1;                          ///< the best candidate that keeps the limit; -1 where none does
 };
 
 /// Plays every schedule that can be made for these places, and orders planned for these very costs, and takes the fastest that keeps the limit.

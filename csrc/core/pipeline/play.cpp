@@ -58,7 +58,7 @@ struct PlaceState {
   bool is_computing = false;
   bool has_news = true;           ///< something it may wait for has happened since it was looked at
   int32_t num_incoming = 0;       ///< transfers on their way to it
-  int32_t num_unsent_values = 0;  ///< of the last action: ready, not yet sent
+  int32_t num_unsent_values = 0;  ///< values of the last action that are ready and not yet sent
 };
 
 class Simulation {

@@ -57,7 +57,7 @@ Demands demandsOf(const ReshardingPlan& plan, const Network& network) {
   }
   Demands out;
   out.incoming.resize(static_cast<size_t>(network.numHosts()));
-  std::vector<int64_t> mass_of_row(hosts.holders.size(), 0);  // of slices with one contribution
+  std::vector<int64_t> mass_of_row(hosts.holders.size(), 0);  // bytes of slices with one contribution
   std::map<Hosts, int64_t> mass_of_senders;
   for (const auto& [holders, needers_row, mass] : classes) {
     const std::vector<Hosts>& contributions = hosts.holders[static_cast<size_t>(holders)];

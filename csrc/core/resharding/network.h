@@ -12,7 +12,7 @@ namespace xmesh::core {
 /// Times are integer ticks (a picosecond, coarser for plans of months), so that sums are exact and ties are ties on every CPU.
 class Network {
  public:
-  /// Of a plan that has its tensors and topology. Throws InvalidArgument for a participant that the topology lacks.
+  /// Takes a plan that has its tensors and topology. Throws InvalidArgument for a participant that the topology lacks.
   explicit Network(const ReshardingPlan& plan);
 
   int32_t numRanks() const { return static_cast<int32_t>(ranks_.size()); }

@@ -57,7 +57,7 @@ class EventQueue {
  private:
   struct Event {
     int32_t id = 0;
-    int32_t next = -1;  ///< of the same run
+    int32_t next = -1;  ///< the next one of the same run
     PortEvent kind = PortEvent::kArrival;
   };
   struct Run {
@@ -348,8 +348,8 @@ class Simulation {
   std::vector<int64_t> end_;
   int64_t last_end_ = 0;
   EventQueue events_;
-  std::vector<int32_t> proposals_;                                                       ///< of one dispatch
-  std::priority_queue<int32_t, std::vector<int32_t>, std::greater<>> second_proposals_;  ///< of ports whose first choice was taken
+  std::vector<int32_t> proposals_;                                                       ///< scratch space for one dispatch
+  std::priority_queue<int32_t, std::vector<int32_t>, std::greater<>> second_proposals_;  ///< proposals of ports whose first choice was taken
 };
 
 }  // namespace

@@ -71,7 +71,7 @@ class RangeSet {
 struct Stock {
   RangeSet value;
   std::vector<RangeSet> contributions;  ///< alone or in sums
-  RangeSet received;                    ///< of contributions and sums
+  RangeSet received;                    ///< contributions and sums that have come
   RangeSet given;                       ///< sent on as part of a sum: of no use here any more
 };
 

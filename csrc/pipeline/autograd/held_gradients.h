@@ -45,9 +45,9 @@ struct HeldGradients final : torch::autograd::Node {
   Role role = Role::kHolds;
   bool has_run = false;                      ///< gradients have come, though some may be undefined
   torch::autograd::variable_list gradients;  ///< by input
-  /// Of an early cut: what the node itself computes along the path is passed on in the first backward.
+  /// At an early cut, the node that stands there: what it computes along the path is passed on in the first backward. Else null.
   NodePtr runs;
-  /// Of an input: the node whose hooks on the gradient run first.
+  /// At an input, the node whose hooks on the gradient run first. Else null.
   NodePtr hooked;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& inputs) override {

@@ -17,7 +17,7 @@ enum class NodeKind : uint8_t {
   kPython,      ///< a Python autograd.Function, or what torch.compile made; as kLate
 };
 
-/// Of the node's C++ type; looked up by name once per type and thread.
+/// The kind that belongs to the node's C++ type; looked up by the type's name, once per type and thread.
 NodeKind kindOf(const torch::autograd::Node& node);
 /// Whether a node that could be cut early keeps a tensor behind saved-tensor hooks, so that each run unpacks it again (a checkpoint: computes it
 /// again). False for types whose saved tensors cannot be looked at.

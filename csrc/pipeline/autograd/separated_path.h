@@ -44,7 +44,7 @@ class SeparatedPath {
 
   const PathToInputs& path_;
   const torch::autograd::edge_list& inputs_;
-  ska::flat_hash_map<torch::autograd::Node*, NodePtr> stand_ins_;  ///< of inputs' nodes and early cuts
+  ska::flat_hash_map<torch::autograd::Node*, NodePtr> stand_ins_;  ///< by node: those of inputs and of early cuts
   std::vector<Cut> cuts_;
   std::vector<Changed> changed_;
 };

@@ -96,14 +96,14 @@ class Arrivals {
   CallHistory& history_;
 
   std::mutex mutex_;                                       ///< guards the two below
-  std::map<std::vector<int64_t>, uint64_t> num_arrivals_;  ///< of this rank, by the pipeline's ranks
+  std::map<std::vector<int64_t>, uint64_t> num_arrivals_;  ///< how often this rank has arrived, by the pipeline's ranks
   bool has_failed_ = false;                                ///< some of them were failures
 
   // The network's thread only.
-  std::map<CallKey, Waiting> watches_;  ///< of pipelines, begun and not ended
+  std::map<CallKey, Waiting> watches_;  ///< watches of pipelines that are begun and not ended
   std::deque<OwnArrival> own_;          ///< the last of this rank's
   uint64_t num_own_ = 0;
-  std::map<int32_t, std::deque<Arrival>> heard_;      ///< of each peer, the last ones
+  std::map<int32_t, std::deque<Arrival>> heard_;      ///< by peer, its last arrivals
   std::set<std::pair<int32_t, uint64_t>> settled_;    ///< arrivals that have not come yet, but are settled: by peer and number
   std::set<std::pair<int32_t, uint64_t>> failed_by_;  ///< arrivals by which calls of this rank's have failed: by peer and number
   std::map<int32_t, uint64_t> unsettled_;             ///< by peer: the last failure of this rank's that it heard of and has not answered

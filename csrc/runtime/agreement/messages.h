@@ -80,7 +80,7 @@ struct TurnRequest {
 /// "I make my `count`-th pipeline of `ranks`", or, with a failure, "I could not": a rank outside of `ranks`, or one that cannot tell of which ranks
 /// the pipeline was (none then, and `count` is that of such failures).
 struct Arrival {
-  uint64_t number = 0;  ///< of all the sender's arrivals
+  uint64_t number = 0;  ///< counts all arrivals of the sender
   uint64_t count = 0;
   std::vector<int64_t> ranks;  ///< global, ascending
   std::optional<Failure> failure;

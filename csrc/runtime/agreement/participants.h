@@ -27,7 +27,7 @@ struct Participants {
 /// What the ranks of a call must agree on, and who they are. Immutable.
 struct CallTerms {
   Participants participants;
-  std::string fingerprint;  ///< of all that must be equal
+  std::string fingerprint;  ///< a hash of all that must be equal
   std::string fields;       ///< the same in words (packFields)
   std::string summary;      ///< one line for error texts
 };

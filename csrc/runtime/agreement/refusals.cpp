@@ -121,7 +121,7 @@ void Refusals::name(const CallKey& key, const std::vector<int64_t>& participants
     }
     uint64_t& next = next_count_[key.participants];
     if (key.count >= next + numUncounted(participants, key.participants)) {
-      return;  // of a call that is still to come
+      return;  // it belongs to a call that is still to come
     }
     for (auto refusal = refusals_.begin(); refusal != refusals_.end() && !is_named;) {
       auto counted = refusal->counted.find(key.participants);

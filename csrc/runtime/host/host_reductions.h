@@ -30,7 +30,7 @@ class HostReductions {
  private:
   struct State {
     std::byte* accumulator = nullptr;  ///< in the destination, or staged
-    StagingBuffer staged;              ///< of a partial sum until it is sent
+    StagingBuffer staged;              ///< has a partial sum until it is sent
     int32_t num_received = 0;          ///< received contributions taken in so far
     bool is_own_done = false;
   };

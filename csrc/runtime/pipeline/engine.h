@@ -66,7 +66,7 @@ struct PlaceStep {
   core::Action action;
   std::vector<Transfer> receives;
   std::vector<Transfer> sends;
-  std::optional<size_t> input_step;  ///< of W: the step of its I, if the list has that
+  std::optional<size_t> input_step;  ///< for a W, the step of its I, if the list has that
 };
 
 /// One place's list of actions with its communication. Edges are those that cross the network; edge i of a Transfer is edges[i].
@@ -103,7 +103,7 @@ class Engine {
   void run(const std::vector<PlaceStep>& steps, ActionRunner& runner, BoundaryTraffic& traffic);
   /// The action in which the last run's runner threw.
   std::optional<core::Action> failedAction() const { return failed_action_; }
-  /// Of the last run, by begin.
+  /// What the last run did and waited for, ordered by begin.
   const std::vector<EngineSpan>& spans() const { return spans_; }
   /// What the place does at this moment, for a person: "computes 2F3", "waits for what 2F3 needs", "is between steps".
   std::string describe() const;

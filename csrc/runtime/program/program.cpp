@@ -319,7 +319,7 @@ class Compiler {
   }
 
   const ReshardingPlan& plan_;
-  const BroadcastStars* stars_;  ///< of which it is the plan; or null
+  const BroadcastStars* stars_;  ///< the stars that the plan was made for, or null
   const int64_t rank_;
   const ProgramOptions options_;
   std::shared_ptr<Program> program_;

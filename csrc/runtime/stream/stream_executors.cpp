@@ -17,8 +17,8 @@ struct StreamExecutors::Call {
   // The network's thread's.
   bool may_start = false;
   StartTerms terms;                          ///< proposed; agreed once it may start
-  std::vector<std::shared_ptr<void>> holds;  ///< of the communicators that are proposed, until the call has them
-  uint64_t held_turn = 0;                    ///< of the last call that was found to wait for this one
+  std::vector<std::shared_ptr<void>> holds;  ///< keep the proposed communicators, until the call has them
+  uint64_t held_turn = 0;                    ///< the turn of the last call that was found to wait for this one
   bool is_launched = false;                  ///< given to the line's thread
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
@@ -26,7 +26,7 @@ struct StreamExecutors::Call {
   // The line's thread's once the call is launched, then the network's again.
   Execution execution;
   std::unique_ptr<StreamExecutor> executor;
-  /// Of the participants, then of each circle of the program; null where this rank is in none.
+  /// The transport among the participants, then one for each circle of the program; null for a circle that this rank is not in.
   std::vector<std::shared_ptr<transport::StreamTransport>> transports;
   std::shared_ptr<void> staging;
 };

@@ -70,7 +70,7 @@ class FakeHostWorld {
     QueueKind kind = QueueKind::kPost;
     int32_t rank = 0;  ///< where it happens
     int32_t peer = 0;
-    OperationId id;  ///< of a message; a timer's number is in its call
+    OperationId id;  ///< names a message; a timer's number is in its call
     auto operator<=>(const QueueKey&) const = default;
   };
   struct Message {

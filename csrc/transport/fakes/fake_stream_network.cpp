@@ -219,7 +219,7 @@ class FakeStream final : public StreamTransport {
   std::set<Way> connected_;
   bool in_group_ = false;
   StreamEntry group_;
-  std::optional<StreamFailure> failure_;  ///< of one that was aborted
+  std::optional<StreamFailure> failure_;  ///< why it was aborted, if it was
   std::deque<StreamEntry> entries_;
   int64_t num_ended_ = 0;
 };

@@ -83,8 +83,8 @@ class TcpReceiver final : private FdHandler {
   size_t staged_end_ = 0;
   Phase phase_ = Phase::kHeader;
   FrameHeader header_;
-  int64_t left_bytes_ = 0;       ///< of the text or payload
-  char* destination_ = nullptr;  ///< of the payload; null when it is discarded
+  int64_t left_bytes_ = 0;       ///< what is still to come of the text or payload
+  char* destination_ = nullptr;  ///< where the payload goes; null when it is discarded
   std::optional<RingReader> ring_;
   std::string text_;
   std::unordered_map<OperationId, Stream> streams_;

@@ -141,7 +141,7 @@ class TcpSender final : private FdHandler {
   std::map<OperationId, int64_t> ready_;
   std::optional<int64_t> ring_taken_;  ///< to be told
   std::unordered_map<OperationId, Stream> streams_;
-  std::deque<OperationId> runnable_;  ///< of one call's tracks the lowest cookie first
+  std::deque<OperationId> runnable_;  ///< among the tracks of one call the lowest cookie first
   uint64_t quantum_call_ = 0;         ///< the call that goes
   int64_t quantum_bytes_ = 0;         ///< what it has left of its quantum
   std::optional<Frame> frame_;

@@ -17,7 +17,7 @@ namespace xmesh::transport {
 namespace {
 
 constexpr char kName[] = "torch_xmesh-ring";
-constexpr size_t kHeadBytes = 4096;  ///< of the file; holds the nonce
+constexpr size_t kHeadBytes = 4096;  ///< the file's head, which has the nonce
 constexpr size_t kFileBytes = kHeadBytes + static_cast<size_t>(kRingBytes);
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 

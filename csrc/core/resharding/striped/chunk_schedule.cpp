@@ -377,7 +377,7 @@ class Scheduler {
   std::vector<int32_t> waits_for_;
   std::vector<int32_t> left_;
   std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> events_;
-  std::vector<uint64_t> ranked_;  ///< of one message
+  std::vector<uint64_t> ranked_;  ///< scratch space for one message
   std::vector<int32_t> sent_;
   std::vector<ChunkHop> out_;
 };

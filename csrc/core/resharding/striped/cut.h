@@ -21,7 +21,7 @@ struct Chunk {
   std::span<const int32_t> receivers{};  ///< hosts that need it over their NIC; none: it only moves inside its sources
   int32_t relay = -1;                    ///< receiver that should get the first copy, having ports to pass it on; -1: any
   int32_t partial = -1;                  ///< index in Cut::partials; -1 for a value
-  int32_t num_partials = 0;              ///< of what its owner reduces: chunks that it receives first
+  int32_t num_partials = 0;              ///< if its owner reduces it: the chunks that the owner receives first
 };
 
 /// What a chunk is that carries no value: contributions that its owner adds up, with the partial chunk it received if there is one.

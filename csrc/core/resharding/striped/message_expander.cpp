@@ -215,7 +215,7 @@ class MessageExpander {
       }
       slot += hosts.size();
     }
-    return ready_[first];  // of a reduced value: its owner
+    return ready_[first];  // a reduced value comes from its owner
   }
 
   /// Whether a host does anything with a range but hold and send it: some rank there needs it, or contributions are reduced.

@@ -46,7 +46,7 @@ class ReductionCutter {
   const Network& network_;
   ReductionWay way_;
   std::vector<double> incoming_s_;         ///< by host
-  std::vector<double> outgoing_s_;         ///< of partial chunks, by host
+  std::vector<double> outgoing_s_;         ///< by host, the seconds that its partial chunks take to be sent
   std::vector<double> incoming_before_s_;  ///< incoming_s_ when the class was begun
 };
 

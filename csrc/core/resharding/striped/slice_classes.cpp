@@ -183,7 +183,7 @@ class ClassCollector {
   HostSetTable& host_sets_;
   std::vector<int32_t> set_of_holders_;  ///< by id in hosts_: the set in host_sets_, or -1
   std::vector<int32_t> set_of_needers_;
-  size_t turn_ = 0;  ///< of the next reducer
+  size_t turn_ = 0;  ///< which reducer is next
   SliceClasses out_;
 };
 

@@ -99,7 +99,7 @@ class ReceiveSchedule {
   int32_t limit_ = 0;
 };
 
-/// Of two spans of one HostSetTable, which keeps equal sets once.
+/// Whether two spans of one HostSetTable are the same set; the table keeps equal sets once.
 bool isSame(std::span<const int32_t> a, std::span<const int32_t> b) { return a.data() == b.data() && a.size() == b.size(); }
 
 bool haveSameHosts(const std::vector<Chunk>& chunks, const std::vector<int32_t>& indices) {
@@ -237,7 +237,7 @@ std::vector<BroadcastHop> circulantBroadcast(int32_t num_processes, int32_t num_
 }
 
 StaticHops staticHops(const Cut& cut, const Network& network, const LinkModel& links) {
-  std::vector<int32_t> indices;  // of the chunks that move between hosts
+  std::vector<int32_t> indices;  // the chunks that move between hosts
   bool has_one_receiver = true;
   for (size_t i = 0; i < cut.chunks.size(); ++i) {
     const Chunk& chunk = cut.chunks[i];
