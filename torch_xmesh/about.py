@@ -12,11 +12,11 @@ class About:
     """What :func:`about` found; ``print`` shows a line for each.
 
     Attributes:
-        version: of torch_xmesh.
-        torch_version: of the torch beside it.
-        cuda_kernels: what packs, unpacks and adds on CUDA devices: own kernels, or torch's operators and why.
-        device_communicators: that reshards on devices have made and keep in this process, and the devices' memory that
-            went while they were made, in MiB.
+        version: torch_xmesh's version.
+        torch_version: the version of the installed torch.
+        cuda_kernels: what packs, unpacks and adds on CUDA devices: torch_xmesh's kernels, or torch's operators and why.
+        device_communicators: how many communicators reshards on devices have made and keep in this process, and how
+            much device memory went while they were made, in MiB.
     """
 
     version: str
@@ -31,7 +31,7 @@ class About:
 
 
 def about() -> About:
-    """Says what is installed here, for a report of an error; it needs no process group and touches no device."""
+    """What is installed here, to be pasted into a bug report. Needs no process group and touches no device."""
     from torch_xmesh import __version__
 
     return About(__version__, torch.__version__, _cuda_kernels(), _device_communicators())

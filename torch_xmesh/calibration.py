@@ -169,7 +169,7 @@ def rate_into(targets: Sequence[int], sources: Mapping[tuple[int, ...], float], 
 
     Args:
         sources: each one's share of the bytes, in any unit.
-        num_bytes: of the larger of the two transfers whose difference is the rate.
+        num_bytes: size of the larger of the two transfers whose difference is the rate.
     """
     totals: list[int] = []
     probes: list[Probe] = []

@@ -24,7 +24,8 @@ class Mesh:
             the axes. Or a ``DeviceMesh``, whose names are kept.
         axis_names: one name per axis, as ``mesh_dim_names`` of a ``DeviceMesh``; a pipeline's ``data_axis`` may be one
             of them. Meshes that differ in names or in the device type only are equal.
-        device_type: of the tensors on it, as a ``DeviceMesh`` says it. None: of a destination the source's, else "cpu".
+        device_type: the device type of tensors on it, as in a ``DeviceMesh``. None: a destination takes the source's,
+            anything else "cpu".
 
     Raises:
         ValueError: a rank is negative or repeats, the nesting is ragged, or there is not one name per axis.
@@ -357,7 +358,7 @@ def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
 
     Args:
         mesh: which global ranks lie where.
-        device_type: of the tensors on it.
+        device_type: the device type of tensors on it.
 
     Raises:
         ValueError: ``mesh`` is neither.

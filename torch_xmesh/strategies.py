@@ -8,14 +8,16 @@ class Broadcast:
     """AlpaComm's plan (MLSys'23, section 3): unit tasks with one sender each, chunks in a chain over the hosts.
 
     Args:
-        senders: "size" balances bytes over the possible sender hosts (eq. 1-3 without order), "naive" takes the lowest.
-        order: of the unit tasks: "best" of "dfs" (pruned) and "greedy" (randomized), one of them, or "naive".
-        seed: of the randomized search.
-        node_budget: search nodes, a measure that is the same on every CPU; None takes the default.
-        collective: on an accelerator a unit task's chunks go to all its receivers by the inner backend's broadcast,
-            on a communicator of these ranks, instead of along the chain. Same bytes. Of no effect on cpu.
+        senders: how each unit task's sender host is chosen: "size" balances bytes over the possible hosts (eq. 1-3
+            without order), "naive" takes the lowest.
+        order: how unit tasks are ordered: "dfs" (a pruned search), "greedy" (a randomized one), "best" (the best of
+            these) or "naive" (as they come).
+        seed: seed of the randomized search.
+        node_budget: how many nodes the searches may visit, the same on every CPU; None takes the default.
+        collective: on an accelerator, send a unit task's chunks to all its receivers by the inner backend's broadcast,
+            on a communicator of these ranks, instead of along the chain. The bytes are the same. No effect on cpu.
 
-    Values that there are not are a ValueError where the strategy is used.
+    A wrong value raises ValueError when the strategy is used, not here.
     """
 
     senders: str = "size"

@@ -24,7 +24,7 @@ class HostKind:
     """Hosts that are alike: what one of their devices does and holds, and their network.
 
     Attributes:
-        memory_bytes: of a device; None: as much as is wanted.
+        memory_bytes: memory of one device; None: no limit.
     """
 
     num_devices: int

@@ -26,8 +26,8 @@ class ComputeSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """A device's rates (S. Williams et al., Roofline, 2009): an operator takes what its operations take or what its
-    bytes take, whichever is more.
+    """How fast a device is, as a roofline (S. Williams et al., 2009): an operator takes as long as its floating-point
+    operations or its bytes, whichever is more.
 
     Args:
         flops: floating-point operations per second that large matrix products reach.
@@ -47,7 +47,8 @@ class Compute:
 
     @classmethod
     def measured(cls, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "Compute":
-        """What this machine's device reaches: a large matrix product's rate, and that of adding to a large tensor."""
+        """Rates measured on this machine's device: FLOP/s of a large matrix product in `dtype`, and bytes/s of adding a
+        number to a large tensor in place."""
         size, count = (1024, 1 << 24) if torch.device(device).type == "cpu" else (8192, 1 << 28)
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         x = torch.ones(count // dtype.itemsize, dtype=dtype, device=device)
@@ -55,7 +56,7 @@ class Compute:
         return cls(2.0 * size**3 / product, 2.0 * x.numel() * dtype.itemsize / added)
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Seconds for so many floating-point operations and so many bytes read and written: those of the slower one."""
+        """Seconds for so many floating-point operations and so many bytes read and written, whichever takes longer."""
         return max(flops / self.flops, num_bytes / self.bytes_per_s)
 
     def of_operator(self, operator: Operator, choice: Choice, mesh_shape: Sequence[int]) -> ComputeSeconds:

@@ -29,8 +29,8 @@ class Prices:
     """What a byte of a device's memory is taken to cost, in the unit of the objective: the more, the less is held.
 
     Attributes:
-        fixed: of parameters and what belongs to them.
-        per_microbatch: of what backward needs.
+        fixed: price of a byte of parameters, their gradients and optimizer states.
+        per_microbatch: price of a byte that backward needs of one microbatch.
     """
 
     fixed: float = 0.0

@@ -59,8 +59,8 @@ class Judged:
     """A plan with its schedule.
 
     Attributes:
-        step_seconds: of a step, gradients' sums at its end included.
-        simulation: of the schedule, without them.
+        step_seconds: time of a step, including the sums of gradients at its end.
+        simulation: the schedule simulated, without these sums.
         peak_bytes: by stage.
     """
 

@@ -33,7 +33,7 @@ class Within:
     Attributes:
         label: the loop.
         collective: "all-reduce" or "all-to-all", along the axis that shards the loop.
-        num_bytes: of the value that it moves, whole.
+        num_bytes: size of the whole value that it moves.
         cut_by: loops of other axes that cut this value.
         num_forward: how many there are forward.
         num_backward: backward.
@@ -55,9 +55,9 @@ class Loops:
     up. A label is in all outputs or in none.
 
     Attributes:
-        inputs: labels of each tensor among its arguments; None of one that it does not read.
-        outputs: of each tensor that it makes.
-        extents: of each label, by which an axis that shards it must divide.
+        inputs: labels of each tensor among its arguments; None for one that it does not read.
+        outputs: labels of each tensor that it makes.
+        extents: by label, the size of the loop. The size of a mesh axis that shards it must divide it.
         is_linear: partial sums of the inputs give partial sums of the outputs.
         is_heavy: it computes so much that it is sharded over as many devices as it can be.
         flops: floating-point operations of the forward, of matrix products and what is like them; else 0: bytes count.

@@ -31,9 +31,9 @@ class Bytes:
     """What a device holds.
 
     Attributes:
-        parameters: and buffers.
-        gradients: of parameters.
-        states: of the optimizer.
+        parameters: bytes of parameters and buffers.
+        gradients: bytes of the parameters' gradients.
+        states: bytes of the optimizer's states.
         per_microbatch: what backward keeps, of each microbatch in flight.
         again: what the backward of one microbatch holds while it computes an activation checkpoint anew: the largest.
             What operators behind the checkpoint have kept, and is gone by then, is not subtracted.
@@ -70,7 +70,7 @@ class Kept:
 
     Attributes:
         operator: which needs it, by its place among the operators.
-        place: of the tensor among what that reads, or, where it `is_made`, makes.
+        place: position of the tensor among what the operator reads or, if it `is_made`, makes.
         memory: the value whose memory it is; views of one are kept once.
     """
 

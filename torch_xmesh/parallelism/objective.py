@@ -9,12 +9,12 @@ class Seconds:
     """What a device spends.
 
     Attributes:
-        forward: computing, of one microbatch.
-        backward_input: computing inputs' gradients.
-        backward_weight: computing parameters' gradients.
-        forward_collectives: of one microbatch.
-        backward_collectives: of one microbatch.
-        step_collectives: once a step, of gradients and parameters.
+        forward: computing the forward of one microbatch.
+        backward_input: computing inputs' gradients of one microbatch.
+        backward_weight: computing parameters' gradients of one microbatch.
+        forward_collectives: collectives in the forward of one microbatch.
+        backward_collectives: collectives in the backward of one microbatch.
+        step_collectives: collectives on gradients and parameters, once a step.
     """
 
     forward: float = 0.0

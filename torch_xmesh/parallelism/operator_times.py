@@ -36,21 +36,23 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OperatorTimes(Compute):
-    """What each operator takes, in place of rates that all have in common: small products are slower than large ones,
-    and kernels differ. An operator is measured the first time that a search asks for it, once with the sizes that a
-    device has of it: that takes time, of `max_seconds` too, and the memory of the largest. Processes measure
-    differently, and their plans would differ: one measures and saves, all load. Hosts that are alike are given the same
-    object.
+    """Measured times of operators, in place of one rate for all: small matrix products are slower than large ones, and
+    kernels differ.
+
+    An operator is measured when a search first asks for it, with the shapes that a device has of it. Measuring takes
+    time, which counts against `max_seconds`, and the memory of the largest operator. Two processes measure different
+    times and would make different plans, so let one measure and save them, and all load that file. Give hosts that are
+    alike the same object.
 
     Made by its `measured` and `load`.
 
     Attributes:
-        flops, bytes_per_s: rates of what cannot be measured by itself: copies, what changes tensors in place, experts
-            of a mixture, what is under an autocast of the model's own, stages of unlike devices, and what is not in the
-            table where there is no `device`.
-        device: on which operators are measured; None: those in the table are known, no others are measured.
-        machine: what the table was measured on.
-        table: (forward, inputs' gradients, parameters' gradients) by operator, seconds.
+        flops, bytes_per_s: rates for all that is not measured by itself: copies, operators that change tensors in
+            place, experts of a mixture, operators under an autocast of the model's own, stages of unlike devices, and,
+            without a `device`, what is not in the table.
+        device: the device on which operators are measured; None: only those in the table are known.
+        machine: the machine on which the table was measured.
+        table: seconds by operator: (forward, inputs' gradients, parameters' gradients).
     """
 
     device: str | None = None
@@ -62,16 +64,17 @@ class OperatorTimes(Compute):
 
     @classmethod
     def measured(cls, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "OperatorTimes":
-        """With the device's rates measured now, and operators as they are asked for."""
+        """Measures the device's rates now, and each operator when a search first asks for it."""
         rates = Compute.measured(dtype, device)
         return cls(rates.flops, rates.bytes_per_s, str(device), _machine(device))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> "OperatorTimes":
-        """What :meth:`save` has written; with a `device` what is missing is measured there.
+        """Reads a file that :meth:`save` has written. With a `device`, operators that it lacks are measured there.
 
         Raises:
-            ValueError: the file is none of these, or was measured on another machine than `device` is of.
+            ValueError: the file was not written by :meth:`save`, or was measured on another machine than that of
+                `device`.
         """
         text = read_text(path, "times of operators")
         try:
@@ -88,7 +91,7 @@ class OperatorTimes(Compute):
         return out
 
     def save(self, path: str | Path) -> None:
-        """Writes what is known, as JSON.
+        """Writes the rates and the times known so far to a JSON file.
 
         Raises:
             OSError: it cannot be written.

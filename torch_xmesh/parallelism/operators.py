@@ -18,7 +18,7 @@ class Value:
 
     Attributes:
         maker: the operator's number; None for what is there from the beginning.
-        is_parameter: of the model.
+        is_parameter: it is a parameter or a buffer of the model.
     """
 
     name: str
@@ -97,8 +97,9 @@ class Forward:
 
     Attributes:
         parameters: all that are trained, also those that the forward does not read.
-        num_samples: of the example, where the outputs go to a loss that each device computes of its samples: those
-            whose first dim has as many are left whole, or in parts of it; others whole. None: outputs are left anyhow.
+        num_samples: samples of the example, where the outputs go to a loss that each device computes of its samples.
+            Outputs whose first dim is as long may be left sharded along it, others are left whole. None: outputs may
+            be left in any way.
     """
 
     operators: tuple[Operator, ...]
@@ -113,7 +114,7 @@ class Site:
 
     Attributes:
         sources: the tensors among its arguments, in order, also those of which it reads the shape alone.
-        is_read: of each of them.
+        is_read: for each of them, whether its values are read.
         places: nodes of the tensors that it makes.
     """
 
@@ -130,8 +131,8 @@ class Recorded:
     Attributes:
         sites: by operator.
         values: by node, what it is in the end.
-        given: of placeholders and of what the model holds; parameters of modules that are called as one are under nodes
-            that are not the graph's.
+        given: values of placeholders and of what the model holds, by node. Parameters of modules that are called as one
+            are under nodes that are not the graph's.
     """
 
     forward: Forward

@@ -23,8 +23,9 @@ class PlannedOperator:
         axes: per mesh axis the loop that it shards, "-" where every device does the same, "+" where partial sums
             pass, "~" where those of gradients do.
         outputs: how each tensor that it makes is held.
-        layer: of the plan's layers; None of a constant.
-        loops: that it has, by name, and what an axis that shards one must divide; None where a file does not say it.
+        layer: which of the plan's layers it is in; None for a constant.
+        loops: its loops by name, with the size that a mesh axis sharding it must divide; None where a file does not say
+            it.
     """
 
     name: str
@@ -61,8 +62,8 @@ class PlannedValue:
     """A tensor that goes from one stage to a later one.
 
     Attributes:
-        src, dst: how it lies before and afterwards.
-        forward_seconds, backward_seconds: of it, and of its gradient.
+        src, dst: how it is sharded on the stage that makes it, and on the one that reads it.
+        forward_seconds, backward_seconds: how long the value is on its way, and its gradient.
     """
 
     name: str
@@ -84,7 +85,7 @@ class PlannedHeld:
     Attributes:
         why: "readers": several read it; "entering": from other stages; "leaving": for others, or the model's output;
             "parameter": one that several read.
-        state, gradient: per mesh axis, of the value and of its gradient.
+        state, gradient: how the value and its gradient are held, per mesh axis.
     """
 
     name: str
@@ -98,7 +99,7 @@ class PlannedTie:
     """A parameter that several stages have: at the end of a step its gradients are added up over them.
 
     Attributes:
-        seconds: that takes.
+        seconds: how long that takes.
     """
 
     name: str
@@ -125,12 +126,12 @@ class PlannedStage:
     Attributes:
         ranks: its devices, row-major in a mesh of `mesh_shape`.
         layers: the first of the plan's layers that it has, and the one behind its last.
-        seconds: of a microbatch.
-        bytes: of a device.
+        seconds: what a device spends on a microbatch, and once a step.
+        bytes: what a device holds.
         in_flight: the most microbatches that it holds at once, with the plan's schedule.
-        peak_bytes: the most bytes.
-        links: of each mesh axis a message's latency, what a byte takes one device that sends to its neighbor, and, if
-            that is more, one where all send to all: what the ways between shardings were chosen by.
+        peak_bytes: the most bytes that a device holds at once.
+        links: for each mesh axis the latency of a message, what a byte takes one device that sends to its neighbor,
+            and, if that is more, one where all send to all. The ways between shardings were chosen by these.
         held: values that are held otherwise than who makes them leaves them.
         gap: by which part of a microbatch's seconds another sharding of the stage that fits may be faster; 0: none is.
     """
@@ -155,12 +156,12 @@ class Step:
     """What a step is predicted to take, seconds.
 
     Attributes:
-        total: of all.
-        compute: of the stage that computes longest.
-        collectives: of that stage, of microbatches.
-        sums: of that stage, of gradients and parameters at the end.
-        transfers: of all values, were they sent one after the other.
-        bubble: the rest of `total`: that stage waits.
+        total: the whole step.
+        compute: computation of the stage that works longest, all microbatches together.
+        collectives: that stage's collectives for microbatches, all together.
+        sums: that stage's collectives on gradients and parameters at the end of the step.
+        transfers: transfers of all values between stages, if they were sent one after the other.
+        bubble: the rest of `total`, in which that stage waits.
     """
 
     total: float
@@ -173,25 +174,26 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelPlan:
-    """How a model runs on devices: stages, each sharded operator by operator on its mesh, and a schedule. Immutable;
-    ``str(plan)`` is for people, :meth:`to_json` is all of it.
+    """How a model runs on devices: stages, each sharded operator by operator on its mesh, and a schedule. Immutable.
+    ``str(plan)`` is a table for people, :meth:`ParallelPlan.to_json` writes everything.
 
-    Made by :func:`plan_parallel`, ``xm.presets`` or :meth:`from_json`.
+    Made by :func:`plan_parallel`, ``xm.presets`` or :meth:`ParallelPlan.from_json`.
 
     Attributes:
-        model: the model's class.
-        fingerprint: of its operators and their shapes: a plan is for this model and this size of microbatch.
-        stages: in order.
-        layers: where each layer begins, by module.
-        values: that go from stage to stage.
-        num_microbatches: of a step.
-        schedule: its name.
-        schedule_csv: its actions, in torch's notation.
-        step: prediction.
-        devices: number of all.
-        collectives: the cost model.
-        ties: parameters of several stages.
-        notes: what is to be known of the plan: what was assumed, what is not sharded.
+        model: name of the model's class.
+        fingerprint: a hash of the model's operators and their shapes. A plan is for this model and this microbatch
+            size.
+        stages: the stages in order, each with its devices, operators, parameters and collectives.
+        layers: for each layer the module in which it begins.
+        values: the tensors that go from stage to stage.
+        num_microbatches: microbatches per step.
+        schedule: the schedule's name.
+        schedule_csv: the schedule's actions, in torch's notation.
+        step: what a step is predicted to take, in seconds, and for what.
+        devices: number of devices.
+        collectives: name of the cost model of collectives.
+        ties: parameters that several stages have.
+        notes: what a reader of the plan should know: what was assumed, what is not sharded.
     """
 
     model: str
@@ -218,10 +220,10 @@ class ParallelPlan:
         return self.step.total
 
     def predicted_bytes(self, device: int) -> int:
-        """The most that a device holds.
+        """The most bytes that a device holds at once, predicted. `device`: its global rank.
 
         Raises:
-            ValueError: the plan does not use it.
+            ValueError: the plan does not use this device.
         """
         for stage in self.stages:
             if device in stage.ranks:
@@ -229,7 +231,7 @@ class ParallelPlan:
         raise ValueError(f"no stage is on device {device}")
 
     def stage_of(self, name: str) -> int:
-        """The stage of an operator, a module or a parameter.
+        """The number of the stage that has an operator, a module or a parameter of this name; the first, if several do.
 
         Raises:
             ValueError: nothing of the plan has that name.
@@ -245,11 +247,11 @@ class ParallelPlan:
         raise ValueError(f"the plan has no operator, module or parameter named {name!r}")
 
     def explain(self, name: str) -> str:
-        """How an operator, or those of a module, could be sharded otherwise, and what the stage would then take and
-        hold, everything else chosen anew.
+        """The other ways to shard an operator, or the operators of a module, as text: what the stage would take and
+        hold with each, everything else chosen anew.
 
         Raises:
-            ValueError: nothing has that name; or the plan was read or made by hand: it knows no alternatives.
+            ValueError: nothing has that name; or the plan was not made in this process, and knows no alternatives.
         """
         instance_of("name", name, str, "the name of an operator, a module or a parameter")
         if self._explainer is None:
@@ -257,7 +259,7 @@ class ParallelPlan:
         return self._explainer(self, name)
 
     def diff(self, other: "ParallelPlan") -> str:
-        """What `other` does otherwise, and what that is predicted to change; empty where nothing differs."""
+        """In words, what `other` does differently, and how the predictions change; empty where nothing differs."""
         return diff_text(self, other)
 
     def plot(self, path: str | Path) -> None:

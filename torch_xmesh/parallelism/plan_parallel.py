@@ -52,30 +52,38 @@ def plan_parallel(
     """Finds how to run a model on devices: which operators form stages, on which devices each, and how each operator
     is sharded there (L. Zheng et al., Alpa, OSDI 2022). No process group is needed, and nothing is run.
 
-    Operators are cut into layers (eq. 6). For each mesh that a stage may have the cheapest shardings are found (eq. 1,
-    exactly), at several prices of memory; from them the stages (Algorithm 1). The best plans are then played with
-    their schedules, transfers between stages included, and the fastest is taken. The same arguments give the same
-    plan on every rank and machine.
+    The model's operators are cut into layers (Alpa's eq. 6). For each mesh that a stage may have, the cheapest sharding
+    of each stretch of layers is found (eq. 1, exactly), at several prices of memory. Stages are chosen from these
+    (Algorithm 1). The best plans are simulated with their schedules and with the transfers between stages, and the
+    fastest is returned. The same arguments give the same plan on every rank and machine.
 
     Args:
         model: any module that can be recorded, on any device; meta will do. It stays as it is.
-        example_args, example_kwargs: one microbatch's arguments, shapes and dtypes only.
-        devices: all of them are used. Rows of a mesh of two axes are hosts; of a mesh of one axis `topology` says them.
-        num_microbatches: of a step.
-        loss_fn: what the engine will be given. Each device of the last stage computes it of its samples; it is not
-            planned, but for what brings outputs there. A model that computes its own loss is planned with it.
-        memory_limit_bytes: of a device; by host where hosts differ. None: no limit.
-        compute: what a device does; by host where hosts differ. None: as an accelerator of 100 TFLOP/s.
-        topology: what links carry.
-        schedule: "auto", or a name: how many microbatches stages hold, and what is played.
-        max_seconds: then the best so far is returned, which may differ from run to run. None: no limit.
-        num_layers: what stages are made of. None: as many as the model repeats its block.
-        collectives: the cost model: "ring", "gloo", "alpa"; "auto" is gloo's for devices that are cpus.
+        example_args, example_kwargs: the arguments of one microbatch; only shapes and dtypes are used.
+        devices: the devices, named by global rank; all are used. In a mesh of two axes each row is a host. In a mesh of
+            one axis `topology` says which devices are on which host; without it all are on one.
+        num_microbatches: microbatches per step.
+        loss_fn: the loss function that the engine will be given. Each device of the last stage computes it on its own
+            samples. Its operators are not planned, only how the model's outputs come to these devices. A model that
+            computes its own loss is planned with the loss, and needs none.
+        memory_limit_bytes: the most bytes that a device may hold, or a dict from host index to bytes where hosts
+            differ. None: no limit.
+        compute: a device's rates (:class:`Compute`) or measured times (:class:`OperatorTimes`), or a dict of these by
+            host index where hosts differ. None: 100 TFLOP/s and 1 TB/s.
+        topology: rates and latencies of the links.
+        schedule: the name of a schedule (:meth:`Schedule.names`), or "auto" for the best one. It decides how many
+            microbatches a stage holds at once, and what is simulated.
+        max_seconds: how long to search; the best plan so far is returned then, which may differ from run to run. None:
+            no limit.
+        num_layers: into how many layers the operators are cut; stages are made of whole layers. None: as many as the
+            model has blocks that repeat.
+        collectives: the cost model of collectives: "ring", "gloo" or "alpa". "auto" takes "gloo" for devices that are
+            cpus, else "ring".
 
     Raises:
-        ValueError: the model cannot be recorded, or run by stages, or computes nothing from parameters; devices,
-            schedule or a number is none; no plan keeps the memory: the message says the smallest limit that one was
-            found for.
+        ValueError: the model cannot be recorded or run in stages, or computes nothing from parameters; an argument is
+            not what it should be; or no plan keeps the memory limit. The message names the smallest limit for which a
+            plan was found.
     """
     _check_seconds(max_seconds)
     subject, name = subject_of(

@@ -22,7 +22,8 @@ __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
 
 def data_parallel(model: nn.Module, example_args: Sequence[Any] = (), **options: Any) -> ParallelPlan:
-    """Every device has the whole model and a part of the batch; gradients are added up at the end of a step.
+    """Every device has the whole model and a part of the batch; gradients are added up at the end of a step. `options`
+    are those of :func:`plan_parallel` but `max_seconds`; `devices` and `num_microbatches` are needed.
 
     Raises:
         ValueError: as :func:`plan_parallel`; or the batch does not divide by the devices.
@@ -31,7 +32,8 @@ def data_parallel(model: nn.Module, example_args: Sequence[Any] = (), **options:
 
 
 def zero_2(model: nn.Module, example_args: Sequence[Any] = (), **options: Any) -> ParallelPlan:
-    """Data parallel, with optimizer states and gradients in parts (S. Rajbhandari et al., ZeRO, SC 2020).
+    """Data parallel, with optimizer states and gradients sharded over the devices (S. Rajbhandari et al., ZeRO, SC
+    2020). `options`: as in :func:`data_parallel`.
 
     Raises:
         ValueError: as :func:`data_parallel`.
@@ -40,7 +42,8 @@ def zero_2(model: nn.Module, example_args: Sequence[Any] = (), **options: Any) -
 
 
 def zero_3(model: nn.Module, example_args: Sequence[Any] = (), **options: Any) -> ParallelPlan:
-    """Data parallel, with parameters in parts too, which each microbatch fetches.
+    """As :func:`zero_2`, with parameters sharded too: each microbatch gathers them. `options`: as in
+    :func:`data_parallel`.
 
     Raises:
         ValueError: as :func:`data_parallel`.
@@ -51,8 +54,8 @@ def zero_3(model: nn.Module, example_args: Sequence[Any] = (), **options: Any) -
 def megatron(
     model: nn.Module, example_args: Sequence[Any] = (), *, tensor_parallel: int, **options: Any
 ) -> ParallelPlan:
-    """Matrices are sharded over `tensor_parallel` devices next to each other, the batch over the rest (M. Shoeybi et
-    al., Megatron-LM, 2019).
+    """Matrices are sharded over `tensor_parallel` neighboring devices, the batch over the rest (M. Shoeybi et al.,
+    Megatron-LM, 2019). `options`: as in :func:`data_parallel`.
 
     Raises:
         ValueError: as :func:`data_parallel`; or `tensor_parallel` does not divide the devices.
@@ -70,8 +73,9 @@ def pipeline(
     zero: int = 0,
     **options: Any,
 ) -> ParallelPlan:
-    """Stages of about equally many operations, each on as many devices; inside, the batch is sharded, and matrices over
-    `tensor_parallel` of them. `zero`: 0, 2 or 3.
+    """Stages of about equally many operations, each on as many devices. In a stage matrices are sharded over
+    `tensor_parallel` devices, the batch over the rest. `zero`: the level of ZeRO, 0 (none), 2 or 3. `options`: as in
+    :func:`data_parallel`.
 
     Raises:
         ValueError: as :func:`data_parallel`; or `num_stages` does not divide the devices, or is above 64.

@@ -42,7 +42,7 @@ class Sharded:
     is looked up where it is asked for.
 
     Attributes:
-        graph: of which nodes were chosen.
+        graph: the graph for whose nodes choices were found.
         chosen: a choice for each node.
         bytes: what a device holds.
         cost: the objective's, without prices of memory.

@@ -31,7 +31,7 @@ class CollectiveUse:
     Attributes:
         value: what it moves.
         why: "forward", "backward", or, once a step, "gradient" and "parameter", of a parameter.
-        axis: of the mesh.
+        axis: the mesh axis along which it runs.
         num_bytes: see the C++ CollectiveCostModel.
     """
 
@@ -46,10 +46,10 @@ class Space:
     """Shardings on one mesh.
 
     Args:
-        axes: of the mesh, one or two.
-        model: of what collectives cost.
-        compute: of each device; None: computing costs nothing.
-        num_microbatches: of a step.
+        axes: the links of each mesh axis, one or two.
+        model: name of the cost model of collectives.
+        compute: what each device computes in which time; None: computing costs nothing.
+        num_microbatches: microbatches per step.
         allowed: leaves choices of operators out.
         is_lenient: an operator of which none is left is done by fewer devices, by each as a whole in the end.
         is_direct: values are brought from one sharding to another axis by axis, as in Alpa, not over a third one.

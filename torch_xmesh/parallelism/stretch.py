@@ -17,8 +17,8 @@ class Stretch:
         leaving: values that they make and others read, or that are the model's outputs.
         kept: what backward needs.
         again: what backward needs of what it computes anew, in activation checkpoints.
-        by_samples: of those that leave, the model's outputs that go to a loss outside: whether they have samples, in
-            parts of which they may be left.
+        by_samples: for values that leave and go to a loss outside of the model, whether they have samples; these may
+            be left sharded over samples.
     """
 
     operators: tuple[Operator, ...]

@@ -28,9 +28,9 @@ class SerialResult:
     """What :func:`serial_step` gives.
 
     Attributes:
-        losses: a detached scalar per microbatch.
-        loss: the step's, a scalar.
-        output: of the whole batch, merged; None if not asked for.
+        losses: the loss of each microbatch, a detached scalar.
+        loss: the loss of the step, a scalar.
+        output: the merged output of the whole batch; None if not asked for.
     """
 
     losses: list[torch.Tensor]
@@ -83,8 +83,9 @@ def serial_step(
             into data shards.
         loss_fn: a mean over its samples (or a sum, with ``scale_grads=False``).
         num_microbatches: into how many parts the batch is cut.
-        num_data_shards: of every stage's mesh; or one number per stage of `partition`, of which the last is how the
-            loss is shared out. Dropout's masks are made for each data shard, so stages with dropout need one number.
+        num_data_shards: data shards of every stage's mesh; or one number per stage of `partition`, of which the last
+            says over how many the loss is shared. Dropout's masks are made for each data shard, so stages with dropout
+            need the same number.
         partition: a partition of `model`, with the same parameters: its stages run in turn and dropout is seeded for
             each. Without it the model is one stage.
         seed, step: what dropout's seeds are made of: the engine's `seed`, and how many training steps came before.

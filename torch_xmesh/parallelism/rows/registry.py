@@ -16,7 +16,7 @@ class Tensor:
     """A tensor among a call's arguments.
 
     Attributes:
-        index: the how many-th of the call's tensors it is.
+        index: position among the call's tensors.
     """
 
     index: int
@@ -33,8 +33,8 @@ class Call:
     """A call of an operator: arguments with a Tensor in the place of each tensor.
 
     Attributes:
-        num_tensors: that it reads.
-        shapes: of what it makes.
+        num_tensors: how many tensors are among its arguments.
+        shapes: shapes of the tensors that it makes.
         function: what is called: a function, or the name of a method of the first argument.
     """
 

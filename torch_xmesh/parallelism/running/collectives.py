@@ -78,7 +78,7 @@ class Moves:
     """Moves of values on one mesh, planned as the search has priced them.
 
     Args:
-        mesh: of one or two axes.
+        mesh: a mesh of one or two axes.
         on_collective: told of each collective that moves values.
         groups: which carry the collectives; None: the mesh's own.
     """
@@ -228,7 +228,7 @@ class Conversions:
     """How values come from one sharding to another: by the way that the plan has priced, which costs least.
 
     Args:
-        links: of each mesh axis, as a planned stage has them.
+        links: links of each mesh axis, as a planned stage has them.
         collectives: the cost model's name.
     """
 

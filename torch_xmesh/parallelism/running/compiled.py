@@ -39,7 +39,7 @@ class Compiler:
     """Makes segments; equal ones share what is compiled.
 
     Args:
-        options: of torch.compile.
+        options: keyword arguments for torch.compile.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ class Ports:
 
     Attributes:
         operators: their numbers, in order. Constants are in each stage that reads them.
-        arguments: of the model, that it reads.
+        arguments: the model's arguments that it reads.
         entering: values that it reads and earlier stages make; on the last stage also those that the model returns.
         leaving: what it makes for later stages; on the last stage what the model returns, each once.
     """

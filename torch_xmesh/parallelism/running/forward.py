@@ -46,13 +46,13 @@ class StageForward:
 
     Args:
         recorded: the model's forward in that mode, its operators those of the plan.
-        num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
-            None: they stay as the plan leaves them.
+        num_samples: samples of a microbatch, where the model's outputs go to a loss that is computed on each device's
+            samples; None: outputs stay as the plan leaves them.
         called: modules that are called as one, by name.
 
     Attributes:
         gradients: by name, how a parameter's gradient lies behind the operators that read it.
-        loss_shares: of the last stage, if there is a loss on each device's samples.
+        loss_shares: how devices share the loss, on the last stage, if each computes the loss of its samples; else None.
 
     Raises:
         ValueError: something of it cannot be run in parts.

@@ -21,8 +21,8 @@ class Local:
 
     Attributes:
         function: the call itself.
-        order: of what draws random numbers, the output's dims as they lie in memory in one process, the outermost
-            first: numbers are drawn in that order.
+        order: for an operator that draws random numbers, the output's dims as they lie in memory in one process, the
+            outermost first: numbers are drawn in that order.
     """
 
     operator: Operator

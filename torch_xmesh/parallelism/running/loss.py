@@ -31,8 +31,8 @@ class LossShares:
     """What a device of the last stage has of targets, losses and outputs.
 
     Args:
-        axes: over which samples lie.
-        has_samples: of the stage's outputs, in order.
+        axes: the mesh axes over which samples are sharded.
+        has_samples: for each of the stage's outputs, whether its first dim is that of the samples.
     """
 
     def __init__(self, moves: Moves, axes: Sequence[int], has_samples: Sequence[bool]) -> None:

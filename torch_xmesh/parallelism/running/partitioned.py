@@ -77,8 +77,8 @@ class _Crossing:
 
     Args:
         inputs: names of the model's tensor arguments, in order.
-        dims: along which each of them is cut into microbatches.
-        samples: of a microbatch.
+        dims: the dim along which each of them is cut into microbatches.
+        samples: number of samples in a microbatch.
     """
 
     def __init__(

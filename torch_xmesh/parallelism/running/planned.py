@@ -39,7 +39,7 @@ class PlannedStages:
 
     Attributes:
         meshes: by stage.
-        placements: of values that cross stages, by name and stage.
+        placements: placements of values that cross stages, by name and stage.
         digest: equal for equal plans.
         ways: what the model's forward computes, in the modes in which it can be run.
         live: the model, as long as it is there.

@@ -28,8 +28,8 @@ class ShardedStage(nn.Module):
     Args:
         model: with values; they are the same on all devices.
         turns: its forward in both modes, of training and evaluation; that in which it comes was planned.
-        num_samples: of a microbatch, where the model's outputs go to a loss that is computed on each device's samples;
-            None: they stay as the plan leaves them.
+        num_samples: samples of a microbatch, where the model's outputs go to a loss that is computed on each device's
+            samples; None: outputs stay as the plan leaves them.
         on_collective: told of each collective that moves values.
         groups: which carry its collectives; None: the mesh's own.
 

@@ -18,8 +18,8 @@ class StageGroups:
     """The devices along each axis of a stage's mesh, as one of them sees them.
 
     Args:
-        by_axis: None where an axis has one device.
-        transfers: of the pipeline, which knows why a collective fails; None: the stage is used by itself.
+        by_axis: a group per mesh axis; None where an axis has one device.
+        transfers: those of the pipeline, which know why a collective fails; None: the stage is used by itself.
     """
 
     def __init__(self, by_axis: Sequence[dist.ProcessGroup | None], transfers: Transfers | None = None) -> None:

@@ -34,9 +34,9 @@ def make_canonical(
     """Brings the nodes of a graph into canonical order, and numbers equal names, and constants, in it.
 
     Args:
-        ways: to the calls that made the nodes.
-        constants: that the graph reads.
-        names: of what the model holds, sorted.
+        ways: call sites that led to the calls that made the nodes.
+        constants: constants that the graph reads, by name.
+        names: names of what the model holds, sorted.
 
     Returns:
         the constants under their new names.

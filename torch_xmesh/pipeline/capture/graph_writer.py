@@ -28,7 +28,7 @@ class GraphWriter:
         attributes: path and tensor of what the model's modules hold, by id.
         sites: by node, the way to the call that made it.
         stack: the names of the opened modules in which the forward is.
-        makers: of tensors that modules inside of leaves return, the innermost, by id.
+        makers: by id of a tensor that a module inside of a leaf returns, the innermost module that returns it.
     """
 
     def __init__(self, shadow: Shadow, watch: OperatorWatch, opened: frozenset[str]) -> None:

@@ -43,7 +43,7 @@ class RecordedModel:
     """Records forwards of a model's shadow.
 
     Attributes:
-        names: of the tensor arguments, in pytree order.
+        names: names of the tensor arguments, in pytree order.
         opened: the modules that are looked into; more, once one turns out to need it.
     """
 

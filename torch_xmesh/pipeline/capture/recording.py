@@ -25,8 +25,8 @@ class NodeFacts:
     """What a node was in one recording.
 
     Attributes:
-        leaves: of its value, tensors as TensorFacts.
-        structure: of its value.
+        leaves: the leaves of its value, tensors as TensorFacts.
+        structure: the pytree structure of its value.
         memory: keys of the storages of its tensors.
         is_real: it follows from the model's inputs and constants alone, and was computed.
         is_random: it depends on random numbers.
@@ -95,7 +95,7 @@ class Recording:
             place requires a gradient then.
         output: the model's output, any pytree with nodes as leaves.
         constants: what the graph reads and the model does not hold, by name.
-        facts: of every node.
+        facts: what every node was.
         guards: in the order in which values were read.
         mutations: (storage, number of nodes then, node that changed it).
         changed_tensors: the first node that changes a buffer or a parameter, by its name.

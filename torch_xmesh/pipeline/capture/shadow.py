@@ -31,7 +31,7 @@ class Shadow:
         model: the copy. Its tensors need no fake mode around them: what has a fake among its operands gives fakes,
             everything else is computed.
         own: ids of the tensors that its modules hold as long as no forward has changed that.
-        names: of its modules, by id; the first one of each.
+        names: names of its modules, by id; the first one of each.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, records_hooks: bool = False) -> None:

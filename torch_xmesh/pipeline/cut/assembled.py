@@ -30,8 +30,8 @@ class Assembled:
     """A recording, cut into stages.
 
     Attributes:
-        names: of the tensors that enter the model, cross stages or leave the model; inputs first, then by producer and
-            order of execution.
+        names: names of the tensors that enter the model, cross stages or leave the model; inputs first, then by
+            producer and order of execution.
         ports: by stage.
         outputs: the model's output over values.
         situation: that in which it runs, as Ways have it.

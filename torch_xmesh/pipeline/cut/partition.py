@@ -56,7 +56,7 @@ def split_at(*names: str) -> SplitAt:
     """Start a stage BEFORE each named module, in the order in which the model calls them: n names give n + 1 stages.
 
     Args:
-        names: of modules, as in ``model.named_modules()``.
+        names: module names, as in ``model.named_modules()``.
 
     Returns:
         what ``PipelineEngine(split=...)`` takes.

@@ -15,8 +15,8 @@ class ReadyAdapter:
     """How a ready stage module is called: input leaves into arguments, the result into output leaves.
 
     Attributes:
-        leaves: of (args, kwargs): an int is the position among the inputs, a tuple (value,) a constant.
-        structure: of (args, kwargs).
+        leaves: the leaves of (args, kwargs). An int is the position among the inputs, a tuple (value,) a constant.
+        structure: the pytree structure of (args, kwargs).
         result: the structure that the module must return.
         tensor_positions: which of the result's leaves are the stage's outputs.
         changed: positions of the inputs that the module changes in place: it gets copies.

@@ -26,7 +26,7 @@ class StageProgram:
         uses_rng: False if the stage certainly draws no random numbers in training mode.
         adapter: how a ready module is called, None for a recorded one.
         codes: what a recorded one may run.
-        infos: of its input values.
+        infos: what is known of its input values.
         inner: the module that runs the codes, within what may be around it.
     """
 

@@ -65,10 +65,10 @@ class Cuts(NamedTuple):
     """How a batch can be cut; equal on all ranks.
 
     Attributes:
-        samples: of the batch.
+        samples: number of samples in the batch.
         shards: data shards, the most of any stage.
-        shapes: of the model's inputs, the batch dim apart.
-        numbers: of microbatches.
+        shapes: shapes of the model's inputs, without the batch dim.
+        numbers: the numbers of microbatches into which it can be cut.
     """
 
     samples: int

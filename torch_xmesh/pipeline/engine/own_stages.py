@@ -20,7 +20,7 @@ class OwnStages:
 
     Attributes:
         rank: this rank.
-        meshes: of every stage of the pipeline.
+        meshes: the mesh of every stage of the pipeline.
         modules: by stage of this rank.
         named: by stage of this rank, its parameters by name.
         tied: parameters that several stages share.

@@ -29,9 +29,9 @@ class EnginePlace:
 
     Attributes:
         transfers: all that moves between the ranks.
-        meshes: of every stage.
-        partition, schedule, boundaries: of the whole model; the schedule is that of the last training step, or what was
-            chosen after it.
+        meshes: the mesh of every stage.
+        partition, schedule, boundaries: those of the whole model. The schedule is that of the last training step, or
+            what was chosen after it.
         early_weights: W may run before its turn.
         auto: chooses the schedule after the first training step, or None.
         ways: compares what recorded stages run with other ranks.

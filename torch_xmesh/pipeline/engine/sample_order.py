@@ -23,7 +23,7 @@ class SampleOrder:
 
     Attributes:
         sizes: samples per microbatch.
-        num_shards: of the batch as it comes; 1 for a plain one.
+        num_shards: data shards in which the batch comes; 1 for plain tensors.
     """
 
     sizes: tuple[int, ...]

@@ -20,7 +20,8 @@ class SizedPlace:
 
     Attributes:
         partition, boundaries, works: as EnginePlace has them for the example's sizes.
-        orders: of batches that all ranks can step, by samples and shards: by number of microbatches.
+        orders: by samples and shards of a batch that all ranks can step, the sample order for each number of
+            microbatches.
     """
 
     place: EnginePlace

@@ -45,7 +45,8 @@ class StageWork:
     """Runs one stage's module; called by the C++ engine with the GIL.
 
     Args:
-        num_parts: of a microbatch's samples on this stage's mesh, besides its data shards; the loss is that of one.
+        num_parts: parts of a microbatch's samples on this stage's mesh, besides its data shards; the loss is that of
+            one part.
     """
 
     def __init__(

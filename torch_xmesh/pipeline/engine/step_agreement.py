@@ -40,7 +40,7 @@ class StepFacts:
 
     Attributes:
         arguments, target: samples in them.
-        shards: of the batch, where it comes sharded.
+        shards: number of the batch's shards, where it comes sharded.
         is_sync: gradients are summed at its end.
         is_sharded: plain tensors are this rank's data shard; where it takes some.
         has_target, returns_outputs: on the last stage's ranks.

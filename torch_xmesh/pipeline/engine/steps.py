@@ -58,7 +58,7 @@ class _Given:
     """A step's arguments on this rank, checked as far as one rank can.
 
     Attributes:
-        shapes: of the model's inputs that this rank reads.
+        shapes: shapes of the model's inputs that this rank reads.
         compared: numbers that others compare with theirs.
         is_part: tree and target are this rank's equal part of the batch, until `_whole`.
         inputs, targets: cut by `order`; None before.
@@ -95,7 +95,7 @@ class EngineSteps:
 
     Attributes:
         number: training steps done so far; dropout is seeded by it.
-        loss: of the last one over the whole batch, or None.
+        loss: the last step's loss over the whole batch, or None.
         is_sync: gradients are summed over the data axis and over tied stages at the end of a step.
         scaler: scales the losses, or None.
         ran: what the last one ran.

@@ -18,11 +18,11 @@ class Candidate(NamedTuple):
 
     Attributes:
         schedule: its actions.
-        step_seconds: of a step, simulated.
-        noisy_seconds: the mean of that and of runs whose every action and transfer takes up to 4 % longer or shorter;
-            what candidates are compared by.
-        early_weights: the times are with W that run before their turn where a stage would wait, which the costs allow
-            and which makes them shorter. What PipelineEngine calls so.
+        step_seconds: the simulated time of a step.
+        noisy_seconds: the mean of `step_seconds` and of simulations in which every action and transfer takes up to 4 %
+            longer or shorter. Candidates are compared by it.
+        early_weights: whether these times are with W running before their turn where a stage would wait: the costs
+            allow it, and it is faster. The same as PipelineEngine's `early_weights`.
         peak_bytes: by place, the most bytes held at once.
         keeps_limit: no place holds more than the limit.
     """
@@ -40,8 +40,8 @@ class ScheduleChoice:
 
     Attributes:
         schedule: the fastest that keeps the limit; of those within 0.3 % of it the one that holds least.
-        early_weights: its W had better run before their turn where a stage would wait.
-        predicted_seconds: its simulated step.
+        early_weights: whether its W should run before their turn where a stage would wait.
+        predicted_seconds: the simulated time of its step.
         predicted_peak_bytes: by place, the most bytes held at once.
         candidates: a :class:`Candidate` for each schedule that was considered, the fastest first. "planned_c": an
             order made for these costs, with split backwards and at most c microbatches in flight on a stage.
@@ -108,7 +108,7 @@ def choose_schedule(
     Communication of Model Parallelism, MLSys 2023, section 4), for several bounds on the microbatches in flight.
 
     Args:
-        costs: of `num_stages` stages and their edges; bytes where a limit is given.
+        costs: costs of `num_stages` stages and their edges, with bytes if a limit is given.
         num_stages, num_microbatches: positive.
         memory_limit_bytes: the most bytes that the stages of a place may hold together, by `costs`; None: no limit.
         place_of_stage: as in :meth:`Schedule.make`.

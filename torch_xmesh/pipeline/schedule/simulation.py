@@ -16,13 +16,13 @@ class StageCosts:
     """What one microbatch takes and holds on one stage.
 
     Args:
-        forward_seconds: of a forward (F).
-        backward_input_seconds: of the input gradients (I), where the backward is split.
-        backward_weight_seconds: of the weight gradients (W), where it is split.
-        backward_seconds: of a whole backward (B); I plus W without it.
+        forward_seconds: time of a forward (F).
+        backward_input_seconds: time of the input gradients (I), where the backward is split.
+        backward_weight_seconds: time of the weight gradients (W), where the backward is split.
+        backward_seconds: time of a whole backward (B); None: I plus W.
         activation_bytes: held from F until the end of B or I: received values and what autograd keeps.
-        weight_bytes: held from I until the end of W; as `activation_bytes` without it.
-        fixed_bytes: held anyway: parameters, optimizer states, buffers for values to come.
+        weight_bytes: held from I until the end of W; None: as many as `activation_bytes`.
+        fixed_bytes: held at all times: parameters, optimizer states, buffers for values to come.
     """
 
     forward_seconds: float
@@ -46,10 +46,10 @@ class EdgeCosts:
     """How long one microbatch's values hold the NICs on their way between two stages.
 
     Args:
-        forward_seconds: of the values, for example a reshard plan's ``predicted_seconds``.
-        backward_seconds: of their gradients; as forward without it.
-        forward_bytes: adds bytes over ``Costs.nic_bytes_per_s``.
-        backward_bytes: of the gradients; as forward without it.
+        forward_seconds: time of the values, for example a reshard plan's ``predicted_seconds``.
+        backward_seconds: time of their gradients; None: as `forward_seconds`.
+        forward_bytes: bytes of the values; they add their time at ``Costs.nic_bytes_per_s`` to `forward_seconds`.
+        backward_bytes: bytes of the gradients, likewise; None: as `forward_bytes`.
         has_gradient: False where no gradient comes back.
     """
 
@@ -80,7 +80,7 @@ class Costs:
             it may come while the receiver computes, as in ``PipelineEngine(overlap=False)``.
         early_weights: stages that, before they wait for a value, run the next W of their list; True: all.
         noise: every action and transfer takes up to this part longer or shorter, by chance (0.05: 5 %).
-        noise_seed: of that chance.
+        noise_seed: seed of these random changes.
     """
 
     stages: Sequence[StageCosts]
@@ -123,8 +123,8 @@ class Costs:
 
         Args:
             num_stages: positive.
-            stage: of each.
-            edge: of each; a number is seconds each way.
+            stage: costs of each stage.
+            edge: costs of each edge; a number is seconds each way.
             overlap: as in the constructor.
         """
         return cls(stages=[stage] * num_stages, edges=dict.fromkeys(chain_edges(num_stages), edge), overlap=overlap)
@@ -200,7 +200,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
     Args:
         schedule: valid for the edges of ``costs``; one without any backward is played as an evaluation.
-        costs: of stages and edges, seconds and bytes.
+        costs: seconds and bytes of stages and edges.
 
     Returns:
         when each action and transfer begins and ends, and what places hold at most.

@@ -47,7 +47,7 @@ class _Row:
     """What a rank tells all others.
 
     Attributes:
-        dtype: of this rank's counted gradients together, as its place in _DTYPES; -1: it has none.
+        dtype: what this rank's counted gradients promote to, as a place in _DTYPES; -1: it has none.
         has_elements: they have any.
         part: with p = 2 the sum of their squares, so with every finite p but 0, whose parts are told apart; their
             largest or smallest absolute value with infinite ones.

@@ -113,7 +113,7 @@ class _Unsummed:
         summed: the gradient that was there, equal on all ranks that hold the parameter.
         own: this rank's gradient of the steps since, or None.
         shown: both together, as `.grad`.
-        version: of the memory of `shown`.
+        version: the version counter of the memory of `shown`.
     """
 
     summed: torch.Tensor
