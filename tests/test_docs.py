@@ -3,6 +3,7 @@ text; their commands print what stands below them; their links lead somewhere.""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import itertools
@@ -91,7 +92,12 @@ def links(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in (*PAGES, "csrc/README.md", "tests/README.md", "benchmarks/README.md") if links(page)]
+    "page",
+    [
+        page
+        for page in (*PAGES, "csrc/README.md", "torch_xmesh/README.md", "tests/README.md", "benchmarks/README.md")
+        if links(page)
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     for target, anchor in links(page):
@@ -113,6 +119,80 @@ def test_rooms_and_their_tests_exist() -> None:
     for folder, named in ((ROOT, rooms_of), (ROOT / "tests", guards_of)):
         for pattern in itertools.chain(*named):
             assert list(folder.glob(pattern.rstrip("/"))), pattern
+
+
+def map_of_the_package() -> str:
+    return (ROOT / "torch_xmesh" / "README.md").read_text()
+
+
+def has_name(path: Path, name: str) -> bool:
+    """Whether a file has a name, in Python at the top or in a class (``Class.method``), in C++ anywhere."""
+    if path.suffix != ".py":
+        return re.search(rf"\b{name}\b", path.read_text()) is not None
+    body = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        inside = [inner for node in body for inner in names_of(node).get(part, [])]
+        if not any(part in names_of(node) for node in body):
+            return False
+        body = inside
+    return True
+
+
+def names_of(node: ast.stmt) -> dict[str, list[ast.stmt]]:
+    """By name that a statement gives to something, what stands inside of that."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return {node.name: node.body}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id: [] for target in targets if isinstance(target, ast.Name)}
+
+
+def test_paths_and_names_in_the_map_of_the_package_exist() -> None:
+    found = re.findall(r"`([\w/]+(?:\.(?:pyi?|h)|/))(?::([\w.]+))?`", map_of_the_package())
+    assert len(found) > 100
+    for path, name in found:
+        whole = next((root / path for root in (ROOT / "torch_xmesh", ROOT) if (root / path).exists()), None)
+        assert whole is not None, f"there is no {path}"
+        assert not name or has_name(whole, name), f"{path} has no {name}"
+
+
+def test_rooms_import_what_the_map_of_the_package_lists() -> None:
+    package = ROOT / "torch_xmesh"
+    rows = re.findall(r"^\| (`.*?) \| .*? \| (.*?) \|$", map_of_the_package(), re.MULTILINE)
+    rooms = {room: row for row, (named, _) in enumerate(rows) for room in re.findall(r"`([\w/.]+)`", named)}
+    for folder in filter(Path.is_dir, package.rglob("*")):
+        name = f"{folder.relative_to(package).as_posix()}/"
+        assert not list(folder.glob("*.py")) or name in rooms, f"the map has no row for {name}"
+    for path in sorted(package.rglob("*.py")):
+        here = path.relative_to(package)
+        room = f"{here.parent.as_posix()}/" if len(here.parts) > 1 else here.name
+        if room not in rooms:  # the package itself, and what belongs to no room
+            assert len(here.parts) == 1, f"the map has no row for {room}"
+            continue
+        allowed = set(re.findall(r"`([\w/.]+)`", rows[rooms[room]][1]))
+        for other in imported_rooms(package, path):
+            is_own = other == room or rooms.get(other) == rooms[room]
+            assert is_own or other in allowed, f"{here} imports {other}, which the map's row of {room} does not list"
+
+
+def imported_rooms(package: Path, path: Path) -> set[str]:
+    """The rooms of the package that a module imports when it is imported; the extension apart."""
+    out = set()
+    for node in ast.parse(path.read_text()).body:
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for first, *parts in (name.split(".") for name in names):
+            if first != "torch_xmesh" or parts[:1] == ["_C"]:
+                continue
+            while (
+                parts and not (package / "/".join(parts)).is_dir() and not (package / f"{'/'.join(parts)}.py").exists()
+            ):
+                parts.pop()
+            folders = parts if (package / "/".join(parts)).is_dir() else parts[:-1]
+            out.add(f"{'/'.join(folders)}/" if folders else f"{parts[0]}.py" if parts else "__init__.py")
+    return out
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
