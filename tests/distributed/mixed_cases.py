@@ -14,7 +14,7 @@ from layouts import assert_same_bytes, dtensor_of, local_part, partial_weights, 
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_xmesh as xm
-from torch_xmesh.plan_cache import Move
+from torch_xmesh import _C
 
 
 def on(mesh: xm.Mesh, device: str) -> xm.Mesh:
@@ -177,7 +177,7 @@ def without_memory(rank: int, world_size: int) -> None:
         x = dtensor_of(local, SHAPE, on(source, kind()), (Shard(0),))
         with pytest.MonkeyPatch.context() as patched:
             if rank == world_size - 1:
-                patched.setattr(Move, "empty_result", _no_memory)
+                patched.setattr(_C.ResultMaker, "make", _no_memory)
             with pytest.raises((RuntimeError, ValueError), match="there is no memory"):
                 xm.reshard(x, on(target, "cpu"), (Shard(1),))
         y = xm.reshard(x, on(target, "cpu"), (Shard(1),))
