@@ -47,21 +47,23 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
     )
     values = tuple(
         PlannedValue(
-            one.value.name,
-            one.value.shape,
-            str(one.value.dtype).removeprefix("torch."),
-            one.from_stage,
-            one.to_stage,
-            one.src,
-            one.dst,
-            *one.seconds,
-            one.value.requires_grad,
+            transfer.value.name,
+            transfer.value.shape,
+            str(transfer.value.dtype).removeprefix("torch."),
+            transfer.from_stage,
+            transfer.to_stage,
+            transfer.src,
+            transfer.dst,
+            *transfer.seconds,
+            transfer.value.requires_grad,
         )
-        for one in judged.transfers
+        for transfer in judged.transfers
     )
     return ParallelPlan(
         model=subject.model,
-        fingerprint=fingerprint_of([one.name for one in operators], [one.makes[0].shape for one in operators]),
+        fingerprint=fingerprint_of(
+            [operator.name for operator in operators], [operator.makes[0].shape for operator in operators]
+        ),
         stages=stages,
         layers=tuple(layers.name(layer) for layer in range(len(layers))),
         values=values,
@@ -72,7 +74,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         devices=subject.cluster.num_devices,
         collectives=subject.collectives,
         title=subject.title,
-        ties=tuple(PlannedTie(one.name, one.stages, one.seconds) for one in judged.ties),
+        ties=tuple(PlannedTie(tie.name, tie.stages, tie.seconds) for tie in judged.ties),
         notes=_notes(subject, judged),
     )
 
@@ -83,18 +85,18 @@ def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes:
     sharded = stage.sharded
     operators = tuple(
         PlannedOperator(
-            one.name,
-            one.kind,
-            one.module,
+            operator.name,
+            operator.kind,
+            operator.module,
             choice.axes,
             tuple(end.value for end in choice.outputs),
-            one.makes[0].shape,
-            layer_of.get(-1 if one.makes[0].maker is None else one.makes[0].maker),
-            one.loops.is_heavy,
-            one.is_known,
-            tuple(one.loops.extents.items()),
+            operator.makes[0].shape,
+            layer_of.get(-1 if operator.makes[0].maker is None else operator.makes[0].maker),
+            operator.loops.is_heavy,
+            operator.is_known,
+            tuple(operator.loops.extents.items()),
         )
-        for one, choice in zip(sharded.operators, sharded.choices, strict=True)
+        for operator, choice in zip(sharded.operators, sharded.choices, strict=True)
     )
     parameters = tuple(
         PlannedParameter(name, value.shape, state, sharded.zero_levels.get(name, 0), sharded.zero_states.get(name))
@@ -126,12 +128,12 @@ def _step(subject: Subject, judged: Judged) -> Step:
     longest, transfers those of all stages."""
 
     def work(stage: FoundStage) -> tuple[float, float, float]:
-        one, count = stage.sharded.seconds, subject.num_microbatches
-        collectives = one.forward_collectives + one.backward_collectives
-        return count * (one.forward + one.backward), count * collectives, one.step_collectives
+        seconds, count = stage.sharded.seconds, subject.num_microbatches
+        collectives = seconds.forward_collectives + seconds.backward_collectives
+        return count * (seconds.forward + seconds.backward), count * collectives, seconds.step_collectives
 
     compute, collectives, sums = max(map(work, judged.plan.stages), key=sum)
-    transfers = subject.num_microbatches * sum(sum(one.seconds) for one in judged.transfers)
+    transfers = subject.num_microbatches * sum(sum(transfer.seconds) for transfer in judged.transfers)
     bubble = max(judged.step_seconds - compute - collectives - sums, 0.0)
     return Step(judged.step_seconds, compute, collectives, sums, transfers, bubble)
 
@@ -143,12 +145,12 @@ def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:
         out.append(
             f"devices are assumed to do {rates.flops:.3g} FLOP/s and {rates.bytes_per_s:.3g} bytes/s: pass compute="
         )
-    operators = [one for one in subject.layers.forward.operators if not one.is_constant]
-    unknown = Counter(one.kind for one in operators if not one.is_known)
+    operators = [operator for operator in subject.layers.forward.operators if not operator.is_constant]
+    unknown = Counter(operator.kind for operator in operators if not operator.is_known)
     if unknown:
         counted = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
         out.append(f"operators without a row, which every device of a stage computes whole: {counted}")
-    read = {value.name for one in operators for value in one.reads if value.is_parameter}
+    read = {value.name for operator in operators for value in operator.reads if value.is_parameter}
     unread = [value.name for value in subject.layers.forward.parameters if value.name not in read]
     if unread:
         out.append(f"parameters that the forward does not read: {', '.join(unread[:5])}{' ...' if unread[5:] else ''}")

@@ -94,7 +94,7 @@ class Writer:
                 f"divide into {shape[0]} parts"
             )
         most = math.prod(shape)
-        self.left += [one.name for one, choice in heavy if num_devices_used(choice, shape) < most]
+        self.left += [operator.name for operator, choice in heavy if num_devices_used(choice, shape) < most]
 
     def _allowed(self, has_data: bool, operator: Operator, choice: Choice) -> bool:
         """The first axis shards the batch, where both have one; the second anything else."""
@@ -111,7 +111,10 @@ def batch_loops(forward: Forward) -> dict[str, str | None]:
     is as long."""
     samples: dict[Value, int] = {}
     given = (
-        value for one in forward.operators for value in one.reads if value.maker is None and not value.is_parameter
+        value
+        for reader in forward.operators
+        for value in reader.reads
+        if value.maker is None and not value.is_parameter
     )
     first = min((value for value in given if value.shape), key=lambda value: value.name, default=None)
     batch = None if first is None else first.shape[0]

@@ -45,7 +45,11 @@ def _differentiated(node: fx.Node, recording: Recording) -> list[fx.Node]:
     """A call of torch.autograd.grad, and what lies between its arguments."""
     outputs, inputs = (_nodes_in(node, place, name) for place, name in enumerate(("outputs", "inputs")))
     behind = _all_behind(outputs, recording)
-    between = [one for one in behind if one not in inputs and not _all_behind([one], recording).isdisjoint(inputs)]
+    between = [
+        candidate
+        for candidate in behind
+        if candidate not in inputs and not _all_behind([candidate], recording).isdisjoint(inputs)
+    ]
     return [node, *between]
 
 
@@ -56,7 +60,7 @@ def _all_behind(nodes: Iterable[fx.Node], recording: Recording) -> set[fx.Node]:
     while left:
         new = nodes_behind(left.pop()) - found
         found |= new
-        memory = {one for node in new for one in recording.facts[node].memory}
+        memory = {memory_key for node in new for memory_key in recording.facts[node].memory}
         left += [changer for changed, _, changer in recording.mutations if changed in memory and changer not in found]
     return found
 

@@ -115,7 +115,7 @@ class Cluster:
         kinds = {host.kind for host in self.hosts if chosen & set(host.ranks)}
         limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes is not None]
         computes = {kind.compute for kind in kinds}
-        slowest = Compute(min(one.flops for one in computes), min(one.bytes_per_s for one in computes))
+        slowest = Compute(min(compute.flops for compute in computes), min(compute.bytes_per_s for compute in computes))
         return HostKind(
             min(kind.num_devices for kind in kinds),
             next(iter(computes)) if len(computes) == 1 else slowest,

@@ -78,10 +78,14 @@ def least_seconds(
     """Seconds of a call in the fastest of several runs. A first run is not counted. Runs end early once all together
     have taken `enough_seconds`. On an accelerator a run is several calls, which are waited for once, so that launching
     a call is hidden by the call before it."""
-    one = torch.device(device)
+    on_device = torch.device(device)
     times: list[float] = []
-    count = 1 if one.type == "cpu" else _CALLS
-    wait = (lambda: None) if one.type == "cpu" else functools.partial(getattr(torch, one.type).synchronize, one)
+    count = 1 if on_device.type == "cpu" else _CALLS
+    wait = (
+        (lambda: None)
+        if on_device.type == "cpu"
+        else functools.partial(getattr(torch, on_device.type).synchronize, on_device)
+    )
     while len(times) < 2 or (len(times) <= runs and sum(times) < enough_seconds):
         wait()
         begin = time.perf_counter()

@@ -24,12 +24,14 @@ class Explainer:
         number = plan.stage_of(name)
         stage = self.judged.plan.stages[number]
         operators = stage.sharded.operators
-        parameters = {one.name for one in plan.stages[number].parameters}
+        parameters = {parameter.name for parameter in plan.stages[number].parameters}
         if name in parameters:
-            chosen = [i for i, one in enumerate(operators) if any(value.name == name for value in one.reads)]
+            chosen = [i for i, operator in enumerate(operators) if any(value.name == name for value in operator.reads)]
         else:
-            chosen = [i for i, one in enumerate(operators) if name in (one.name, one.module)]
-            chosen = chosen or [i for i, one in enumerate(operators) if f"{one.module}.".startswith(f"{name}.")]
+            chosen = [i for i, operator in enumerate(operators) if name in (operator.name, operator.module)]
+            chosen = chosen or [
+                i for i, operator in enumerate(operators) if f"{operator.module}.".startswith(f"{name}.")
+            ]
         return "\n".join(self._explained(plan, number, i) for i in chosen if not operators[i].is_constant)
 
     def _explained(self, plan: ParallelPlan, number: int, place: int) -> str:

@@ -152,11 +152,11 @@ class ShardingGraph:
                 i for i, value in enumerate(operator.reads) if value.is_parameter and value not in stretch.tied
             )
             kept = space.nothing(len(choices))
-            for one, share in charges.get(number, ()):
-                kept = kept + share * space.part_bytes(one, choices)
+            for needed, share in charges.get(number, ()):
+                kept = kept + share * space.part_bytes(needed, choices)
             fixed = space.held_bytes(operator, choices, held)
-            for one, share in charges_again.get(number, ()):  # their mean is at most the largest
-                fixed = fixed + share / num_again * space.part_bytes(one, choices)
+            for needed, share in charges_again.get(number, ()):  # their mean is at most the largest
+                fixed = fixed + share / num_again * space.part_bytes(needed, choices)
             self._add_node(operator.name, space.node_costs(operator, choices, summed), fixed, kept)
         leaving = set(stretch.leaving)
         for maker, operator in enumerate(stretch.operators):
@@ -172,9 +172,9 @@ class ShardingGraph:
     def _charges(self, kept: Sequence[Kept]) -> dict[int, list[tuple[Kept, float]]]:
         """What of backward's tensors each operator pays: where several need one they share its price."""
         out: dict[int, list[tuple[Kept, float]]] = {}
-        count = Counter(one.memory for one in kept)
-        for one in kept:
-            out.setdefault(one.operator, []).append((one, 1 / count[one.memory]))
+        count = Counter(needed.memory for needed in kept)
+        for needed in kept:
+            out.setdefault(needed.operator, []).append((needed, 1 / count[needed.memory]))
         return out
 
     def _add_node(self, name: str, costs: Array, fixed: Array, per_microbatch: Array) -> int:
@@ -287,7 +287,8 @@ class ShardingGraph:
         operators, num_bytes = self._again.held(chosen)
         checkpoints = np.array([self.stretch.operators[number].checkpoint for number in operators], np.int64)
         return {
-            int(one): (operators[checkpoints == one], num_bytes[checkpoints == one]) for one in np.unique(checkpoints)
+            int(checkpoint): (operators[checkpoints == checkpoint], num_bytes[checkpoints == checkpoint])
+            for checkpoint in np.unique(checkpoints)
         }
 
     def choices_of(self, chosen: Sequence[int]) -> tuple[Choice, ...]:
@@ -380,11 +381,13 @@ class _KeptArrays:
 
     def __init__(self, kept: Sequence[Kept], space: Space, choices: Sequence[list[Choice]]) -> None:
         numbers: dict[Value, int] = {}
-        self._operators: Numbers = np.array([one.operator for one in kept], np.int64)
-        self._memories: Numbers = np.array([numbers.setdefault(one.memory, len(numbers)) for one in kept], np.int64)
-        states = [space.part_states(one, choices[one.operator]) for one in kept]
-        num_bytes = [space.part_bytes(one, choices[one.operator]) for one in kept]
-        self._begins: Numbers = np.cumsum([0, *(len(one) for one in states)], dtype=np.int64)[:-1]
+        self._operators: Numbers = np.array([needed.operator for needed in kept], np.int64)
+        self._memories: Numbers = np.array(
+            [numbers.setdefault(needed.memory, len(numbers)) for needed in kept], np.int64
+        )
+        states = [space.part_states(needed, choices[needed.operator]) for needed in kept]
+        num_bytes = [space.part_bytes(needed, choices[needed.operator]) for needed in kept]
+        self._begins: Numbers = np.cumsum([0, *(len(by_choice) for by_choice in states)], dtype=np.int64)[:-1]
         self._states: Numbers = np.concatenate([np.zeros(0, np.int64), *states])
         self._bytes = np.concatenate([np.zeros(0), *num_bytes])
 

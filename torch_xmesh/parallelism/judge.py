@@ -94,16 +94,16 @@ class _Played:
         """No schedule's step takes less: a stage begins when the first microbatch has come through those before it, and
         all of its gradients go back through them."""
         out = forwards = backwards = 0.0
-        for stage, one in zip(self.plan.stages, self.costs.stages, strict=True):
-            in_turn = one.forward_seconds + one.backward_input_seconds
-            busy = self.num_microbatches * (in_turn + one.backward_weight_seconds)
+        for stage, costs in zip(self.plan.stages, self.costs.stages, strict=True):
+            in_turn = costs.forward_seconds + costs.backward_input_seconds
+            busy = self.num_microbatches * (in_turn + costs.backward_weight_seconds)
             out = max(
                 out,
                 forwards + busy + stage.sharded.seconds.step_collectives,
                 forwards + self.num_microbatches * in_turn + backwards,
             )
-            forwards += one.forward_seconds
-            backwards += one.backward_input_seconds
+            forwards += costs.forward_seconds
+            backwards += costs.backward_input_seconds
         return out
 
 
@@ -143,7 +143,7 @@ class Judge:
                     best = _faster(best, judged)
                 if best is not None and not go_on():
                     return best
-            found.sort(key=lambda one: one[1].step_seconds)
+            found.sort(key=lambda pair: pair[1].step_seconds)
             for played, _ in found[:_MOST_CHOSEN]:
                 if best is not None and played.least_seconds < best.step_seconds and go_on():
                     best = _faster(best, self._judged(played, self._chosen(played)))
@@ -159,7 +159,7 @@ class Judge:
     def least_limit(self, plan: FoundPlan) -> int:
         """The smallest memory limit of devices, the same for all, that a schedule by name keeps."""
         costs = self._costs(plan.stages, (), [0] * len(plan.stages))
-        return min(max(simulate(one, costs).peak_bytes) for one in self._schedules(len(plan.stages)))
+        return min(max(simulate(schedule, costs).peak_bytes) for schedule in self._schedules(len(plan.stages)))
 
     def _schedules(self, num_stages: int) -> list[Schedule]:
         """Those by name that are tried: the one that is asked for, or two that hold little."""
@@ -192,7 +192,10 @@ class Judge:
         return Judged(plan, schedule, played.transfers, played.ties, simulation, step, peak)
 
     def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[Transfer], spare: Sequence[int]) -> Costs:
-        moves = [(one.from_stage, one.to_stage, one.seconds, one.value.requires_grad) for one in transfers]
+        moves = [
+            (transfer.from_stage, transfer.to_stage, transfer.seconds, transfer.value.requires_grad)
+            for transfer in transfers
+        ]
         edges = edges_between(len(stages), moves)
         rows = [stage_costs(stage, extra) for stage, extra in zip(stages, spare, strict=True)]
         return Costs(stages=rows, edges=edges, blocks_receiver=False)
@@ -217,7 +220,7 @@ class Judge:
             simulation = simulate(schedule, played.costs)
             if played.limit is None or max(simulation.peak_bytes) <= played.limit:
                 found.append((simulation.makespan_seconds, number, schedule))
-        return min(found, key=lambda one: one[:2])[2] if found else None
+        return min(found, key=lambda row: row[:2])[2] if found else None
 
     def _transfers(self, stages: Sequence[FoundStage]) -> list[Transfer]:
         maker = {value: number for number, stage in enumerate(stages) for value in stage.sharded.leaving}
@@ -316,7 +319,7 @@ def _is_whole(stage: FoundStage) -> bool:
     fetched (ZeRO-3); experts are given tokens, or none, on some devices alone."""
     sharded = stage.sharded
     return 3 in sharded.zero_levels.values() or any(
-        one.is_given_again or one.kind in CLASSES for one in sharded.operators
+        operator.is_given_again or operator.kind in CLASSES for operator in sharded.operators
     )
 
 

@@ -57,7 +57,7 @@ def layers_of(forward: Forward, num_layers: int | None = None) -> Layers:
     Raises:
         ValueError: it computes nothing from parameters, or there are fewer operators than layers.
     """
-    varied = [number for number, one in enumerate(forward.operators) if not one.is_constant]
+    varied = [number for number, candidate in enumerate(forward.operators) if not candidate.is_constant]
     if not varied:
         raise ValueError("the model computes nothing from its parameters: there is nothing to share out")
     place = {number: i for i, number in enumerate(varied)}
@@ -93,7 +93,7 @@ def _number_of_layers(operators: Sequence[Operator]) -> int:
     repeated = sum(
         len(numbers) for name, numbers in blocks.items() if not _is_inside(name, blocks) and len(numbers) > 1
     )
-    heavy = Counter(one.loops.is_heavy for one in operators)[True]
+    heavy = Counter(counted.loops.is_heavy for counted in operators)[True]
     wanted = repeated if repeated >= 2 else heavy // 4
     return max(min(wanted, _MOST_LAYERS), min(heavy, _FEWEST_LAYERS), 1)
 

@@ -106,7 +106,7 @@ class _Search:
         if not differ:  # what it is charged for fits, what it holds does not
             self._close(bound)
             return True
-        node = max(differ, key=lambda one: (abs(saved[one]), -one))
+        node = max(differ, key=lambda candidate: (abs(saved[candidate]), -candidate))
         for is_taken in (True, False):
             self._divide(graph, graph.narrowed(branch.allowed, node, fits.chosen[node], is_taken=is_taken))
         return True

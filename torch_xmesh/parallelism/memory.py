@@ -109,7 +109,7 @@ def kept_again_by(operators: Sequence[Operator]) -> list[Kept]:
     for number, operator in enumerate(operators):
         if operator.checkpoint is not None:
             found = _kept(number, operator, *_needs(operator), root)
-            out += [one for one in found if checkpoint_of.get(one.memory) == operator.checkpoint]
+            out += [kept for kept in found if checkpoint_of.get(kept.memory) == operator.checkpoint]
     return out
 
 
@@ -149,7 +149,7 @@ def _kept(
     wanted = [(place, False, operator.reads[place]) for place in reads]
     wanted += [(place, True, operator.makes[place]) for place in makes]
     found = [Kept(number, place, is_made, value, root.get(value, value)) for place, is_made, value in wanted]
-    return [one for one in found if not one.memory.is_parameter]
+    return [kept for kept in found if not kept.memory.is_parameter]
 
 
 def with_checkpoints(operators: Sequence[Operator], checkpoints: Sequence[int | None]) -> tuple[Operator, ...]:

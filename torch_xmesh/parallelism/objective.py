@@ -69,7 +69,9 @@ def _serial(seconds: Seconds, num_microbatches: int) -> float:
 
 
 objectives = {
-    one.name: one
-    for one in (Objective("serial", "a device computes or communicates; what is once a step is shared out", _serial),)
+    objective.name: objective
+    for objective in (
+        Objective("serial", "a device computes or communicates; what is once a step is shared out", _serial),
+    )
 }
 """By name. One that hides collectives under computation would be another entry."""

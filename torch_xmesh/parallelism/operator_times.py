@@ -135,8 +135,8 @@ class OperatorTimes(Compute):
 
 
 def _times(given: Any) -> Times:
-    forward, inputs, weights = (float(one) for one in given)
-    if not all(math.isfinite(one) and one >= 0 for one in (forward, inputs, weights)):
+    forward, inputs, weights = (float(number) for number in given)
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (forward, inputs, weights)):
         raise ValueError(f"seconds are positive numbers, got {given}")
     return forward, inputs, weights
 
@@ -151,7 +151,7 @@ def _shapes(operator: Operator, choice: Choice | None, mesh_shape: Sequence[int]
     """Shapes of the tensors among an operator's arguments: those of a device's parts, or the whole ones without a
     choice."""
     assert operator.call is not None
-    shapes = {one.index: list(one.shape) for one in _tensors(operator)}
+    shapes = {tensor.index: list(tensor.shape) for tensor in _tensors(operator)}
     if choice is not None:
         read = [index for index, labels in enumerate(operator.loops.inputs) if labels is not None]
         for index, end in zip(read, choice.inputs, strict=True):
@@ -164,7 +164,7 @@ def _shapes(operator: Operator, choice: Choice | None, mesh_shape: Sequence[int]
 def _tensors(operator: Operator) -> list[Tensor]:
     """By index, each once."""
     assert operator.call is not None
-    found = {one.index: one for one in operator.call.tensors}
+    found = {tensor.index: tensor for tensor in operator.call.tensors}
     return [found[index] for index in sorted(found)]
 
 
@@ -178,30 +178,30 @@ def _filled(operator: Operator, given: Callable[[Tensor], Any]) -> tuple[tuple[A
 
 def _machine(device: torch.device | str) -> str:
     """A device in words, with all that decides how fast torch is on it."""
-    one = torch.device(device)
+    on_device = torch.device(device)
     what = f"{platform.machine()} with {torch.get_num_threads()} threads"
-    if one.type == "cuda":
-        what = torch.cuda.get_device_name(one)
-    return f"{one.type} {what}, torch {torch.__version__}"
+    if on_device.type == "cuda":
+        what = torch.cuda.get_device_name(on_device)
+    return f"{on_device.type} {what}, torch {torch.__version__}"
 
 
 def _text(operator: Operator, shapes: Shapes) -> str:
     """What operators have in common that take as long; what numbers they scale by does not count."""
-    numbers = {one.index: number for number, one in enumerate(_tensors(operator))}
+    numbers = {tensor.index: number for number, tensor in enumerate(_tensors(operator))}
     wants = _wanted(operator)
 
-    def say(one: Tensor) -> str:
-        return f"{str(one.dtype).removeprefix('torch.')}{list(shapes[numbers[one.index]])}{wants[one.index]}"
+    def say(tensor: Tensor) -> str:
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(shapes[numbers[tensor.index]])}{wants[tensor.index]}"
 
     args, kwargs = pytree.tree_map_only(float, lambda _: "float", _filled(operator, say))
-    said = [str(one) for one in args] + [f"{key}={one}" for key, one in kwargs.items()]
+    said = [str(argument) for argument in args] + [f"{key}={argument}" for key, argument in kwargs.items()]
     return f"{operator.kind}({', '.join(said)}) -> {str(operator.makes[0].dtype).removeprefix('torch.')}"
 
 
 def _wanted(operator: Operator) -> dict[int, str]:
     """By tensor, which gradient backward makes of it: of an input, "'", of a parameter, '"', or none."""
     assert operator.call is not None
-    out = {one.index: "" for one in _tensors(operator)}
+    out = {tensor.index: "" for tensor in _tensors(operator)}
     read = [index for index, labels in enumerate(operator.loops.inputs) if labels is not None]
     for index, value in zip(read, operator.reads, strict=True):
         if operator.requires_grad and value.requires_grad:
@@ -217,15 +217,15 @@ def _run(operator: Operator, shapes: Shapes, device: torch.device) -> Times | No
     most = max(1, min((size for shape in shapes for size in shape), default=1))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         made: dict[int, torch.Tensor] = {}
-        for one, shape in zip(_tensors(operator), shapes, strict=True):
-            if one.dtype.is_floating_point or one.dtype.is_complex:
-                made[one.index] = torch.rand(shape, dtype=one.dtype, device=device)
-            elif one.dtype == torch.bool:
-                made[one.index] = torch.ones(shape, dtype=one.dtype, device=device)
+        for tensor, shape in zip(_tensors(operator), shapes, strict=True):
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                made[tensor.index] = torch.rand(shape, dtype=tensor.dtype, device=device)
+            elif tensor.dtype == torch.bool:
+                made[tensor.index] = torch.ones(shape, dtype=tensor.dtype, device=device)
             else:
-                made[one.index] = torch.randint(most, shape, dtype=one.dtype, device=device)
-            made[one.index].requires_grad_(bool(wants[one.index]))
-        arguments = _filled(operator, lambda one: made[one.index])
+                made[tensor.index] = torch.randint(most, shape, dtype=tensor.dtype, device=device)
+            made[tensor.index].requires_grad_(bool(wants[tensor.index]))
+        arguments = _filled(operator, lambda tensor: made[tensor.index])
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, arguments)
         of_kind = [[made[index] for index, kind in wants.items() if kind == own] for own in ("'", '"')]
         target = operator.call.function
@@ -238,15 +238,15 @@ def _timed(
     call: Callable[[], Any], given: list[torch.Tensor], leaves: list[list[torch.Tensor]], device: torch.device
 ) -> Times | None:
     """`leaves`: of which gradients are made together."""
-    versions = [one._version for one in given]
+    versions = [tensor._version for tensor in given]
 
     def back(wanted: list[torch.Tensor]) -> object:
         return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
 
     try:
         results = pytree.tree_leaves(call())
-        outputs = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
-        gradients = [torch.ones_like(one) for one in outputs]
+        outputs = [tensor for tensor in results if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+        gradients = [torch.ones_like(output) for output in outputs]
         runs: list[Callable[[], object] | None] = [call]
         for wanted in leaves:
             runs.append(functools.partial(back, wanted) if wanted and outputs else None)
@@ -254,7 +254,7 @@ def _timed(
                 runs[-1]()
     except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):  # with these sizes it makes no sense
         return None
-    if versions != [one._version for one in given]:
+    if versions != [tensor._version for tensor in given]:
         return None
     forward, inputs, weights = (
         0.0 if run is None else least_seconds(run, device, _RUNS, _ENOUGH_SECONDS) for run in runs

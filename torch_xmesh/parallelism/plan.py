@@ -238,11 +238,11 @@ class ParallelPlan:
         """
         instance_of("name", name, str, "the name of an operator, a module or a parameter")
         for number, stage in enumerate(self.stages):
-            names = {one.name for one in stage.operators} | {one.module for one in stage.operators}
-            if name in names or any(one.name == name for one in stage.parameters):
+            names = {operator.name for operator in stage.operators} | {operator.module for operator in stage.operators}
+            if name in names or any(parameter.name == name for parameter in stage.parameters):
                 return number
         for number, stage in enumerate(self.stages):
-            if any(f"{one.module}.".startswith(f"{name}.") for one in stage.operators):
+            if any(f"{operator.module}.".startswith(f"{name}.") for operator in stage.operators):
                 return number
         raise ValueError(f"the plan has no operator, module or parameter named {name!r}")
 

@@ -75,11 +75,11 @@ def _check_values(plan: "ParallelPlan") -> None:
         _check_shape(f"{where}.shape", value.shape)
         _check_state(value.src, value.shape, plan.stages[value.from_stage].mesh_shape, where)
         _check_state(value.dst, value.shape, plan.stages[value.to_stage].mesh_shape, where, is_whole=True)
-    _check_distinct("plan.values", (f"{one.name} to stage {one.to_stage}" for one in plan.values))
+    _check_distinct("plan.values", (f"{planned.name} to stage {planned.to_stage}" for planned in plan.values))
 
 
 def _check_ties(plan: "ParallelPlan") -> None:
-    names = [{one.name for one in stage.parameters} for stage in plan.stages]
+    names = [{parameter.name for parameter in stage.parameters} for stage in plan.stages]
     for i, tie in enumerate(plan.ties):
         stages = list(tie.stages)
         if len(stages) < 2 or stages != sorted(set(stages)) or stages[0] < 0 or stages[-1] >= len(names):
@@ -112,8 +112,8 @@ def _check_stage(stage: "PlannedStage", num_microbatches: int, where: str) -> No
     mesh = stage.mesh_shape
     if len(mesh) not in (1, 2) or min(mesh) < 1 or math.prod(mesh) != len(stage.ranks):
         raise ValueError(f"{where}: {len(stage.ranks)} ranks in a mesh of {list(mesh)}")
-    for one in stage.operators:
-        _check_operator(one, stage, f"{where}: operator {one.name}")
+    for operator in stage.operators:
+        _check_operator(operator, stage, f"{where}: operator {operator.name}")
     for parameter in stage.parameters:
         _check_parameter(parameter, mesh, f"{where}: parameter {parameter.name}")
     for i, use in enumerate(stage.collectives):
@@ -133,35 +133,35 @@ def _check_stage(stage: "PlannedStage", num_microbatches: int, where: str) -> No
         _check_one_of(f"{at}: why", held.why, _HELD_FOR)
         for state in (held.state, held.gradient):
             _check_state(state, None, mesh, at)
-    _check_distinct(f"{where}.operators", (one.name for one in stage.operators))
-    _check_distinct(f"{where}.parameters", (one.name for one in stage.parameters))
-    _check_distinct(f"{where}.held", (f"{one.name} for {one.why}" for one in stage.held))
+    _check_distinct(f"{where}.operators", (operator.name for operator in stage.operators))
+    _check_distinct(f"{where}.parameters", (planned.name for planned in stage.parameters))
+    _check_distinct(f"{where}.held", (f"{planned.name} for {planned.why}" for planned in stage.held))
 
 
-def _check_operator(one: "PlannedOperator", stage: "PlannedStage", where: str) -> None:
+def _check_operator(operator: "PlannedOperator", stage: "PlannedStage", where: str) -> None:
     """What an axis does is a loop of the operator, or none, and its outputs are held as follows from that."""
     mesh = stage.mesh_shape
-    if len(one.axes) != len(mesh):
-        raise ValueError(f"{where} has {len(one.axes)} axes on a mesh of {len(mesh)}")
-    if one.layer is not None and not stage.layers[0] <= one.layer < stage.layers[1]:
-        raise ValueError(f"{where} is of layer {one.layer}")
-    _check_shape(f"{where}: shape", one.shape)
-    if one.loops is not None:  # else a file of before they were said
-        _check_distinct(f"{where}: loops", (name for name, _ in one.loops))
-        _check_axes(one, dict(one.loops), mesh, where)
-    for number, state in enumerate(one.outputs):
-        _check_state(state, one.shape if number == 0 else None, mesh, where)
+    if len(operator.axes) != len(mesh):
+        raise ValueError(f"{where} has {len(operator.axes)} axes on a mesh of {len(mesh)}")
+    if operator.layer is not None and not stage.layers[0] <= operator.layer < stage.layers[1]:
+        raise ValueError(f"{where} is of layer {operator.layer}")
+    _check_shape(f"{where}: shape", operator.shape)
+    if operator.loops is not None:  # else a file of before they were said
+        _check_distinct(f"{where}: loops", (name for name, _ in operator.loops))
+        _check_axes(operator, dict(operator.loops), mesh, where)
+    for number, state in enumerate(operator.outputs):
+        _check_state(state, operator.shape if number == 0 else None, mesh, where)
 
 
-def _check_axes(one: "PlannedOperator", loops: Mapping[str, int], mesh: Sequence[int], where: str) -> None:
+def _check_axes(operator: "PlannedOperator", loops: Mapping[str, int], mesh: Sequence[int], where: str) -> None:
     parts = dict.fromkeys(loops, 1)
-    for axis, (label, size) in enumerate(zip(one.axes, mesh, strict=True)):
+    for axis, (label, size) in enumerate(zip(operator.axes, mesh, strict=True)):
         if label not in (WHOLE, PASS, LATER, *loops):
             known = ", ".join(loops) or "none"
             raise ValueError(f"{where} has axis {axis} shard {label!r}: expected one of its loops ({known}), - + or ~")
         if label in loops:
             parts[label] *= size
-        for number, state in enumerate(one.outputs):
+        for number, state in enumerate(operator.outputs):
             if axis < len(state) and not _follows(label, state[axis]):
                 raise ValueError(
                     f"{where}: output {number} is held as {state[axis]} along axis {axis}, whose choice is {label!r}"

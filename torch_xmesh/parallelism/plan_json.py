@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
         names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -72,7 +72,7 @@ def _object(kind: Any, fields: Any, where: str) -> Any:
 def _typed(hint: Any, value: Any, where: str) -> Any:
     """A value of a type: a class of fields, a number, a text, a tuple of one or of given types, or None."""
     if isinstance(hint, types.UnionType):
-        given = [one for one in typing.get_args(hint) if (one is type(None)) == (value is None)]
+        given = [member for member in typing.get_args(hint) if (member is type(None)) == (value is None)]
         return None if value is None and given else _typed(given[0] if given else hint, value, where)
     if dataclasses.is_dataclass(hint):
         return _object(hint, value, where)
@@ -83,7 +83,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
                 f"{where}: expected a list{'' if kinds[-1] is ... else f' of {len(kinds)}'}, got {_shown(value)}"
             )
         each = [kinds[0]] * len(value) if kinds[-1] is ... else kinds
-        return tuple(_typed(one, part, f"{where}[{i}]") for i, (one, part) in enumerate(zip(each, value, strict=True)))
+        return tuple(
+            _typed(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(each, value, strict=True))
+        )
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not -_ROUNDING <= value <= sys.float_info.max:  # seconds, bytes, parts of these
             raise ValueError(f"{where}: expected a finite number of at least 0, got {_shown(value)}")

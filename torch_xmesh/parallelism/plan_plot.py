@@ -13,8 +13,8 @@ from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, StageCos
 def simulated(plan: ParallelPlan) -> Simulation:
     """The plan's schedule, played again with what the plan says that stages and values take."""
     moves = [
-        (one.from_stage, one.to_stage, (one.forward_seconds, one.backward_seconds), one.has_gradient)
-        for one in plan.values
+        (value.from_stage, value.to_stage, (value.forward_seconds, value.backward_seconds), value.has_gradient)
+        for value in plan.values
     ]
     stages = [
         StageCosts(
@@ -78,8 +78,8 @@ def _height(plan: ParallelPlan, stage: PlannedStage) -> float:
 
 def _place(plan: ParallelPlan, stage: PlannedStage) -> float:
     before = 0.0
-    for one in plan.stages:
-        if one is stage:
+    for earlier in plan.stages:
+        if earlier is stage:
             break
-        before += _height(plan, one)
+        before += _height(plan, earlier)
     return before + _height(plan, stage) / 2

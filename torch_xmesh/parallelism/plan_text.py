@@ -68,10 +68,10 @@ def _stage_lines(plan: ParallelPlan, number: int, stage: PlannedStage) -> list[s
             span = layers[start][0] if end - start == 1 else f"{layers[start][0]} ... {layers[end - 1][0]}"
             lines.append(f"  {span}: {layers[start][1]}")
             start = end
-    for one in stage.collectives:
-        often = "a step" if one.why in ("gradient", "parameter") else "a microbatch"
+    for use in stage.collectives:
+        often = "a step" if use.why in ("gradient", "parameter") else "a microbatch"
         lines.append(
-            f"    {one.why:9} {one.collective:14} axis {one.axis}: {one.count} of {bytes_text(one.num_bytes)} {often}"
+            f"    {use.why:9} {use.collective:14} axis {use.axis}: {use.count} of {bytes_text(use.num_bytes)} {often}"
         )
     for value in plan.values:
         if value.from_stage == number:
@@ -91,23 +91,23 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 
 def parallelism_of(stage: PlannedStage, layer: int) -> str:
     """How the products of a layer are sharded, in a few words: per axis what most of them do."""
-    operators = [one for one in stage.operators if one.layer == layer]
-    chosen = [one for one in operators if one.is_heavy] or operators
+    operators = [operator for operator in stage.operators if operator.layer == layer]
+    chosen = [operator for operator in operators if operator.is_heavy] or operators
     parts = []
     for axis, size in enumerate(stage.mesh_shape):
         if size == 1:
             continue
-        counted = Counter(axis_word(one, axis) for one in chosen)
+        counted = Counter(axis_word(operator, axis) for operator in chosen)
         words = [word for word, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))]
         parts.append(f"{'+'.join(words[:2])} / {size}")
-    levels = sorted({one.zero_level for one in _parameters_of(stage, operators)} - {0})
+    levels = sorted({parameter.zero_level for parameter in _parameters_of(stage, operators)} - {0})
     zero = [f"ZeRO-{'/'.join(map(str, levels))}"] if levels else []
     return ", ".join([*(parts or ["one device"]), *zero])
 
 
 def _parameters_of(stage: PlannedStage, operators: list[PlannedOperator]) -> list[PlannedParameter]:
-    modules = tuple({f"{one.module}." for one in operators if one.module})
-    return [one for one in stage.parameters if one.name.startswith(modules)] if modules else []
+    modules = tuple({f"{operator.module}." for operator in operators if operator.module})
+    return [parameter for parameter in stage.parameters if parameter.name.startswith(modules)] if modules else []
 
 
 def axis_word(operator: PlannedOperator, axis: int) -> str:
@@ -125,7 +125,7 @@ def axis_word(operator: PlannedOperator, axis: int) -> str:
     return "columns" if held == len(operator.shape) - 1 else f"dim {held}"
 
 
-def diff_text(one: ParallelPlan, other: ParallelPlan) -> str:
+def diff_text(plan: ParallelPlan, other: ParallelPlan) -> str:
     """What differs, line by line: - is `one`, + the other."""
     out: list[str] = []
 
@@ -133,16 +133,16 @@ def diff_text(one: ParallelPlan, other: ParallelPlan) -> str:
         if mine != theirs:
             out.extend([f"- {what}: {mine}", f"+ {what}: {theirs}"])
 
-    differs("model", f"{one.model} {one.fingerprint}", f"{other.model} {other.fingerprint}")
-    differs("schedule", one.schedule, other.schedule)
-    differs("microbatches", one.num_microbatches, other.num_microbatches)
-    differs("stages", _meshes(one), _meshes(other))
-    for name, mine, theirs in _pairs(_operators(one), _operators(other)):
+    differs("model", f"{plan.model} {plan.fingerprint}", f"{other.model} {other.fingerprint}")
+    differs("schedule", plan.schedule, other.schedule)
+    differs("microbatches", plan.num_microbatches, other.num_microbatches)
+    differs("stages", _meshes(plan), _meshes(other))
+    for name, mine, theirs in _pairs(_operators(plan), _operators(other)):
         differs(name, mine, theirs)
-    for name, mine, theirs in _pairs(_parameters(one), _parameters(other)):
+    for name, mine, theirs in _pairs(_parameters(plan), _parameters(other)):
         differs(name, mine, theirs)
-    differs("predicted step", seconds_text(one.step.total), seconds_text(other.step.total))
-    differs("most bytes of a device", _most_bytes(one), _most_bytes(other))
+    differs("predicted step", seconds_text(plan.step.total), seconds_text(other.step.total))
+    differs("most bytes of a device", _most_bytes(plan), _most_bytes(other))
     return "\n".join(out)
 
 
@@ -155,22 +155,27 @@ def _meshes(plan: ParallelPlan) -> str:
 
 
 def _operators(plan: ParallelPlan) -> dict[str, str]:
-    return {one.name: " ".join(one.axes) for stage in plan.stages for one in stage.operators if one.layer is not None}
+    return {
+        operator.name: " ".join(operator.axes)
+        for stage in plan.stages
+        for operator in stage.operators
+        if operator.layer is not None
+    }
 
 
 def _parameters(plan: ParallelPlan) -> dict[str, str]:
     out: dict[str, str] = {}
     for stage in plan.stages:
-        for one in stage.parameters:
-            name = f"parameter {one.name}"
-            state = f"{list(one.state)}{f' ZeRO-{one.zero_level}' if one.zero_level else ''}"
+        for parameter in stage.parameters:
+            name = f"parameter {parameter.name}"
+            state = f"{list(parameter.state)}{f' ZeRO-{parameter.zero_level}' if parameter.zero_level else ''}"
             out[name] = f"{out[name]} and {state}" if name in out else state
     return out
 
 
-def _pairs(one: dict[str, str], other: dict[str, str]) -> list[tuple[str, str, str]]:
-    names = dict.fromkeys([*one, *other])
-    return [(name, one.get(name, "absent"), other.get(name, "absent")) for name in names]
+def _pairs(mine: dict[str, str], other: dict[str, str]) -> list[tuple[str, str, str]]:
+    names = dict.fromkeys([*mine, *other])
+    return [(name, mine.get(name, "absent"), other.get(name, "absent")) for name in names]
 
 
 def _most_bytes(plan: ParallelPlan) -> str:

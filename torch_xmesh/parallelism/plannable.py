@@ -26,8 +26,8 @@ def check_plannable(model: nn.Module) -> None:
                 "engine.stage_module(stage).compile()"
             )
         if has_row(module):
-            for inner, one in module.named_modules():
-                if has_hooks(one):
+            for inner, submodule in module.named_modules():
+                if has_hooks(submodule):
                     raise ValueError(
                         f"module {f'{name}.{inner}'.rstrip('.')!r} has a hook: experts are not called as modules"
                     )

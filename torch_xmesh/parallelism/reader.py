@@ -53,13 +53,13 @@ class Reader:
         self._values: dict[fx.Node, Value] = {}
         self._firsts: dict[fx.Node, Value] = {}
         self._of_modules: dict[str, Value] = {}  # parameters of modules that are called as one
-        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._operators: list[Operator] = []
         self._sites: list[Site] = []
         self._count_of: dict[str, int] = {}
         self._parts: dict[fx.Node, list[fx.Node]] = {}
         self._checkpoints: list[int | None] = []  # by operator
-        own = {fact for one, facts in recording.facts.items() if one.op == "get_attr" for fact in facts.memory}
+        own = {fact for node, facts in recording.facts.items() if node.op == "get_attr" for fact in facts.memory}
         self._writers = {node for memory, _, node in recording.mutations if memory in own}
         self._is_varied: set[Value] = set()  # parameters, products and random numbers are behind them
 
@@ -88,9 +88,9 @@ class Reader:
         leaves = pytree.tree_leaves(self._recording.output)
         outputs = {self._values[leaf]: None for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._values}
         parameters = tuple(
-            Value(name, tuple(one.shape), one.dtype, True, is_parameter=True)
-            for name, one in NameOrder(self._model).sorted(self._model.named_parameters())
-            if one.requires_grad
+            Value(name, tuple(parameter.shape), parameter.dtype, True, is_parameter=True)
+            for name, parameter in NameOrder(self._model).sorted(self._model.named_parameters())
+            if parameter.requires_grad
         )
         forward = Forward(with_checkpoints(self._operators, self._checkpoints), tuple(outputs), parameters)
         return Recorded(forward, self._recording, tuple(self._sites), self._values, self._firsts)
@@ -283,9 +283,11 @@ class Reader:
         """The parameters of a module that is called as one, as arguments under their names."""
         out = {}
         module = self._model.get_submodule(name)
-        for key, one in NameOrder(module).sorted(module.named_parameters()):
-            full_name = self._names[id(one)]
-            value = Value(full_name, tuple(one.shape), one.dtype, one.requires_grad, is_parameter=True)
+        for key, parameter in NameOrder(module).sorted(module.named_parameters()):
+            full_name = self._names[id(parameter)]
+            value = Value(
+                full_name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, is_parameter=True
+            )
             self._of_modules[full_name] = value
             if value.requires_grad:
                 self._is_varied.add(value)
@@ -329,8 +331,8 @@ class Reader:
 
 
 def _why_not_in_place(change: _Change) -> str:
-    names = ", ".join(str(one.target) if one.op == "get_attr" else one.name for one in change.others)
-    if all(one.op == "get_attr" for one in change.others):
+    names = ", ".join(str(node.target) if node.op == "get_attr" else node.name for node in change.others)
+    if all(node.op == "get_attr" for node in change.others):
         return (
             f"writes to {names}, which the same forward reads again later: with a plan that cannot be run; call the "
             "module once, with all that it is called with (torch.cat)"

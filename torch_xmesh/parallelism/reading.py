@@ -78,7 +78,7 @@ class _Readings:
         while True:
             recordings = map(with_direct_writes, self._recordings(count, training))
             found = [Reader(recording, self._model).read() for recording in recordings]
-            more = {name for one in found for name in modules_called_whole(one, self._model)} - self._closed
+            more = {name for recorded in found for name in modules_called_whole(recorded, self._model)} - self._closed
             if not more:
                 return found
             self._closed |= more
@@ -147,6 +147,6 @@ def _opened(model: nn.Module, closed: Collection[str]) -> frozenset[str]:
     for name, module in model.named_modules():
         if name and (has_row(module) or name in closed):
             outer.append(f"{name}.")
-        elif not any(name.startswith(one) for one in outer):
+        elif not any(name.startswith(prefix) for prefix in outer):
             out.add(name)
     return frozenset(out)

@@ -106,8 +106,8 @@ class Sharded:
             for use in self.graph.collectives(self.chosen)
             if not (use.why == "gradient" and use.value in self.in_parts)
         ]
-        for name, one in self.in_parts.items():
-            own += [dataclasses.replace(use, value=name) for use in one.collectives]
+        for name, parts in self.in_parts.items():
+            own += [dataclasses.replace(use, value=name) for use in parts.collectives]
         return tuple(own)
 
     @functools.cached_property
@@ -132,8 +132,8 @@ class Sharded:
     def spent(self) -> tuple[Seconds, ...]:
         """What each operator spends, with what brings it its tensors; on parameters their first reader."""
         out = self.graph.spent(self.chosen)
-        for name, one in self.in_parts.items():
-            out[self.graph.stretch.parameters[name][1]] += one.seconds
+        for name, parts in self.in_parts.items():
+            out[self.graph.stretch.parameters[name][1]] += parts.seconds
         return tuple(out)
 
     @functools.cached_property
@@ -144,9 +144,9 @@ class Sharded:
     @property
     def zero_levels(self) -> dict[str, int]:
         """The ZeRO level of each parameter that is in parts, by its name."""
-        return {name: one.level for name, one in self.in_parts.items()}
+        return {name: parts.level for name, parts in self.in_parts.items()}
 
     @property
     def zero_states(self) -> dict[str, State]:
         """How these parts lie."""
-        return {name: one.state for name, one in self.in_parts.items()}
+        return {name: parts.state for name, parts in self.in_parts.items()}

@@ -111,11 +111,11 @@ class Space:
 
     def made_ends(self, choices: list[Choice], number: int) -> list[End]:
         """How the choices leave an output."""
-        return self._ends(("made", id(choices), number), choices, lambda one: one.outputs[number])
+        return self._ends(("made", id(choices), number), choices, lambda choice: choice.outputs[number])
 
     def taken_ends(self, choices: list[Choice], place: int) -> list[End]:
         """How they take an input."""
-        return self._ends(("taken", id(choices), place), choices, lambda one: one.inputs[place])
+        return self._ends(("taken", id(choices), place), choices, lambda choice: choice.inputs[place])
 
     def _ends(self, key: tuple[Any, ...], choices: list[Choice], of: Callable[[Choice], End]) -> list[End]:
         def make() -> list[End]:
@@ -245,7 +245,7 @@ class Space:
     def node_costs(self, operator: Operator, choices: list[Choice], summed: Sequence[int]) -> Array:
         """What they cost."""
         seconds = self.all_seconds(operator, choices, summed)
-        out: Array = self.once(("costs", id(seconds)), lambda: np.array([self.cost(one) for one in seconds]))
+        out: Array = self.once(("costs", id(seconds)), lambda: np.array([self.cost(spent) for spent in seconds]))
         return out
 
     def _kind(self, operator: Operator, choices: list[Choice]) -> tuple[Any, ...]:
@@ -305,7 +305,7 @@ class Space:
 def _without_summands(choices: list[Choice], places: Sequence[int]) -> list[Choice]:
     """Those that take none of the inputs at these places as a partial sum: a parameter is no sum, so that optimizers
     can step what a device has of it."""
-    return [one for one in choices if not any(PARTIAL in one.inputs[place].value for place in places)]
+    return [choice for choice in choices if not any(PARTIAL in choice.inputs[place].value for place in places)]
 
 
 def sums_by(numbers: Numbers, values: Array, count: int) -> Array:

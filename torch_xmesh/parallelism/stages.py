@@ -198,7 +198,7 @@ class StageSearch:
             if plans and number <= len(self._layers) and (go_on is None or go_on()):
                 best = problem.best_plans(1, accepts=self._can_be_placed, go_on=go_on, num_stages=number)
                 known = [stages for _, _, stages in plans]
-                plans += [one for one in best if one[0] <= _MUCH_SLOWER * plans[0][0] and one[2] not in known]
+                plans += [plan for plan in best if plan[0] <= _MUCH_SLOWER * plans[0][0] and plan[2] not in known]
         if not plans and go_on is not None and not go_on():
             raise ValueError("max_seconds were over before a plan was found")
         if not plans:
@@ -228,7 +228,7 @@ class StageSearch:
             stages = max(1, self._cluster.num_devices // math.prod(space.shape))
             in_flight = self._in_flight[min(stages, len(self._in_flight)) - 1]
             tables[id(space)] = [
-                (one, of_stretches.of(one)) for one in self._ways_of(ShardingGraph(self._whole, space), in_flight)
+                (way, of_stretches.of(way)) for way in self._ways_of(ShardingGraph(self._whole, space), in_flight)
             ]
         self._on_progress(len(spaces), len(spaces))
         for number, shape in enumerate(self.shapes):
@@ -266,7 +266,7 @@ class StageSearch:
         """No stage is done with a microbatch sooner than with what it reads."""
         count = len(self._layers)
         entering = self._entering(shape)
-        return [max(one, entering[place // count]) for place, one in enumerate(seconds)]
+        return [max(own, entering[place // count]) for place, own in enumerate(seconds)]
 
     def _ways_of(self, graph: ShardingGraph, in_flight: int) -> list[Sharded]:
         """Shardings that a limit may need; without one, the fastest."""
@@ -274,7 +274,7 @@ class StageSearch:
             ways = [with_zero(graph.least(), 1)]
         else:
             ways = variants(graph, in_flight)
-        self._is_complete = self._is_complete and all(one.is_exact for one in ways)
+        self._is_complete = self._is_complete and all(way.is_exact for way in ways)
         return ways
 
     def _can_be_placed(self, stages: Sequence[tuple[int, int, int, int]]) -> bool:

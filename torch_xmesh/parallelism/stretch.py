@@ -33,20 +33,21 @@ class Stretch:
         """Those of the operators with these numbers, ascending; by default all. Of constants each stretch has its
         own: they are no values on the way."""
         chosen = set(range(len(forward.operators)) if numbers is None else numbers)
-        operators = tuple(one for number, one in enumerate(forward.operators) if number in chosen)
-        if len(operators) < len(forward.operators) and any(one.checkpoint is not None for one in operators):
-            operators = with_checkpoints(operators, [one.checkpoint for one in operators])  # it may be in halves
-        makers = {one.makes[0].maker for one in operators}
-        constant = {one.makes[0].maker for one in forward.operators if one.is_constant}
+        operators = tuple(operator for number, operator in enumerate(forward.operators) if number in chosen)
+        if len(operators) < len(forward.operators) and any(operator.checkpoint is not None for operator in operators):
+            # A checkpoint may be in halves.
+            operators = with_checkpoints(operators, [operator.checkpoint for operator in operators])
+        makers = {operator.makes[0].maker for operator in operators}
+        constant = {operator.makes[0].maker for operator in forward.operators if operator.is_constant}
         entering = {
             value: None
-            for one in operators
-            for value in one.reads
+            for operator in operators
+            for value in operator.reads
             if value.maker is not None and value.maker not in makers and value.maker not in constant
         }
-        outside = (one for number, one in enumerate(forward.operators) if number not in chosen)
-        wanted = {value for one in outside for value in one.reads} | set(forward.outputs)
-        made = (value for one in operators if not one.is_constant for value in one.makes)
+        outside = (operator for number, operator in enumerate(forward.operators) if number not in chosen)
+        wanted = {value for operator in outside for value in operator.reads} | set(forward.outputs)
+        made = (value for operator in operators if not operator.is_constant for value in operator.makes)
         leaving = tuple(value for value in made if value in wanted)
         to_loss = () if forward.num_samples is None else set(leaving).intersection(forward.outputs)
         by_samples = {value: value.shape[:1] == (forward.num_samples,) for value in to_loss}
@@ -101,6 +102,6 @@ class Stretch:
     def summed(self) -> list[tuple[int, ...]]:
         """By operator the places of trained parameters that it alone reads: it adds their gradients up."""
         return [
-            tuple(place for place, value in enumerate(one.reads) if value.is_trained and value not in self.tied)
-            for one in self.operators
+            tuple(place for place, value in enumerate(operator.reads) if value.is_trained and value not in self.tied)
+            for operator in self.operators
         ]

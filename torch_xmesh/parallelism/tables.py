@@ -28,7 +28,7 @@ class StretchTables:
         self._count = len(layers)
         self._at: Numbers = np.array([layer_of.get(number, 0) for number in range(len(whole.operators))])
         # Of a constant each stage that reads it makes its own.
-        self._varies = np.array([not one.is_constant for one in whole.operators])
+        self._varies = np.array([not operator.is_constant for operator in whole.operators])
         self._readers: list[list[int]] = []
         self._first: list[int] = []
         for value, reader, _ in whole.parameters.values():
@@ -51,7 +51,7 @@ class StretchTables:
             num_bytes = parameter_bytes(graph.space, value, state, found)
             for layer in layers:
                 fixed[layer] += num_bytes
-            shared += [(one, other, num_bytes) for one, other in itertools.pairwise(layers)]
+            shared += [(before, after, num_bytes) for before, after in itertools.pairwise(layers)]
         operators, num_bytes_of = graph.kept_bytes(sharded.chosen)
         kept = sums_by(self._at[operators], num_bytes_of, count)
         whole = _stretches(fixed)

@@ -50,23 +50,23 @@ def variants(graph: ShardingGraph, in_flight: int) -> list[Sharded]:
     """Trade-offs, each also with parameters in parts where that holds less, and what holds least of all: of equal ones
     the faster."""
     out: list[Sharded] = []
-    for one in trade_offs(graph, in_flight):
-        plain = with_zero(one, 1)
+    for sharded in trade_offs(graph, in_flight):
+        plain = with_zero(sharded, 1)
         out.append(plain)
         for level in (2, 3):
-            other = with_zero(one, level)
+            other = with_zero(sharded, level)
             if other.bytes.total(in_flight) < plain.bytes.total(in_flight) * (1 - 1e-9):
                 out.append(other)
     out.append(ShardingGraph(graph.stretch, graph.space, LEVELS[-1]).least(Prices(1.0, float(in_flight))))
     return [
-        one
-        for one in out
+        way
+        for way in out
         if not any(
-            other is not one
-            and other.cost <= one.cost
-            and other.bytes.fixed <= one.bytes.fixed
-            and other.bytes.per_microbatch <= one.bytes.per_microbatch
-            and (other.cost, other.bytes) != (one.cost, one.bytes)
+            other is not way
+            and other.cost <= way.cost
+            and other.bytes.fixed <= way.bytes.fixed
+            and other.bytes.per_microbatch <= way.bytes.per_microbatch
+            and (other.cost, other.bytes) != (way.cost, way.bytes)
             for other in out
         )
     ]

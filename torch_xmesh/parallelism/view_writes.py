@@ -72,7 +72,7 @@ class _Rewriter:
         order = {node: i for i, node in enumerate(self._graph.nodes)}
         base = self._base_of(memory)
         changed = next(iter(changer.all_input_nodes), None)
-        is_alone = {one for one, _, node in self._mutations if node is changer} == {memory}
+        is_alone = {changed_memory for changed_memory, _, node in self._mutations if node is changer} == {memory}
         if base is None or changed is None or changer.args[:1] != (changed,) or not is_alone:
             return
         if memory not in self._facts[changed].memory or _name(changer) in _CHANGE_THE_TENSOR:
@@ -225,7 +225,7 @@ def _step(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _is_view(node: fx.Node) -> bool:
     """Whether it can be made again, of its first argument alone."""
-    is_retyped = any(isinstance(one, torch.dtype) for one in (*node.args, *node.kwargs.values()))
+    is_retyped = any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values()))
     is_function = node.op in ("call_function", "call_method")
     return is_function and not is_retyped and _name(node) in _VIEWS and len(node.all_input_nodes) == 1
 

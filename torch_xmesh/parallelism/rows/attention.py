@@ -16,8 +16,8 @@ def scaled_dot_product_attention(call: Call) -> Loops:
     queries = None if is_causal else "i"
     output: Labels = (*batch, queries, None)
     extents = extents_of((*batch, queries), query.shape[:-1])
-    for one in (key, value):
-        for label, mine, theirs in zip(batch, query.shape[:-2], one.shape[:-2], strict=True):
+    for operand in (key, value):
+        for label, mine, theirs in zip(batch, query.shape[:-2], operand.shape[:-2], strict=True):
             if label in extents and mine != theirs:
                 extents[label] = math.gcd(mine, theirs)
     inputs: dict[int, Labels] = {

@@ -41,9 +41,9 @@ def experts(call: Call) -> Loops:
         raise ValueError("experts with other parameters")
     num_tokens, width = hidden.shape
     num_experts, inner = down.shape[0], down.shape[2]
-    inputs: dict[int, Labels] = {one.index: (None,) * len(one.shape) for one in call.tensors}
-    for one in (hidden, index, weights):
-        inputs[one.index] = ("t|routed", None)
+    inputs: dict[int, Labels] = {tensor.index: (None,) * len(tensor.shape) for tensor in call.tensors}
+    for tensor in (hidden, index, weights):
+        inputs[tensor.index] = ("t|routed", None)
     inputs[up.index] = inputs[down.index] = ("shown|routed", None, None)
     extents = {"t": num_tokens, "shown": num_experts, "routed": math.gcd(num_tokens, num_experts)}
     sent = Within("routed", "all-to-all", hidden.num_bytes * index.shape[1], ("t",), num_forward=2, num_backward=2)

@@ -39,14 +39,14 @@ def gather(call: Call) -> Loops:
     """The dim that is picked from stays whole; others are loops where all tensors are as long along them."""
     dim = call.get(2 if call.name == "take_along_dim" else 1, "dim")
     tensors = call.tensors
-    if not isinstance(dim, int) or any(len(one.shape) != len(call.shape) for one in tensors):
+    if not isinstance(dim, int) or any(len(tensor.shape) != len(call.shape) for tensor in tensors):
         raise ValueError(f"{call.name} along no dim that is named")
     dim %= len(call.shape)
     labels = tuple(
-        None if place == dim or any(one.shape[place] != call.shape[place] for one in tensors) else label
+        None if place == dim or any(tensor.shape[place] != call.shape[place] for tensor in tensors) else label
         for place, label in enumerate(labels_like(call.shape))
     )
-    return call.loops({one.index: labels for one in tensors}, labels, extents_of(labels, call.shape))
+    return call.loops({tensor.index: labels for tensor in tensors}, labels, extents_of(labels, call.shape))
 
 
 @row("index_select")
@@ -73,10 +73,14 @@ def one_hot(call: Call) -> Loops:
 
 def picked(call: Call, x: Tensor, index: tuple[object, ...]) -> Loops:
     """An index with tensors in it: the dims that they pick from stay whole, those that they make are loops."""
-    found = [one for one in index if isinstance(one, Tensor)]
-    at = [place for place, one in enumerate(index) if isinstance(one, Tensor)]
-    plain = all(one == slice(None) for one in index if not isinstance(one, Tensor))
-    if not plain or any(one.dtype in (torch.bool, torch.uint8) for one in found) or at[-1] - at[0] + 1 != len(at):
+    found = [item for item in index if isinstance(item, Tensor)]
+    at = [place for place, item in enumerate(index) if isinstance(item, Tensor)]
+    plain = all(item == slice(None) for item in index if not isinstance(item, Tensor))
+    if (
+        not plain
+        or any(indices.dtype in (torch.bool, torch.uint8) for indices in found)
+        or at[-1] - at[0] + 1 != len(at)
+    ):
         raise ValueError("an index of masks, or of tensors among other things")
     num_made = len(call.shape) - len(x.shape) + len(at)
     made = labels_like(call.shape[at[0] : at[0] + num_made], "i")
@@ -85,6 +89,6 @@ def picked(call: Call, x: Tensor, index: tuple[object, ...]) -> Loops:
         labels[place] = None
     output: Labels = (*labels[: at[0]], *made, *labels[at[-1] + 1 :])
     inputs: dict[int, Labels] = {x.index: tuple(labels)}
-    for one in found:
-        inputs[one.index] = broadcast(one, made, call.shape[at[0] : at[0] + num_made])
+    for indices in found:
+        inputs[indices.index] = broadcast(indices, made, call.shape[at[0] : at[0] + num_made])
     return call.loops(inputs, output, extents_of(output, call.shape))

@@ -12,7 +12,7 @@ def product(
     call: Call, inputs: Mapping[int, Labels], output: Labels, extents: Mapping[str, int], added: Sequence[Tensor] = ()
 ) -> Loops:
     """A multiplication and an addition in each turn of all loops; `added` are added once."""
-    once = frozenset(one.index for one in added)
+    once = frozenset(operand.index for operand in added)
     return call.loops(inputs, output, extents, is_heavy=True, flops=2.0 * math.prod(extents.values()), once=once)
 
 
@@ -23,7 +23,7 @@ def linear(call: Call) -> Loops:
     batch = labels_like(x.shape[:-1], "b")
     inputs: dict[int, Labels] = {x.index: (*batch, "k"), weight.index: ("j", "k")}
     added = [bias] if isinstance(bias, Tensor) else []
-    inputs |= {one.index: ("j",) for one in added}
+    inputs |= {tensor.index: ("j",) for tensor in added}
     extents = {**extents_of((*batch, "k"), x.shape), **extents_of(("j", "k"), weight.shape)}
     return product(call, inputs, (*batch, "j"), extents, added)
 
@@ -40,7 +40,7 @@ def bilinear(call: Call) -> Loops:
         weight.index: ("j", "k0", "k1"),
     }
     added = [bias] if isinstance(bias, Tensor) else []
-    inputs |= {one.index: ("j",) for one in added}
+    inputs |= {tensor.index: ("j",) for tensor in added}
     extents = {**extents_of(batch, call.shape[:-1]), **extents_of(("j", "k0", "k1"), weight.shape)}
     return product(call, inputs, (*batch, "j"), extents, added)
 
@@ -88,7 +88,7 @@ def _matmul(call: Call, a: Tensor, b: Tensor, added: Sequence[Tensor] = ()) -> L
         return (*_batch(tensor.shape[: -len(last)], batch, call.shape), *last)
 
     output: Labels = (*batch, *own)
-    inputs = {one.index: broadcast(one, output, call.shape) for one in added}
+    inputs = {operand.index: broadcast(operand, output, call.shape) for operand in added}
     inputs |= {a.index: labels_of(a, of_a), b.index: labels_of(b, of_b)}
     return product(call, inputs, output, extents, added)
 
@@ -126,25 +126,25 @@ def einsum(call: Call) -> Loops:
     """As its equation says; a letter that one operand has twice is no loop."""
     equation = call.args[0]
     operands = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
-    if not isinstance(equation, str) or not all(isinstance(one, Tensor) for one in operands):
+    if not isinstance(equation, str) or not all(isinstance(operand, Tensor) for operand in operands):
         raise ValueError("an einsum without an equation")
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow:
         right = "".join(sorted(letter for letter in set(left) - {*",."} if left.count(letter) == 1))
         right = f"...{right}" if "." in left else right
-    terms, right = _without_dots(left.split(","), right, [len(one.shape) for one in operands])
+    terms, right = _without_dots(left.split(","), right, [len(operand.shape) for operand in operands])
     twice = {letter for term in terms for letter in term if term.count(letter) > 1}
 
     def labels(term: str) -> Labels:
         return tuple(None if letter in twice else letter for letter in term)
 
     extents: dict[str, int] = {}
-    for term, one in zip(terms, operands, strict=True):
-        for letter, extent in zip(term, one.shape, strict=True):
+    for term, operand in zip(terms, operands, strict=True):
+        for letter, extent in zip(term, operand.shape, strict=True):
             extents[letter] = max(extent, extents.get(letter, 1))
-    for term, one in zip(terms, operands, strict=True):
-        twice |= {letter for letter, extent in zip(term, one.shape, strict=True) if extent != extents[letter]}
-    inputs = {one.index: labels(term) for term, one in zip(terms, operands, strict=True)}
+    for term, operand in zip(terms, operands, strict=True):
+        twice |= {letter for letter, extent in zip(term, operand.shape, strict=True) if extent != extents[letter]}
+    inputs = {operand.index: labels(term) for term, operand in zip(terms, operands, strict=True)}
     used = {letter: extent for letter, extent in extents.items() if letter not in twice and extent > 1}
     if len(operands) < 2:
         return call.loops(inputs, labels(right), used, is_linear=True)

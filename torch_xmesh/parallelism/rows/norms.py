@@ -33,7 +33,7 @@ def group_norm(call: Call) -> Loops:
     if is_instance and isinstance(call.get(1, "running_mean"), Tensor) and call.get(5, "use_input_stats", True):
         raise ValueError("running statistics that are updated")
     labels: Labels = ("n", *[None] * (len(x.shape) - 1))
-    inputs: dict[int, Labels] = {one.index: (None,) * len(one.shape) for one in call.tensors}
+    inputs: dict[int, Labels] = {tensor.index: (None,) * len(tensor.shape) for tensor in call.tensors}
     inputs[x.index] = labels
     return call.loops(inputs, labels, extents_of(labels, x.shape))
 
@@ -43,7 +43,7 @@ def batch_norm(call: Call) -> Loops:
     """Channels are a loop, and samples, whose statistics are brought together as if the batch were whole."""
     x = call.tensor(0, "input")
     labels: Labels = ("n", "c", *[None] * (len(x.shape) - 2))
-    inputs: dict[int, Labels] = {one.index: ("c",) for one in call.tensors}
+    inputs: dict[int, Labels] = {tensor.index: ("c",) for tensor in call.tensors}
     inputs[x.index] = labels
     uses_batch = bool(call.get(5, "training", False)) or not isinstance(call.get(1, "running_mean"), Tensor)
     statistics = Within("n", "all-reduce", 2 * _MOMENT * x.shape[1], ("c",))
@@ -54,7 +54,7 @@ def batch_norm(call: Call) -> Loops:
 def normalize(call: Call) -> Loops:
     """Dims that the norm is over stay whole."""
     x, dim = call.tensor(0, "input"), call.get(2, "dim", 1)
-    whole = {one % len(x.shape) for one in ([dim] if isinstance(dim, int) else dim)}
+    whole = {axis % len(x.shape) for axis in ([dim] if isinstance(dim, int) else dim)}
     labels = tuple(None if place in whole else label for place, label in enumerate(labels_like(x.shape)))
     return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))
 
@@ -66,7 +66,7 @@ def cosine_similarity(call: Call) -> Loops:
     shape = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
     dim = call.get(2, "dim", 1) % len(shape)
     labels = tuple(None if place == dim else label for place, label in enumerate(labels_like(shape)))
-    inputs = {one.index: broadcast(one, labels, shape) for one in (a, b)}
+    inputs = {operand.index: broadcast(operand, labels, shape) for operand in (a, b)}
     return call.loops(inputs, (*labels[:dim], *labels[dim + 1 :]), extents_of(labels, shape))
 
 
@@ -119,7 +119,7 @@ def distances(call: Call) -> Loops:
     x, target = call.tensor(0, "input"), call.tensor(1, "target")
     if x.shape != target.shape or len(call.tensors) > 2:
         raise ValueError("a loss that broadcasts")
-    if call.kwargs.get("size_average") is not None or any(isinstance(one, bool) for one in call.args[2:]):
+    if call.kwargs.get("size_average") is not None or any(isinstance(argument, bool) for argument in call.args[2:]):
         raise ValueError("old arguments")
     labels = labels_like(x.shape)
     output = labels if call.shape == x.shape else ()

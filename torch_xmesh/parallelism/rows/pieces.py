@@ -48,7 +48,7 @@ def hstack(call: Call) -> Loops:
 def vstack(call: Call) -> Loops:
     """Vectors are rows."""
     labels: Labels = (None, *labels_like(call.shape)[1:])
-    inputs = {one.index: labels[-len(one.shape) :] for one in call.tensors}
+    inputs = {tensor.index: labels[-len(tensor.shape) :] for tensor in call.tensors}
     return call.loops(inputs, labels, extents_of(labels, call.shape), is_linear=True)
 
 
@@ -57,8 +57,8 @@ def _cat(call: Call, dim: int) -> Loops:
     labels = list(labels_like(call.shape))
     labels[dim] = None
     joined = tuple(labels)
-    inputs = {one.index: joined for one in tensors if one.shape != (0,)}
-    if any(len(one.shape) != len(joined) for one in tensors if one.shape != (0,)):
+    inputs = {tensor.index: joined for tensor in tensors if tensor.shape != (0,)}
+    if any(len(tensor.shape) != len(joined) for tensor in tensors if tensor.shape != (0,)):
         raise ValueError("cat of tensors of other dims")
     return call.loops(inputs, joined, extents_of(joined, call.shape), is_linear=len(inputs) == len(tensors))
 
@@ -69,7 +69,7 @@ def stack(call: Call) -> Loops:
     dim = call.get(1, "dim", 0) % len(call.shape)
     labels = labels_like(call.tensors[0].shape)
     output: Labels = (*labels[:dim], None, *labels[dim:])
-    inputs = {one.index: labels for one in call.tensors}
+    inputs = {tensor.index: labels for tensor in call.tensors}
     return call.loops(inputs, output, extents_of(output, call.shape), is_linear=True)
 
 
@@ -103,7 +103,7 @@ def getitem(call: Call) -> Loops:
     """Dims that are taken whole are loops; of tensors in the index see lookups."""
     x, index = call.tensor(0, "input"), call.args[1]
     index = tuple(index) if isinstance(index, tuple | list) else (index,)
-    if any(isinstance(one, Tensor) for one in index):
+    if any(isinstance(item, Tensor) for item in index):
         return picked(call, x, index)
     before, after = _taken(x.shape, index)
     return call.loops({x.index: before}, after, extents_of(before, x.shape), is_linear=True)
@@ -133,22 +133,22 @@ def _taken(shape: tuple[int, ...], index: tuple[Any, ...]) -> tuple[Labels, Labe
     Raises:
         ValueError: the index has more than numbers, slices, None and an ellipsis.
     """
-    num_taken = sum(one is not None and one is not Ellipsis for one in index)
+    num_taken = sum(item is not None and item is not Ellipsis for item in index)
     rest = (slice(None),) * (len(shape) - num_taken)
-    at = next((i for i, one in enumerate(index) if one is Ellipsis), len(index))
+    at = next((i for i, item in enumerate(index) if item is Ellipsis), len(index))
     before: list[str | None] = []
     after: list[str | None] = []
     labels = labels_like(shape)
-    for one in (*index[:at], *rest, *index[at + 1 :]):
-        if one is None:
+    for item in (*index[:at], *rest, *index[at + 1 :]):
+        if item is None:
             after.append(None)
-        elif isinstance(one, int) and not isinstance(one, bool):
+        elif isinstance(item, int) and not isinstance(item, bool):
             before.append(None)
-        elif isinstance(one, slice):
+        elif isinstance(item, slice):
             dim = len(before)
-            is_whole = one.indices(shape[dim]) == (0, shape[dim], 1)
+            is_whole = item.indices(shape[dim]) == (0, shape[dim], 1)
             before.append(labels[dim] if is_whole else None)
             after.append(before[-1])
         else:
-            raise ValueError(f"an index of {one!r}")
+            raise ValueError(f"an index of {item!r}")
     return tuple(before), tuple(after)

@@ -11,9 +11,9 @@ def reduced_dims(call: Call, position: int = 1) -> tuple[list[int], bool]:
     x = call.tensor(0, "input")
     dim = call.get(position, "dim")
     dims: Sequence[int] = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    if not all(type(one) is int for one in dims):
+    if not all(type(axis) is int for axis in dims):
         raise ValueError("dims that are no numbers")
-    whole = [one % max(len(x.shape), 1) for one in dims] if len(dims) > 0 else list(range(len(x.shape)))
+    whole = [axis % max(len(x.shape), 1) for axis in dims] if len(dims) > 0 else list(range(len(x.shape)))
     return whole, len(call.shape) == len(x.shape) and bool(x.shape)
 
 
@@ -63,7 +63,7 @@ def along(call: Call) -> Loops:
     dims = [given] if isinstance(given, int) else list(given or ())
     if not dims:
         raise ValueError(f"{call.name} of all elements")
-    whole = {one % len(x.shape) for one in dims}
+    whole = {dim % len(x.shape) for dim in dims}
     labels = tuple(None if place in whole else label for place, label in enumerate(labels_like(x.shape)))
     return call.loops({x.index: labels}, labels, extents_of(labels, x.shape))
 

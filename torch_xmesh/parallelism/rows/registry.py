@@ -60,7 +60,7 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """All that are arguments themselves, or in a list that is one."""
         leaves = pytree.tree_leaves((tuple(self.args), dict(self.kwargs)))
-        return [one for one in leaves if isinstance(one, Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, by position or by name; torch takes "axis" for "dim" too."""

@@ -15,7 +15,7 @@ from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like,
 def view(call: Call) -> Loops:
     """Dims that are joined or split share the loop over the first of them, as far as both divide."""
     x = call.tensor(0, "input")
-    if any(isinstance(one, torch.dtype) for one in (*call.args, *call.kwargs.values())):
+    if any(isinstance(argument, torch.dtype) for argument in (*call.args, *call.kwargs.values())):
         raise ValueError("a view as another type")
     if math.prod(x.shape) != math.prod(call.shape) or 0 in x.shape:
         raise ValueError("a view of other bytes, or of none")

@@ -18,7 +18,7 @@ def attention(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return local.function(*args, **kwargs)
     query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if given.get("enable_gqa"):
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+        key, value = (operand.repeat_interleave(query.shape[-3] // operand.shape[-3], -3) for operand in (key, value))
     scale = given.get("scale")
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     hidden = None

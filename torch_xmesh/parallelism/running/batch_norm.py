@@ -42,7 +42,7 @@ class _Normalized(torch.autograd.Function):
         of_bias, of_weight = gradient.sum(dims), (gradient * centered).sum(dims)
         both = ctx.add_up(torch.cat([of_bias, of_weight]).double(), "backward").to(inverse.dtype)
         count = x.numel() // x.shape[1] * ctx.parts
-        means = [_along(one / count, x) for one in both.chunk(2)]
+        means = [_along(total / count, x) for total in both.chunk(2)]
         scale = inverse if weight is None else inverse * weight
         of_x = (gradient - means[0] - centered * means[1]) * _along(scale, x)
         return (
@@ -60,9 +60,9 @@ def _others(x: torch.Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _along(one: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _along(statistic: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A tensor [channels] beside one of [samples, channels, ...]."""
-    return one.view(1, -1, *[1] * (x.dim() - 2))
+    return statistic.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def batch_norm(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -78,14 +78,14 @@ def batch_norm(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     for axis in axes:
         parts *= local.mesh_shape[axis]
 
-    def add_up(one: torch.Tensor, why: str) -> torch.Tensor:
+    def add_up(part: torch.Tensor, why: str) -> torch.Tensor:
         for axis in axes:
-            one = local.moves.all_reduce(one, axis, local.operator.makes[0].name, why)
-        return one
+            part = local.moves.all_reduce(part, axis, local.operator.makes[0].name, why)
+        return part
 
     kept = x.dtype if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
-        variance, mean = (one.double() for one in torch.var_mean(x.to(kept), _others(x), correction=0))
+        variance, mean = (statistic.double() for statistic in torch.var_mean(x.to(kept), _others(x), correction=0))
         mean, square = (add_up(torch.cat([mean, variance + mean.square()]), "forward") / parts).chunk(2)
         variance = (square - mean.square()).clamp_min(0.0)
         count = x.numel() // x.shape[1] * parts

@@ -27,9 +27,9 @@ def called_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Modul
     several share once."""
     modules = {name: model.get_submodule(name) for name in names}
     memo: dict[int, Any] = {
-        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for module in modules.values()
-        for one in module.parameters()
+        for parameter in module.parameters()
     }
     return {name: copy.deepcopy(module, memo) for name, module in modules.items()}
 
@@ -53,7 +53,7 @@ class CalledModule:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = {key.removeprefix(OWN): one for key, one in kwargs.items() if key.startswith(OWN)}
-        others = {key: one for key, one in kwargs.items() if not key.startswith(OWN)}
-        buffers = {key: local_of(one) for key, one in self.module.named_buffers() if isinstance(one, DTensor)}
+        own = {key.removeprefix(OWN): argument for key, argument in kwargs.items() if key.startswith(OWN)}
+        others = {key: argument for key, argument in kwargs.items() if not key.startswith(OWN)}
+        buffers = {key: local_of(buffer) for key, buffer in self.module.named_buffers() if isinstance(buffer, DTensor)}
         return functional_call(self.module, own | buffers, args, others)

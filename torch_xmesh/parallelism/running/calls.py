@@ -134,7 +134,9 @@ class Call:
             self._kwargs |= {
                 f"{OWN}{name}": _Slot(next(slots)) for name, _ in NameOrder(module).sorted(module.named_parameters())
             }
-        self._is_flat = not self._kwargs and not any(isinstance(one, list | tuple | dict | slice) for one in self._args)
+        self._is_flat = not self._kwargs and not any(
+            isinstance(item, list | tuple | dict | slice) for item in self._args
+        )
         others = [place for place in site.places if not _is_own(place, site.node)]  # views of its memory, read last
         behind = {place: len(self._sources) - len(others) + number for number, place in enumerate(others)}
         self._makes = [
@@ -170,8 +172,8 @@ class Call:
         """As nodes of a graph; `nodes` are those of the values that it reads, and will be of those that it makes."""
         given = [nodes[value] for value in self.reads]
 
-        def fill(one: Any) -> Any:
-            return given[one.number] if isinstance(one, _Slot) else one
+        def fill(argument: Any) -> Any:
+            return given[argument.number] if isinstance(argument, _Slot) else argument
 
         args = tuple(fx.node.map_aggregate(tuple(self._args), fill))
         kwargs = dict(fx.node.map_aggregate(self._kwargs, fill))
@@ -196,11 +198,11 @@ class Call:
         """Reads this device's parts of values, and adds those of what it makes."""
         given = [self._given(source, parts) for source in self._sources]
         if self._is_flat:
-            args, kwargs = [given[one.number] if type(one) is _Slot else one for one in self._args], self._kwargs
+            args, kwargs = [given[item.number] if type(item) is _Slot else item for item in self._args], self._kwargs
         else:
 
-            def fill(one: Any) -> Any:
-                return given[one.number] if isinstance(one, _Slot) else one
+            def fill(argument: Any) -> Any:
+                return given[argument.number] if isinstance(argument, _Slot) else argument
 
             args = list(fx.node.map_aggregate(self._args, fill))
             kwargs = dict(fx.node.map_aggregate(self._kwargs, fill))
@@ -211,7 +213,7 @@ class Call:
                 made = self._called(args, kwargs)
         for value, found, way in self._makes:
             part = found(made, args, given)
-            if self._owns and any(_is_shared(part, one) for one in given):
+            if self._owns and any(_is_shared(part, argument) for argument in given):
                 part = part.clone()
             parts[value] = way.moved(part, self._moves)
 
@@ -229,9 +231,9 @@ class Call:
         return moved
 
 
-def _is_shared(one: torch.Tensor, other: Any) -> bool:
+def _is_shared(tensor: torch.Tensor, other: Any) -> bool:
     """Whether two tensors have the same memory."""
-    return isinstance(other, torch.Tensor) and memory_of(one) == memory_of(other)
+    return isinstance(other, torch.Tensor) and memory_of(tensor) == memory_of(other)
 
 
 _Finder = Callable[[Any, list[Any], list[Any]], torch.Tensor]

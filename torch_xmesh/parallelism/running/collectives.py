@@ -162,10 +162,10 @@ class Moves:
             return _split(flat, [part.shape for part, _, _ in parts])
         if kind == "reduce-scatter":
             pieces = [part.chunk(size, step.after) for part, step, _ in parts]
-            flat = torch.cat([one[place].reshape(-1) for place in range(size) for one in pieces])
+            flat = torch.cat([chunks[place].reshape(-1) for place in range(size) for chunks in pieces])
             scattered = flat.new_empty(len(flat) // size)
             self._groups.run(axis, dist.reduce_scatter_tensor, scattered, flat)
-            return _split(scattered, [one[0].shape for one in pieces])
+            return _split(scattered, [chunks[0].shape for chunks in pieces])
         flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
         gathered = flat.new_empty(size * len(flat))
         self._groups.run(axis, dist.all_gather_into_tensor, gathered, flat)
@@ -233,7 +233,7 @@ class Conversions:
     """
 
     def __init__(self, shape: Sequence[int], links: Sequence[tuple[float, ...]], collectives: str) -> None:
-        self._axes: list[Any] = [(size, *one) for size, one in zip(shape, links, strict=True)]
+        self._axes: list[Any] = [(size, *link) for size, link in zip(shape, links, strict=True)]
         self._collectives = collectives
         self._costs: dict[tuple[Any, ...], _C.ConversionCosts] = {}
         self._steps: dict[tuple[Any, ...], tuple[Step, ...]] = {}

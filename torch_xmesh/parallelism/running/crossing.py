@@ -29,19 +29,23 @@ class Ports:
 
 def ports_of(recorded: Recorded, plan: ParallelPlan) -> tuple[Ports, ...]:
     """By stage. Raises ValueError for a plan of another model."""
-    named = [{one.name for one in stage.operators} for stage in plan.stages]
-    own = [{one.name for one in stage.operators if one.layer is not None} for stage in plan.stages]
+    named = [{operator.name for operator in stage.operators} for stage in plan.stages]
+    own = [{operator.name for operator in stage.operators if operator.layer is not None} for stage in plan.stages]
     operators = recorded.forward.operators
-    missing = [one.name for one in operators if not any(one.name in names for names in named) and not one.is_constant]
+    missing = [
+        operator.name
+        for operator in operators
+        if not any(operator.name in names for names in named) and not operator.is_constant
+    ]
     if missing:
         raise ValueError(f"the plan does not know operator {missing[0]}: it is for another model")
-    numbers = [tuple(i for i, one in enumerate(operators) if one.name in names) for names in named]
+    numbers = [tuple(i for i, operator in enumerate(operators) if operator.name in names) for names in named]
     arguments = [value for node, value in recorded.given.items() if node.op == "placeholder"]
     maker: dict[Value, int] = {}
     for stage, names in enumerate(own):
-        for one in operators:
-            if one.name in names and not one.is_constant:
-                maker.update(dict.fromkeys(one.makes, stage))
+        for operator in operators:
+            if operator.name in names and not operator.is_constant:
+                maker.update(dict.fromkeys(operator.makes, stage))
     outputs = outputs_of(recorded)
     numbers[-1] = tuple(sorted({*numbers[-1], *_constants(recorded, plan, outputs)}))
     numbers = [_with_constants(recorded, of_stage) for of_stage in numbers]
@@ -63,7 +67,7 @@ def ports_of(recorded: Recorded, plan: ParallelPlan) -> tuple[Ports, ...]:
 def _constants(recorded: Recorded, plan: ParallelPlan, outputs: Sequence[Value]) -> set[int]:
     """The operators of outputs that follow from arguments alone: the last stage has them, whole."""
     operators, found = recorded.forward.operators, set[int]()
-    held = {one.name for one in plan.stages[-1].parameters}
+    held = {parameter.name for parameter in plan.stages[-1].parameters}
     wanted = [(output, output) for output in outputs]  # a parameter alone is one that a device has a part of
     while wanted:
         value, output = wanted.pop()

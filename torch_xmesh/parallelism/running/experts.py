@@ -54,7 +54,7 @@ class _Reached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: torch.Tensor, is_idle: bool, num_parameters: int, *read: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*read[:num_parameters])
-        ctx.is_idle, ctx.given = is_idle, [(one.shape, one.dtype) for one in read[num_parameters:]]
+        ctx.is_idle, ctx.given = is_idle, [(tensor.shape, tensor.dtype) for tensor in read[num_parameters:]]
         return made.view_as(made)
 
     @staticmethod
@@ -124,7 +124,7 @@ def experts(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """As transformers' modules of experts; a sum's summand where axes show all tokens to some of them."""
     given = dict(zip(["hidden_states", "top_k_index", "top_k_weights"], args, strict=False)) | dict(kwargs)
     hidden, index, weights = given["hidden_states"], given["top_k_index"], given["top_k_weights"]
-    own = {key: one for key, one in given.items() if key.startswith(OWN)}
+    own = {key: argument for key, argument in given.items() if key.startswith(OWN)}
     num_local = len(own[f"{OWN}down_proj"])
     if not {"shown", "routed"} & {*local.choice.axes}:
         return _reached(local.function(*args, **kwargs), (hidden, weights), own, is_idle=not (index < num_local).any())

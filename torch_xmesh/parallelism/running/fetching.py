@@ -75,10 +75,10 @@ class Fetch:
         """Those of the parts. Nothing reads the parameters anymore."""
         self._again = {}
         out: list[torch.Tensor | None] = [None] * len(wholes)
-        numbers = [number for number, one in enumerate(wholes) if one is not None]
+        numbers = [number for number, gradient in enumerate(wholes) if gradient is not None]
         back = [self._parameters[number].back for number in numbers]
         names = [self._parameters[number].name for number in numbers]
-        given = [one for one in wholes if one is not None]
+        given = [gradient for gradient in wholes if gradient is not None]
         for number, part in zip(numbers, self._moves.run_together(given, back, names, "backward"), strict=True):
             out[number] = part
         return out
@@ -91,7 +91,7 @@ class Fetched(torch.autograd.Function):
     def forward(ctx: Any, fetch: Fetch, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.fetch = fetch
         ctx.set_materialize_grads(False)
-        return tuple(one.contiguous() for one in fetch.fetched(range(len(parts)), "forward"))
+        return tuple(whole.contiguous() for whole in fetch.fetched(range(len(parts)), "forward"))
 
     @staticmethod
     @once_differentiable

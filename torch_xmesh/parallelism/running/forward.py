@@ -73,7 +73,7 @@ class StageForward:
         self._ports = ports_of(recorded, plan)[number]
         self._changed = changed_of(recorded, self._ports)
         self._changed_memory = frozenset(memory for memory, _, _ in recorded.recording.mutations)
-        self._held = {(one.why, one.name): End(one.state, one.gradient) for one in planned.held}
+        self._held = {(held.why, held.name): End(held.state, held.gradient) for held in planned.held}
         self._choices = _choices(recorded, planned, self._ports.operators)
         self.loss_shares: LossShares | None = None
         self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
@@ -108,10 +108,10 @@ class StageForward:
     def run(self, given: Sequence[torch.Tensor], own: StageParameters) -> tuple[torch.Tensor, ...]:
         """A microbatch."""
         taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
-        parts: dict[Value, Any] = {value: one.clone() if value in self._changed else one for value, one in taken}
+        parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
         if self._has_experts:
-            for value, one in parts.items():
-                parts[value] = RunsAtOnce.apply(one) if one.requires_grad else one  # type: ignore[no-untyped-call]
+            for value, part in parts.items():
+                parts[value] = RunsAtOnce.apply(part) if part.requires_grad else part  # type: ignore[no-untyped-call]
         for node, value in self.recorded.given.items():
             if node.op == "get_attr" and not value.is_parameter:
                 parts[value] = self.recorded.recording.constants[str(node.target)]
@@ -228,7 +228,7 @@ class StageForward:
     def _is_changed_later(self, site: Site) -> bool:
         """Whether a call makes memory of its own, and that or what it reads is changed in place."""
         facts = self.recorded.recording.facts
-        made, read = facts[site.node].memory, {one for node in site.node.all_input_nodes for one in facts[node].memory}
+        made, read = facts[site.node].memory, {key for node in site.node.all_input_nodes for key in facts[node].memory}
         return made.isdisjoint(read) and not self._changed_memory.isdisjoint(made | read)
 
     def _way(self, value: Value, before: End, after: End) -> Way:
@@ -257,7 +257,7 @@ class StageForward:
 
     def _fetched_together(self, planned: PlannedStage) -> dict[int, list[Value]]:
         """By the operator that is the first to read one of a layer's, the parameters that are fetched then."""
-        layer_of = {one.name: one.layer for one in planned.operators}
+        layer_of = {sharded.name: sharded.layer for sharded in planned.operators}
         out: dict[int, list[Value]] = {}
         known: set[tuple[Value, int | None]] = set()
         first: dict[tuple[int | None, int | None, bool], int] = {}
@@ -334,7 +334,7 @@ class StageForward:
 
 def _choices(recorded: Recorded, planned: PlannedStage, numbers: Sequence[int]) -> dict[int, Choice]:
     """By operator."""
-    axes = {one.name: one.axes for one in planned.operators}
+    axes = {operator.name: operator.axes for operator in planned.operators}
     operators, whole = recorded.forward.operators, (WHOLE,) * len(planned.mesh_shape)
     return {
         number: choice_along(operators[number].loops, axes.get(operators[number].name, whole)) for number in numbers

@@ -226,7 +226,7 @@ def is_plain(local: Local) -> bool:
     kind, axes = local.operator.kind, {*local.choice.axes}
     if shape_made(local) is not None:
         return True
-    own = {one.label for one in local.operator.loops.within} | {_OWN_LOOPS.get(kind, "")}
+    own = {within.label for within in local.operator.loops.within} | {_OWN_LOOPS.get(kind, "")}
     return local.summands == 1 and axes.isdisjoint(own) and kind != "batch_norm"
 
 
@@ -261,7 +261,7 @@ def mean(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def distances(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A mean is over as many as the whole has."""
     made = local.function(*args, **kwargs)
-    given = [kwargs.get("reduction", "mean"), *(one for one in args if isinstance(one, str))]
+    given = [kwargs.get("reduction", "mean"), *(argument for argument in args if isinstance(argument, str))]
     is_mean = given[-1] == "mean"
     return made / local.summands if is_mean else made
 

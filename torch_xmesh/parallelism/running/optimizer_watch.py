@@ -36,7 +36,7 @@ class OptimizerWatch:
         weakref.finalize(self, handle.remove)
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
-        is_own = any(id(one) in self._own for group in optimizer.param_groups for one in group["params"])
+        is_own = any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
         self._has_own, self._has_others = self._has_own or is_own, self._has_others or not is_own
 
     def begin_step(self) -> None:

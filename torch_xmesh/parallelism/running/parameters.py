@@ -27,7 +27,7 @@ InTurnKnown = dict[Value, tuple[Fetch, int]]
 
 def in_turn_of(planned: PlannedStage) -> frozenset[str]:
     """The parameters that each microbatch fetches anew (ZeRO-3), by name."""
-    return frozenset(one.name for one in planned.parameters if one.zero_level == 3)
+    return frozenset(parameter.name for parameter in planned.parameters if parameter.zero_level == 3)
 
 
 class StageParameters:
@@ -48,8 +48,8 @@ class StageParameters:
     ) -> None:
         self._recorded, self._mesh = recorded, mesh
         self._gradients, self._moves, self._conversions = gradients, moves, conversions
-        self._states = {one.name: one.state for one in planned.parameters}
-        self._in_parts = {one.name: one for one in planned.parameters if one.zero_level}
+        self._states = {parameter.name: parameter.state for parameter in planned.parameters}
+        self._in_parts = {parameter.name: parameter for parameter in planned.parameters if parameter.zero_level}
         self._in_turn = in_turn_of(planned)
         self._own: dict[str, torch.Tensor] = {}
         self._read: dict[str, torch.Tensor] = {}
@@ -76,11 +76,11 @@ class StageParameters:
                 placed = nn.Parameter(placed, whole.requires_grad)
             _register(model, home, value.name, placed)
             self._own[value.name] = placed
-        kept = {id(tensors[name]): one for name, one in self._own.items()}
+        kept = {id(tensors[name]): parameter for name, parameter in self._own.items()}
         for name, whole in tensors.items():
-            one = kept.get(id(whole))
-            if name not in self._own and one is not None:  # another name of the same
-                _register(model, home, name, one)
+            known = kept.get(id(whole))
+            if name not in self._own and known is not None:  # another name of the same
+                _register(model, home, name, known)
 
     def keep_unread(self, model: nn.Module, home: nn.Module, read: set[str], called: Collection[str]) -> None:
         """What no stage reads, whole, under its names in `home`. Modules `called` as one have their own buffers."""
@@ -117,7 +117,7 @@ class StageParameters:
         """Those that the stage reads."""
         given = dict.fromkeys(value for value in self._recorded.given.values() if value.is_parameter)
         own = [(value, self._own.get(value.name)) for value in given]
-        return [(value, one) for value, one in own if isinstance(one, nn.Parameter)]
+        return [(value, parameter) for value, parameter in own if isinstance(parameter, nn.Parameter)]
 
     def check(self) -> None:
         """Raises ValueError where a parameter was frozen or unfrozen, or has hooks, which would not be called."""
@@ -163,11 +163,11 @@ class StageParameters:
             for value, _ in taken
         ]
         read = self._moves.run_together(local, steps, [value.name for value, _ in taken], "parameter")
-        for (value, _), one in zip(taken, read, strict=True):
-            self._read[value.name] = one.requires_grad_(value.requires_grad)
+        for (value, _), tensor in zip(taken, read, strict=True):
+            self._read[value.name] = tensor.requires_grad_(value.requires_grad)
             in_parts = self._in_parts.get(value.name)
             if in_parts is not None and in_parts.zero_level == 2:
-                one.register_post_accumulate_grad_hook(functools.partial(self._add_up_later, value))  # type: ignore[no-untyped-call]
+                tensor.register_post_accumulate_grad_hook(functools.partial(self._add_up_later, value))  # type: ignore[no-untyped-call]
 
     def _add_up_later(self, value: Value, read: torch.Tensor) -> None:
         """At the end of this backward, with others."""

@@ -42,22 +42,22 @@ def planned_partition(
     specs += leaf_specs(arguments[1], chunk_specs["kwargs"], "kwargs")
     samples = batch_size(*arguments, chunk_specs["args"], chunk_specs["kwargs"])
     ports = ports_of(turns.recorded, plan)
-    taken = {one.name for one in turns.recorded.forward.operators}
+    taken = {operator.name for operator in turns.recorded.forward.operators}
     named = [(f"{name}_" if name in taken else name, path) for name, path in input_names(model, arguments)]
     dims = [spec.split_dim if isinstance(spec, Chunk) else None for spec in _tensor_specs(arguments, specs)]
     crossing = _Crossing(plan, [name for name, _ in named], dims, samples)
     names, values = crossing.values(turns.recorded)
-    programs = [_program(stage, one, modules[stage], turns, names) for stage, one in enumerate(ports)]
+    programs = [_program(stage, own_ports, modules[stage], turns, names) for stage, own_ports in enumerate(ports)]
     result = finish_partition(
         programs, values, arguments=arguments, named=named, samples=samples, fixed_batch=samples is not None
     )
     leaves, structure = pytree.tree_flatten(turns.recorded.recording.output)
     node_values = turns.recorded.values
     of_values = tuple(ValueName(names[node_values[leaf]]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    result.tied_parameters = [[(stage, one.name) for stage in one.stages] for one in plan.ties]
+    result.tied_parameters = [[(stage, tie.name) for stage in tie.stages] for tie in plan.ties]
     result.outputs = OutputStructure(of_values, structure)
     copies = MetaCopies([model], keep_forward_hooks=True)
-    examples = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="meta"), arguments)
+    examples = pytree.tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
 
     def resize(shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> SizedStages:
         """Under another autocast, for other types."""
@@ -91,7 +91,7 @@ class _Crossing:
         ports = ports_of(recorded, self._plan)
         placeholders = [value for node, value in recorded.given.items() if node.op == "placeholder"]
         names = dict(zip(placeholders, self._inputs, strict=True))
-        maker = {value: stage for stage, one in enumerate(ports[:-1]) for value in one.leaving}
+        maker = {value: stage for stage, own_ports in enumerate(ports[:-1]) for value in own_ports.leaving}
         outputs = outputs_of(recorded)
         out: dict[str, ValueInfo] = {}
 
@@ -115,10 +115,10 @@ class _Crossing:
             sizes = [Affine(0, size) for size in value.shape]
             if dim is not None:
                 sizes[dim] = Affine(value.shape[dim] // (self._samples or 1), 0)
-            add(value, sizes, [stage for stage, one in enumerate(ports) if value in one.arguments], None)
-        for value in (*maker, *(one for one in outputs if one not in maker and one not in names)):
+            add(value, sizes, [stage for stage, own_ports in enumerate(ports) if value in own_ports.arguments], None)
+        for value in (*maker, *(output for output in outputs if output not in maker and output not in names)):
             names[value] = value.name
-            readers = [stage for stage, one in enumerate(ports) if value in one.entering]
+            readers = [stage for stage, own_ports in enumerate(ports) if value in own_ports.entering]
             add(value, [Affine(0, size) for size in value.shape], readers, maker.get(value, len(ports) - 1))
         return names, out
 
@@ -146,7 +146,11 @@ def _program(
         tuple(names[value] for value in taken),
         tuple(names[value] for value in ports.leaving),
         tuple(names[value] for value in ports.arguments),
-        any(one.draws and one.name in own for recorded in turns.runnable for one in recorded.forward.operators),
+        any(
+            operator.draws and operator.name in own
+            for recorded in turns.runnable
+            for operator in recorded.forward.operators
+        ),
         adapter,
         is_always_seeded=True,  # devices of a stage draw alike
     )
@@ -155,8 +159,8 @@ def _program(
 def crossing_placements(plan: ParallelPlan) -> dict[tuple[str, int], tuple[Placement, ...]]:
     """How values that cross stages lie, by name and stage; whole where it is not said."""
     return {
-        (one.name, number): tuple(placements_of(one.state))
+        (held.name, number): tuple(placements_of(held.state))
         for number, stage in enumerate(plan.stages)
-        for one in stage.held
-        if one.why in ("entering", "leaving")
+        for held in stage.held
+        if held.why in ("entering", "leaving")
     }

@@ -56,7 +56,7 @@ class PlannedStages:
         example_kwargs: Mapping[str, Any] | None,
         from_plan: Mapping[str, Any],
     ) -> None:
-        given = [name for name, one in from_plan.items() if one is not None]
+        given = [name for name, argument in from_plan.items() if argument is not None]
         if given:
             raise ValueError(f"{given[0]} follows from the plan: leave it out")
         if not isinstance(plan, ParallelPlan):
@@ -71,8 +71,8 @@ class PlannedStages:
         self._turns = runnable(model, *self._arguments)
         self._recorded = self._turns.recorded
         self.ways = Ways()
-        for number, one in enumerate(self._turns.runnable):
-            self.ways.add(f"turn {number}", one.recording)
+        for number, turn in enumerate(self._turns.runnable):
+            self.ways.add(f"turn {number}", turn.recording)
         self._check()
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
@@ -87,7 +87,9 @@ class PlannedStages:
     def _check(self) -> None:
         assert self._model is not None
         plan, operators = self._plan, self._recorded.forward.operators
-        found = fingerprint_of([one.name for one in operators], [one.makes[0].shape for one in operators])
+        found = fingerprint_of(
+            [operator.name for operator in operators], [operator.makes[0].shape for operator in operators]
+        )
         if found != plan.fingerprint:
             raise ValueError(
                 f"the plan is for another model, or for microbatches of another size: it was made of {plan.model} "
@@ -134,7 +136,7 @@ class PlannedStages:
             for number, stage in enumerate(self._plan.stages)
             if transfers.rank in stage.ranks
         }
-        own = [one for stage in self._stages.values() for one in stage.parameters()]
+        own = [parameter for stage in self._stages.values() for parameter in stage.parameters()]
         self._optimizers = OptimizerWatch(own)
         if transfers.rank == transfers.ranks[0]:
             warn_of_own_parameters()
@@ -204,15 +206,15 @@ def _ascending(grid: torch.Tensor) -> torch.Tensor:
 
 def _is_along_first(specs: Any) -> bool:
     """Whether samples are along the first dim of all tensors."""
-    chunks = [one for one in pytree.tree_leaves(specs) if isinstance(one, TensorChunkSpec)]
-    return all(one.split_dim == 0 for one in chunks)
+    chunks = [leaf for leaf in pytree.tree_leaves(specs) if isinstance(leaf, TensorChunkSpec)]
+    return all(chunk.split_dim == 0 for chunk in chunks)
 
 
 def _digest_of(model: nn.Module) -> str:
     """A hash of the names and values of all parameters and buffers. Those on meta have no values."""
     out = hashlib.sha256()
-    for name, one in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
+    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
         out.update(name.encode())
-        if not one.is_meta:
-            out.update(one.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        if not tensor.is_meta:
+            out.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return out.hexdigest()

@@ -28,7 +28,7 @@ class Turns:
     @property
     def runnable(self) -> list[Recorded]:
         """Those of both modes that can be run."""
-        return [one for one in (self.recorded, self.other) if isinstance(one, Recorded)]
+        return [turn for turn in (self.recorded, self.other) if isinstance(turn, Recorded)]
 
 
 def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> Turns:
@@ -40,7 +40,7 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
         raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
     if isinstance(other, ValueError):
         return Turns(first, other)
-    unseen = [[(one.draws, one.checkpoint) for one in turn.forward.operators] for turn in (first, other)]
+    unseen = [[(operator.draws, operator.checkpoint) for operator in turn.forward.operators] for turn in (first, other)]
     if not difference(first.recording, other.recording) and unseen[0] == unseen[1]:
         return Turns(first, None)
     try:
@@ -61,10 +61,10 @@ def check_runnable(recorded: Recorded, model: nn.Module) -> None:
 
 def _check_alike(first: Recorded, other: Recorded) -> None:
     """Modes may differ in what operators do and in some that one of them lacks, not in what the model returns."""
-    known = {one.name: [value.shape for value in one.makes] for one in first.forward.operators}
-    for one in other.forward.operators:
-        if not one.is_constant and known.get(one.name) != [value.shape for value in one.makes]:
-            raise ValueError(f"in the other there is {one.name}, which the plan does not know so")
+    known = {operator.name: [value.shape for value in operator.makes] for operator in first.forward.operators}
+    for operator in other.forward.operators:
+        if not operator.is_constant and known.get(operator.name) != [value.shape for value in operator.makes]:
+            raise ValueError(f"in the other there is {operator.name}, which the plan does not know so")
     if _output_of(first) != _output_of(other):
         raise ValueError("in the other it returns something else")
 

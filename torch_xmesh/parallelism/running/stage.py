@@ -72,7 +72,7 @@ class ShardedStage(nn.Module):
         self._first_modes: list[tuple[nn.Module, bool]] = []
         self.own.keep(model, self, called)
         if number == 0:
-            read = {one.name for stage in plan.stages for one in stage.parameters}
+            read = {parameter.name for stage in plan.stages for parameter in stage.parameters}
             everywhere = names_called(turns.recorded, range(len(turns.recorded.sites)))
             self.own.keep_unread(model, self, read, everywhere)
         for path, module in self.named_modules():

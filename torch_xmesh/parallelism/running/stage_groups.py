@@ -41,7 +41,7 @@ class StageGroups:
             for axis in range(grid.dim()):
                 lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis]).tolist()
                 made = [dist.new_group(line, timeout=transfers.timeout) for line in lines if len(line) > 1]
-                mine = [one for one in made if isinstance(one, dist.ProcessGroup)]
+                mine = [candidate for candidate in made if isinstance(candidate, dist.ProcessGroup)]
                 by_axis.append(mine[0] if mine else None)
             for group in by_axis:
                 if group is not None:
