@@ -43,7 +43,7 @@ class Lifter:
     def lift(self, value: Any) -> Lifted | str:
         """What a value holds; or why it cannot become part of a graph: it holds something else of one forward."""
         if isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and self._is_whole(value)):
-            return [value], lambda one: one
+            return [value], lambda given: given
         if isinstance(value, type | enum.Enum | types.BuiltinFunctionType | np.ndarray) or is_plain(value):
             return [], lambda: value
         if type(value) is tuple:
@@ -76,7 +76,7 @@ class Lifter:
             return "a function that holds a variable without a value"
         defaults, options = list(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
         held = [*cells, *defaults, *options.values()]
-        if any(one is function for one in held):
+        if any(known is function for known in held):
             return "a function that holds itself"
 
         def make(parts: list[Any]) -> Any:
@@ -114,19 +114,19 @@ def contents_of(tree: Any) -> list[tuple[Any, list[int]]]:
     found: list[tuple[Any, list[int]]] = []
     left = [tree]
     while left:
-        one = left.pop()
-        if isinstance(one, dict | list | set):
-            found.append((one, _identities(one)))
-        if isinstance(one, dict | list | set | tuple):
-            left += one.values() if isinstance(one, dict) else one
+        item = left.pop()
+        if isinstance(item, dict | list | set):
+            found.append((item, _identities(item)))
+        if isinstance(item, dict | list | set | tuple):
+            left += item.values() if isinstance(item, dict) else item
     return found
 
 
 def have_changed(contents: list[tuple[Any, list[int]]]) -> bool:
     """Whether anything was put into the containers, or taken out."""
-    return any(_identities(one) != known for one, known in contents)
+    return any(_identities(container) != known for container, known in contents)
 
 
-def _identities(one: Any) -> list[int]:
-    parts = [*one.keys(), *one.values()] if isinstance(one, dict) else list(one)
+def _identities(container: Any) -> list[int]:
+    parts = [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
     return [hash(part) if is_plain(part) else id(part) for part in parts]

@@ -58,23 +58,23 @@ class CallSites:
         frames.reverse()
         known: list[tuple[types.FrameType, int]] = []
         is_known = True
-        for depth, one in enumerate(frames):
-            is_known = is_known and depth < len(self._known) and self._known[depth][0] is one
+        for depth, caller in enumerate(frames):
+            is_known = is_known and depth < len(self._known) and self._known[depth][0] is caller
             if is_known:
                 known.append(self._known[depth])
             else:
                 self._count += 1
-                known.append((one, self._count))
+                known.append((caller, self._count))
         self._known = known
-        return tuple(CallSite(number, one.f_code, one.f_lasti) for one, number in known)
+        return tuple(CallSite(number, known_frame.f_code, known_frame.f_lasti) for known_frame, number in known)
 
 
 @functools.cache
 def loops_of(code: types.CodeType) -> tuple[tuple[int, int], ...]:
     """First and last offset of each loop in a function, outer ones first."""
     ends: dict[int, int] = {}
-    for one in dis.get_instructions(code):
-        is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-        if is_jump and isinstance(one.argval, int) and one.argval <= one.offset:
-            ends[one.argval] = max(ends.get(one.argval, 0), one.offset)
+    for instruction in dis.get_instructions(code):
+        is_jump = instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
+        if is_jump and isinstance(instruction.argval, int) and instruction.argval <= instruction.offset:
+            ends[instruction.argval] = max(ends.get(instruction.argval, 0), instruction.offset)
     return tuple(sorted(ends.items(), key=lambda loop: (loop[0], -loop[1])))

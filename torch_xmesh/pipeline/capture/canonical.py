@@ -70,12 +70,12 @@ def _links(
     out: dict[fx.Node, list[fx.Node]] = {}
     drawn: fx.Node | None = None
     for node in events:
-        sources = [_whole(one) for one in node.all_input_nodes]
-        behind = [one for one in sources if _is_event(one)]
+        sources = [_whole(source) for source in node.all_input_nodes]
+        behind = [source for source in sources if _is_event(source)]
         if facts[node].draws:
             behind += [] if drawn is None else [drawn]
             drawn = node
-        held = {memory for one in (node, *node.all_input_nodes) for memory in facts[one].memory & changed}
+        held = {memory for other in (node, *node.all_input_nodes) for memory in facts[other].memory & changed}
         held |= {memory for memory, _, changer in mutations if changer is node}
         for memory in held:
             behind += [touched[memory]] if memory in touched else []
@@ -162,13 +162,13 @@ class _Order:
         """Turns in canonical order, each behind those of which it needs something."""
         turn_of = {node: number for number, turn in enumerate(turns) for node in turn}
         behind = [
-            {turn_of[one] for node in turn for one in self._links[node] if one in turn_of} - {number}
+            {turn_of[source] for node in turn for source in self._links[node] if source in turn_of} - {number}
             for number, turn in enumerate(turns)
         ]
         readers: list[list[int]] = [[] for _ in turns]
         for number, earlier in enumerate(behind):
-            for one in earlier:
-                readers[one].append(number)
+            for turn_before in earlier:
+                readers[turn_before].append(number)
         ready = [(self._key(turns[number], depth), number) for number, earlier in enumerate(behind) if not earlier]
         heapq.heapify(ready)
         out = []
@@ -188,7 +188,7 @@ class _Order:
         tensors = {name for node in turn for name in _tensors_of(node)}
 
         def of_call(node: fx.Node) -> Any:
-            read = [self._places.get(_whole(one), -1) for one in node.all_input_nodes]
+            read = [self._places.get(_whole(source), -1) for source in node.all_input_nodes]
             return self._ways[node][depth].offset, natural(_words(node)), read
 
         key = self._names.key
@@ -213,7 +213,7 @@ def _modules_of(node: fx.Node) -> Iterable[str]:
 
 def _tensors_of(node: fx.Node) -> Iterable[str]:
     """What a call reads of the model, or of its arguments, by name."""
-    named = (str(one.target) for one in node.all_input_nodes if one.op in ("get_attr", "placeholder"))
+    named = (str(source.target) for source in node.all_input_nodes if source.op in ("get_attr", "placeholder"))
     return (name for name in named if not name.startswith("_constant"))
 
 
@@ -231,8 +231,8 @@ def _literals(tree: Any) -> Iterable[Any]:
             yield str(key)
             yield from _literals(tree[key])
     elif isinstance(tree, tuple | list):
-        for one in tree:
-            yield from _literals(one)
+        for item in tree:
+            yield from _literals(item)
     elif isinstance(tree, slice):
         yield from _literals((tree.start, tree.stop, tree.step))
     else:

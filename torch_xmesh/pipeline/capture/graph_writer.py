@@ -71,7 +71,7 @@ class GraphWriter:
 
     def define(self, node: fx.Node, value: Any, *, draws: bool = False, keeps: bool = False) -> None:
         """`node` is `value`: each of its tensors gets a node of its own; `keeps`: but for those that have one."""
-        sources = [self.facts[one] for one in node.all_input_nodes]
+        sources = [self.facts[source] for source in node.all_input_nodes]
         tensors = tensors_of(value)
         is_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         is_real = is_real and all(source.is_real for source in sources)
@@ -147,11 +147,11 @@ class GraphWriter:
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
         if type(value) in (tuple, list):
-            return type(value)(self.argument(one) for one in value)
+            return type(value)(self.argument(item) for item in value)
         if isinstance(value, torch.Size):
             return tuple(value)
         if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {key: self.argument(one) for key, one in value.items()}
+            return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         value = plain_number(value)
@@ -192,9 +192,9 @@ class GraphWriter:
                 )
             held, rebuild = found
             if held:
-                given = tuple(self.module(one) if isinstance(one, nn.Module) else self.node_of(one) for one in held)
+                given = tuple(self.module(item) if isinstance(item, nn.Module) else self.node_of(item) for item in held)
                 node = self.new("call_function", rebuild, given, {})
-                self.facts[node] = NodeFacts.of(None, is_real=all(self.facts[one].is_real for one in given))
+                self.facts[node] = NodeFacts.of(None, is_real=all(self.facts[source].is_real for source in given))
                 return node
         path = next((path for path, known in self.constants.items() if known is value), None)
         if path is None:

@@ -70,10 +70,10 @@ def make_recordable(module: nn.Module, name: str) -> None:
 
 def _recorded(hook: Callable[..., Any], what: str) -> Callable[..., Any]:
     def call(module: nn.Module, *given: Any) -> Any:
-        tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor)]
-        before = [one._version for one in tensors], _held(module)
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        before = [tensor._version for tensor in tensors], _held(module)
         result = hook(module, *given)
-        if result is None and before == ([one._version for one in tensors], _held(module)):
+        if result is None and before == ([tensor._version for tensor in tensors], _held(module)):
             raise HookRefusedError(
                 f"{what}, that changes nothing of the forward: with a plan it is not called in steps, where a device "
                 "has a part of what it would look at; remove it, or look at the engine's outputs"
@@ -86,7 +86,7 @@ def _recorded(hook: Callable[..., Any], what: str) -> Callable[..., Any]:
 def _held(module: nn.Module) -> dict[str, int]:
     """The tensors that a module has as attributes."""
     held = {**vars(module), **module._buffers}
-    return {key: id(one) for key, one in held.items() if isinstance(one, torch.Tensor)}
+    return {key: id(value) for key, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def check_recordable(model: nn.Module) -> None:

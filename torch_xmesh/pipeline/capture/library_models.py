@@ -14,7 +14,11 @@ def without_caches(model: nn.Module) -> None:
     if library is None:
         return
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    cached = [one for one in configs.values() if isinstance(one, library.PreTrainedConfig) and _caches(one)]
+    cached = [
+        settings
+        for settings in configs.values()
+        if isinstance(settings, library.PreTrainedConfig) and _caches(settings)
+    ]
     for config in cached:
         config.use_cache = False
     if cached:
@@ -29,7 +33,7 @@ def own_init_fn(model: object) -> Callable[[nn.Module], object] | None:
     other models."""
     library = sys.modules.get("transformers")
     modules = model.modules() if library is not None and isinstance(model, nn.Module) else ()
-    found = next((one for one in modules if isinstance(one, library.PreTrainedModel)), None)  # type: ignore[union-attr]
+    found = next((candidate for candidate in modules if isinstance(candidate, library.PreTrainedModel)), None)  # type: ignore[union-attr]
     init_fn: Callable[[nn.Module], object] | None = getattr(found, "_init_weights", None)
     return init_fn
 

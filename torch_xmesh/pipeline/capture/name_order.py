@@ -38,7 +38,7 @@ class NameOrder:
 
     def sorted(self, named: Iterable[tuple[str, _T]]) -> list[tuple[str, _T]]:
         """Things by name, in order."""
-        return sorted(named, key=lambda one: self.key(one[0]))
+        return sorted(named, key=lambda pair: self.key(pair[0]))
 
 
 def _written(module: nn.Module) -> list[str]:
@@ -49,4 +49,4 @@ def _written(module: nn.Module) -> list[str]:
 
 def _names_in_code(kind: type[nn.Module]) -> frozenset[str]:
     made = (vars(base).get("__init__") for base in kind.__mro__)
-    return frozenset(name for one in made for name in getattr(getattr(one, "__code__", None), "co_names", ()))
+    return frozenset(name for method in made for name in getattr(getattr(method, "__code__", None), "co_names", ()))

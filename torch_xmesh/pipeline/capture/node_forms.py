@@ -74,7 +74,7 @@ def expecter(module: str, expected: tuple[list[Any], pytree.TreeSpec]) -> Callab
     def expect(value: Any) -> Any:
         leaves, structure = describe(value)
         same = structure == expected[1] and all(
-            type(one) is type(other) and bool(one == other) for one, other in zip(leaves, expected[0], strict=True)
+            type(leaf) is type(other) and bool(leaf == other) for leaf, other in zip(leaves, expected[0], strict=True)
         )
         if not same:
             raise RuntimeError(
@@ -107,7 +107,7 @@ def part_of(node: fx.Node, path: Sequence[Any]) -> tuple[Callable[..., Any], Any
     keys = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path]
     if len(keys) == 1 and not isinstance(path[0], pytree.GetAttrKey):
         return operator.getitem, (node, keys[0]), keys
-    steps = tuple((isinstance(one, pytree.GetAttrKey), key) for one, key in zip(path, keys, strict=True))
+    steps = tuple((isinstance(step, pytree.GetAttrKey), key) for step, key in zip(path, keys, strict=True))
     return take, (node, steps), keys
 
 

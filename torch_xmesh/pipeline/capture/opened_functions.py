@@ -48,7 +48,7 @@ def multi_head_attention(
     of them. The results lie in memory as torch's do: a dropout behind them draws in that order. What is seldom is
     torch's own form."""
     given = dict(locals())
-    is_seldom = add_zero_attn or any(one is not None for one in (bias_k, bias_v, static_k, static_v))
+    is_seldom = add_zero_attn or any(option is not None for option in (bias_k, bias_v, static_k, static_v))
     is_usual = (
         query.dim() == key.dim() == 3
         and key.shape[:2] == value.shape[:2]
@@ -62,7 +62,7 @@ def multi_head_attention(
         return made
     weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     parts = _projected((query, key, value), weights, in_proj_bias)
-    q, k, v = (torch.unflatten(one, -1, (num_heads, -1)).transpose(1, 2) for one in parts)
+    q, k, v = (torch.unflatten(part, -1, (num_heads, -1)).transpose(1, 2) for part in parts)
     seen: torch.Tensor | None = None
     if not (is_causal and key_padding_mask is None and not need_weights):
         seen, is_causal = _mask(attn_mask, key_padding_mask, query.dtype, num_heads), False
@@ -86,7 +86,7 @@ def _projected(given: tuple[torch.Tensor, ...], weights: Any, bias: torch.Tensor
         weights = weights.chunk(3)
     biases: Any = (None, None, None) if bias is None else bias.chunk(3)
     each = zip(given, weights, biases, strict=True)
-    return tuple(F.linear(one.transpose(0, 1), weight, own) for one, weight, own in each)
+    return tuple(F.linear(tensor.transpose(0, 1), weight, own) for tensor, weight, own in each)
 
 
 def _fits(mask: torch.Tensor | None, shape: tuple[int, int], count: int | None = None) -> bool:

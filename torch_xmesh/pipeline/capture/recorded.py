@@ -69,7 +69,7 @@ class RecordedModel:
         self._own_mode = self._flags[0] if len(looked) == 1 else None
         self._on_memory: frozenset[type] = frozenset()
         self._as_fakes: frozenset[str] = frozenset()
-        self._closed = {name: why for name, one in model.named_modules() if (why := why_closed(one)) is not None}
+        self._closed = {name: why for name, module in model.named_modules() if (why := why_closed(module)) is not None}
         self._leaves, self._structure = pytree.tree_flatten(arguments)
         self._closes_what_fails, self._failed_in = closes_what_fails, ""
         self._opens_functions = opens_functions
@@ -237,12 +237,12 @@ def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], dims
             random numbers.
     """
     turned = [
-        one if dim is None else one.detach().roll(1, dim).requires_grad_(one.requires_grad)
-        for one, dim in zip(inputs, dims, strict=True)
+        tensor if dim is None else tensor.detach().roll(1, dim).requires_grad_(tensor.requires_grad)
+        for tensor, dim in zip(inputs, dims, strict=True)
     ]
     first, again = recorded.record_turns([inputs, turned], recorded.training)
     pairs = zip(first.guards, again.guards, strict=False)
-    if len(first.guards) != len(again.guards) or not all(one.gave(other.value) for one, other in pairs):
+    if len(first.guards) != len(again.guards) or not all(guard.gave(other.value) for guard, other in pairs):
         return first
     counted = {name for name, value in first.numbers.items() if again.numbers.get(name) != value}
     if counted:
@@ -265,8 +265,10 @@ def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], dims
 def stand_ins(examples: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """The example's tensors; for those on meta real ones, of ones, which are valid as masks, tokens and positions."""
     return [
-        torch.ones(one.shape, dtype=one.dtype, device=device).requires_grad_(one.requires_grad) if one.is_meta else one
-        for one in examples
+        torch.ones(example.shape, dtype=example.dtype, device=device).requires_grad_(example.requires_grad)
+        if example.is_meta
+        else example
+        for example in examples
     ]
 
 

@@ -60,7 +60,7 @@ DROPS = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_a
 def _as_new(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result as a tensor of its own: recordings in both modes, of training and evaluation, have the same nodes."""
     result = compute(*args, **kwargs)
-    return result.view_as(result) if any(result is one for one in (*args, *kwargs.values())) else result
+    return result.view_as(result) if any(result is argument for argument in (*args, *kwargs.values())) else result
 
 
 class Recorder(TorchFunctionMode):
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
             self._closed_checkpoints.append(user_line())
             return run(function, *args, **kwargs)
         if self._opens_functions:
-            own = {name: one for name, one in kwargs.items() if name not in CHECKPOINT_OPTIONS}
+            own = {name: argument for name, argument in kwargs.items() if name not in CHECKPOINT_OPTIONS}
             with self._writer.checkpoint():
                 return function(*args, **own)
         with self._paused():
@@ -219,8 +219,8 @@ class Recorder(TorchFunctionMode):
                     f"begins, or {READY_STAGES}"
                 )
             held, _ = found
-            modules = [one for one in held if isinstance(one, nn.Module)]
-            names = [self._shadow.names[id(one)] for one in modules]
+            modules = [value for value in held if isinstance(value, nn.Module)]
+            names = [self._shadow.names[id(module)] for module in modules]
             self._writer.stack += names
             try:
                 compute = functools.partial(run_checkpoint, run, function)
@@ -262,7 +262,7 @@ class Recorder(TorchFunctionMode):
         """Runs a call, and makes a node of it where it gives tensors or changes some; those of `modules` among them.
         `given`: the arguments as nodes, where they are known before."""
         with self._paused():
-            held = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+            held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
             before = [(tensor, tensor._version) for tensor in (*tensors_of((args, kwargs)), *held)]
             self._watch.begin()
             try:
@@ -270,7 +270,9 @@ class Recorder(TorchFunctionMode):
             finally:
                 self._watch.leaf = None
             written = self._watch.written
-            changed = [one for one, version in before if one._version != version or memory_of(one) in written]
+            changed = [
+                tensor for tensor, version in before if tensor._version != version or memory_of(tensor) in written
+            ]
             if op == "call_method" and is_in_place(target) and result is args[0]:
                 changed.append(result)  # also those that count no version: requires_grad_()
             has_tensors = bool(tensors_of(result))
@@ -302,7 +304,7 @@ class Recorder(TorchFunctionMode):
             return
         with self._paused():
             given = tensors_of((args[1:], kwargs))
-            if isinstance(args[0], FakeTensor) or not any(isinstance(one, FakeTensor) for one in given):
+            if isinstance(args[0], FakeTensor) or not any(isinstance(leaf, FakeTensor) for leaf in given):
                 return
             memory = memory_of(args[0])
             raise FakeNeededError(next(node.name for node, fact in self._writer.facts.items() if memory in fact.memory))
@@ -345,9 +347,9 @@ class Recorder(TorchFunctionMode):
         """Values may be read of what follows from the inputs alone, as functions made it that can be called again."""
         fact = self._writer.facts[node]
         behind = nodes_behind(node)
-        modules = [str(one.target) for one in behind if one.op == "call_module"]
+        modules = [str(source.target) for source in behind if source.op == "call_module"]
         changed = {memory for memory, _, _ in self._mutations}
-        is_changed = any(changed & self._writer.facts[one].memory for one in behind)
+        is_changed = any(changed & self._writer.facts[source].memory for source in behind)
         if not fact.is_real or fact.is_random or is_changed:
             raise CaptureError(self._why_unreadable(name, node, is_changed))
         if modules:

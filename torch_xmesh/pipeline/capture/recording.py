@@ -138,7 +138,7 @@ class Recording:
         return [
             guard
             for guard in self.guards
-            if any(one.op == "placeholder" for node in guard.nodes for one in nodes_behind(node))
+            if any(source.op == "placeholder" for node in guard.nodes for source in nodes_behind(node))
         ]
 
     def text_of(self, node: fx.Node) -> str:
@@ -169,10 +169,10 @@ def nodes_behind(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def difference(one: Recording, other: Recording) -> str:
+def difference(recording: Recording, other: Recording) -> str:
     """The first node that differs between two recordings, in words; empty without any."""
-    for mine, theirs in itertools.zip_longest(one.graph.nodes, other.graph.nodes):
-        texts = [run.text_of(node) if node is not None else "" for node, run in ((mine, one), (theirs, other))]
+    for mine, theirs in itertools.zip_longest(recording.graph.nodes, other.graph.nodes):
+        texts = [run.text_of(node) if node is not None else "" for node, run in ((mine, recording), (theirs, other))]
         if texts[0] != texts[1]:
             where = (mine if mine is not None else theirs).meta["source"]
             return f"{texts[0] or 'nothing'}, then {texts[1] or 'nothing'}{', at ' + where if where else ''}"
@@ -187,7 +187,8 @@ def _text_of_guard(guard: Guard) -> str:
 
 def _text_of_facts(node: fx.Node, facts: NodeFacts) -> str:
     tensors = ", ".join(
-        f"{one.dtype} {list(one.shape)}{' with gradient' if one.requires_grad else ''}" for one in facts.tensors
+        f"{tensor.dtype} {list(tensor.shape)}{' with gradient' if tensor.requires_grad else ''}"
+        for tensor in facts.tensors
     )
     modes = node.meta.get("modes")
     return f" -> {tensors}{f' in {modes}' if modes is not None else ''}"

@@ -92,14 +92,14 @@ def as_if_compiling() -> Iterator[None]:
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Whatever is done inside to attributes of the model's modules, and to what is in them, is undone."""
-    kept = [(one, one.copy()) for one in _containers(model)]
+    kept = [(container, container.copy()) for container in _containers(model)]
     try:
         yield
     finally:
-        for one, content in kept:
-            if not _is_same(one, content):
-                one.clear()
-                one.extend(content) if isinstance(one, list) else one.update(content)
+        for container, content in kept:
+            if not _is_same(container, content):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _containers(model: nn.Module) -> list[Any]:
@@ -108,33 +108,37 @@ def _containers(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     left: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
     while left:
-        one, is_of_module = left.pop()
-        if isinstance(one, dict | list | set):
-            if id(one) in found:
+        value, is_of_module = left.pop()
+        if isinstance(value, dict | list | set):
+            if id(value) in found:
                 continue
-            found[id(one)] = one
-            inside = one.values() if isinstance(one, dict) else () if isinstance(one, set) else one
+            found[id(value)] = value
+            inside = value.values() if isinstance(value, dict) else () if isinstance(value, set) else value
             left += [(part, is_of_module) for part in inside]
-        elif isinstance(one, tuple):
-            left += [(part, is_of_module) for part in one]
-        elif is_of_module and _has_own_state(one):
-            left.append((vars(one), False))
+        elif isinstance(value, tuple):
+            left += [(part, is_of_module) for part in value]
+        elif is_of_module and _has_own_state(value):
+            left.append((vars(value), False))
     return list(found.values())
 
 
-def _has_own_state(one: Any) -> bool:
+def _has_own_state(value: Any) -> bool:
     """Whether it is an object with attributes, but no module, of a class that is not torch's and not the language's."""
-    if isinstance(one, nn.Module) or not isinstance(getattr(one, "__dict__", None), dict):
+    if isinstance(value, nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
-    return type(one).__module__.partition(".")[0] not in ("torch", "builtins", "types", "functools", "enum")
+    return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "types", "functools", "enum")
 
 
-def _is_same(one: Any, content: Any) -> bool:
-    if len(one) != len(content):
+def _is_same(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
         return False
-    if isinstance(one, dict):
-        return all(key in one and one[key] is value for key, value in content.items())
-    return one == content if isinstance(one, set) else all(a is b for a, b in zip(one, content, strict=True))
+    if isinstance(container, dict):
+        return all(key in container and container[key] is value for key, value in content.items())
+    return (
+        container == content
+        if isinstance(container, set)
+        else all(a is b for a, b in zip(container, content, strict=True))
+    )
 
 
 class Sandbox:
@@ -165,7 +169,9 @@ class Sandbox:
             stack.enter_context(uncompiled())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for module in self._model.modules():
-                self._swaps += [(holder, key, one, self.fake(one)) for holder, key, one in held_tensors(module)]
+                self._swaps += [
+                    (holder, key, tensor, self.fake(tensor)) for holder, key, tensor in held_tensors(module)
+                ]
             self._put_fakes()
             stack.callback(self._put_real)
             self._stack = stack.pop_all()
@@ -226,7 +232,7 @@ class Sandbox:
     def _zeros_for_meta(self, module: nn.Module) -> Iterator[None]:
         """Zeros where a module holds tensors on meta."""
         within = {id(holder) for child in module.modules() for holder in holders(child)}
-        swaps = [one for one in self._swaps if id(one[0]) in within and one[2].is_meta]
+        swaps = [swap for swap in self._swaps if id(swap[0]) in within and swap[2].is_meta]
         made: dict[torch.Tensor, torch.Tensor] = {}
         try:
             for holder, key, meta, fake in swaps:

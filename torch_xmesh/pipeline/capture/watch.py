@@ -61,19 +61,19 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.is_random = self.is_random or torch.Tag.nondeterministic_seeded in func.tags
-        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
         if torch.Tag.dynamic_output_shape in func.tags:
             self.is_sized_by_values = self.is_sized_by_values or name != "index" or any(map(_is_mask, given[1:]))
-        made = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         written = written_by(func, args, kwargs, self._watched)
         self.written.update(map(memory_of, written))
         if name not in _SHAPE_ONLY and any(map(self.follows_from_samples, given)):
             self.mark(made + written)
         if self.leaf is not None:
             self._alive += made
-            for one in made:
-                self._makers[memory_of(one)] = self.leaf
+            for tensor in made:
+                self._makers[memory_of(tensor)] = self.leaf
         return result
 
 

@@ -20,14 +20,14 @@ def written_by(func: Any, args: Any, kwargs: Any, watched: set[int]) -> list[tor
         return _by_schema(func, args, kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not any(id(one) in watched for one in tensors) or _gives_views(func):
+    if not any(id(tensor) in watched for tensor in tensors) or _gives_views(func):
         return []
     others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-    kinds = tuple((one.dtype, id(one) in watched) for one in tensors)
+    kinds = tuple((tensor.dtype, id(tensor) in watched) for tensor in tensors)
     key = func, str(structure), others, kinds
     if key not in _known:
         _known[key] = _by_a_run(
-            func, leaves, structure, [place for place, one in enumerate(tensors) if id(one) in watched]
+            func, leaves, structure, [place for place, tensor in enumerate(tensors) if id(tensor) in watched]
         )
     return [tensors[place] for place in _known[key]]
 
@@ -37,27 +37,27 @@ def _by_schema(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return found
 
 
 def _gives_views(func: Any) -> bool:
-    return any(one.alias_info is not None for one in func._schema.returns)
+    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _by_a_run(func: Any, leaves: Sequence[Any], structure: pytree.TreeSpec, places: Sequence[int]) -> tuple[int, ...]:
     """Those of these places whose tensors have other values after a run on stand-ins; none where the operator cannot be
     run, or the tensors are too large."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    largest = max(tensors, key=lambda one: one.numel())
+    largest = max(tensors, key=lambda tensor: tensor.numel())
     samples = largest.shape[0] if largest.dim() > 1 and largest.numel() > _MOST_ELEMENTS else None
-    if sum(one.numel() for one in tensors if one.dim() < 2 or one.shape[0] != samples) > _MOST_ELEMENTS:
+    if sum(tensor.numel() for tensor in tensors if tensor.dim() < 2 or tensor.shape[0] != samples) > _MOST_ELEMENTS:
         return ()
-    made = [_filled(one, samples) for one in tensors]
+    made = [_filled(tensor, samples) for tensor in tensors]
     before = [made[place].clone() for place in places]
     given = iter(made)
     args, kwargs = pytree.tree_unflatten(
-        [next(given) if isinstance(one, torch.Tensor) else one for one in leaves], structure
+        [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
     )
     try:
         with torch.random.fork_rng(devices=[]):

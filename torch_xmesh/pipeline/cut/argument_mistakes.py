@@ -22,9 +22,9 @@ def describe_mismatch(found: pytree.TreeSpec, expected: pytree.TreeSpec) -> str:
         return f"argument {missing[0]!r} is missing: {takes_text}"
     pairs = [(f"args[{index}]", *pair) for index, pair in enumerate(zip(args, known_args, strict=True))]
     pairs += [(f"kwargs[{name!r}]", kwargs[name], known[name]) for name in known]
-    for where, one, other in pairs:
-        if pytree.tree_structure(one) != pytree.tree_structure(other):
-            return f"argument {where} is {_shown(one)}, the example's was {_shown(other)}"
+    for where, given, other in pairs:
+        if pytree.tree_structure(given) != pytree.tree_structure(other):
+            return f"argument {where} is {_shown(given)}, the example's was {_shown(other)}"
     return "the arguments are built otherwise than the example's"
 
 

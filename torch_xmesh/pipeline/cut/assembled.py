@@ -167,9 +167,12 @@ class Assembled:
         self.names = {node: new(name) for node, name in self.names.items()}
         self._nodes = {name: node for node, name in self.names.items()}
         self.ports = [
-            Ports(tuple(map(new, one.inputs)), tuple(map(new, one.outputs)), one.model_inputs) for one in self.ports
+            Ports(tuple(map(new, ports.inputs)), tuple(map(new, ports.outputs)), ports.model_inputs)
+            for ports in self.ports
         ]
-        leaves = tuple(ValueName(new(one.name)) if isinstance(one, ValueName) else one for one in self.outputs.leaves)
+        leaves = tuple(
+            ValueName(new(leaf.name)) if isinstance(leaf, ValueName) else leaf for leaf in self.outputs.leaves
+        )
         self.outputs = OutputStructure(leaves, self.outputs.structure)
 
     def _difference(self, base: "Assembled") -> str:
@@ -232,17 +235,17 @@ def infos_like(known: Mapping[str, ValueInfo], found: Assembled, samples: int) -
         if len(like) != len(tensor.shape):
             raise CaptureError(f"value {name} has {len(tensor.shape)} dims, for the example it has {len(like)}")
         sizes = [
-            Affine(size // samples, 0) if one.per_sample and not one.fixed and samples else Affine(0, size)
-            for one, size in zip(like, tensor.shape, strict=True)
+            Affine(size // samples, 0) if affine.per_sample and not affine.fixed and samples else Affine(0, size)
+            for affine, size in zip(like, tensor.shape, strict=True)
         ]
         infos[name] = TensorInfo(tuple(sizes), tensor.dtype, tensor.requires_grad)
     return infos
 
 
-def is_alike(one: Recording, other: Recording) -> bool:
+def is_alike(recording: Recording, other: Recording) -> bool:
     """Whether two recordings made the same calls, sizes and other constants apart."""
-    return len(one.graph.nodes) == len(other.graph.nodes) and all(
-        (a.op, _target(a)) == (b.op, _target(b)) for a, b in zip(one.graph.nodes, other.graph.nodes, strict=True)
+    return len(recording.graph.nodes) == len(other.graph.nodes) and all(
+        (a.op, _target(a)) == (b.op, _target(b)) for a, b in zip(recording.graph.nodes, other.graph.nodes, strict=True)
     )
 
 

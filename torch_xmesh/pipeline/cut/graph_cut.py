@@ -65,12 +65,12 @@ class GraphCut:
     def draws_random_numbers(self, stage: int) -> bool:
         return any(self.recording.facts[node].draws for node in (*self.nodes_of(stage), *self.needs[stage].again))
 
-    def shares_memory(self, one: fx.Node, other: fx.Node) -> bool:
-        return bool(self.recording.facts[one].memory & self.recording.facts[other].memory)
+    def shares_memory(self, node: fx.Node, other: fx.Node) -> bool:
+        return bool(self.recording.facts[node].memory & self.recording.facts[other].memory)
 
     def guard_inputs(self) -> list[fx.Node]:
         """The placeholders from which follows what was read of tensors' values."""
-        behind = {one for guard in self.recording.guards for node in guard.nodes for one in nodes_behind(node)}
+        behind = {source for guard in self.recording.guards for node in guard.nodes for source in nodes_behind(node)}
         return [node for node in self.recording.graph.nodes if node.op == "placeholder" and node in behind]
 
     def _find_changes(self) -> dict[fx.Node, set[int]]:

@@ -90,15 +90,17 @@ def leaf_specs(tree: Any, spec: Any, what: str) -> list[Any]:
     if isinstance(tree, dict) and isinstance(spec, dict):
         if unknown := sorted(set(spec) - set(tree), key=str):
             raise ValueError(f"the chunk spec of {what} names {unknown}, but {what} has {sorted(tree, key=str)}")
-        return [one for key, part in tree.items() for one in leaf_specs(part, spec.get(key), f"{what}[{key!r}]")]
+        return [
+            leaf_spec for key, part in tree.items() for leaf_spec in leaf_specs(part, spec.get(key), f"{what}[{key!r}]")
+        ]
     if isinstance(tree, tuple | list) and isinstance(spec, tuple | list):
         if len(tree) != len(spec):
             raise ValueError(f"the chunk spec of {what} has {len(spec)} entries, {what} has {len(tree)}")
         parts = zip(tree, spec, strict=True)
         return [
-            one
+            leaf_spec
             for index, (part, one_spec) in enumerate(parts)
-            for one in leaf_specs(part, one_spec, f"{what}[{index}]")
+            for leaf_spec in leaf_specs(part, one_spec, f"{what}[{index}]")
         ]
     raise ValueError(
         f"a chunk spec of {what} is a TensorChunkSpec, a Replicate, None or a structure like {what}'s, got {spec!r}"

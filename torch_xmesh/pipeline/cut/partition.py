@@ -213,11 +213,11 @@ def _partition_recorded(
         given = {name: others[name] for name, _ in named}
         programs = [
             dataclasses.replace(
-                one,
-                codes=StageCodes(variants, one.index, base.ports[one.index], given),
-                infos=[others[name] for name in one.input_values],
+                program,
+                codes=StageCodes(variants, program.index, base.ports[program.index], given),
+                infos=[others[name] for name in program.input_values],
             )
-            for one in stages
+            for program in stages
         ]
         return SizedStages(others, found.outputs, result.fixed_batch, programs)
 
@@ -255,7 +255,7 @@ def _infos(
     if samples is not None:
         try:
             for extra in (1, 2):
-                more = [grown(one, dim, extra) for one, dim in zip(examples, dims, strict=True)]
+                more = [grown(example, dim, extra) for example, dim in zip(examples, dims, strict=True)]
                 runs.append(recorded.record(more, recorded.training))
                 infos = infos_of(runs, base, samples)
                 _check_output(runs)

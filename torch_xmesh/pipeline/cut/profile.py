@@ -33,7 +33,9 @@ class Profile:
     def __init__(self, model: nn.Module, arguments: _Arguments, specs: Sequence[Any], repeats: int) -> None:
         self._model, self._arguments, self._specs = model, arguments, specs
         without_caches(model)
-        device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+        device = next(
+            (parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu")
+        )
         names = [name for name, _ in input_names(model, arguments)]
         self._recorded = RecordedModel(model, arguments, names=names, opened=frozenset(), batch=(), device=device)
         self._on_meta = any(parameter.is_meta for parameter in model.parameters())

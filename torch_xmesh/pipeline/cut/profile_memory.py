@@ -62,14 +62,14 @@ def needed_bytes(units: Sequence[UnitCost]) -> dict[tuple[int, int], Needed]:
         received: set[str] = set()
         fixed = per_microbatch = 0
         for end, unit in enumerate(units[first:], first + 1):
-            fixed += sum(size for one, size in unit.parameters.items() if one not in parameters)
+            fixed += sum(size for parameter, size in unit.parameters.items() if parameter not in parameters)
             parameters.update(unit.parameters)
             for name, read in unit.reads.items():
                 if read.maker < first and name not in received:
                     received.add(name)
                     storages |= read.storages
                     per_microbatch += read.num_bytes
-            per_microbatch += sum(size for one, size in unit.kept.items() if one not in storages)
+            per_microbatch += sum(size for storage, size in unit.kept.items() if storage not in storages)
             storages.update(unit.kept)
             needed[first, end] = Needed(fixed * PARAMETER_COPIES, per_microbatch)
     return needed

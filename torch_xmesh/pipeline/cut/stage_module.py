@@ -55,7 +55,7 @@ class StageBuilder:
                 reader = _constant_reader(str(node.target), self._cut.recording.constants[str(node.target)])
                 self._here[node] = self._graph.call_function(reader)
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: self._here[one])
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._here[source])
             self._here[node] = self._graph.create_node(node.op, node.target, args, kwargs, node.name)
             self._here[node].meta["source"] = node.meta["source"]
             if "expects" in node.meta:
@@ -129,7 +129,7 @@ class StageModule(nn.Module):
         """Input values in order to output values in order."""
         code = self.chosen
         if code.has_gradients and not torch.compiler.is_compiling():
-            situation = (*(one.shape for one in inputs), self.training, autocasts())
+            situation = (*(tensor.shape for tensor in inputs), self.training, autocasts())
             if torch._C._current_graph_task_id() == -1:
                 self._ran.setdefault(situation, set()).add(code)
             else:

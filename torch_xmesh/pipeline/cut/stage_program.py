@@ -54,7 +54,9 @@ class StageProgram:
             )
         if self.adapter is not None:
             return self.adapter.run(self.index, self.module, inputs)
-        given = {name: one for name, one in zip(self.input_values, inputs, strict=True) if name in self.model_inputs}
+        given = {
+            name: tensor for name, tensor in zip(self.input_values, inputs, strict=True) if name in self.model_inputs
+        }
         return self.run(self.code(self._samples(inputs), given), inputs)
 
     def code(self, samples: int, given: Mapping[str, torch.Tensor]) -> Any:

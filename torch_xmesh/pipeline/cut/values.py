@@ -122,7 +122,7 @@ class Partition:
     @property
     def training(self) -> bool | None:
         """The mode of the recorded stages whose modules are here; None while that is several."""
-        return next(one.inner.mode for one in self.stages if one.inner is not None)
+        return next(stage.inner.mode for stage in self.stages if stage.inner is not None)
 
     def keep(self, stages: Collection[int]) -> None:
         """Lets go of the modules of all stages but these."""
@@ -186,10 +186,10 @@ class Partition:
                 what = f"argument {describe_path(changed.path)} has shape {shape}, the example had {changed.shape}"
             raise ValueError(f"{what}, and the stages do not work for it: {error}") from error
         stages = [
-            dataclasses.replace(one, codes=other.codes, infos=other.infos, adapter=other.adapter)
-            for one, other in zip(self.stages, found.programs, strict=True)
+            dataclasses.replace(stage, codes=other.codes, infos=other.infos, adapter=other.adapter)
+            for stage, other in zip(self.stages, found.programs, strict=True)
         ]
-        inputs = {name: dataclasses.replace(one, shape=found.values[name].shape) for name, one in self.inputs.items()}
+        inputs = {name: dataclasses.replace(info, shape=found.values[name].shape) for name, info in self.inputs.items()}
         return dataclasses.replace(
             self,
             stages=stages,
@@ -294,19 +294,19 @@ class Partition:
         return "\n".join(lines)
 
 
-def _is_several(shape: tuple[int, ...], one: tuple[int, ...]) -> bool:
+def _is_several(shape: tuple[int, ...], unit: tuple[int, ...]) -> bool:
     """Whether a shape is that of several along one dim."""
-    longer = [dim for dim, size in enumerate(shape) if size != one[dim]]
-    return len(longer) == 1 and one[longer[0]] > 0 and shape[longer[0]] % one[longer[0]] == 0
+    longer = [dim for dim, size in enumerate(shape) if size != unit[dim]]
+    return len(longer) == 1 and unit[longer[0]] > 0 and shape[longer[0]] % unit[longer[0]] == 0
 
 
 def _check_alike(values: Mapping[str, ValueInfo], others: Mapping[str, ValueInfo], is_cast: bool) -> None:
     """Raises ValueError where values differ in more than their sizes and, if `is_cast`, dtypes."""
-    for name, one in values.items():
+    for name, value in values.items():
         other = others.get(name)
         kinds = [
             v and (v.producer, v.consumers, is_cast or v.dtype, v.requires_grad, v.batch_dim, v.varies)
-            for v in (one, other)
+            for v in (value, other)
         ]
         if len(values) != len(others) or kinds[0] != kinds[1]:
             raise ValueError(

@@ -44,7 +44,7 @@ class Variants:
         self._recorded, self._examples, self._cut = recorded, examples, cut
         self.ways = Ways()
         self._found: dict[_Key, list[Assembled]] = {}
-        self._add(self._key([tuple(one.shape) for one in examples], recorded.training), base)
+        self._add(self._key([tuple(example.shape) for example in examples], recorded.training), base)
 
     def _key(self, shapes: Sequence[tuple[int, ...]], training: bool | None) -> _Key:
         return tuple(shapes), training, torch.is_grad_enabled(), autocasts()
@@ -58,9 +58,9 @@ class Variants:
         """
         key = self._key([shapes[name] for name in self._recorded.names], training)
         known = self._found.get(key, ())
-        for one in known:
-            if not one.recording.guards or holds(one.recording, given):
-                return one
+        for assembled in known:
+            if not assembled.recording.guards or holds(assembled.recording, given):
+                return assembled
         return self._add(key, self._record(shapes, given, training))
 
     def at(self, shapes: Shapes, training: bool | None, usual: Mapping[str, torch.Tensor]) -> Assembled:
@@ -74,7 +74,7 @@ class Variants:
         known = self._found.get(key)
         if known:
             return known[0]
-        given = {name: resized(one, shapes[name]) for name, one in usual.items()}
+        given = {name: resized(tensor, shapes[name]) for name, tensor in usual.items()}
         return self._add(key, self._record(shapes, given, training, has_values=False))
 
     def _add(self, key: _Key, found: Assembled) -> Assembled:

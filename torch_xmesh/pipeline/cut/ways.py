@@ -30,12 +30,14 @@ class Ways:
 
     def news(self, among: Collection[str] | None = None) -> dict[str, str]:
         """What was not told yet, of some situations or of all: digests by situation."""
-        return {one: self._digests[one] for one in self._untold if among is None or one in among}
+        return {
+            situation: self._digests[situation] for situation in self._untold if among is None or situation in among
+        }
 
     def told(self, situations: Iterable[str]) -> None:
         """All ranks know of them."""
-        for one in situations:
-            self._untold.pop(one, None)
+        for situation in situations:
+            self._untold.pop(situation, None)
 
     def lines(self, situation: str) -> Sequence[str]:
         """What is computed in a situation; nothing where that is not known any more."""
