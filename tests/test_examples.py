@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 import subprocess
@@ -126,10 +127,12 @@ def test_without_ddp_the_losses_stay(tmp_path: Path, ddp_losses: dict[str, float
 
 def test_the_page_shows_how_the_scripts_differ() -> None:
     shown = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs" / "from-ddp.md").read_text(), re.DOTALL | re.MULTILINE)
-    texts = [(ROOT / "examples" / "from_ddp" / f"{name}.py").read_text().splitlines(True) for name in FROM_DDP]
+    texts = {
+        f"{name}.py": (ROOT / "examples" / "from_ddp" / f"{name}.py").read_text().splitlines(True) for name in FROM_DDP
+    }
     expected = [
-        "".join(difflib.unified_diff(*texts[i : i + 2], f"{FROM_DDP[i]}.py", f"{FROM_DDP[i + 1]}.py", n=1))
-        for i in range(len(FROM_DDP) - 1)
+        "".join(difflib.unified_diff(texts[before], texts[after], before, after, n=1))
+        for before, after in itertools.pairwise(texts)
     ]
     assert "".join(shown) == "".join(expected)
 

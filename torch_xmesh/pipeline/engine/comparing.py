@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.pipeline.capture.regions import autocasts
-from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes, ValueName, describe_path
+from torch_xmesh.pipeline.cut.values import MOST_SIZES, ValueName, describe_path
 from torch_xmesh.pipeline.ranks.digests import checksum, number_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.state.fully_sharded import USED_BY_SOME
@@ -17,6 +17,7 @@ from torch_xmesh.spec import mesh_grid
 
 if TYPE_CHECKING:
     from torch_xmesh.pipeline.engine.place import EnginePlace
+    from torch_xmesh.pipeline.engine.step_batch import StepBatch
 
 _FIRST_STEPS = 2
 
@@ -102,12 +103,13 @@ class StepComparison:
             found[f"modes {stage}"] = number_of(flags)
         return found
 
-    def values(self, tree: Any, target: Any, takers: Sequence[int], shapes: Shapes, samples: int) -> dict[str, int]:
-        """What ranks compare of the values in a batch: numbers made of the tensors that stages `takers` read, and of
+    def values(self, batch: "StepBatch") -> dict[str, int]:
+        """What ranks compare of the values in a batch: numbers made of the tensors that this rank's stages read, and of
         the target. Plain tensors count whole, DTensors with this rank's part. Only the first steps are compared, and
         the first ones with other sizes."""
+        tree, target, takers = batch.arguments.alike, batch.target.alike, batch.takers
         leaves = pytree.tree_leaves((tree if takers else (), target))
-        key = tuple(shapes.items()), samples, tuple(isinstance(leaf, DTensor) for leaf in leaves)
+        key = tuple(batch.shapes.items()), batch.samples, tuple(isinstance(leaf, DTensor) for leaf in leaves)
         self._compared = None
         if key in self._known:
             self._known[key] = self._known.pop(key)  # used last

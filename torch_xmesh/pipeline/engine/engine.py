@@ -18,7 +18,8 @@ from torch_xmesh.pipeline.engine.building import Given, build_place
 from torch_xmesh.pipeline.engine.costs import costs_of
 from torch_xmesh.pipeline.engine.report import StepReport
 from torch_xmesh.pipeline.engine.setup import PlaceOptions
-from torch_xmesh.pipeline.engine.steps import EngineSteps, StepArguments
+from torch_xmesh.pipeline.engine.step_batch import StepArguments
+from torch_xmesh.pipeline.engine.steps import EngineSteps
 from torch_xmesh.pipeline.ranks.arrival import abandoning, stage_meshes_of, telling
 from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
