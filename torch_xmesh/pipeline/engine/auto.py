@@ -30,7 +30,7 @@ def first_schedule(places: Sequence[int], num_microbatches: int, memory_limit_by
         return Schedule.make("zb_h1", len(places), num_microbatches, place_of_stage=places)
     rows = []
     for place in range(max(places) + 1):
-        stages = [stage for stage, one in enumerate(places) if one == place]
+        stages = [stage for stage, stage_place in enumerate(places) if stage_place == place]
         cells = []
         for microbatch in range(num_microbatches):
             cells += [f"{stage}F{microbatch}" for stage in stages]

@@ -120,8 +120,8 @@ class Boundaries:
 
     def is_local(self, edge: Edge) -> bool:
         """Nothing needs to move: both stages have the same mesh and the same placements."""
-        one, other = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
-        return (one.grid, one.data_axis) == (other.grid, other.data_axis)
+        start, other = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
+        return (start.grid, start.data_axis) == (other.grid, other.data_axis)
 
     def sent_shape(self, info: ValueInfo, num_samples: int) -> tuple[int, ...]:
         """The shape of a value in a microbatch of `num_samples` samples; where data shards' values are stacked, that of
@@ -189,5 +189,5 @@ class Boundaries:
             src.data_axis is not None and isinstance(self.placements(info, edge.from_stage)[src.data_axis], Replicate)
             for info in edge.values
         ]
-        edge_values.drops_gradient = [int(not is_first and one) for one in replicated]
+        edge_values.drops_gradient = [int(not is_first and is_replicated) for is_replicated in replicated]
         return edge_values

@@ -284,7 +284,8 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
         for stage in stages
     }
     named = {
-        stage: {plain_name(name): one for name, one in module.named_parameters()} for stage, module in modules.items()
+        stage: {plain_name(name): parameter for name, parameter in module.named_parameters()}
+        for stage, module in modules.items()
     }
     check_ties(ties, modules)
     # Without parallelize a stage is equal on its whole mesh: again, for what was on meta till now.
@@ -312,7 +313,7 @@ def _unused_parameters(
     for module in owners.values():
         materialize({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=rank)
     found = {name: (given.model.get_parameter(name), given.meshes[0]) for name in names}
-    unset.update((name, one) for name, (one, _) in found.items() if was_meta[name] and is_unset(one))
+    unset.update((name, parameter) for name, (parameter, _) in found.items() if was_meta[name] and is_unset(parameter))
     return found
 
 
@@ -352,13 +353,13 @@ def _tied_parameters(
         stage, name = group[0]
         full = f"{stage}.{name}" if given.names_stages else name
         held = sorted(by_ranks.values())
-        for (one, _), (other, _) in itertools.combinations(held, 2):
-            if shared := set(meshes[one].ranks) & set(meshes[other].ranks):
+        for (first, _), (other, _) in itertools.combinations(held, 2):
+            if shared := set(meshes[first].ranks) & set(meshes[other].ranks):
                 raise ValueError(
-                    f"stages {one} and {other} share parameter {full}, and rank {min(shared)}, but not all ranks: "
+                    f"stages {first} and {other} share parameter {full}, and rank {min(shared)}, but not all ranks: "
                     "a tied parameter needs stages on the same ranks or on disjoint ones"
                 )
-        mine = next((one for ranks, one in by_ranks.items() if rank in ranks), None)
+        mine = next((held_stage for ranks, held_stage in by_ranks.items() if rank in ranks), None)
         parameter = None if mine is None else named[mine[0]].get(mine[1])
         if len(held) > 1:
             tied.append(Tied(full, tuple((k, meshes[k]) for k, _ in held), parameter))
@@ -370,8 +371,8 @@ def _frozen_for_good(named: Mapping[int, Mapping[str, nn.Parameter]], partition:
     cannot be trained."""
     out: dict[nn.Parameter, str] = {}
     for stage, own in named.items():
-        sent = [one for one in partition.values.values() if one.producer == stage and set(one.consumers) - {stage}]
-        if sent and not any(one.requires_grad for one in sent) and not any(p.requires_grad for p in own.values()):
+        sent = [info for info in partition.values.values() if info.producer == stage and set(info.consumers) - {stage}]
+        if sent and not any(info.requires_grad for info in sent) and not any(p.requires_grad for p in own.values()):
             for name, parameter in own.items():
                 out[parameter] = (
                     f"{name} was unfrozen, but all of stage {stage} was frozen when the engine was made: no gradients "

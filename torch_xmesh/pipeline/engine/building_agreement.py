@@ -73,8 +73,8 @@ def model_fields(cut: Partition, boundaries: Boundaries, model: Any) -> list[tup
             where = f"value {info.name} from stage {edge.from_stage} to {edge.to_stage}"
             fields.append((where, f"{placed}{' as a DTensor' if boundaries.is_dtensor(info) else ''}"))
     if isinstance(model, nn.Module):
-        for name, one in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
-            fields.append((f"the model's {name}", f"{one.dtype} {list(one.shape)}"))
+        for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
+            fields.append((f"the model's {name}", f"{tensor.dtype} {list(tensor.shape)}"))
     return fields
 
 
@@ -88,17 +88,17 @@ def exchange_of(transfers: Transfers, meshes: Sequence[StageMesh]) -> Exchange:
         root = meshes[stage].ranks[0]
         mine = f"rank {transfers.rank}: {found}" if isinstance(found, ValueError) else found
         told = dict(zip(transfers.ranks, transfers.gather(f"signature/{stage}", mine), strict=True))
-        for rank, one in told.items():
-            if isinstance(one, str):
-                raise found if isinstance(found, ValueError) else ValueError(one)
-            if rank in meshes[stage].ranks and one is None:
+        for rank, answer in told.items():
+            if isinstance(answer, str):
+                raise found if isinstance(found, ValueError) else ValueError(answer)
+            if rank in meshes[stage].ranks and answer is None:
                 raise ValueError(f"stage {stage} is None on rank {rank}, which is on its mesh: pass its module there")
         first: StageSignature = told[root]
-        for rank, one in told.items():
-            if one is not None and _of_tensors(one) != _of_tensors(first):
+        for rank, answer in told.items():
+            if answer is not None and _of_tensors(answer) != _of_tensors(first):
                 raise ValueError(
                     f"ranks disagree on stage {stage}: on rank {root} it returns {_of_tensors(first)}, on rank "
-                    f"{rank} {_of_tensors(one)}"
+                    f"{rank} {_of_tensors(answer)}"
                 )
         return first
 

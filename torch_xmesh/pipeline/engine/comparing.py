@@ -132,7 +132,7 @@ class StepComparison:
         not strided."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         local = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tensors]
-        if any(one.layout != torch.strided for one in local):
+        if any(tensor.layout != torch.strided for tensor in local):
             return {}
         if sharded := [leaf for leaf in tensors if isinstance(leaf, DTensor)]:
             meshes = [self._place.meshes[stage] for stage in stages]
@@ -140,7 +140,7 @@ class StepComparison:
             if len(shards) != 1 or not all(_is_by_shards(leaf, mesh) for leaf in sharded for mesh in meshes):
                 return {}
             name = f"{name} in shard {shards.pop()}"
-        return {name: number_of(*(str(_number_of_tensor(one)) for one in local))} if name in self.texts else {}
+        return {name: number_of(*(str(_number_of_tensor(tensor)) for tensor in local))} if name in self.texts else {}
 
     def agreed(self) -> None:
         """All ranks have the same."""

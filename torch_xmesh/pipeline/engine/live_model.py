@@ -34,8 +34,8 @@ class LiveModel:
 
     def watch_stand_ins(self, stage: int, module: nn.Module) -> None:
         """Notes those of a stage's modules that are never called: they only hold others under the model's names."""
-        stand_ins = [(name, one) for name, one in module.named_modules() if type(one) is nn.Module]
-        self._stand_ins += [(f"{name!r} of stage {stage}", one) for name, one in stand_ins]
+        stand_ins = [(name, submodule) for name, submodule in module.named_modules() if type(submodule) is nn.Module]
+        self._stand_ins += [(f"{name!r} of stage {stage}", submodule) for name, submodule in stand_ins]
 
     def _now(self) -> dict[str, float]:
         return numbers_of(self._there())
@@ -73,8 +73,8 @@ class LiveModel:
                     f"{where} has a hook since the engine was made, or has it no more, and {why}, so that stages would "
                     f"not notice: {helps}"
                 )
-        for where, one in self._stand_ins:
-            if has_hooks(one):
+        for where, submodule in self._stand_ins:
+            if has_hooks(submodule):
                 raise ValueError(f"module {where} has a hook, but is never called: it only holds others")
         if self._is_planned:
             for name, parameter in model.named_parameters():

@@ -48,18 +48,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tensors_of_python() -> list[torch.Tensor]:
     """All tensors of this process that Python has an object of."""
-    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter, DTensor)]
+    return [tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, nn.Parameter, DTensor)]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes by storage, of tensors with memory."""
-    local = [local_of(one) for one in tensors]
-    return dict(storage_of(one) for one in local if type(one) in (torch.Tensor, nn.Parameter) and not one.is_meta)
+    local = [local_of(tensor) for tensor in tensors]
+    return dict(
+        storage_of(tensor) for tensor in local if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+    )
 
 
 def _tensors_of_modules(module: nn.Module) -> list[torch.Tensor]:
     """What the modules have as parameters, buffers and attributes, also in containers."""
-    values = [(one._parameters, one._buffers, dict(vars(one), _modules=None)) for one in module.modules()]
+    values = [
+        (submodule._parameters, submodule._buffers, dict(vars(submodule), _modules=None))
+        for submodule in module.modules()
+    ]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
@@ -100,18 +105,18 @@ class MemoryMeter:
             storages[address] = num_bytes
             return tensor
 
-        for one in inputs:
-            add(one)
+        for given in inputs:
+            add(given)
         before = _tensors_of_python()  # alive till the end, so that no new storage is taken for one of theirs
         with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
             result = forward()
         known = {*_storages(before), *storages, *_storages([*result[0], *([] if result[1] is None else [result[1]])])}
-        left = {one: num_bytes for one, num_bytes in _storages(_tensors_of_python()).items() if one not in known}
-        of_modules = {one: left.pop(one, 0) for one in _storages(_tensors_of_modules(self._modules[stage]))}
+        left = {key: num_bytes for key, num_bytes in _storages(_tensors_of_python()).items() if key not in known}
+        of_modules = {key: left.pop(key, 0) for key in _storages(_tensors_of_modules(self._modules[stage]))}
         self.fixed[stage] += sum(of_modules.values())
         storages.update(left)
         outputs = () if stage == self._last else result[0]
-        staged = self.count(dict(storage_of(local_of(one)) for one in (*inputs, *outputs)))
+        staged = self.count(dict(storage_of(local_of(value)) for value in (*inputs, *outputs)))
         self.fixed[stage] += (LOOKAHEAD + 1) * staged  # receives that are posted ahead
         self.held[stage] = self.count(storages)
         return result
@@ -129,7 +134,7 @@ def measured(place: "EnginePlace", meter: "MemoryMeter", sizes: Sequence[int]) -
     alike -= {0} if len(alike) > 1 else set()
     seconds: dict[tuple[int, str], list[float]] = {}
     for kind, action, begin, end in place.core.spans:
-        letter = next(one for one in action if one.isalpha())
+        letter = next(character for character in action if character.isalpha())
         stage, microbatch = map(int, action.split(letter))
         if kind == "compute" and microbatch in alike:
             seconds.setdefault((stage, letter), []).append((end - begin) / 1e9)
@@ -162,10 +167,10 @@ def transfer_seconds(told: Sequence[Measured], ahead_ns: Sequence[int]) -> dict[
     shortest, since others may have shared a NIC. `ahead_ns`: what each rank's clock is ahead."""
     begins: dict[_Moved, int] = {}
     ends: dict[_Moved, int] = {}
-    for one, ahead in zip(told, ahead_ns, strict=True):
-        for key, at in one.left.items():
+    for of_rank, ahead in zip(told, ahead_ns, strict=True):
+        for key, at in of_rank.left.items():
             begins[key] = min(begins.get(key, at - ahead), at - ahead)
-        for key, at in one.came.items():
+        for key, at in of_rank.came.items():
             ends[key] = max(ends.get(key, at - ahead), at - ahead)
     found: dict[tuple[int, int, bool], float] = {}
     for key in begins.keys() & ends.keys():
@@ -180,7 +185,7 @@ def costs_from(place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequenc
     predict."""
     stages = []
     for stage in range(len(place.meshes)):
-        rows = [one.stages[stage] for one in told if stage in one.stages]
+        rows = [of_rank.stages[stage] for of_rank in told if stage in of_rank.stages]
         forward, first, weight, held, waiting, fixed = map(max, zip(*rows, strict=True))
         stages.append(
             StageCosts(
@@ -198,7 +203,9 @@ def costs_from(place: "EnginePlace", told: Sequence[Measured], ahead_ns: Sequenc
     early = [
         stage
         for stage in range(len(stages))
-        if place.overlap and place.early_weights and all(stage in one.early for one in told if stage in one.stages)
+        if place.overlap
+        and place.early_weights
+        and all(stage in of_rank.early for of_rank in told if stage in of_rank.stages)
     ]
     costs = dataclasses.replace(costs, early_weights=early)
     if place.boundaries.plan_options.topology is not None:

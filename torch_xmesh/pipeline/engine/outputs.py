@@ -50,9 +50,9 @@ def whole_outputs(
     trees: list[Any] = []
     for microbatch, size in enumerate(sizes):
         values = dict(outputs.get(microbatch, {}))
-        one = pending[microbatch]
-        if one is not None:
-            values.update(zip((info.name for info in moving), one.wait(), strict=True))
+        transfer = pending[microbatch]
+        if transfer is not None:
+            values.update(zip((info.name for info in moving), transfer.wait(), strict=True))
         if any(info.varies for info in moving):
             trees.extend(partition.outputs.unflatten(part) for part in _by_shard(infos, values, last, size))
         else:
@@ -132,26 +132,26 @@ class BufferSync:
         seen: set[int] = set()
         for stage, module in sorted(modules.items()):
             by_name = sorted(module.named_modules(), key=lambda item: item[0])
-            owners = [one for _, one in by_name if _own_buffers(one) and id(one) not in seen]
+            owners = [owner for _, owner in by_name if _own_buffers(owner) and id(owner) not in seen]
             seen.update(map(id, owners))
             if owners and meshes[stage].num_shards > 1:
                 self._owners.append((stage, meshes[stage], owners))
-        self._seen = {stage: [_stamp(one) for one in owners] for stage, _, owners in self._owners}
+        self._seen = {stage: [_stamp(owner) for owner in owners] for stage, _, owners in self._owners}
 
     def run(self) -> None:
         """Called by all ranks after a step."""
         told = []
         for stage, mesh, owners in self._owners:
-            stamps = [_stamp(one) for one in owners]
+            stamps = [_stamp(owner) for owner in owners]
             pairs = zip(owners, stamps, self._seen[stage], strict=True)
-            changed = [stamp != old or _hides_changes(one) for one, stamp, old in pairs]
+            changed = [stamp != old or _hides_changes(owner) for owner, stamp, old in pairs]
             move = _from_first(mesh, (len(owners),), torch.uint8)
             flags = [torch.tensor(changed, dtype=torch.uint8)] if mesh.shard == 0 else []
             told.append(self._transfers.start(f"buffers/{stage}/changed", [move], flags))
         started = []
         for (stage, mesh, owners), flags_there in zip(self._owners, told, strict=True):
             flags_now = flags_there.wait()[0].tolist()
-            buffers = [b for one, flag in zip(owners, flags_now, strict=True) if flag for b in _own_buffers(one)]
+            buffers = [b for owner, flag in zip(owners, flags_now, strict=True) if flag for b in _own_buffers(owner)]
             if buffers:
                 moves = [_from_first(mesh, tuple(b.shape), b.dtype) for b in buffers]
                 mine = buffers if mesh.shard == 0 else []
@@ -161,7 +161,7 @@ class BufferSync:
             if mesh.shard != 0:
                 for buffer, value in zip(buffers, received, strict=True):
                     buffer.copy_(value.view(buffer.shape))
-        self._seen = {stage: [_stamp(one) for one in owners] for stage, _, owners in self._owners}
+        self._seen = {stage: [_stamp(owner) for owner in owners] for stage, _, owners in self._owners}
 
 
 def _from_first(mesh: StageMesh, shape: tuple[int, ...], dtype: torch.dtype) -> Move:

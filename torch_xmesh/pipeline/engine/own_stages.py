@@ -62,7 +62,7 @@ class OwnStages:
 
     def own_parameters(self) -> list[OwnParameter]:
         """With their meshes, and which of them count here in a norm of the whole model."""
-        lent = {id(one.parameter) for one in self.tied if one.holders[0][0] not in self.modules}
+        lent = {id(tie.parameter) for tie in self.tied if tie.holders[0][0] not in self.modules}
         return [
             OwnParameter(
                 name,

@@ -56,7 +56,7 @@ def without_parts(tree: Any, specs: Sequence[Any]) -> Any:
 def number_of_shapes(tree: Any) -> int:
     """A hash of the whole batch's structure, shapes and dtypes, which ranks compare before they gather the batch."""
     leaves, structure = pytree.tree_flatten(tree)
-    shapes = (f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else "" for one in leaves)
+    shapes = (f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "" for leaf in leaves)
     return number_of(str(structure), *shapes)
 
 

@@ -71,7 +71,7 @@ class StepReport:
         """A table, stages that could not be split, and what ``schedule="auto"`` considered."""
         lines = [table(self.events())]
         told = self._transfers.gather("whole_because", self._place.core.whole_because)
-        for stage, reason in sorted({stage: reason for one in told for stage, reason in one.items()}.items()):
+        for stage, reason in sorted({stage: reason for reasons in told for stage, reason in reasons.items()}.items()):
             lines.append(f"stage {stage}: I is the whole backward and W nothing, since {reason}")
         if self._place.auto is not None:
             lines += ["", self._place.auto.text]

@@ -66,9 +66,9 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
 def check_model(model: Any, what: str) -> None:
     """Raises ValueError for what is no module nor a list of them, averages gradients itself, or is not on cpu."""
     if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
-        for stage, one in enumerate(model):
-            if one is not None:
-                check_model(one, f"stage {stage}'s module")
+        for stage, module in enumerate(model):
+            if module is not None:
+                check_model(module, f"stage {stage}'s module")
     elif not isinstance(model, nn.Module):
         raise ValueError(f"{what} is an nn.Module, or a list of stage modules, got {type(model).__name__}")
     elif isinstance(model, averaging_wrappers()):

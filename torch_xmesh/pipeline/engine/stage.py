@@ -244,7 +244,7 @@ class StageWork:
 
     def _check_untrained(self, inputs: Sequence[torch.Tensor]) -> None:
         """A loss that carries no gradient is right only where nothing before it is trained."""
-        if any(one.requires_grad for one in (*inputs, *self.program.module.parameters())):
+        if any(tensor.requires_grad for tensor in (*inputs, *self.program.module.parameters())):
             raise ValueError(
                 "loss_fn returned a loss that does not require grad, while parameters are trained: compute it from the "
                 "output without detach(), item() or no_grad()"

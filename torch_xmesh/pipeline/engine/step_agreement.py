@@ -118,16 +118,18 @@ class StepAgreement:
 
     def _refuse(self, known: Mapping[str, int], refusal: str | None) -> None:
         told = list(zip(self._transfers.ranks, self._transfers.gather("refusals", (known, refusal)), strict=True))
-        calls = {rank: CALLS[one["call"]] for rank, (one, _) in told}
+        calls = {rank: CALLS[numbers["call"]] for rank, (numbers, _) in told}
         if len(set(calls.values())) > 1:
             first = {call: rank for rank, call in reversed(calls.items())}
             texts = [f"rank {rank} calls {call}" for call, rank in sorted(first.items(), key=lambda item: item[1])]
             raise DifferentCallsError(ValueError(f"all ranks make the same call together, but {', '.join(texts)}"))
-        for rank, (one, text) in told:
+        for rank, (numbers, text) in told:
             if text is not None:
-                what = "the step" if one["call"] < 2 else CALLS[one["call"]]
+                what = "the step" if numbers["call"] < 2 else CALLS[numbers["call"]]
                 raise StepRefusedError(ValueError(f"rank {rank} refused {what}: {text}"))
-        found = {name: [(one[name], rank) for rank, (one, _) in told if name in one] for name in self._texts}
+        found = {
+            name: [(numbers[name], rank) for rank, (numbers, _) in told if name in numbers] for name in self._texts
+        }
         for name, text in self._texts.items():
             for value, rank in found[name]:
                 first, first_rank = found[name][0]

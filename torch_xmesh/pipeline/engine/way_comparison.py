@@ -74,11 +74,11 @@ class WayComparison:
         raise ValueError(f"ranks disagree on what the model's forward does: {difference}")
 
 
-def _difference(one: Sequence[str], other: Sequence[str], ranks: tuple[int, int]) -> str:
-    pairs = itertools.zip_longest(one, other, fillvalue="nothing")
+def _difference(lines: Sequence[str], other: Sequence[str], ranks: tuple[int, int]) -> str:
+    pairs = itertools.zip_longest(lines, other, fillvalue="nothing")
     mine, theirs = next(((a, b) for a, b in pairs if a != b), ("something else", "something else"))
     text = f"on rank {ranks[0]} {mine}, on rank {ranks[1]} {theirs}"
-    is_reordered = Counter(map(_without_name, one)) == Counter(map(_without_name, other))
+    is_reordered = Counter(map(_without_name, lines)) == Counter(map(_without_name, other))
     return f"{text}. They do the same in another order. {_ADVICE}" if is_reordered else f"{text}. {_ADVICE}"
 
 

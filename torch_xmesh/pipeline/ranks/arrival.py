@@ -44,7 +44,7 @@ def _check_slices(meshes: Sequence[AnyMesh], rank: int, ranks: Sequence[int]) ->
     """Raises ValueError where every stage is this rank's own slice of a larger mesh: other ranks see other slices, and
     would make a pipeline apart, with a model of their own."""
     larger = [sliced_from(mesh) for mesh in meshes]
-    others = {one for mesh in larger if mesh is not None for one in mesh_grid(mesh).ranks} - set(ranks)
+    others = {member for mesh in larger if mesh is not None for member in mesh_grid(mesh).ranks} - set(ranks)
     if len(meshes) > 1 and others and None not in larger and all(rank in mesh_grid(mesh).ranks for mesh in meshes):
         raise ValueError(
             f"every mesh is what rank {rank} sees of a larger one: ranks {list(ranks)} would train a model by "

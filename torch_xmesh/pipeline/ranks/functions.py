@@ -32,7 +32,7 @@ def _text(value: Any, seen: list[Any]) -> str:
         return type(value).__name__
     if isinstance(value, torch.Tensor):
         return f"tensor {value.dtype} {tuple(value.shape)}"
-    if any(value is one for one in seen):
+    if any(value is known for known in seen):
         return "again"
     seen.append(value)
     of = functools.partial(_text, seen=seen)
@@ -45,12 +45,12 @@ def _text(value: Any, seen: list[Any]) -> str:
         kept = of(value.__defaults__), of(value.__kwdefaults__)
         return f"{value.__qualname__} {_code(value.__code__)} {cells} {kept}"
     if isinstance(value, nn.Module):
-        own = sorted((name, of(one)) for name, one in vars(value).items() if not name.startswith("_"))
+        own = sorted((name, of(attribute)) for name, attribute in vars(value).items() if not name.startswith("_"))
         return f"{type(value).__qualname__} {own} {[(name, of(child)) for name, child in value.named_children()]}"
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__} {[of(one) for one in value]}"
+        return f"{type(value).__name__} {[of(item) for item in value]}"
     if isinstance(value, Mapping):
-        return f"mapping {sorted((str(key), of(one)) for key, one in value.items())}"
+        return f"mapping {sorted((str(key), of(item)) for key, item in value.items())}"
     return f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}"
 
 
@@ -63,7 +63,7 @@ def _cell(cell: types.CellType, seen: list[Any]) -> str:
 
 
 def _code(code: types.CodeType) -> str:
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {[_constant(one) for one in code.co_consts]}"
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {[_constant(value) for value in code.co_consts]}"
 
 
 def _constant(value: Any) -> str:

@@ -80,13 +80,13 @@ class ScheduleChoice:
         lines.append(
             f"  {'schedule':<18} {'step s':>10} {'with noise':>10} {'in flight':>9} {'early W':>7} {'peak bytes':>14}"
         )
-        for index, one in enumerate(self.candidates):
+        for index, candidate in enumerate(self.candidates):
             mark = ">" if index == self._best else " "
-            flight, peak = max(one.schedule.peak_in_flight), max(one.peak_bytes)
-            steps = f"{one.step_seconds:10.5g} {one.noisy_seconds:10.5g}"
-            early = "yes" if one.early_weights else "no"
-            note = "" if one.keeps_limit else "  over the limit"
-            lines.append(f"{mark} {one.schedule.name:<18} {steps} {flight:9d} {early:>7} {peak:14d}{note}")
+            flight, peak = max(candidate.schedule.peak_in_flight), max(candidate.peak_bytes)
+            steps = f"{candidate.step_seconds:10.5g} {candidate.noisy_seconds:10.5g}"
+            early = "yes" if candidate.early_weights else "no"
+            note = "" if candidate.keeps_limit else "  over the limit"
+            lines.append(f"{mark} {candidate.schedule.name:<18} {steps} {flight:9d} {early:>7} {peak:14d}{note}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -177,11 +177,11 @@ def _considered(
         for core, step, noisy, early, peak in rows
     ]
     choice = ScheduleChoice(best, candidates, memory_limit_bytes) if best >= 0 else None
-    return choice, min(candidates, key=lambda one: max(one.peak_bytes))
+    return choice, min(candidates, key=lambda candidate: max(candidate.peak_bytes))
 
 
 def _refusal(memory_limit_bytes: int | None, smallest: Sequence[Candidate]) -> str:
-    least = min(smallest, key=lambda one: max(one.peak_bytes))
+    least = min(smallest, key=lambda candidate: max(candidate.peak_bytes))
     of = f" with {least.schedule.num_microbatches} microbatches" if len(smallest) > 1 else ""
     return (
         f"no schedule keeps memory_limit_bytes={memory_limit_bytes}: the smallest limit that one keeps is "

@@ -27,14 +27,14 @@ def costs_at(measured: Sequence[tuple[int, Costs]], size: int) -> Costs:
         return round(_line(sizes, values, size))
 
     def stage(index: int) -> StageCosts:
-        ones = [costs.stages[index] for costs in rows]
+        found = [costs.stages[index] for costs in rows]
         return StageCosts(
-            forward_seconds=seconds([one.forward_seconds for one in ones]),
-            backward_input_seconds=seconds([one.backward_input_seconds for one in ones]),
-            backward_weight_seconds=seconds([one.backward_weight_seconds for one in ones]),
-            activation_bytes=num_bytes([one.activation_bytes for one in ones]),
-            weight_bytes=num_bytes([one.weight_bytes or 0 for one in ones]),
-            fixed_bytes=num_bytes([one.fixed_bytes for one in ones]),
+            forward_seconds=seconds([taken.forward_seconds for taken in found]),
+            backward_input_seconds=seconds([taken.backward_input_seconds for taken in found]),
+            backward_weight_seconds=seconds([taken.backward_weight_seconds for taken in found]),
+            activation_bytes=num_bytes([taken.activation_bytes for taken in found]),
+            weight_bytes=num_bytes([taken.weight_bytes or 0 for taken in found]),
+            fixed_bytes=num_bytes([taken.fixed_bytes for taken in found]),
         )
 
     last = rows[-1]
@@ -42,10 +42,10 @@ def costs_at(measured: Sequence[tuple[int, Costs]], size: int) -> Costs:
     for ends, cost in (last.edges or {}).items():
         assert isinstance(cost, EdgeCosts)
         ways = [costs.edges[ends] for costs in rows if costs.edges is not None]
-        both = [one for one in ways if isinstance(one, EdgeCosts)]
+        both = [way for way in ways if isinstance(way, EdgeCosts)]
         edges[ends] = EdgeCosts(
-            forward_seconds=seconds([one.forward_seconds for one in both]),
-            backward_seconds=seconds([one.backward_seconds or 0.0 for one in both]),
+            forward_seconds=seconds([edge.forward_seconds for edge in both]),
+            backward_seconds=seconds([edge.backward_seconds or 0.0 for edge in both]),
             has_gradient=cost.has_gradient,
         )
     return dataclasses.replace(last, stages=[stage(index) for index in range(len(last.stages))], edges=edges)
@@ -55,8 +55,8 @@ def _line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
     """At `size` on the line through the points; below them on one that does not start below 0."""
     count = len(sizes)
     mean_size, mean = sum(sizes) / count, sum(values) / count
-    spread = sum((one - mean_size) ** 2 for one in sizes)
-    through_zero = sum(a * b for a, b in zip(sizes, values, strict=True)) / sum(one * one for one in sizes)
+    spread = sum((a - mean_size) ** 2 for a in sizes)
+    through_zero = sum(a * b for a, b in zip(sizes, values, strict=True)) / sum(a * a for a in sizes)
     if spread == 0:
         return through_zero * size
     slope = sum((a - mean_size) * (b - mean) for a, b in zip(sizes, values, strict=True)) / spread

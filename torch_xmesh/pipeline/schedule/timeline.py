@@ -98,9 +98,9 @@ def _between(rank: int, events: Sequence[Event]) -> list[Event]:
     """What lies between one action and the next on a rank: Python, and starting transfers."""
     computed = sorted((event for event in events if event.lane == "compute"), key=lambda event: event.begin)
     return [
-        Event(rank, later.stage, "compute", "between", one.end, later.begin)
-        for one, later in itertools.pairwise(computed)
-        if later.begin > one.end
+        Event(rank, later.stage, "compute", "between", earlier.end, later.begin)
+        for earlier, later in itertools.pairwise(computed)
+        if later.begin > earlier.end
     ]
 
 

@@ -196,10 +196,10 @@ def _check_group(group: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]
                 )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other)
+    return bool(value == other)
 
 
 def _filled(value: Any, found: Any) -> Any:

@@ -97,9 +97,9 @@ def _row_of(gradients: Sequence[torch.Tensor], clipping: Clipping) -> _Row:
     row = _Row(clipping.max_norm, clipping.norm_type, float(clipping.error_if_nonfinite))
     if not gradients:
         return row
-    dtype = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in gradients))
+    dtype = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients))
     row = dataclasses.replace(row, dtype=float(_DTYPES.index(dtype)))
-    parts = [_part_of(one, clipping.norm_type) for one in gradients if one.numel()]
+    parts = [_part_of(gradient, clipping.norm_type) for gradient in gradients if gradient.numel()]
     return dataclasses.replace(row, has_elements=1.0, part=_together(parts, clipping.norm_type)) if parts else row
 
 
@@ -152,5 +152,5 @@ def _norm_of_rows(rows: Sequence[_Row], p: float) -> torch.Tensor:
 def _norm_of_names(transfers: Transfers, mine: dict[str, torch.Tensor]) -> torch.Tensor:
     """The norm of order 0: the number of parameters whose gradient is not all zeros, since torch takes the norm of the
     parameters' norms."""
-    found = transfers.gather("norm/names", {name for name, one in mine.items() if one.count_nonzero()})
+    found = transfers.gather("norm/names", {name for name, gradient in mine.items() if gradient.count_nonzero()})
     return torch.tensor(float(len(set().union(*found))), dtype=torch.float64)

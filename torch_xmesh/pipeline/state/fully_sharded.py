@@ -58,12 +58,12 @@ class FullySharded:
         self._together: list[TrainedTogether] = []
         for stage, module in sorted(modules.items()):
             found = _managed(module)
-            units = [_unit(stage, meshes[stage], one, name) for one, name in found.items()]
+            units = [_unit(stage, meshes[stage], submodule, name) for submodule, name in found.items()]
             self._units.extend(units)
             mine = _parameters_of([unit.module for unit in units if unit.is_over_data])
             named = [
                 (f"{name} of stage {stage}", p)
-                for name, p in sorted(module.named_parameters(), key=lambda one: one[0])
+                for name, p in sorted(module.named_parameters(), key=lambda pair: pair[0])
                 if p in mine
             ]
             self.parameters.update((parameter, name) for name, parameter in named)
@@ -127,16 +127,16 @@ class FullySharded:
         data shard has taken another way through the model, what it has not used gets a gradient of zeros."""
         units = [unit for unit in self._units if unit.is_over_data and unit.stage == stage]
         groups = [(unit, group.fsdp_params) for unit in units for group in _groups_of(unit.module)]
-        there = [[int(_has_gradient(one)) for one in held] for _, held in groups]
+        there = [[int(_has_gradient(parameter)) for parameter in held] for _, held in groups]
         line = self._meshes[stage].line
         mine = torch.tensor([count for flags in there for count in (max(flags, default=0), *flags)])
         told = iter(self._transfers.sum(f"gradients/{stage}/used", mine, line).tolist())
         for unit, held in groups:
             if 0 < next(told) < len(line.ranks):
                 raise ValueError(f"module {unit.name!r} of stage {stage} {USED_BY_SOME}")
-            for one, count in zip(held, itertools.islice(told, len(held)), strict=True):
-                if count and not _has_gradient(one):
-                    _give_zeros(one)
+            for parameter, count in zip(held, itertools.islice(told, len(held)), strict=True):
+                if count and not _has_gradient(parameter):
+                    _give_zeros(parameter)
 
     def release(self) -> None:
         """Frees the gathered parameters: the next use gathers what an optimizer has made of them."""
@@ -154,19 +154,19 @@ def _is_within(name: str, outer: str) -> bool:
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
-def _has_gradient(one: Any) -> bool:
+def _has_gradient(parameter: Any) -> bool:
     """Whether one of FSDP2's parameters has a gradient that is not reduced yet."""
-    held = getattr(one, "_unsharded_param", None)
-    return one.unsharded_accumulated_grad is not None or (held is not None and held.grad is not None)
+    held = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (held is not None and held.grad is not None)
 
 
-def _give_zeros(one: Any) -> None:
-    held = one._unsharded_param
+def _give_zeros(parameter: Any) -> None:
+    held = parameter._unsharded_param
     zeros = torch.zeros_like(held)
-    if one.reduce_dtype is None or one.reduce_dtype == zeros.dtype:
+    if parameter.reduce_dtype is None or parameter.reduce_dtype == zeros.dtype:
         held.grad = zeros
     else:
-        one.unsharded_accumulated_grad = zeros.to(one.reduce_dtype)
+        parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
 
 
 def _managed(module: nn.Module) -> dict[Any, str]:
@@ -174,7 +174,7 @@ def _managed(module: nn.Module) -> dict[Any, str]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return {}
-    return {one: name for name, one in module.named_modules() if isinstance(one, fsdp.FSDPModule)}
+    return {submodule: name for name, submodule in module.named_modules() if isinstance(submodule, fsdp.FSDPModule)}
 
 
 def _unit(stage: int, mesh: StageMesh, module: "FSDPModule", name: str) -> _Unit:
@@ -206,11 +206,15 @@ def _groups_of(module: "FSDPModule") -> list[Any]:
     """What FSDP2 gathers and reduces together; newer versions of torch allow several to a module."""
     state: Any = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
-    return list(several) if several is not None else [one for one in (state._fsdp_param_group,) if one is not None]
+    return (
+        list(several) if several is not None else [group for group in (state._fsdp_param_group,) if group is not None]
+    )
 
 
 def _parameters_of(modules: Collection["FSDPModule"]) -> set[nn.Parameter]:
-    return {one.sharded_param for module in modules for group in _groups_of(module) for one in group.fsdp_params}
+    return {
+        parameter.sharded_param for module in modules for group in _groups_of(module) for parameter in group.fsdp_params
+    }
 
 
 def _reshards_after_forward(module: "FSDPModule") -> bool:

@@ -147,19 +147,19 @@ class GradientSync:
         self._ties_together = [
             TrainedTogether(
                 transfers,
-                f"tied/{one.name}/trained",
-                Mesh(sorted({rank for _, mesh in one.holders for rank in mesh.ranks})),
-                [(f"tied parameter {one.name}", one.parameter)],
+                f"tied/{tie.name}/trained",
+                Mesh(sorted({rank for _, mesh in tie.holders for rank in mesh.ranks})),
+                [(f"tied parameter {tie.name}", tie.parameter)],
             )
-            for one in self.tied
-            if one.parameter is not None
+            for tie in self.tied
+            if tie.parameter is not None
         ]
         self._summed = set(summed)
         self._refused = dict(refused or {})  # why a parameter cannot be trained
         self._lines = self._lines_of(parameters, meshes)
         self._dtensors: list[nn.Parameter] = [p for p in self._names if isinstance(p, DTensor)]
         found = [p for line in self._lines for p in line.together.parameters]
-        found += [one.parameter for one in self.tied if one.parameter is not None]
+        found += [tie.parameter for tie in self.tied if tie.parameter is not None]
         self._parameters = list(dict.fromkeys(found))
         self._trained: set[nn.Parameter] = set()  # since the last sum
         self._set_aside: dict[nn.Parameter, torch.Tensor] = {}
@@ -196,29 +196,29 @@ class GradientSync:
     def _placements_of_tied(self) -> dict[tuple[str, int], tuple[Placement, ...]]:
         """How each holder's copy lies on its mesh, which the holders tell all."""
         mine = {}
-        for one in self.tied:
-            for stage, mesh in one.holders:
+        for tie in self.tied:
+            for stage, mesh in tie.holders:
                 if self._transfers.rank not in mesh.ranks:
                     continue
-                if one.parameter is None:
-                    raise ValueError(f"tied parameter {one.name} is not among the parameters of stage {stage}'s module")
-                placements = placements_on(mesh, one.parameter, f"tied parameter {one.name} of stage {stage}")
-                mine[one.name, stage] = placements, (tuple(one.parameter.shape), one.parameter.dtype)
+                if tie.parameter is None:
+                    raise ValueError(f"tied parameter {tie.name} is not among the parameters of stage {stage}'s module")
+                placements = placements_on(mesh, tie.parameter, f"tied parameter {tie.name} of stage {stage}")
+                mine[tie.name, stage] = placements, (tuple(tie.parameter.shape), tie.parameter.dtype)
         told = {}
         for others in self._transfers.gather("tied", mine) if self.tied else []:
             told.update(others)
-        for one in self.tied:
-            kinds = {stage: told[one.name, stage][1] for stage, _ in one.holders}
+        for tie in self.tied:
+            kinds = {stage: told[tie.name, stage][1] for stage, _ in tie.holders}
             if len(set(kinds.values())) > 1:
-                raise ValueError(f"tied parameter {one.name} has other shapes or dtypes by stage: {kinds}")
+                raise ValueError(f"tied parameter {tie.name} has other shapes or dtypes by stage: {kinds}")
         return {where: placements for where, (placements, _) in told.items()}
 
-    def tied_move(self, one: Tied, start: int, end: int) -> Move:
+    def tied_move(self, tie: Tied, start: int, end: int) -> Move:
         """From the copy of holder number `start` to that of holder number `end`."""
-        (stage, src), (to, dst) = one.holders[start], one.holders[end]
-        there, here = self._lies[one.name, stage], self._lies[one.name, to]
-        assert one.parameter is not None
-        return Move.of(one.parameter.shape, one.parameter.dtype, (src.whole, there), (dst.whole, here))
+        (stage, src), (to, dst) = tie.holders[start], tie.holders[end]
+        there, here = self._lies[tie.name, stage], self._lies[tie.name, to]
+        assert tie.parameter is not None
+        return Move.of(tie.parameter.shape, tie.parameter.dtype, (src.whole, there), (dst.whole, here))
 
     @property
     def has_shards(self) -> bool:
@@ -290,9 +290,9 @@ class GradientSync:
     def sum_tied(self) -> None:
         """Sums those of tied parameters over their places, after :meth:`sum_shards`; raises as that."""
         trained = {p for together in self._ties_together if together.end()[0] for p in together.parameters}
-        for one in self.tied:
-            if one.parameter in trained:
-                self._sum_tied(one)
+        for tie in self.tied:
+            if tie.parameter in trained:
+                self._sum_tied(tie)
 
     def end_step(self, is_sync: bool) -> None:
         """Adds what was there before the step; `is_sync`: the step's own gradients are summed."""
@@ -319,14 +319,14 @@ class GradientSync:
         locals_ = [local_of(p) for p in bucket]
         has = torch.tensor([p.grad is not None for p in bucket], dtype=locals_[0].dtype)
         parts = [
-            torch.zeros_like(one).flatten() if p.grad is None else local_of(p.grad).reshape(-1)
-            for p, one in zip(bucket, locals_, strict=True)
+            torch.zeros_like(local).flatten() if p.grad is None else local_of(p.grad).reshape(-1)
+            for p, local in zip(bucket, locals_, strict=True)
         ]
         total = self._transfers.sum(lane, torch.cat([*parts, has]), line)
         start = 0
-        for index, (parameter, one) in enumerate(zip(bucket, locals_, strict=True)):
-            summed = total[start : start + one.numel()].view(one.shape)
-            start += one.numel()
+        for index, (parameter, local) in enumerate(zip(bucket, locals_, strict=True)):
+            summed = total[start : start + local.numel()].view(local.shape)
+            start += local.numel()
             if total[index - len(bucket)] == 0:
                 continue
             if parameter.grad is None:
@@ -334,21 +334,21 @@ class GradientSync:
             else:
                 local_of(parameter.grad).copy_(summed)
 
-    def _sum_tied(self, one: Tied) -> None:
+    def _sum_tied(self, tie: Tied) -> None:
         rank = self._transfers.rank
-        _, owner = one.holders[0]
-        parameter = one.parameter
+        _, owner = tie.holders[0]
+        parameter = tie.parameter
         is_owner = rank in owner.ranks
         total = None
         if parameter is not None:
             total = (
                 torch.zeros_like(local_of(parameter)) if parameter.grad is None else local_of(parameter.grad).detach()
             )
-        for number, (stage, mesh) in enumerate(one.holders[1:], 1):
+        for number, (stage, mesh) in enumerate(tie.holders[1:], 1):
             if is_owner or rank in mesh.ranks:
                 there = self._transfers.start(
-                    f"tied/{one.name}/{stage}",
-                    [self.tied_move(one, number, 0)],
+                    f"tied/{tie.name}/{stage}",
+                    [self.tied_move(tie, number, 0)],
                     [] if is_owner or total is None else [total],
                 )
                 if is_owner:
@@ -356,11 +356,11 @@ class GradientSync:
                     total = total + there.wait()[0].reshape(total.shape)
                 else:
                     there.wait()
-        for number, (stage, mesh) in enumerate(one.holders[1:], 1):
+        for number, (stage, mesh) in enumerate(tie.holders[1:], 1):
             if is_owner or rank in mesh.ranks:
                 back = self._transfers.start(
-                    f"tied/{one.name}/{stage}/back",
-                    [self.tied_move(one, 0, number)],
+                    f"tied/{tie.name}/{stage}/back",
+                    [self.tied_move(tie, 0, number)],
                     [total] if is_owner and total is not None else [],
                 )
                 received = back.wait()

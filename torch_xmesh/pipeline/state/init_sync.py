@@ -49,24 +49,24 @@ class Copy:
 def copies_on_mesh(stage: int, module: nn.Module, mesh: StageMesh) -> list[Copy]:
     """The plain tensors of a stage that no `parallelize` has seen yet: equal on its whole mesh."""
     found = _tensors_of(module)
-    return [Copy(_named(stage, name), one, mesh.ranks) for name, one in found if not isinstance(one, DTensor)]
+    return [Copy(_named(stage, name), tensor, mesh.ranks) for name, tensor in found if not isinstance(tensor, DTensor)]
 
 
 def copies_of_parts(stage: int, module: nn.Module, mesh: StageMesh) -> list[Copy]:
     """The tensors of a stage as it trains: a plain one is equal over the data axis (over the others it may be a shard
     that the module makes itself), a DTensor where it is replicated."""
     found = []
-    for name, one in _tensors_of(module):
-        ranks = _ranks_of_part(one, mesh)
+    for name, tensor in _tensors_of(module):
+        ranks = _ranks_of_part(tensor, mesh)
         if len(ranks) > 1:
-            found.append(Copy(_named(stage, name), local_of(one), ranks))
+            found.append(Copy(_named(stage, name), local_of(tensor), ranks))
     return found
 
 
 def _tensors_of(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for name, one in (*module.named_parameters(), *module.named_buffers()):
-        if not one.is_meta:
-            yield plain_name(name), one.detach()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not tensor.is_meta:
+            yield plain_name(name), tensor.detach()
 
 
 def _named(stage: int, name: str) -> str:
@@ -102,7 +102,7 @@ def make_equal(transfers: Transfers, copies: Sequence[Copy], mode: InitSync) -> 
         if other != mode:
             raise ValueError(f"init_sync is {mode!r} on rank {transfers.rank} and {other!r} on rank {rank}")
         told[rank] = found
-    odd = {ranks for one in told.values() for ranks in one if len({told[r].get(ranks) for r in ranks}) > 1}
+    odd = {ranks for by_ranks in told.values() for ranks in by_ranks if len({told[r].get(ranks) for r in ranks}) > 1}
     if not odd:
         return
     details = _gather(transfers, "init/details", {ranks: mine[ranks] for ranks in odd if ranks in mine})
@@ -119,19 +119,19 @@ def make_ties_equal(transfers: Transfers, sync: GradientSync, mode: InitSync) ->
     Raises:
         ValueError: with mode="check", on the ranks that have other values.
     """
-    for one in sync.tied if mode is not False else ():
-        stage, owner = one.holders[0]
-        for number, (other, mesh) in enumerate(one.holders[1:], 1):
-            if transfers.rank not in (*owner.ranks, *mesh.ranks) or one.parameter is None:
+    for tie in sync.tied if mode is not False else ():
+        stage, owner = tie.holders[0]
+        for number, (other, mesh) in enumerate(tie.holders[1:], 1):
+            if transfers.rank not in (*owner.ranks, *mesh.ranks) or tie.parameter is None:
                 continue
-            mine = local_of(one.parameter.detach())
+            mine = local_of(tie.parameter.detach())
             sent = [mine] if transfers.rank in owner.ranks else []
-            received = transfers.start(f"init/tied/{one.name}/{other}", [sync.tied_move(one, 0, number)], sent).wait()
+            received = transfers.start(f"init/tied/{tie.name}/{other}", [sync.tied_move(tie, 0, number)], sent).wait()
             if transfers.rank not in mesh.ranks or checksum(received[0]) == checksum(mine):
                 continue
             if mode == "check":
                 raise ValueError(
-                    f"tied parameter {one.name} has other values on stage {other}, rank {transfers.rank}, than on "
+                    f"tied parameter {tie.name} has other values on stage {other}, rank {transfers.rank}, than on "
                     f"stage {stage}: seed alike before the engine is made, or let init_sync=True broadcast them"
                 )
             mine.copy_(received[0].view(mine.shape))
@@ -148,7 +148,7 @@ def _compare(ranks: tuple[int, ...], found: Mapping[int, Mapping[str, tuple[str,
     for rank in ranks[1:]:
         other = found[rank]
         for name in (*first, *other):
-            kinds = [one[name][0] if name in one else "nothing" for one in (first, other)]
+            kinds = [told[name][0] if name in told else "nothing" for told in (first, other)]
             if kinds[0] != kinds[1]:
                 raise ValueError(
                     f"ranks disagree on the model: {name} is {kinds[0]} on rank {ranks[0]}, {kinds[1]} on rank {rank}"
@@ -172,12 +172,12 @@ def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tupl
         while end < len(held) and (end == start or filled < _BUCKET_BYTES):
             filled += held[end][1].numel() * held[end][1].element_size()
             end += 1
-        tensors = [one for _, one in held[start:end]]
-        moves = [Move.of(one.shape, one.dtype, (src, everywhere), (dst, everywhere)) for one in tensors]
+        tensors = [tensor for _, tensor in held[start:end]]
+        moves = [Move.of(tensor.shape, tensor.dtype, (src, everywhere), (dst, everywhere)) for tensor in tensors]
         received = transfers.start("init/values", moves, tensors if is_first else []).wait()
         if not is_first:
-            for one, value in zip(tensors, received, strict=True):
-                one.copy_(value.view(one.shape))
+            for tensor, value in zip(tensors, received, strict=True):
+                tensor.copy_(value.view(tensor.shape))
         start = end
 
 

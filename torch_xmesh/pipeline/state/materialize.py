@@ -35,17 +35,17 @@ def materialize(
         ValueError: nobody has set a buffer that no state dict will have.
     """
     found = [(stage, enumerate(_holders(module))) for stage, module in modules.items()]
-    holders = [(stage, number, path, one) for stage, several in found for number, (path, one) in several]
+    holders = [(stage, number, path, holder) for stage, several in found for number, (path, holder) in several]
     if not holders:
         return {}
     _watch_optimizers()
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in modules.values():
-        for one in module.modules():
-            for key, parameter in one._parameters.items():
+        for submodule in module.modules():
+            for key, parameter in submodule._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     setattr(parameter, _REPLACED, True)
-                    ties.setdefault(id(parameter), []).append((one, key))
+                    ties.setdefault(id(parameter), []).append((submodule, key))
     with torch.no_grad():
         for module in modules.values():
             apply: Any = module._apply  # FSDP2's too, which has tensors of its own
@@ -55,9 +55,9 @@ def materialize(
         for other, other_key in names[1:]:
             other._parameters[other_key] = first._parameters[key]
     left: dict[str, torch.Tensor] = {}
-    for stage, number, path, one in holders:
-        marked = {key: (tensor, tensor._version) for key, tensor in _own(one)}
-        has_shards = any(isinstance(parameter, DTensor) for parameter in one.parameters(recurse=False))
+    for stage, number, path, holder in holders:
+        marked = {key: (tensor, tensor._version) for key, tensor in _own(holder)}
+        has_shards = any(isinstance(parameter, DTensor) for parameter in holder.parameters(recurse=False))
         with (
             dropout_rng(
                 dropout_seed(seed=seed, step=-1, stage=stage, microbatch=number, data_shard=rank if has_shards else -1)
@@ -65,15 +65,15 @@ def materialize(
             torch.no_grad(),
         ):
             if init_fn is not None:
-                init_fn(one)
-            elif callable(reset := getattr(one, "reset_parameters", None)):
+                init_fn(holder)
+            elif callable(reset := getattr(holder, "reset_parameters", None)):
                 reset()
-        for key, tensor in _own(one):
+        for key, tensor in _own(holder):
             if is_unset(tensor) and not (
                 _mark_is_value(tensor.dtype) and _is_written(tensor, *marked.get(key, (None, 0)))
             ):
                 name = f"{plain_name(f'{path}.{key}' if path else key)} of stage {stage}"
-                _check_kept(one, key, name)
+                _check_kept(holder, key, name)
                 left.setdefault(name, tensor)
     return left
 
@@ -99,9 +99,9 @@ def _watch_optimizers() -> None:
 
 
 def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, one in module.named_modules():
-        if any(tensor.is_meta for _, tensor in _own(one)):
-            yield path, one
+    for path, submodule in module.named_modules():
+        if any(tensor.is_meta for _, tensor in _own(submodule)):
+            yield path, submodule
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -91,14 +91,14 @@ class PipelineScaler:
         self._unscale_locals(optimizer)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         mine = torch.zeros(1, dtype=torch.float64)
-        for one in found.values():
-            mine += one.double()
+        for flag in found.values():
+            mine += flag.double()
         with self._guard():
             total = self._transfers.sum("found_inf", mine)
         if not found:
             found[torch.device("cpu")] = torch.zeros((), dtype=torch.float32)
-        for one in found.values():
-            one.copy_((total[0] > 0).to(one.dtype))
+        for flag in found.values():
+            flag.copy_((total[0] > 0).to(flag.dtype))
         self._unscaled.add(id(optimizer))
 
     def _unscale_locals(self, optimizer: torch.optim.Optimizer) -> None:
