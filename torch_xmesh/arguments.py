@@ -31,8 +31,8 @@ def instance_of(name: str, value: object, kind: type[T], what: str) -> T:
 
 def no_inference_tensors(model: nn.Module) -> None:
     """Autograd records nothing of tensors that were made in inference mode."""
-    for name, one in (*model.named_parameters(), *model.named_buffers()):
-        if one.is_inference():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
             raise ValueError(
                 f"{name} was made in torch.inference_mode(), which autograd cannot record: make the model outside "
                 "(torch.no_grad() will do), or clone its tensors there"
@@ -51,7 +51,7 @@ def positive_int(name: str, value: object, most: int = MOST) -> int:
 def int_list(name: str, value: object) -> list[int]:
     """`value`, a sequence of integers that are not negative."""
     listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [None]
-    if not all(isinstance(one, int) and 0 <= one <= MOST for one in listed):
+    if not all(isinstance(item, int) and 0 <= item <= MOST for item in listed):
         raise ValueError(f"{name} must be a list of ints that are not negative, got {shown(value)}")
     return listed
 

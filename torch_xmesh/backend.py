@@ -57,7 +57,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> ProcessGroupXmesh:
 
 def _create(created: Any, given: Any) -> ProcessGroupXmesh:
     """What c10d calls for each new group: ``created`` describes it, ``given`` is the user's ``pg_options``."""
-    if any(getattr(one, "enable_reconfigure", False) for one in (created, given)):
+    if any(getattr(made, "enable_reconfigure", False) for made in (created, given)):
         raise ValueError(
             "enable_reconfigure: expected False, got True: a group on xmesh keeps the ranks that it was made with; for "
             "others call destroy_process_group, then init_process_group"

@@ -201,9 +201,9 @@ def message_cost(ranks: Sequence[int], clock: Clock) -> float:
         for targets in (chain[1:2], chain[1:])
         for num_messages in (1, _NUM_MESSAGES)
     ]
-    one, many, one_passed_on, many_passed_on = clock(probes, _MESSAGE_REPEATS)
-    on_a_hop = many.seconds - one.seconds
-    on_a_rank = many_passed_on.cpu_seconds - one_passed_on.cpu_seconds
+    single, many, single_passed_on, many_passed_on = clock(probes, _MESSAGE_REPEATS)
+    on_a_hop = many.seconds - single.seconds
+    on_a_rank = many_passed_on.cpu_seconds - single_passed_on.cpu_seconds
     return max(0.0, on_a_hop, on_a_rank) / (_NUM_MESSAGES - 1)
 
 

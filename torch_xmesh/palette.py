@@ -59,7 +59,7 @@ def colors_of(methods: list[str]) -> list[str]:
     """A color for each, those with options of their own ("broadcast:size+dfs") apart from each other."""
     colors: list[str] = []
     for method in methods:
-        others = (one for one in _OTHERS if one not in colors)
+        others = (color for color in _OTHERS if color not in colors)
         colors.append(METHODS[method] if method in METHODS else next(others, "#cccccc"))
     return colors
 

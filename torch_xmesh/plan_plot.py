@@ -25,7 +25,7 @@ def plot_lanes(plan: "_C.ReshardingPlan", bound_ratio: float | None, path: Path)
             bars.setdefault((source, False), {}).setdefault(target, []).append((start, end - start))
             bars.setdefault((target, True), {}).setdefault(source, []).append((start, end - start))
     lanes = sorted(bars)
-    scale, unit = next((one for one in _UNITS if plan.predicted_seconds * one[0] >= 1), _UNITS[-1])
+    scale, unit = next((pair for pair in _UNITS if plan.predicted_seconds * pair[0] >= 1), _UNITS[-1])
     others = sorted({other for spans in bars.values() for other in spans})
     palette = colormaps["tab10" if len(others) <= 10 else "tab20"]
     colors = {host: palette(position % 20) for position, host in enumerate(others)}

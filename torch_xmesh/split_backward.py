@@ -62,10 +62,10 @@ def split_backward(
 
 def _tensors(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     tensors = [given] if isinstance(given, torch.Tensor) else list(given)
-    for i, one in enumerate(tensors):
-        if not isinstance(one, torch.Tensor):
-            raise ValueError(f"{name}[{i}] is a {type(one).__name__}, expected a tensor")
-        if not one.requires_grad:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}[{i}] is a {type(tensor).__name__}, expected a tensor")
+        if not tensor.requires_grad:
             raise ValueError(f"{name}[{i}] does not require grad")
     return tensors
 

@@ -42,9 +42,11 @@ def start_ranks(number: int, arguments: Sequence[str]) -> int:
 def output_loss(output: Any) -> torch.Tensor:
     """What is trained on where nobody gives a loss: the model's own, the first tensor without dims that it returns; or
     the mean squares of all that it returns."""
-    tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    own = next((one for one in tensors if one.dim() == 0), None)
-    return own if own is not None else torch.stack([one.float().square().mean() for one in tensors]).sum()
+    tensors = [
+        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    own = next((tensor for tensor in tensors if tensor.dim() == 0), None)
+    return own if own is not None else torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
 
 def run_plan(
@@ -55,7 +57,7 @@ def run_plan(
     Raises:
         ValueError: the model has no values, or the processes are not as many as the devices.
     """
-    if any(one.is_meta for one in (*model.parameters(), *model.buffers())):
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("--run trains: the function must return a model with values, not on meta")
     dist.init_process_group("xmesh")
     try:
@@ -75,7 +77,7 @@ def _measured(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(given)
     if out["compute"] is None:
         dist.barrier()
-        dtype = next((one.dtype for one in model.parameters()), torch.float32)
+        dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         own = Compute.measured(dtype)
         rates = torch.tensor([own.flops, own.bytes_per_s], dtype=torch.float64)
         dist.all_reduce(rates)
@@ -89,9 +91,9 @@ def _measured(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _train(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ParallelPlan) -> None:
-    def repeated(one: Any) -> Any:
-        is_cut = isinstance(one, torch.Tensor) and one.dim() > 0
-        return torch.cat([one] * plan.num_microbatches) if is_cut else one
+    def repeated(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        return torch.cat([leaf] * plan.num_microbatches) if is_cut else leaf
 
     batch, named = pytree.tree_map(repeated, (args, kwargs))
     with PipelineEngine(model, args, kwargs, plan=plan, loss_fn=output_loss) as engine:

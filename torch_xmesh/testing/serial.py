@@ -252,7 +252,7 @@ def _set_buffers(model: nn.Module, values: list[torch.Tensor]) -> None:
             buffer.copy_(value)
 
 
-def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+def _add(gradient: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return gradient + other
