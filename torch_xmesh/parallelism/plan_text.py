@@ -126,7 +126,7 @@ def axis_word(operator: PlannedOperator, axis: int) -> str:
 
 
 def diff_text(plan: ParallelPlan, other: ParallelPlan) -> str:
-    """What differs, line by line: - is `one`, + the other."""
+    """What differs, line by line: - is `plan`, + is `other`."""
     out: list[str] = []
 
     def differs(what: str, mine: object, theirs: object) -> None:
