@@ -76,11 +76,11 @@ void bindCosts(py::module_& module) {
         return core::collectiveCostModel(model).cost(core::collectiveOf(collective), num_bytes, linksOf(axis));
       },
       py::arg("model"), py::arg("collective"), py::arg("num_bytes"), py::arg("axis"),
-      "Of one along an axis (size, latency, seconds per byte, and, if that is more, the same where all send to all). Raises ValueError for names "
-      "that are unknown.");
+      "Seconds of one along an axis (size, latency, seconds per byte, and, if that is more, the same where all send to all). Raises ValueError for "
+      "names that are unknown.");
   py::class_<core::ConversionCosts>(module, "ConversionCosts", "What it costs to bring a value from one state on a mesh to another.")
       .def(py::init(&makeConversionCosts), py::arg("shape"), py::arg("num_bytes"), py::arg("axes"), py::arg("model"), py::arg("is_direct") = false,
-           "Of a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis a dim, -1 (replicated) or "
+           "For a value of this shape and so many bytes; axes are (size, latency, seconds per byte). A state has per axis a dim, -1 (replicated) or "
            "-2 (a partial sum). `is_direct`: axis by axis, not by way of other shardings. Raises ValueError for a mesh of more than 3 axes and an "
            "unknown model.")
       .def("cost", &core::ConversionCosts::cost, py::arg("from_state"), py::arg("to_state"))
@@ -129,7 +129,7 @@ void bindGraph(py::module_& module) {
           },
           py::arg("costs"), "Other costs of all nodes, on end. Raises ValueError for another number of them.")
       .def("edge_costs", &core::StrategyGraph::edgeCosts, py::arg("choices"), "What each edge costs, with one choice per node.")
-      .def("cost", &core::StrategyGraph::cost, py::arg("choices"), "Of one choice per node.")
+      .def("cost", &core::StrategyGraph::cost, py::arg("choices"), "What one choice per node costs.")
       .def(
           "least_cost",
           [](const core::StrategyGraph& graph) {

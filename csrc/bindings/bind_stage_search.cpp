@@ -169,7 +169,7 @@ void bindStageSearch(py::module_& module) {
   module.def("submesh_shapes", &submeshShapes, py::arg("classes"), py::arg("powers_of_two") = false, py::arg("is_mixed") = false,
              "The shapes that stages may have on hosts of these classes (hosts, devices of each): lists of parts (class, hosts, devices of each).");
   module.def("place_submeshes", &placeSubmeshes, py::arg("classes"), py::arg("submeshes"),
-             "Of each submesh its devices: (class, host within it, first device, devices). None where they cannot be placed.");
+             "The devices of each submesh: (class, host within it, first device, devices). None where they cannot be placed.");
   py::class_<core::StageProblem>(module, "StageProblem", "Layers to cut into stages, and what each would take on each submesh.")
       .def(py::init(&makeProblem), py::arg("num_layers"), py::arg("num_microbatches"), py::arg("num_devices"), py::arg("submeshes"),
            py::arg("in_flight"),
