@@ -357,5 +357,6 @@ def test_the_picture_has_the_lanes_in_use_and_the_hosts_in_its_legend(tmp_path: 
     lanes = [text for text in drawn if re.fullmatch(r"host \d+ (sends|receives)", text)]
     assert {lane.split()[2] for lane in lanes} == {"sends", "receives"}
     assert [lane for lane in lanes if lane in ("host 0 receives", "host 1 receives")] == []
-    assert "to or from host 3" in drawn
+    senders = {text for text in drawn if text.startswith("sent by host ")}
+    assert senders == {f"sent by host {lane.split()[1]}" for lane in lanes if lane.endswith("sends")}
     assert any(text.startswith("us, as") for text in drawn)

@@ -214,8 +214,13 @@ def test_plot(tmp_path: Path) -> None:
     stage = StageCosts(forward_seconds=1.0, backward_seconds=2.0)
     schedule = Schedule.make("interleaved_1f1b", 4, 4, place_of_stage=[0, 1, 0, 1])
     path = tmp_path / "timeline.png"
-    simulate(schedule, Costs.uniform(4, stage=stage, edge=0.5)).plot(path)
+    simulated = simulate(schedule, Costs.uniform(4, stage=stage, edge=0.5))
+    simulated.plot(path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    simulated.plot(tmp_path / "timeline.svg")
+    drawn = (tmp_path / "timeline.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("forward", "sent (thin)", "received (thin)", "s, simulated"))
+    assert "<!-- 1.3: stage 1, microbatch 3 -->" in drawn
 
 
 def test_actions_have_colors_that_differ() -> None:

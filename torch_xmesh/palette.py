@@ -52,6 +52,8 @@ METHODS = {
 }
 """Colors of strategies, of schedules, and of what both are compared with."""
 
+_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+
 _OTHERS = ("#332288", "#882255", "#999933", "#cc6677", "#44aa99", "#117733", "#aa4499", "#88ccee")
 
 
@@ -68,6 +70,11 @@ def ink_on(color: str) -> str:
     """The color, black or white, in which text can be read on this one ("#rrggbb")."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "black" if 299 * red + 587 * green + 114 * blue > 150_000 else "white"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which so long a time is drawn, and how many of it a second has."""
+    return next((one for one in _UNITS if seconds * one[0] >= 1), _UNITS[-1])
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 from torch_xmesh import _C
-from torch_xmesh.palette import new_figure
-
-_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+from torch_xmesh.palette import new_figure, time_unit
 
 
 def plot_lanes(plan: "_C.ReshardingPlan", bound_ratio: float | None, path: Path) -> None:
     """A lane per host and direction in which anything moves, a bar per message between hosts in the color of the host
-    at its other end; the lower bound as a line, where there is a `bound_ratio`: predicted over bound.
+    that sends it; the lower bound as a line, where there is a `bound_ratio`: predicted over bound.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -19,34 +17,34 @@ def plot_lanes(plan: "_C.ReshardingPlan", bound_ratio: float | None, path: Path)
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    bars: dict[tuple[int, bool], dict[int, list[tuple[float, float]]]] = {}
+    bars: dict[tuple[int, bool], dict[int, list[tuple[float, float]]]] = {}  # of a lane, by sender
     for source, target, start, end in plan.lanes():
         if source != target:
-            bars.setdefault((source, False), {}).setdefault(target, []).append((start, end - start))
-            bars.setdefault((target, True), {}).setdefault(source, []).append((start, end - start))
+            for lane in ((source, False), (target, True)):
+                bars.setdefault(lane, {}).setdefault(source, []).append((start, end - start))
     lanes = sorted(bars)
-    scale, unit = next((pair for pair in _UNITS if plan.predicted_seconds * pair[0] >= 1), _UNITS[-1])
-    others = sorted({other for spans in bars.values() for other in spans})
-    palette = colormaps["tab10" if len(others) <= 10 else "tab20"]
-    colors = {host: palette(position % 20) for position, host in enumerate(others)}
+    scale, unit = time_unit(plan.predicted_seconds)
+    senders = sorted({sender for spans in bars.values() for sender in spans})
+    palette = colormaps["tab10" if len(senders) <= 10 else "tab20"]
+    colors = {host: palette(position % 20) for position, host in enumerate(senders)}
     figure = new_figure(10, 1.9 + 0.4 * max(1, len(lanes)))
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
-        for other, spans in bars[lane].items():
+        for sender, spans in bars[lane].items():
             scaled = [(start * scale, width * scale) for start, width in spans]
-            axes.broken_barh(scaled, (row - 0.4, 0.8), facecolors=colors[other], edgecolor="white", linewidth=0.2)
+            axes.broken_barh(scaled, (row - 0.4, 0.8), facecolors=colors[sender], edgecolor="white", linewidth=0.2)
     axes.set_yticks(range(len(lanes)), [f"host {host} {'receives' if into else 'sends'}" for host, into in lanes])
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     axes.set_xlim(0, max(plan.predicted_seconds, plan.lower_bound_seconds) * scale * 1.02 or 1.0)
     axes.set_xlabel(f"{unit}, as predicted")
-    handles: list[Patch | Line2D] = [Patch(color=colors[host], label=f"to or from host {host}") for host in others]
+    handles: list[Patch | Line2D] = [Patch(color=colors[host], label=f"sent by host {host}") for host in senders]
     if bound_ratio is not None:
         axes.axvline(plan.lower_bound_seconds * scale, color="black", linestyle="--", linewidth=1)
         handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label="lower bound of any plan"))
     if not lanes:
         axes.text(0.5, 0.5, "nothing moves between hosts", transform=axes.transAxes, ha="center", va="center")
-    ratio = "" if bound_ratio is None else f", {bound_ratio:.3f} of the lower bound"
+    ratio = "" if bound_ratio is None else f", {bound_ratio:.3g} times the lower bound"
     sent = sum(plan.bytes_sent().values())
     axes.set_title(
         f"{plan.strategy}: {_bytes(sent)} between hosts in {plan.predicted_seconds * scale:.4g} {unit}{ratio}",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torch_xmesh.palette import colors_of, new_figure
+from torch_xmesh.palette import ACTIONS, colors_of, new_figure, time_unit
 from torch_xmesh.parallelism.judge import edges_between
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.plan_text import parallelism_of, seconds_text
@@ -28,8 +28,13 @@ def simulated(plan: ParallelPlan) -> Simulation:
     return simulate(schedule, Costs(stages=stages, edges=edges_between(len(stages), moves), blocks_receiver=False))
 
 
+_ALPHA = {True: 0.45, False: 0.9}
+"""Of forwards, and of backwards."""
+
+
 def plot_plan(plan: ParallelPlan, path: Path) -> None:
     """Draws it (format by suffix). Forwards are light, backwards dark; each action is divided among its stage's layers.
+    What comes once a step, at the end, stands behind a stage's last action.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -40,35 +45,52 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
     kinds = list(dict.fromkeys(parallelism_of(stage, layer) for stage in plan.stages for layer in range(*stage.layers)))
     colors = dict(zip(kinds, colors_of(kinds), strict=True))
     axes = figure.subplots()
+    scale, unit = time_unit(plan.predicted_seconds)
+    ends = dict.fromkeys(range(len(plan.stages)), 0.0)
     for action in simulated(plan).actions:
+        ends[action.place] = max(ends[action.place], action.end_seconds)
         stage, is_forward = plan.stages[action.place], "F" in action.action
-        width = (action.end_seconds - action.start_seconds) / max(stage.layers[1] - stage.layers[0], 1)
+        width = (action.end_seconds - action.start_seconds) * scale / max(stage.layers[1] - stage.layers[0], 1)
         order = range(*stage.layers) if is_forward else reversed(range(*stage.layers))
         for number, layer in enumerate(order):
             axes.barh(
                 _place(plan, stage),
                 width,
-                left=action.start_seconds + number * width,
+                left=action.start_seconds * scale + number * width,
                 height=0.8 * _height(plan, stage),
                 color=colors[parallelism_of(stage, layer)],
-                alpha=0.45 if is_forward else 0.9,
+                alpha=_ALPHA[is_forward],
                 linewidth=0,
             )
+    at_end = ACTIONS["gradients"][1]
+    for number, stage in enumerate(plan.stages):
+        width, left = stage.seconds.step_collectives * scale, ends[number] * scale
+        axes.barh(_place(plan, stage), width, left=left, height=0.8 * _height(plan, stage), color=at_end, linewidth=0)
     axes.set_yticks([_place(plan, stage) for stage in plan.stages])
-    axes.set_yticklabels(
-        [f"stage {i}: {' x '.join(map(str, stage.mesh_shape))}" for i, stage in enumerate(plan.stages)]
-    )
+    axes.set_yticklabels([f"stage {i}, on\n{_devices(stage)}" for i, stage in enumerate(plan.stages)])
     axes.invert_yaxis()
-    axes.set_xlim(0, plan.predicted_seconds)
-    axes.set_xlabel("seconds")
+    axes.set_xlim(0, plan.predicted_seconds * scale)
+    axes.set_xlabel(f"{unit}, predicted; a stage with more devices has a taller row")
     axes.set_title(f"{plan.model} on {plan.devices} devices, {plan.schedule}: {seconds_text(plan.step.total)} a step")
+    passes = {"light: forward": _ALPHA[True], "dark: backward": _ALPHA[False]}
     axes.legend(
-        handles=[Patch(color=color, label=kind) for kind, color in colors.items()],
+        handles=[
+            *(Patch(color=color, label=kind) for kind, color in colors.items()),
+            *(Patch(facecolor="#444444", alpha=alpha, label=text) for text, alpha in passes.items()),
+            Patch(facecolor=at_end, label="gradients and parameters, at the end"),
+        ],
+        title="layers, by how they are sharded",
+        title_fontsize="small",
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
         fontsize="small",
     )
     figure.savefig(path, bbox_inches="tight")
+
+
+def _devices(stage: PlannedStage) -> str:
+    shape = " x ".join(map(str, stage.mesh_shape))
+    return f"{shape} device{'s' if len(stage.ranks) > 1 else ''}"
 
 
 def _height(plan: ParallelPlan, stage: PlannedStage) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_xmesh.palette import ACTIONS, ink_on, new_figure
+from torch_xmesh.palette import ACTIONS, ink_on, new_figure, time_unit
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import ActionSpan, Costs, EdgeCosts, StageCosts, simulate
 
@@ -28,9 +28,10 @@ _COLUMNS = {
     "drain": "other s",
 }
 """By kind of what a rank computes or waits for: the column of the table."""
-_INCHES = 12.0
+_INCHES, _MOST_INCHES = 12.0, 24.0
+_SHARE = 0.86  # of a figure's width is for the bars
 _FONT = 6
-_CHARACTER_INCHES = 0.62 * _FONT / 72
+_CHARACTER_INCHES, _LINE_INCHES = 0.62 * _FONT / 72, 1.1 * _FONT / 72
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,7 @@ def chrome_trace(events: Sequence[Event]) -> str:
 def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[ActionSpan]] | None = None) -> None:
     """One row per rank: what it computed and waited for; below that, thinner, what it sent and received, and what a
     simulation says of its place (`simulated`, by rank, from the first action's begin); format by suffix. An
-    action carries its name where that fits."""
+    action carries its name, upright where it is short: the picture is so wide that most names fit."""
     from matplotlib.patches import Patch
 
     ranks = sorted({event.rank for event in events})
@@ -213,18 +214,20 @@ def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[A
     begin = min((event.begin for event in events if event.kind in "FBIW"), default=0.0)
     ends = [begin + span.end_seconds for spans in (simulated or {}).values() for span in spans]
     length = max([length, *ends])
-    scale, unit = (1e3, "ms") if length < 1 else (1.0, "s")
-    figure = new_figure(_INCHES, 1.6 + 0.8 * max(1, len(ranks)))
+    scale, unit = time_unit(length)
+    inches = _inches(events, length)
+    figure = new_figure(inches, 1.6 + 0.8 * max(1, len(ranks)))
     axes = figure.add_subplot()
     for event in events:
         row, width = ranks.index(event.rank), (event.end - event.begin) * scale
         lane, height = {"send": (0.33, 0.09), "receive": (0.43, 0.09)}.get(event.kind, (0.0, 0.52))
         color = ACTIONS[event.kind][1]
         axes.barh(row + lane, width, height, event.begin * scale, color=color, edgecolor="white", linewidth=0.3)
-        fits = width / scale / length * 0.86 * _INCHES > len(event.name) * _CHARACTER_INCHES
-        if event.kind in "FBIW" and fits:
-            at = (event.begin + event.end) / 2 * scale
-            axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color=ink_on(color))
+        room = width / scale / length * _SHARE * inches
+        is_upright = room < len(event.name) * _CHARACTER_INCHES
+        if event.kind in "FBIW" and (not is_upright or room >= _LINE_INCHES):
+            at, turn = (event.begin + event.end) / 2 * scale, 90 if is_upright else 0
+            axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color=ink_on(color), rotation=turn)
     for rank, spans in (simulated or {}).items():
         for span in spans:
             width, kind = span.end_seconds - span.start_seconds, span.action.strip("0123456789")
@@ -234,19 +237,30 @@ def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[A
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_xlim(0, length * scale)
     axes.invert_yaxis()
-    note = "; thin row above: simulated with this step's costs" if simulated else ""
-    axes.set_xlabel(f"{unit} since the first rank entered the step; 1F0: stage 1, forward, microbatch 0{note}")
+    axes.set_xlabel(f"{unit} since the first rank entered the step")
     kinds = {event.kind for event in events} | {"idle"}
     handles = [
         Patch(facecolor=color, edgecolor="#7a7a7a", linewidth=0.4, label=text)
         for kind, (text, color) in ACTIONS.items()
         if kind in kinds
     ]
+    handles.append(Patch(visible=False, label="1F0: stage 1, forward, microbatch 0"))
+    if simulated:
+        handles.append(Patch(visible=False, label="thin row above: simulated with this step's costs"))
     figure.legend(
         handles=handles, loc="upper center", ncols=min(len(handles), 6), fontsize=7, frameon=False, handlelength=1.2
     )
     figure.tight_layout(rect=(0, 0, 1, 0.9))
     figure.savefig(path)
+
+
+def _inches(events: Sequence[Event], length: float) -> float:
+    """So wide that most actions have room for their names."""
+    spans = sorted(event.end - event.begin for event in events if event.kind in "FBIW")
+    if not spans:
+        return _INCHES
+    short = spans[len(spans) // 3] * _SHARE
+    return max(_INCHES, min(_LINE_INCHES * length / short, _MOST_INCHES)) if short else _MOST_INCHES
 
 
 def table(events: Sequence[Event]) -> str:
