@@ -25,10 +25,13 @@ def assert_as_serial(engine: xm.PipelineEngine, reference: nn.Module, serial: Se
 
 
 def progress(step: int, steps: int, loss: float) -> None:
-    done = 30 * (step + 1) // steps
-    end = "\n" if step + 1 == steps else ""
-    sys.stdout.write(f"\r[{'#' * done}{'.' * (30 - done)}] step {step + 1}/{steps}, loss {loss:.3f}{end}")
-    sys.stdout.flush()
+    """On a terminal a bar that is written over, elsewhere a line for every ten steps."""
+    text, is_last = f"step {step + 1}/{steps}, loss {loss:.3f}", step + 1 == steps
+    if sys.stdout.isatty():
+        done = 30 * (step + 1) // steps
+        print(f"\r[{'#' * done}{'.' * (30 - done)}] {text}", end="\n" if is_last else "", flush=True)
+    elif (step + 1) % 10 == 0 or is_last:
+        print(text, flush=True)
 
 
 def training_parser(description: str | None, *, batch: int) -> argparse.ArgumentParser:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import io
 import itertools
 import json
 import random
 import re
 import signal
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -389,3 +392,23 @@ def test_random_small_models_and_clusters() -> None:
             num_microbatches=chance.choice([1, 3, 8]),
         )
         check_whole(plan, nn.ParameterDict())
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    """A bar that is written over on a terminal, few lines in a file."""
+    module = importlib.import_module("torch_xmesh.parallelism.plan_parallel")
+    now, written = [0.0], io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module.sys, "stderr", written)
+    with module._Progress(None) as progress:
+        for done in range(70):
+            now[0] = float(done)
+            assert progress.tell(done, 70)
+    if is_terminal:
+        assert written.getvalue().count("\r") == 67  # from the third second on
+        assert written.getvalue().endswith("69/70 meshes, 69 s\n")
+    else:
+        lines = ["torch_xmesh: planning, 31/70 meshes, 31 s", "torch_xmesh: planning, 62/70 meshes, 62 s"]
+        assert written.getvalue().splitlines() == lines

@@ -30,7 +30,8 @@ from torch_xmesh.spec import Mesh
 from torch_xmesh.topology import Topology
 
 _NUM_CANDIDATES = 10
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS, _LINE_SECONDS = 2.0, 30.0
+"""Before anything is said; and from line to line where that is no terminal."""
 
 
 def plan_parallel(
@@ -229,18 +230,19 @@ def _collectives(name: str, devices: Any) -> str:
 
 
 class _Progress:
-    """A bar on the first rank's standard error, once it takes long; and the end of the time."""
+    """What the first rank says on standard error once it takes long: on a terminal a bar, elsewhere now and then a
+    line. And the end of the time."""
 
     def __init__(self, max_seconds: float | None) -> None:
         self._begun, self._max = time.monotonic(), max_seconds
-        self._shown = False
+        self._has_bar, self._next_line = False, _LINE_SECONDS
         self._is_first = not (dist.is_initialized() and dist.get_rank() > 0)
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._shown:
+        if self._has_bar:
             print(file=sys.stderr, flush=True)
 
     def go_on(self) -> bool:
@@ -250,10 +252,13 @@ class _Progress:
     def tell(self, done: int, total: int) -> bool:
         """So much is done; whether to go on."""
         seconds = time.monotonic() - self._begun
-        if self._is_first and seconds > _PATIENCE_SECONDS:
-            self._shown = True
+        if self._is_first and seconds > _PATIENCE_SECONDS and sys.stderr.isatty():
+            self._has_bar = True
             filled = 30 * done // max(total, 1)
             bar = "#" * filled + "." * (30 - filled)
-            print(f"\rtorch_xmesh: planning [{bar}] {done}/{total} meshes, {seconds:.0f} s", end="", file=sys.stderr)
-            sys.stderr.flush()
+            text = f"\rtorch_xmesh: planning [{bar}] {done}/{total} meshes, {seconds:.0f} s"
+            print(text, end="", file=sys.stderr, flush=True)
+        elif self._is_first and seconds > self._next_line:
+            self._next_line = seconds + _LINE_SECONDS
+            print(f"torch_xmesh: planning, {done}/{total} meshes, {seconds:.0f} s", file=sys.stderr, flush=True)
         return self.go_on()
