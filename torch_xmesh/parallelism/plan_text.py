@@ -16,7 +16,7 @@ def seconds_text(seconds: float) -> str:
     for scale, unit in _UNITS:
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"
-    return f"{seconds / 1e-6:.4g} us" if seconds else "0"
+    return f"{seconds / 1e-6:.4g} us" if seconds >= 1e-12 else "0"
 
 
 def bytes_text(num_bytes: float) -> str:
