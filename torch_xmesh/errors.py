@@ -2,6 +2,16 @@
 
 from collections.abc import Sequence
 
+_MOST_TEXTS = 256
+_ranks_of: dict[str, tuple[int, ...]] = {}  # by text, of the latest failures
+
+
+def note_ranks(text: str, ranks: Sequence[int]) -> None:
+    """For a PeerError that torch makes of its text alone."""
+    _ranks_of[text] = tuple(ranks)
+    if len(_ranks_of) > _MOST_TEXTS:
+        del _ranks_of[next(iter(_ranks_of))]
+
 
 class PeerError(RuntimeError):
     """A rank that a reshard needed is gone, stopped or silent.
@@ -10,9 +20,9 @@ class PeerError(RuntimeError):
         ranks: the global ranks to blame, ascending; empty when no single one can be named.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] | None = None) -> None:
         super().__init__(message)
-        self.ranks = tuple(ranks)
+        self.ranks = _ranks_of.get(message, ()) if ranks is None else tuple(ranks)
 
     def __reduce__(self) -> tuple[type["PeerError"], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)

@@ -1,5 +1,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -22,14 +23,41 @@ using c10d_backend::ProcessGroupXmesh;
 using c10d_backend::ReshardGroup;
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
-void raisePeerError(const runtime::PeerError& error) {
-  const py::object type = py::module_::import("torch_xmesh.errors").attr("PeerError");
-  const py::object instance = type(error.what(), error.globalRanks());
+py::object errors() { return py::module_::import("torch_xmesh.errors"); }
+
+void raisePeerError(const char* text, const std::vector<int64_t>& ranks) {
+  const py::object type = errors().attr("PeerError");
+  const py::object instance = type(text, ranks);
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
+/// A failure whose Python class torch finds, too. Torch hands calls' exceptions to Python in many ways (Work.wait, futures, operators, backwards), of
+/// which pybind's translators see few. Has no Python object in it: threads of the network make and drop it.
+class PythonFailure final : public torch::PyTorchError {
+ public:
+  explicit PythonFailure(runtime::Failure failure) : PyTorchError(failure.text), failure_(std::move(failure)) {}
+  [[nodiscard]] const runtime::Failure& failure() const { return failure_; }
+  /// Torch makes the exception of its text alone.
+  PyObject* python_type() override {
+    if (failure_.kind == runtime::FailureKind::kMistake) {
+      return PyExc_ValueError;
+    }
+    errors().attr("note_ranks")(torch::processErrorMsg(failure_.text), failure_.blamed_ranks);
+    return errors().attr("PeerError").ptr();  // its module holds it
+  }
+
+ private:
+  const runtime::Failure failure_;
+};
+
+void throwForPython(const runtime::Failure& failure) {
+  if (failure.kind == runtime::FailureKind::kPeer || failure.kind == runtime::FailureKind::kMistake) {
+    throw PythonFailure(failure);
+  }
+}
+
 void raiseStageError(const runtime::StageError& error) {
-  const py::object type = py::module_::import("torch_xmesh.errors").attr("StageError");
+  const py::object type = errors().attr("StageError");
   const py::object instance = type(error.what(), error.stage(), error.microbatch());
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
@@ -39,8 +67,14 @@ void translate(std::exception_ptr pointer) {
     if (pointer) {
       std::rethrow_exception(pointer);
     }
+  } catch (const PythonFailure& error) {
+    if (error.failure().kind == runtime::FailureKind::kPeer) {
+      raisePeerError(error.what(), error.failure().blamed_ranks);
+    } else {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    }
   } catch (const runtime::PeerError& error) {
-    raisePeerError(error);
+    raisePeerError(error.what(), error.globalRanks());
   } catch (const runtime::StageError& error) {
     raiseStageError(error);
   } catch (const core::InvalidArgument& error) {
@@ -68,6 +102,7 @@ std::shared_ptr<ReshardGroup> reshardGroupOf(const c10::intrusive_ptr<ProcessGro
 
 void bindReshard(py::module_& module) {
   py::register_exception_translator(&translate);
+  runtime::setThrowing(&throwForPython);
   py::class_<runtime::PreparedPlan, std::shared_ptr<runtime::PreparedPlan>>(module, "PreparedPlan")
       .def_property_readonly("participants", [](const runtime::PreparedPlan& self) { return self.terms.participants.ranks; });
   const py::class_<runtime::CallKey> call_key(module, "CallKey");

@@ -1,8 +1,15 @@
 #include "runtime/failure.h"
 
+#include <atomic>
+
 #include "core/error.h"
 
 namespace xmesh::runtime {
+namespace {
+
+std::atomic<void (*)(const Failure&)> throwing_above{nullptr};
+
+}  // namespace
 
 std::string rankList(const std::vector<int64_t>& ranks) {
   constexpr size_t kMost = 16;
@@ -13,7 +20,12 @@ std::string rankList(const std::vector<int64_t>& ranks) {
   return "[" + out + (ranks.size() > kMost ? ", ..." : "") + "]";
 }
 
+void setThrowing(void (*throwing)(const Failure& failure)) { throwing_above = throwing; }
+
 void throwFailure(const Failure& failure) {
+  if (void (*const throwing)(const Failure&) = throwing_above; throwing != nullptr) {
+    throwing(failure);
+  }
   switch (failure.kind) {
     case FailureKind::kMistake:
       throw core::InvalidArgument(failure.text);

@@ -58,6 +58,9 @@ struct Failure {
 /// "[0, 1, 2]", shortened past 16 ranks: for texts.
 std::string rankList(const std::vector<int64_t>& ranks);
 
+/// Sets what throws in place of `throwFailure` what the language above knows best; it returns for failures that it leaves. Null: nothing.
+/// Process-wide. Any thread.
+void setThrowing(void (*throwing)(const Failure& failure));
 /// Throws the exception that the kind stands for.
 [[noreturn]] void throwFailure(const Failure& failure);
 

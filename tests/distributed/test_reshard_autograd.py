@@ -171,7 +171,9 @@ def refusals(rank: int, world_size: int) -> None:
     assert not y.requires_grad
     y = xm.reshard(x, BACK, (Shard(0),))
     (gradient,) = torch.autograd.grad(y.to_local().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(
+        RuntimeError, match="once_differentiable|opt_ready_stream"
+    ):  # the second by torch 2.15, on a device
         gradient.to_local().sum().backward()  # type: ignore[attr-defined]
 
 
