@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "csrc" / "core"
 FLAGS = ["-std=c++20", "-ffp-contract=off", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}", "-I.", "-w"]
 BUILDS = {"O0": ["-O0"], "O3": ["-O3", "-march=native", "-DNDEBUG"]}

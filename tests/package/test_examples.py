@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def torchrun(processes: int, script: str, *arguments: str, folder: Path, python_path: Path = ROOT) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import torch_xmesh as xm
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 PLACES: dict[str, Callable[[int], list[int]]] = {
     "n": lambda p: list(range(p)),
     "p, in turn": lambda p: [*range(p), *range(p)],

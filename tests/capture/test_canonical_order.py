@@ -50,7 +50,7 @@ def lines_here() -> list[list[str]]:
 def test_loops_over_sets_are_alike_in_every_process() -> None:
     """In processes of eight hash seeds, in which the sets have at least three orders."""
     script = "import json, test_canonical_order as t; print(json.dumps([t.lines_here(), list(set(t.KINDS))]))"
-    path = os.pathsep.join([str(BASE), str(BASE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(BASE), str(BASE.parent), str(BASE.parents[1]), os.environ.get("PYTHONPATH", "")])
     found = []
     for seed in range(8):
         environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path}

@@ -15,7 +15,7 @@ from progress import Listener, Progress
 
 from torch_xmesh.testing.cluster import network
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 class Terminal(io.StringIO):

@@ -23,7 +23,7 @@ import torch
 import torch_xmesh as xm
 from torch_xmesh import _C
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TORCH = Path(torch.__file__).parent
 NO_DRIVER = 35  # cudaErrorInsufficientDriver
 NO_DEVICE = 100  # cudaErrorNoDevice

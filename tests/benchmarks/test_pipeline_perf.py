@@ -21,7 +21,7 @@ from pipeline_records import OverheadRecord, Record, hf_rows, overhead_rows, riv
 from pipeline_suites import Buffers
 from pipeline_worker import count_wrong, serial_gradients
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import torch
 
 import torch_xmesh
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(torch_xmesh.__file__).parent
 # An editable install would lend the copy what it lacks.
 _IMPORT = (

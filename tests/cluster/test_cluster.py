@@ -15,7 +15,7 @@ from torch_xmesh.testing import cluster as cluster_module
 from torch_xmesh.testing.cluster import Cluster, NetworkError, NotShapedError, network, parse_rate, sweep
 from torch_xmesh.testing.cluster.goodput import nic_rates
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import os, sys

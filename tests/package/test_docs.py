@@ -21,7 +21,7 @@ import torch_xmesh as xm
 from torch_xmesh.testing import spawn
 from xmesh_cli.main import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }

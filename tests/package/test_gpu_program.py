@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="runs from a clone of the repository"),
