@@ -116,6 +116,8 @@ def incomplete(rank: int, world_size: int) -> None:
     for key, value, text in (
         ("first.weight/param_groups.lr", None, "the optimizer's state has no first.weight/param_groups.lr"),
         ("second.bias/param_groups.lr", 3.0, "first.bias and second.bias are in one group .* had lr 0.05 and 3.0"),
+        ("head.bias/param_groups.lr", 3.0, "the optimizer's state has 'head.bias', which the model has not"),
+        ("head.bias/exp_avg", 3.0, "the optimizer's state has 'head.bias', which the model has not"),
     ):
         changed = copy.copy(state["optimizer"])
         changed[key] = value
@@ -358,6 +360,12 @@ def names(rank: int, world_size: int) -> None:
     engine.load_state_dict(changed)  # under the names of torch.compile's wrapper too
     for name, value in engine.state_dict().items():
         torch.testing.assert_close(value.to_local(), plain.state_dict()[name] + 1)
+    before = engine.state_dict()
+    for stranger, why in (({"1.wait": torch.ones(4, 4)}, r"'1\.wait'"), ({"a": 1, "b": 2}, "'a' and 1 more")):
+        with pytest.raises(ValueError, match=f"the state dict has {why}, which the model has not"):
+            engine.load_state_dict({**changed, **(stranger if rank == 0 else {})})
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value.to_local(), before[name].to_local())
     engine.close()
     whole = copy.deepcopy(plain)
     whole.compile(backend=count)
@@ -366,6 +374,10 @@ def names(rank: int, world_size: int) -> None:
             make(model)
     engine = make(copy.deepcopy(plain), parallelize=adapt, data_axis=None)
     assert {f"{rank}.adapter.weight", f"{rank}.layer.weight"} <= set(engine.state_dict())
+    everything = {
+        f"{k}.{layer}.{name}": 0 for k in (0, 1) for layer in ("adapter", "layer") for name in ("weight", "bias")
+    }
+    engine.load_state_dict({name: torch.ones(4, 4) if "weight" in name else torch.ones(4) for name in everything})
     engine.close()
     engine = make(nn.Sequential(Forgetful(4, 4), Forgetful(4, 4)))
     with pytest.raises(ValueError, match=f"parameter {rank}.weight is missing from the state_dict"):

@@ -32,6 +32,7 @@ from torch_xmesh.pipeline.engine.way_comparison import WayComparison
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.state.checkpoint import state_names
 from torch_xmesh.pipeline.state.fully_sharded import FullySharded
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync, Tied, check_ties, plain_name, ties_of
 from torch_xmesh.pipeline.state.init_sync import (
@@ -88,6 +89,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     plan_options = PlanOptions.of(options.strategy, options.topology)
     schedule, auto = _agree_on_options(given, transfers, plan_options)
     live = None if given.planned is None else given.planned.live
+    of_model = state_names(given.model) if isinstance(given.model, nn.Module) else set[str]()
     if given.planned is not None:
         given = dataclasses.replace(
             given, model=given.planned.modules(transfers, options.chunk_specs, options.scale_grads)
@@ -115,6 +117,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         names_stages=given.names_stages,
         unused=made.unused,
         unset=made.unset,
+        state_names=frozenset(of_model | _state_names(given, transfers, made.modules)),
     )
     sharded = FullySharded(transfers, made.modules, meshes)
     by_name = {stage: dict(sorted(named.items())) for stage, named in made.named.items()}
@@ -315,6 +318,16 @@ def _unused_parameters(
     found = {name: (given.model.get_parameter(name), given.meshes[0]) for name in names}
     unset.update((name, parameter) for name, (parameter, _) in found.items() if was_meta[name] and is_unset(parameter))
     return found
+
+
+def _state_names(given: Given, transfers: Transfers, modules: Mapping[int, nn.Module]) -> set[str]:
+    """The names of the states of all stages. Called by all ranks."""
+    own = [
+        f"{stage}.{name}" if given.names_stages else name
+        for stage, module in modules.items()
+        for name in state_names(module)
+    ]
+    return set(itertools.chain.from_iterable(transfers.gather("names of states", own)))
 
 
 def _make_core(

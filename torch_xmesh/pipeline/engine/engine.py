@@ -440,7 +440,8 @@ class PipelineEngine:
         Called by all ranks.
 
         Raises:
-            ValueError: on every rank, where on one a key is missing or has another shape; nothing has been copied then.
+            ValueError: on every rank, where on one a key is missing, has another shape, or is no name of the model's;
+                nothing has been copied then.
         """
         copies: list[Callable[[], None]] = []
         number, failure = self._steps.number, None

@@ -27,6 +27,7 @@ class OwnStages:
         names_stages: parameters are named after their stage, since the model came as a list.
         unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
         unset: tensors of a model on meta that still have no values, by name.
+        state_names: names of the whole model's state.
         is_training: what the engine was last told, of all its stages.
     """
 
@@ -38,6 +39,7 @@ class OwnStages:
     names_stages: bool
     unused: Mapping[str, tuple[nn.Parameter, StageMesh]]
     unset: dict[str, torch.Tensor]
+    state_names: frozenset[str]
     is_training: bool = True
 
     def module(self, stage: int) -> nn.Module:
@@ -87,18 +89,18 @@ class OwnStages:
         """What copies what `state` gives, or with an optimizer what PipelineEngine.state_dict does; all is checked.
 
         Raises:
-            ValueError: a key is missing or has another shape.
+            ValueError: a key is missing, has another shape, or is none of the model's.
         """
         if optimizer is None:
-            return [load_model_state(self._prefixed(), self.unused, state)]
+            return [load_model_state(self._prefixed(), self.unused, state, self.state_names)]
         if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
             raise ValueError(
                 f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "
                 "state_dict(optimizer) gave"
             )
         return [
-            load_model_state(self._prefixed(), self.unused, state["model"]),
-            load_optimizer_state(optimizer, self.own_parameters(), state["optimizer"]),
+            load_model_state(self._prefixed(), self.unused, state["model"], self.state_names),
+            load_optimizer_state(optimizer, self.own_parameters(), state["optimizer"], self.state_names),
         ]
 
     def all_set(self) -> None:

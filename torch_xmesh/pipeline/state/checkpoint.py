@@ -1,6 +1,6 @@
 """Checkpoints that know no stages: the model's and the optimizer's state under the model's own names, as DTensors."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -45,13 +45,24 @@ def _check_complete(module: nn.Module, state: Mapping[str, Any], mesh: StageMesh
             )
 
 
-def load_model_state(modules: Iterable[StageModule], unused: Unused, given: Mapping[str, Any]) -> Callable[[], None]:
-    """What copies values of :func:`model_state`'s form into this rank's stages; all is checked before.
+def state_names(model: nn.Module) -> set[str]:
+    """The names that a model's own state dict may have, those of tied parameters and of its hooks too."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {plain_name(name) for name in (*names, *model.state_dict())}
+
+
+def load_model_state(
+    modules: Iterable[StageModule], unused: Unused, given: Mapping[str, Any], known: Set[str]
+) -> Callable[[], None]:
+    """What copies values of :func:`model_state`'s form into this rank's stages; all is checked before. `known`: the
+    names of the whole model's state.
 
     Raises:
-        ValueError: a key is missing, or has another shape.
+        ValueError: a key is missing, has another shape, or is of no stage's.
     """
     given = {plain_name(name): value for name, value in given.items()}
+    _check_known(given, known, "the state dict")
     stages = [
         (
             module,
@@ -73,6 +84,15 @@ def load_model_state(modules: Iterable[StageModule], unused: Unused, given: Mapp
             parameter.detach().copy_(value)
 
     return copy
+
+
+def _check_known(names: Iterable[str], known: Set[str], what: str) -> None:
+    if unknown := sorted(set(names) - known):
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ValueError(
+            f"{what} has {unknown[0]!r}{more}, which the model has not: load a state of this model, or leave such keys "
+            "out of it"
+        )
 
 
 def _given(name: str, value: Any, given: Mapping[str, Any]) -> Any:
@@ -116,9 +136,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnPa
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any], known: Set[str]
 ) -> Callable[[], None]:
-    """What copies what :func:`optimizer_state` gave into the optimizer; all is checked before.
+    """What copies what :func:`optimizer_state` gave into the optimizer; all is checked before. `known`: as of
+    :func:`load_model_state`.
 
     Raises:
         ValueError: a key is missing or has another shape, the optimizer holds no such key, or parameters of one group
@@ -134,6 +155,7 @@ def load_optimizer_state(
         else:
             name, _, field = key.rpartition("/")
             keys.setdefault(name, {})[field] = value
+    _check_known({*keys, *options}, known, "the optimizer's state")
     states: list[tuple[OwnParameter, dict[str, Any]]] = []
     for own in parameters:
         if own.parameter in groups:
