@@ -39,6 +39,13 @@ def no_inference_tensors(model: nn.Module) -> None:
             )
 
 
+def flag(name: str, value: object) -> bool:
+    """`value`, True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
 def positive_int(name: str, value: object, most: int = MOST) -> int:
     """`value`, from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

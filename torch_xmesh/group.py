@@ -89,7 +89,7 @@ def reshards_of(group: dist.ProcessGroup | None) -> GroupReshards:
     """The reshards of a process group. ValueError for a group on another backend, RuntimeError for a closed one."""
     chosen = dist.group.WORLD if group is None else group
     with _lock:
-        known = None if chosen is None else _reshards.get(chosen)
+        known = _reshards.get(chosen) if isinstance(chosen, dist.ProcessGroup) else None
         if known is not None and not known.backend.is_closed:
             return known
         backend = backend_of(chosen)

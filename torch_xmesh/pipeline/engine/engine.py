@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torch_xmesh.arguments import instance_of
 from torch_xmesh.errors import PeerError, StageError
 from torch_xmesh.group import reshards_of
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt
@@ -427,6 +428,7 @@ class PipelineEngine:
         model = self._place.own.state()
         if optimizer is None:
             return model
+        instance_of("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         found = optimizer_state(optimizer, self._place.own.own_parameters())
         return {"model": model, "optimizer": found, "step": self._steps.number}
 

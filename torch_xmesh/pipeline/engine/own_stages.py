@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_xmesh.arguments import instance_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.state.checkpoint import load_model_state, load_optimizer_state, model_state
 from torch_xmesh.pipeline.state.gradient_sync import Tied
@@ -44,7 +45,7 @@ class OwnStages:
 
     def module(self, stage: int) -> nn.Module:
         """Raises ValueError for another rank's stage."""
-        if stage not in self.modules:
+        if not isinstance(stage, int) or stage not in self.modules:
             raise ValueError(f"stage {stage} is not on rank {self.rank}, which has stages {list(self.modules)}")
         return self.modules[stage]
 
@@ -91,8 +92,10 @@ class OwnStages:
         Raises:
             ValueError: a key is missing, has another shape, or is none of the model's.
         """
+        instance_of("state", state, Mapping, "a dict of what state_dict() gave")  # type: ignore[type-abstract]
         if optimizer is None:
             return [load_model_state(self._prefixed(), self.unused, state, self.state_names)]
+        instance_of("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
             raise ValueError(
                 f"the state has no {missing[0]!r}, but {sorted(state)[:5]}: with an optimizer, load what "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_xmesh.arguments import memory_limit, no_inference_tensors
+from torch_xmesh.arguments import flag, instance_of, memory_limit, no_inference_tensors
 from torch_xmesh.pipeline.capture.wrappers import averaging_wrappers
 from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
 from torch_xmesh.pipeline.engine.boundary import Placed
@@ -58,9 +58,15 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
     check_example(model, example_args, example_kwargs, options.split)
     if options.split is not None and not isinstance(options.split, SplitAt | str):
         raise ValueError(f"split is xm.split_at(...), 'auto' or None, got {options.split!r}")
-    for name, given in (("loss_fn", options.loss_fn), ("parallelize", options.parallelize)):
+    functions = {"loss_fn": options.loss_fn, "parallelize": options.parallelize, "init_fn": options.init_fn}
+    for name, given in functions.items():
         if given is not None and not callable(given):
             raise ValueError(f"{name} is a function or None, got {given!r} ({type(given).__name__})")
+    for name in ("scale_grads", "overlap", "early_weights", "compare_batches"):
+        flag(name, getattr(options, name))
+    if options.boundary_placements is not None:
+        what = "a dict from value names to (placements, as_dtensor)"
+        instance_of("boundary_placements", options.boundary_placements, Mapping, what)  # type: ignore[type-abstract]
 
 
 def check_model(model: Any, what: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torch_xmesh.arguments import flag
 from torch_xmesh.pipeline.capture.node_forms import tensors_of
 from torch_xmesh.pipeline.cut.losses import needs_target
 from torch_xmesh.pipeline.cut.microbatch import loss_weights
@@ -248,6 +249,8 @@ class EngineSteps:
         """Raises ValueError for what needs no batch to be seen."""
         place = self._place
         rank = place.transfers.rank
+        flag("return_outputs", call.return_outputs)
+        flag("sharded", call.is_sharded)
         if call.losses is not None and not hasattr(call.losses, "append"):
             raise ValueError(f"losses is a list that gets one loss per microbatch, got {type(call.losses).__name__}")
         if place.live is not None:
