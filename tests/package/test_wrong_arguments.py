@@ -104,9 +104,7 @@ def is_own(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, xm.StageError):  # of what the model or the loss made of it
         return True
-    return isinstance(error, ValueError | NotImplementedError | OSError) and Path(frames[-1].filename).is_relative_to(
-        PACKAGE
-    )
+    return isinstance(error, ValueError | NotImplementedError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
 
 
 def foreign_errors(name: str, call: Callable[..., Any], right: dict[str, Any]) -> Iterator[str]:
