@@ -100,7 +100,7 @@ OTHERS_WORDS: list[tuple[str, str, Any]] = [("PipelineEngine", "parallelize", in
 def is_own(error: BaseException) -> bool:
     """Raised by the package's own line, as a kind of error that its pages name."""
     if isinstance(error, OSError):
-        return error.filename is not None
+        return error.filename is not None or "could not write" in str(error)
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, xm.StageError):  # of what the model or the loss made of it
         return True
