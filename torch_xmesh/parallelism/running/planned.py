@@ -1,6 +1,5 @@
 """A plan's stages in the pipeline engine."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.digests import checksum, digest_of
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
 from torch_xmesh.parallelism.reading import samples_of
 from torch_xmesh.parallelism.running.called_modules import check_buffers
@@ -79,7 +79,7 @@ class PlannedStages:
         self.placements = crossing_placements(plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
         self.num_microbatches = plan.num_microbatches
-        self.digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+        self.digest = digest_of(plan.to_json())
         self._stages: dict[int, ShardedStage] = {}
         self._optimizers: OptimizerWatch | None = None
         self._groups: list[StageGroups | None] = []
@@ -212,9 +212,5 @@ def _is_along_first(specs: Any) -> bool:
 
 def _digest_of(model: nn.Module) -> str:
     """A hash of the names and values of all parameters and buffers. Those on meta have no values."""
-    out = hashlib.sha256()
-    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
-        out.update(name.encode())
-        if not tensor.is_meta:
-            out.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return out.hexdigest()
+    named = sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0])
+    return digest_of(*(part for name, tensor in named for part in (name, b"" if tensor.is_meta else checksum(tensor))))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -10,6 +9,8 @@ import numpy as np
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from torch_xmesh.digests import checksum, digest_of
 
 
 class TensorFacts(NamedTuple):
@@ -130,7 +131,7 @@ class Recording:
     @functools.cached_property
     def digest(self) -> str:
         """Equal for recordings of equal `lines`."""
-        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).hexdigest()
+        return digest_of(*self.lines)
 
     @property
     def value_guards(self) -> list[Guard]:
@@ -208,8 +209,8 @@ def _text(value: Any) -> str:
 
 def _text_of_object(value: Any) -> str:
     if isinstance(value, np.ndarray):
-        return f"array {value.dtype} {value.shape} {hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()}"
+        return f"array {value.dtype} {value.shape} {digest_of(value.tobytes())}"
     if isinstance(value, torch.Tensor):
-        content = value.tolist() if value.numel() < 100 else (tuple(value.shape), float(value.double().sum()))
+        content = value.tolist() if value.numel() < 100 else (tuple(value.shape), checksum(value).hex())
         return f"tensor {value.dtype} {content}"
     return str(getattr(value, "__qualname__", type(value).__qualname__))

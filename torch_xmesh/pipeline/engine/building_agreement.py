@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from torch_xmesh.digests import digest_of
 from torch_xmesh.pipeline.cut.partition import Partition, StageSignature
 from torch_xmesh.pipeline.cut.ready import Exchange
 from torch_xmesh.pipeline.engine.boundary import Boundaries
-from torch_xmesh.pipeline.engine.setup import PlaceOptions, digest
+from torch_xmesh.pipeline.engine.setup import PlaceOptions
 from torch_xmesh.pipeline.ranks.functions import described
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -29,7 +30,7 @@ def options_fields(
         ("parallelize", given[options.parallelize is not None]),
         *((f"the data axes of stage {stage}", str(mesh.data_axes)) for stage, mesh in enumerate(meshes)),
         ("number of microbatches", str(options.num_microbatches)),
-        ("schedule", f"{'auto: ' * (options.schedule == 'auto')}{schedule.name} {digest(schedule.to_csv())}"),
+        ("schedule", f"{'auto: ' * (options.schedule == 'auto')}{schedule.name} {digest_of(schedule.to_csv())}"),
         ("the model", "a module" if isinstance(model, nn.Module) else "a list of stage modules"),
         ("split", repr(options.split)),
         ("loss_fn", given[options.loss_fn is not None]),

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.digests import checksum, number_of
 from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, ValueName, describe_path
-from torch_xmesh.pipeline.ranks.digests import checksum, number_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.state.fully_sharded import USED_BY_SOME
 from torch_xmesh.spec import mesh_grid

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.digests import number_of
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
-from torch_xmesh.pipeline.ranks.digests import number_of
 from torch_xmesh.pipeline.ranks.exchange import TensorExchange
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers

@@ -1,7 +1,6 @@
 """What a pipeline engine works out before its first step."""
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -118,11 +117,6 @@ def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microb
             f"the schedule has its stages on places {list(schedule.place_of_stage)}, the meshes put them on {places}"
         )
     return schedule
-
-
-def digest(text: str) -> str:
-    """Equal for equal texts."""
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def describe_values(cut: Partition) -> str:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from torch_xmesh.digests import digest_of
 from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, Shapes
 from torch_xmesh.pipeline.engine.auto import Cuts, StepPlan
 from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
-from torch_xmesh.pipeline.engine.setup import describe_values, digest
+from torch_xmesh.pipeline.engine.setup import describe_values
 from torch_xmesh.pipeline.engine.sizes import SizedPlace
 from torch_xmesh.pipeline.engine.step_batch import StepBatch
 from torch_xmesh.pipeline.ranks.refused import StepRefusedError
@@ -70,7 +71,7 @@ class SizedPlaces:
             orders = sized.orders_of(*batch)
             if given.order is not None and given.order in orders.values():
                 given.find_codes(sized)
-            found = digest(describe_values(sized.partition))
+            found = digest_of(describe_values(sized.partition))
         except ValueError as error:
             failure, text = error, str(error)
         told = transfers.gather("sizes", (text, found, list(orders)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_xmesh.pipeline.ranks.digests import number_of
+from torch_xmesh.digests import number_of
 
 
 def described(function: Any) -> str:

@@ -1,7 +1,6 @@
 """Every copy of a parameter or buffer starts from the same values: those of the first rank that holds one."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_xmesh.pipeline.ranks.digests import checksum
+from torch_xmesh.digests import checksum, digest_of
 from torch_xmesh.pipeline.ranks.dtensors import slice_of, spanned_axes
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
@@ -96,7 +95,7 @@ def make_equal(transfers: Transfers, copies: Sequence[Copy], mode: InitSync) -> 
     mine: dict[tuple[int, ...], dict[str, tuple[str, bytes]]] = {}
     for copy in copies if mode is not False else ():
         mine.setdefault(copy.ranks, {})[copy.name] = (copy.kind, checksum(copy.local))
-    sums = {} if mode is False else {ranks: _digest(sorted(found.items())) for ranks, found in mine.items()}
+    sums = {} if mode is False else {ranks: digest_of(repr(sorted(found.items()))) for ranks, found in mine.items()}
     told = {}
     for rank, (other, found) in _gather(transfers, "init/sums", (mode, sums)).items():
         if other != mode:
@@ -179,7 +178,3 @@ def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tupl
             for tensor, value in zip(tensors, received, strict=True):
                 tensor.copy_(value.view(tensor.shape))
         start = end
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
