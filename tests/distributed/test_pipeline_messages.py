@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.group import reshards_of
 from torch_xmesh.testing import serial_step, spawn
 
 
@@ -38,6 +39,25 @@ def make(**options: Any) -> xm.PipelineEngine:
     model = given.pop("model")
     example = given.pop("example_args", (torch.empty(2, 4), torch.empty(2, 4)))
     return xm.PipelineEngine(model, example, split=xm.split_at("second"), loss_fn=loss, **given)
+
+
+def values_of_any_length(rank: int, world_size: int) -> None:
+    """What ranks tell each other has ever other lengths, for which not as many reshards are planned and kept."""
+    with make() as engine:
+        transfers = engine._transfers
+        plans = reshards_of(None).plans.prepared
+        transfers.gather("test", "")
+        transfers.broadcast("test", 0, "")
+        before = len(plans)
+        for length in range(300, 400, 3):
+            told = transfers.gather("test", "x" * (length + rank))
+            assert [len(text) for text in told] == [length + other for other in range(world_size)]
+            assert transfers.broadcast("test", 1, "y" * length if rank == 1 else None) == "y" * length
+        assert len(plans) - before <= 5
+
+
+def test_values_of_any_length() -> None:
+    spawn(values_of_any_length, 3, timeout=60)
 
 
 def engine_in_use(rank: int, world_size: int) -> None:

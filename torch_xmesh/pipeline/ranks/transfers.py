@@ -37,6 +37,14 @@ def _of_participant(prepared: Prepared) -> "_C.PreparedPlan":
     return prepared.core
 
 
+def _pickled(value: Any) -> torch.Tensor:
+    """Bytes that pickle.loads reads, and zeros after them up to a power of two: few lengths are few plans."""
+    found = pickle.dumps(value)
+    out = torch.zeros(max(64, 1 << (len(found) - 1).bit_length()), dtype=torch.uint8)
+    out[: len(found)] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
+    return out
+
+
 class Transfers:
     """All that moves in one pipeline. Every transfer is made by all ranks that it concerns, in one order per lane; a
     failure of one rank ends those of all."""
@@ -90,7 +98,7 @@ class Transfers:
     def broadcast(self, lane: str, root: int, value: Any) -> Any:
         """A picklable value of rank `root` on every rank."""
         source, target = (Mesh([root]), [Replicate()]), (self.everyone, [Replicate()])
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.rank == root else None
+        payload = _pickled(value) if self.rank == root else None
         size = torch.tensor([0 if payload is None else payload.numel()])
         length = self.start(lane, [Move.of((1,), torch.int64, source, target)], [size]).wait()
         move = Move.of((int(length[0]),), torch.uint8, source, target)
@@ -99,7 +107,7 @@ class Transfers:
 
     def gather(self, lane: str, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on every rank."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        payload = _pickled(value)
         mine = torch.zeros(len(self.ranks), dtype=torch.int64)
         mine[self.ranks.index(self.rank)] = payload.numel()
         lengths = self.sum(f"{lane}/lengths", mine).tolist()
