@@ -12,7 +12,7 @@
 #include "c10d/reshard_group.h"
 #include "core/error.h"
 #include "runtime/failure.h"
-#include "runtime/shared_memory.h"
+#include "runtime/memory/shared_memory.h"
 
 namespace py = pybind11;
 

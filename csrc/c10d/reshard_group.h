@@ -20,8 +20,8 @@
 #include "c10d/stream/device_lines.h"
 #include "core/resharding/plan.h"
 #include "core/topology.h"
+#include "runtime/calls/reshard_service.h"
 #include "runtime/fork_mark.h"
-#include "runtime/reshard_service.h"
 
 namespace xmesh::c10d_backend {
 

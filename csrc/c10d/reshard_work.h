@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "c10d/stream/call_on_device.h"
-#include "runtime/reshard_call.h"
+#include "runtime/calls/reshard_call.h"
 
 namespace xmesh::c10d_backend {
 

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "cuda/launches.h"
-#include "runtime/copy_dims.h"
+#include "runtime/memory/copy_dims.h"
 
 namespace xmesh::cuda {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-#include "runtime/host_device.h"
+#include "runtime/memory/host_device.h"
 
 /// What the bodies of all kernels share. They are functions of the host too, so that a test without a device runs them, thread by thread.
 namespace xmesh::cuda {

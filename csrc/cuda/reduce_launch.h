@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "cuda/grid.h"
-#include "runtime/element_math.h"
+#include "runtime/memory/element_math.h"
 
 /// Parts of reductions, many in one launch: what the kernel is given, and what each of its threads does. The arithmetic is the host's own.
 namespace xmesh::cuda {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "runtime/agreement/start_terms.h"
+#include "runtime/calls/peer_progress.h"
 #include "runtime/failure.h"
-#include "runtime/peer_progress.h"
 #include "runtime/program/prepared_plan.h"
 
 namespace xmesh::runtime {

@@ -5,7 +5,7 @@
 #include <array>
 #include <limits>
 
-#include "runtime/sub_boxes.h"
+#include "runtime/memory/sub_boxes.h"
 
 namespace xmesh::c10d_backend {
 namespace {

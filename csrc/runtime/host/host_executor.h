@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/box_copy.h"
+#include "runtime/calls/peer_progress.h"
 #include "runtime/host/host_reductions.h"
 #include "runtime/host/staging_use.h"
-#include "runtime/peer_progress.h"
+#include "runtime/memory/box_copy.h"
 #include "runtime/program/program.h"
 #include "transport/host_transport.h"
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "runtime/box_copy.h"
 #include "runtime/host/staging_use.h"
+#include "runtime/memory/box_copy.h"
 #include "runtime/program/program.h"
 
 namespace xmesh::runtime {

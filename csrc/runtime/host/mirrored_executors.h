@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "runtime/closable_post.h"
+#include "runtime/calls/closable_post.h"
 #include "runtime/executor.h"
 
 namespace xmesh::runtime {

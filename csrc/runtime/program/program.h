@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/resharding/plan.h"
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
+#include "runtime/memory/reduce.h"
 #include "runtime/program/tracks.h"
-#include "runtime/reduce.h"
 
 namespace xmesh::runtime {
 

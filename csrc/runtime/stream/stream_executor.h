@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 #include "runtime/program/program.h"
 #include "runtime/stream/stream_kernels.h"
 #include "transport/stream_transport.h"

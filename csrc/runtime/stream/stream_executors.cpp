@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/closable_post.h"
+#include "runtime/calls/closable_post.h"
 #include "runtime/stream/stream_executor.h"
 
 namespace xmesh::runtime {

@@ -5,8 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "runtime/box_copy.h"
-#include "runtime/reduce.h"
+#include "runtime/memory/box_copy.h"
+#include "runtime/memory/reduce.h"
 
 namespace xmesh::runtime {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cuda/emulated_grid.h"
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 #include "runtime/random_boxes.h"
 
 namespace xmesh::cuda {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/resharding/fingerprint.h"
+#include "runtime/calls/reshard_service.h"
 #include "runtime/host/host_executors.h"
-#include "runtime/reshard_service.h"
 #include "transport/fakes/fake_host_network.h"
 
 namespace xmesh::runtime {

@@ -12,7 +12,7 @@
 
 #include "core/resharding/plan.h"
 #include "random_layouts.h"
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 #include "runtime/program/program.h"
 #include "runtime/reshard_oracle.h"
 

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 #include "runtime/random_boxes.h"
 
 namespace xmesh::runtime {

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "core/resharding/plan_resharding.h"
+#include "runtime/calls/reshard_service.h"
 #include "runtime/fake_networks.h"
 #include "runtime/host/host_executors.h"
 #include "runtime/host/mirrored_executors.h"
-#include "runtime/reshard_service.h"
 #include "transport/fakes/fake_host_network.h"
 
 namespace xmesh::runtime {

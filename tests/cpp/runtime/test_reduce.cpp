@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "runtime/reduce.h"
+#include "runtime/memory/reduce.h"
 #include "runtime/reshard_oracle.h"
 
 namespace xmesh::runtime {

@@ -5,7 +5,7 @@
 #include <random>
 #include <set>
 
-#include "runtime/shared_memory.h"
+#include "runtime/memory/shared_memory.h"
 
 namespace xmesh::runtime {
 namespace {

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/resharding/plan_resharding.h"
+#include "runtime/calls/reshard_service.h"
 #include "runtime/executors_by_route.h"
 #include "runtime/fake_networks.h"
 #include "runtime/host/host_executors.h"
-#include "runtime/reshard_service.h"
 #include "runtime/stream/stream_executors.h"
 #include "transport/fakes/fake_host_network.h"
 #include "transport/fakes/fake_stream_network.h"

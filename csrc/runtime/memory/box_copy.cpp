@@ -1,9 +1,9 @@
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/copy_dims.h"
+#include "runtime/memory/copy_dims.h"
 
 namespace xmesh::runtime {
 namespace {

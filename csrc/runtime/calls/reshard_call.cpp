@@ -1,4 +1,4 @@
-#include "runtime/reshard_call.h"
+#include "runtime/calls/reshard_call.h"
 
 #include <algorithm>
 #include <utility>

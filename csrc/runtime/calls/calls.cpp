@@ -1,4 +1,4 @@
-#include "runtime/calls.h"
+#include "runtime/calls/calls.h"
 
 #include <algorithm>
 #include <utility>

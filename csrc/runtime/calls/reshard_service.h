@@ -18,10 +18,10 @@
 #include "runtime/agreement/mailbox.h"
 #include "runtime/agreement/peers.h"
 #include "runtime/agreement/refusals.h"
-#include "runtime/calls.h"
+#include "runtime/calls/calls.h"
+#include "runtime/calls/requests.h"
+#include "runtime/calls/reshard_call.h"
 #include "runtime/executors_by_route.h"
-#include "runtime/requests.h"
-#include "runtime/reshard_call.h"
 #include "transport/control_network.h"
 
 namespace xmesh::runtime {

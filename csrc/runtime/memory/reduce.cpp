@@ -1,4 +1,4 @@
-#include "runtime/reduce.h"
+#include "runtime/memory/reduce.h"
 
 #include <algorithm>
 #include <array>
@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "core/error.h"
-#include "runtime/element_math.h"
+#include "runtime/memory/element_math.h"
 
 namespace xmesh::runtime {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 
 namespace xmesh::runtime {
 

@@ -18,8 +18,8 @@
 #include "runtime/agreement/refusals.h"
 #include "runtime/agreement/rounds.h"
 #include "runtime/agreement/watch.h"
+#include "runtime/calls/reshard_call.h"
 #include "runtime/executors_by_route.h"
-#include "runtime/reshard_call.h"
 #include "transport/control_network.h"
 
 namespace xmesh::runtime {

@@ -1,4 +1,4 @@
-#include "runtime/copy_dims.h"
+#include "runtime/memory/copy_dims.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "runtime/shared_memory.h"
+#include "runtime/memory/shared_memory.h"
 
 #include <algorithm>
 #include <numeric>

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 
 namespace xmesh::runtime {
 

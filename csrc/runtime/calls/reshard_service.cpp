@@ -1,4 +1,4 @@
-#include "runtime/reshard_service.h"
+#include "runtime/calls/reshard_service.h"
 
 #include <utility>
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "runtime/box_copy.h"
+#include "runtime/memory/box_copy.h"
 
 namespace xmesh::runtime {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "runtime/calls.h"
+#include "runtime/calls/calls.h"
 
 namespace xmesh::runtime {
 

@@ -1,4 +1,4 @@
-#include "runtime/peer_progress.h"
+#include "runtime/calls/peer_progress.h"
 
 namespace xmesh::runtime {
 

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "runtime/host_device.h"
-#include "runtime/reduce.h"
+#include "runtime/memory/host_device.h"
+#include "runtime/memory/reduce.h"
 
 /// The arithmetic of reductions, one element at a time: what reduce.h promises of values is kept here, for the host and for CUDA kernels.
 namespace xmesh::runtime {
