@@ -1,5 +1,5 @@
-"""What every test shares: the --soak flag, one thread per process, hypothesis without deadlines or chance, and that
-plans are what they are once saved and read."""
+"""What every test shares: the --soak flag, tests that take turns, one thread per process, hypothesis without deadlines
+or chance, and that plans are what they are once saved and read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from turns import part_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,14 +28,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: a long test, run with --soak only")
+    config.addinivalue_line("markers", "in_turn(parts): one part of its cases per commit, all with --soak")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
     if config.getoption("--soak"):
         return
+    seen: dict[str, int] = {}
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.skip(reason="a long test: runs on any machine with --soak"))
+        if turn := item.get_closest_marker("in_turn"):
+            (parts,) = turn.args
+            test = item.nodeid.partition("[")[0]
+            case = seen[test] = seen.get(test, -1) + 1
+            if case % parts != part_of_commit(parts, test):
+                item.add_marker(pytest.mark.skip(reason="another commit's turn: runs on any machine with --soak"))
 
 
 @pytest.fixture(autouse=True)

@@ -113,11 +113,13 @@ def families(rank: int, world_size: int, names: Sequence[str], meshes: Any, is_t
         engine.close()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("names", [FAMILIES[:4], FAMILIES[4:8], FAMILIES[8:]], ids=" ".join)
 def test_families_in_two_stages(names: Sequence[str]) -> None:
     spawn(families, 3, names, TWO, False, timeout=170)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("names", [FAMILIES[:4], FAMILIES[4:8], FAMILIES[8:]], ids=" ".join)
 def test_families_in_three_stages(names: Sequence[str]) -> None:
     spawn(families, 4, names, THREE, True, timeout=170)
@@ -331,6 +333,7 @@ HABITS = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "names",
     [("checkpointing", "checkpoint_wrapper"), ("mixed_precision", "scaled"), ("adapters", "compiled"), ("vision",)],

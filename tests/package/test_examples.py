@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,11 +124,29 @@ def ddp_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     raise AssertionError("DDP's processes aborted five times")
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, float]]]:
+    """By script, the folder that it ran in and its losses; those that have run."""
+    return {}
+
+
+@pytest.mark.parametrize("script", FROM_DDP[1:])
+def test_without_ddp_the_losses_stay(
+    tmp_path_factory: pytest.TempPathFactory, runs: dict[str, Any], ddp_losses: dict[str, float], script: str
+) -> None:
+    folder = tmp_path_factory.mktemp(script)
+    runs[script] = folder, losses_of(script, folder)
+    assert runs[script][1] == pytest.approx(ddp_losses, abs=1e-5)
+
+
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("script", "other"), [("stages", "auto"), ("plan", "stages"), ("auto", "plan")])
-def test_without_ddp_the_losses_stay(tmp_path: Path, ddp_losses: dict[str, float], script: str, other: str) -> None:
-    losses = losses_of(script, tmp_path)
-    assert losses == pytest.approx(ddp_losses, abs=1e-5)
-    resumed = losses_of(other, tmp_path, "--resume", f"{script}/0")
+def test_one_script_goes_on_from_what_another_has_saved(
+    tmp_path: Path, runs: dict[str, Any], ddp_losses: dict[str, float], script: str, other: str
+) -> None:
+    if script not in runs:
+        runs[script] = tmp_path, losses_of(script, tmp_path)
+    resumed = losses_of(other, runs[script][0], "--resume", f"{script}/0")
     assert resumed == pytest.approx({step: ddp_losses[step] for step in ddp_losses if step[0] == "1"}, abs=1e-5)
 
 

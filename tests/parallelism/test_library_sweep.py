@@ -17,6 +17,7 @@ import torch
 from library_sweep import KINDS, Job, outcome_of, train
 from models.libraries import MODELS
 from torch import nn
+from turns import part_of_commit
 
 import torch_xmesh as xm
 from torch_xmesh.testing import RankError, spawn
@@ -53,17 +54,12 @@ def check(names: Sequence[str]) -> None:
         assert found == known[name], f"{name}: run the soak test with XMESH_WRITE_SWEEP=1, and scripts/model_table.py"
 
 
-def part() -> int:
-    """The part of PARTS that this commit runs, chosen by its hash."""
-    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(shown.stdout or "0", 16) % PARTS
-
-
 @pytest.mark.timeout(1600)
 def test_some_of_the_models(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [*MODELS][part() :: PARTS]
+    part = part_of_commit(PARTS)
+    names = [*MODELS][part::PARTS]
     with capsys.disabled():
-        print(f"\nmodels of libraries, part {part()} of {PARTS}: {', '.join(names)}")
+        print(f"\nmodels of libraries, part {part} of {PARTS}: {', '.join(names)}")
     check(names)
 
 
