@@ -10,7 +10,7 @@ def note_ranks(text: str, ranks: Sequence[int]) -> None:
     """For a PeerError that torch makes of its text alone."""
     _ranks_of[text] = tuple(ranks)
     if len(_ranks_of) > _MOST_TEXTS:
-        del _ranks_of[next(iter(_ranks_of))]
+        _ranks_of.pop(next(iter(_ranks_of)), None)
 
 
 class PeerError(RuntimeError):

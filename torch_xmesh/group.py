@@ -24,7 +24,7 @@ class GroupReshards:
         self.backend = backend
         self.ranks = frozenset(ranks)
         self.plans = Plans(self.ranks, lambda: self.core)
-        self.calls = KnownCalls(self.plans.prepared.most)
+        self.calls = KnownCalls(16 * self.plans.prepared.most)
         # Works of backwards, which nobody waits for to their end, with the tensors whose first use waits for them.
         self.unwatched: list[tuple[Any, list[torch.Tensor]]] = []
         self._in_order = ranks

@@ -23,12 +23,13 @@ Value = TypeVar("Value")
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """A dict of at most so many entries: the least recently used one goes first. Any thread."""
+    """A dict whose entries weigh at most so much together: the least recently used one goes first. Any thread."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Key, Value] = OrderedDict()
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._weight = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -40,15 +41,17 @@ class RecentlyUsed(Generic[Key, Value]):
     def get(self, key: Key) -> Value | None:
         with self._lock:
             found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
+            if found is None:
+                return None
+            self._entries.move_to_end(key)
+            return found[0]
 
-    def put(self, key: Key, value: Value) -> None:
+    def put(self, key: Key, value: Value, weight: int = 1) -> None:
         with self._lock:
-            self._entries[key] = value
-            while len(self._entries) > self.most:
-                self._entries.popitem(last=False)
+            self._weight += weight - self._entries.pop(key, (None, 0))[1]
+            self._entries[key] = value, weight
+            while self._weight > self.most and len(self._entries) > 1:
+                self._weight -= self._entries.popitem(last=False)[1][1]
 
 
 _canonical = functools.lru_cache(maxsize=256)(_C.canonical_strategy)

@@ -143,7 +143,7 @@ def _reshard(
     with reshards_of(group) as reshards:
         reshards.raise_late_failure()
         try:
-            form = reshards.calls.form(xs, dst_mesh, dst_placements, out, (str(strategy), topology))
+            form = reshards.calls.form(xs, dst_mesh, dst_placements, out, (is_single, str(strategy), topology))
             known = None if form is None else reshards.calls.find(form)
             if form is None or known is None:
                 if is_single:
@@ -153,9 +153,13 @@ def _reshard(
                 known = _new_call(reshards, tree, dst_mesh, dst_placements, PlanOptions.of(strategy, topology), outs)
                 tensors = tree.tensors
                 if form is not None:
-                    known = _with_places(known, tree.places, outs, form.outs)
-                    reshards.calls.keep(form, known)
+                    known = _with_places(known, tree.places, dst_mesh, outs, form.outs)
+                    if len(known.out_places) == len(outs or ()):
+                        reshards.calls.keep(form, known)
             else:
+                if known.mesh is not dst_mesh and isinstance(dst_mesh, torch.distributed.DeviceMesh):
+                    known = known.on(dst_mesh)
+                    reshards.calls.keep(form, known)
                 leaves, given = form.leaves, form.outs
                 tensors = [leaves[place] for place in known.places]
                 outs = None if out is None else [given[place] for place in known.out_places]
@@ -209,10 +213,14 @@ def _new_call(
     return known
 
 
-def _with_places(known: KnownCall, places: list[int], outs: list[Any] | None, found: list[Any]) -> KnownCall:
-    """The same call for other containers of this form."""
+def _with_places(
+    known: KnownCall, places: list[int], dst_mesh: Any, outs: list[Any] | None, found: list[Any]
+) -> KnownCall:
+    """The same call for other containers of this form. Without places of ``outs`` if one is there twice."""
     place_of = {id(out): place for place, out in enumerate(found)}
-    return dataclasses.replace(known, places=tuple(places), out_places=tuple(place_of[id(out)] for out in outs or ()))
+    out_places = [place_of[id(out)] for out in outs or ()] if len(place_of) == len(found) else []
+    mesh = dst_mesh if isinstance(dst_mesh, torch.distributed.DeviceMesh) else None
+    return dataclasses.replace(known, places=tuple(places), out_places=tuple(out_places), mesh=mesh)
 
 
 def _rebuilt(xs: Any, form: "_C.NormalForm", known: KnownCall, results: list[DTensor]) -> Any:

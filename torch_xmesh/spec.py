@@ -208,7 +208,13 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: DTensor) -> "Spec":
-        """The spec of a DTensor."""
+        """The spec of a DTensor. ValueError for one whose shards are in an order of their own."""
+        order = getattr(tensor._spec, "shard_order", None)
+        if order is not None and order != DTensorSpec.compute_default_shard_order(tensor.placements):
+            raise ValueError(
+                f"a DTensor with shard_order {order} cannot be resharded: expected mesh axes that cut one dim to do so "
+                "in their order"
+            )
         return cls.unchecked(
             tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, requires_grad=tensor.requires_grad
         )

@@ -37,19 +37,25 @@ class PythonFailure final : public torch::PyTorchError {
  public:
   explicit PythonFailure(runtime::Failure failure) : PyTorchError(failure.text), failure_(std::move(failure)) {}
   [[nodiscard]] const runtime::Failure& failure() const { return failure_; }
-  /// Torch makes the exception of its text alone.
+  /// Torch makes the exception of its text alone. It asks where it has caught this one, so that nothing may be thrown.
   PyObject* python_type() override {
     if (failure_.kind == runtime::FailureKind::kMistake) {
       return PyExc_ValueError;
     }
-    errors().attr("note_ranks")(torch::processErrorMsg(failure_.text), failure_.blamed_ranks);
-    return errors().attr("PeerError").ptr();  // its module holds it
+    try {
+      errors().attr("note_ranks")(torch::processErrorMsg(failure_.text), failure_.blamed_ranks);
+      return errors().attr("PeerError").ptr();  // its module holds it
+    } catch (const std::exception&) {           // Python ends
+      PyErr_Clear();
+      return PyExc_RuntimeError;
+    }
   }
 
  private:
   const runtime::Failure failure_;
 };
 
+/// StageError and GroupError come from this module's own functions alone, whose exceptions `translate` sees.
 void throwForPython(const runtime::Failure& failure) {
   if (failure.kind == runtime::FailureKind::kPeer || failure.kind == runtime::FailureKind::kMistake) {
     throw PythonFailure(failure);

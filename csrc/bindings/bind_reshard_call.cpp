@@ -11,6 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/normal_form.h"
+#include "bindings/without_gil.h"
 
 namespace py = pybind11;
 
@@ -37,12 +38,15 @@ class ResultMaker {
   [[nodiscard]] std::pair<std::vector<at::Tensor>, py::list> make() const {
     std::vector<at::Tensor> locals;
     locals.reserve(results_.size());
+    withoutGil([&] {  // it may wait for a device
+      for (const Result& result : results_) {
+        locals.push_back(at::empty(result.local_shape, at::TensorOptions().dtype(result.dtype).device(result.device)));
+      }
+    });
     py::list out(results_.size());
     for (size_t i = 0; i < results_.size(); ++i) {
-      const Result& result = results_[i];
-      locals.push_back(at::empty(result.local_shape, at::TensorOptions().dtype(result.dtype).device(result.device)));
-      const auto local = py::reinterpret_steal<py::object>(THPVariable_Wrap(locals.back()));
-      PyObject* const arguments[] = {dtensor_.ptr(), local.ptr(), result.spec.ptr(), Py_False};
+      const auto local = py::reinterpret_steal<py::object>(THPVariable_Wrap(locals[i]));
+      PyObject* const arguments[] = {dtensor_.ptr(), local.ptr(), results_[i].spec.ptr(), Py_False};
       PyObject* const made = PyObject_Vectorcall(make_.ptr(), arguments, 3, keywords_.ptr());
       if (made == nullptr) {
         throw py::error_already_set();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <stdexcept>
 #include <utility>
 
 namespace py = pybind11;
@@ -28,13 +29,29 @@ class Name {
     }
     return py::reinterpret_steal<py::object>(found);
   }
+  /// None where it has no such attribute.
+  [[nodiscard]] py::object orNone(PyObject* object) const {
+    PyObject* const found = PyObject_GetAttr(object, text_);
+    if (found == nullptr) {
+      PyErr_Clear();
+      return py::none();
+    }
+    return py::reinterpret_steal<py::object>(found);
+  }
 
  private:
   PyObject* text_;
 };
 
 bool isInstance(PyObject* object, const py::object& type) {
-  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(type.ptr()) || PyObject_IsInstance(object, type.ptr()) == 1;
+  if (Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(type.ptr())) {
+    return true;
+  }
+  const int found = PyObject_IsInstance(object, type.ptr());
+  if (found < 0) {
+    PyErr_Clear();
+  }
+  return found == 1;
 }
 
 bool isExactly(PyObject* object, const py::object& type) { return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(type.ptr()); }
@@ -46,6 +63,8 @@ std::optional<int64_t> passedThrough(PyObject* object) {
   const auto* const found = std::find(std::begin(is_of_type), std::end(is_of_type), true);
   return found == std::end(is_of_type) ? std::nullopt : std::optional<int64_t>(found - std::begin(is_of_type));
 }
+
+py::object itself(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
 py::object withType(PyObject* object) {
   return py::make_tuple(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(object))), py::reinterpret_borrow<py::object>(object));
@@ -86,7 +105,7 @@ int64_t Numbers::hold(PyObject* object) {
   return next_++;
 }
 
-int64_t Numbers::ofObject(PyObject* object) {
+std::optional<int64_t> Numbers::ofObject(PyObject* object) {
   const auto found = of_object_.find(object);
   return found != of_object_.end() ? found->second : hold(object);
 }
@@ -130,12 +149,10 @@ class NormalForms::Walk {
     if (leaves != nullptr) {
       leaves->push_back(py::reinterpret_borrow<py::object>(object));
     }
-    return addLeaf(object);
+    return addLeaf(object, /*is_alone=*/depth == 0);
   }
 
-  bool addOptions(PyObject* options) {
-    return addNumber(forms_.numbers_.ofValue(options, [](PyObject* given) { return py::reinterpret_borrow<py::object>(given); }));
-  }
+  bool addOptions(PyObject* options) { return addNumber(forms_.numbers_.ofValue(options, itself)); }
 
   /// Seven bits a byte, the lowest first; the last byte of a number has its highest bit clear.
   void put(int64_t number) {
@@ -169,7 +186,7 @@ class NormalForms::Walk {
     return true;
   }
 
-  bool addLeaf(PyObject* object) {
+  bool addLeaf(PyObject* object, bool is_alone) {
     if (isExactly(object, forms_.dtensor_)) {
       return addTensor(object);
     }
@@ -181,19 +198,23 @@ class NormalForms::Walk {
       return addPlacement(object);
     }
     if (isExactly(object, forms_.mesh_) || isInstance(object, forms_.device_mesh_)) {
-      return addMesh(object);
+      return addMesh(object, is_alone);
     }
     put(kPassed);
     return addNumber(passedThrough(object));
   }
 
-  /// Results lie on the very DeviceMesh that was given; of a Mesh its ranks are all there is.
-  bool addMesh(PyObject* object) {
+  /// Results lie on the very DeviceMesh that was given. Where one is for all results the caller sees to that, so that equal ones do here; of several,
+  /// it is this one. Of a Mesh, ranks and device are all there is.
+  bool addMesh(PyObject* object, bool takes_equal = true) {
     static const Name shape("shape"), ranks("ranks"), device_type("device_type");
     if (!isExactly(object, forms_.mesh_)) {
+      if (!isInstance(object, forms_.device_mesh_)) {
+        return false;
+      }
       put(kDeviceMesh);
-      put(forms_.numbers_.ofObject(object));
-      return isInstance(object, forms_.device_mesh_);
+      put(static_cast<int64_t>(takes_equal));
+      return addNumber(takes_equal ? forms_.numbers_.ofValue(object, withType) : forms_.numbers_.ofObject(object));
     }
     put(kMesh);
     return addNumber(forms_.numbers_.ofValue(
@@ -217,7 +238,7 @@ class NormalForms::Walk {
   }
 
   bool addTensor(PyObject* object) {
-    static const Name spec("_spec"), mesh("mesh"), placements("placements");
+    static const Name spec("_spec"), mesh("mesh"), placements("placements"), shard_order("shard_order");
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
       return false;
@@ -230,7 +251,8 @@ class NormalForms::Walk {
       put(extent);
     }
     const py::object found = spec.of(object);
-    return addMesh(mesh.of(found.ptr()).ptr()) && addPlacements(placements.of(found.ptr()));
+    return addMesh(mesh.of(found.ptr()).ptr()) && addPlacements(placements.of(found.ptr())) &&
+           addNumber(forms_.numbers_.ofValue(shard_order.orNone(found.ptr()).ptr(), withType));
   }
 
   bool addSpec(PyObject* object) {
@@ -246,6 +268,10 @@ class NormalForms::Walk {
     put(PyTuple_GET_SIZE(extents.ptr()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(extents.ptr()); ++i) {
       put(PyLong_AsLongLong(PyTuple_GET_ITEM(extents.ptr(), i)));
+    }
+    if (PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      return false;
     }
     return addMesh(mesh.of(object).ptr()) && addPlacements(placements.of(object));
   }
@@ -286,20 +312,27 @@ std::optional<NormalForm> NormalForms::of(py::handle xs, py::handle dst_mesh, py
 
 namespace {
 
-py::object rebuiltFrom(PyObject* container, std::vector<py::object>::const_iterator& leaf) {
+constexpr const char* kChanged = "the container of tensors was changed while they were resharded";
+
+using Leaf = std::vector<py::object>::const_iterator;
+
+py::object rebuiltFrom(PyObject* container, Leaf& leaf, const Leaf& end) {
   if (PyDict_Check(container)) {
     const py::object out = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(container)))();
     for (const auto& [key, value] : entriesOf(container)) {
-      out[key] = rebuiltFrom(value.ptr(), leaf);
+      out[key] = rebuiltFrom(value.ptr(), leaf, end);
     }
     return out;
   }
   if (PyList_CheckExact(container) || PyTuple_CheckExact(container)) {
     py::list items;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(container); ++i) {
-      items.append(rebuiltFrom(PySequence_Fast_GET_ITEM(container, i), leaf));
+      items.append(rebuiltFrom(PySequence_Fast_GET_ITEM(container, i), leaf, end));
     }
     return PyList_CheckExact(container) ? py::object(std::move(items)) : py::object(py::tuple(items));
+  }
+  if (leaf == end) {
+    throw std::runtime_error(kChanged);
   }
   return *leaf++;
 }
@@ -308,7 +341,11 @@ py::object rebuiltFrom(PyObject* container, std::vector<py::object>::const_itera
 
 py::object rebuilt(py::handle container, const std::vector<py::object>& leaves) {
   auto leaf = leaves.begin();
-  return rebuiltFrom(container.ptr(), leaf);
+  py::object out = rebuiltFrom(container.ptr(), leaf, leaves.end());
+  if (leaf != leaves.end()) {
+    throw std::runtime_error(kChanged);
+  }
+  return out;
 }
 
 }  // namespace xmesh::bindings

@@ -17,7 +17,7 @@ class Numbers {
   static constexpr size_t kMost = 1 << 16;
 
   /// Of this object, and of no other one.
-  int64_t ofObject(PyObject* object);
+  std::optional<int64_t> ofObject(PyObject* object);
   /// Of all objects whose `value(object)` is equal. std::nullopt for what has no hash.
   template <class Value>
   std::optional<int64_t> ofValue(PyObject* object, const Value& value) {

@@ -61,7 +61,11 @@ std::string lineOf(const std::string& secret, const Failure& failure) {
   for (size_t i = 0; i < failure.blamed_ranks.size(); ++i) {
     out += (i > 0 ? "," : "") + std::to_string(failure.blamed_ranks[i]);
   }
-  std::string text = failure.text.substr(0, kMostText);
+  size_t length = std::min(failure.text.size(), kMostText);
+  while (length < failure.text.size() && length > 0 && (static_cast<unsigned char>(failure.text[length]) & 0xC0U) == 0x80U) {
+    --length;  // within a character of UTF-8
+  }
+  std::string text = failure.text.substr(0, length);
   std::replace(text.begin(), text.end(), '\n', ' ');
   return out + " " + text;
 }

@@ -14,6 +14,17 @@ runtime::LocalTensor localOf(const at::Tensor& tensor, int16_t kind) {
   return plainMemoryOf(tensor);
 }
 
+/// Memory of a lazy view (Tensor.conj(), .imag of one) has other values than the tensor.
+at::Tensor withValuesInMemory(const at::Tensor& tensor) {
+  return tensor.is_conj() || tensor.is_neg() ? tensor.detach().resolve_conj().resolve_neg() : tensor;
+}
+
+at::Tensor checkedTarget(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(),
+                    "xmesh: nothing can be received into a conjugated or negated view: expected a tensor whose memory has its values");
+  return tensor;
+}
+
 }  // namespace
 
 runtime::LocalTensor plainMemoryOf(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}; }
@@ -57,8 +68,8 @@ runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>&
   out.prepared = prepared;
   for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
     const runtime::DeviceKinds& kinds = prepared->devices.at(tensor);
-    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor), kinds.src) : runtime::LocalTensor{});
-    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(dst.at(tensor), kinds.dst) : runtime::LocalTensor{});
+    out.src.push_back(program.srcShape(tensor).has_value() ? lent(withValuesInMemory(src.at(tensor)), kinds.src) : runtime::LocalTensor{});
+    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(checkedTarget(dst.at(tensor)), kinds.dst) : runtime::LocalTensor{});
   }
   program.checkLocalTensors(out.src, out.dst);
   out.keep_alive = std::move(alive);

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
 from torch_xmesh import resharding
+from torch_xmesh.group import reshards_of
 from torch_xmesh.testing import spawn
 
 FRONT, BACK = xm.Mesh([0, 1]), xm.Mesh([2, 3])
@@ -138,12 +139,43 @@ def memory_is_looked_at_each_time(rank: int, world_size: int) -> None:
     assert torch.equal(whole[4:], whole[:4])
 
 
+def what_differs_in_containers_is_seen(rank: int, world_size: int) -> None:
+    """One object given twice, one call for a list and one for a tensor, equal meshes that are ever other objects."""
+    a, b = tensor(rank, 1.0), tensor(rank, 2.0)
+    first, second = (xm.reshard(x, BACK, [Replicate()]) for x in (a, b))
+    if rank in BACK.ranks:
+        with pytest.raises(ValueError, match="shares memory with out= of tensor 1"):
+            xm.reshard_many([a, b], BACK, [Replicate()], out=[first, first])
+    else:
+        with pytest.raises(ValueError, match="shares memory"):
+            xm.reshard_many([a, b], BACK, [Replicate()], out=[first, second])
+    y, z = xm.reshard_many([a, b], BACK, [Replicate()], out=[first, second])
+    assert y is first
+    assert z is second
+    expect(y, rank, 1.0)
+    expect(z, rank, 2.0)
+    xm.reshard_many([[a, b]], BACK, [Replicate()])
+    with pytest.raises(ValueError, match="expected a DTensor or an xm.Spec, got list"):
+        xm.reshard([a, b], BACK, [Replicate()])  # type: ignore[arg-type]
+    world = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    known = len(reshards_of(None).calls._calls)
+    for value in range(5):
+        mesh = world["b"]
+        if rank in FRONT.ranks:
+            x = DTensor.from_local(torch.full((2,), float(value)), mesh, [Shard(0)], run_check=False)
+            y = xm.reshard(x, mesh, [Replicate()])
+            assert y.device_mesh is mesh
+            assert torch.equal(y.to_local(), torch.full((4,), float(value)))
+    assert len(reshards_of(None).calls._calls) <= known + 1
+
+
 def everything(rank: int, world_size: int) -> None:
     one_by_one_and_many(rank, world_size)
     are_not_checked_twice(rank, world_size)
     changes_are_seen(rank, world_size)
     results_lie_on_the_mesh_that_was_given(rank, world_size)
     memory_is_looked_at_each_time(rank, world_size)
+    what_differs_in_containers_is_seen(rank, world_size)
 
 
 def test_calls_seen_before() -> None:

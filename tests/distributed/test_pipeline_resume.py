@@ -116,8 +116,8 @@ def incomplete(rank: int, world_size: int) -> None:
     for key, value, text in (
         ("first.weight/param_groups.lr", None, "the optimizer's state has no first.weight/param_groups.lr"),
         ("second.bias/param_groups.lr", 3.0, "first.bias and second.bias are in one group .* had lr 0.05 and 3.0"),
-        ("head.bias/param_groups.lr", 3.0, "the optimizer's state has 'head.bias', which the model has not"),
-        ("head.bias/exp_avg", 3.0, "the optimizer's state has 'head.bias', which the model has not"),
+        ("head.bias/param_groups.lr", 3.0, "on rank 0, the optimizer's state has 'head.bias', which the model has not"),
+        ("head.bias/exp_avg", 3.0, "on rank 0, the optimizer's state has 'head.bias', which the model has not"),
     ):
         changed = copy.copy(state["optimizer"])
         changed[key] = value
@@ -362,7 +362,7 @@ def names(rank: int, world_size: int) -> None:
         torch.testing.assert_close(value.to_local(), plain.state_dict()[name] + 1)
     before = engine.state_dict()
     for stranger, why in (({"1.wait": torch.ones(4, 4)}, r"'1\.wait'"), ({"a": 1, "b": 2}, "'a' and 1 more")):
-        with pytest.raises(ValueError, match=f"the state dict has {why}, which the model has not"):
+        with pytest.raises(ValueError, match=f"on rank 0, the state dict has {why}, which the model has not"):
             engine.load_state_dict({**changed, **(stranger if rank == 0 else {})})
     for name, value in engine.state_dict().items():
         assert torch.equal(value.to_local(), before[name].to_local())

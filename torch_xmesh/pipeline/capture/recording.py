@@ -207,10 +207,15 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
+def _summary(value: torch.Tensor) -> str:
+    is_plain = value.layout == torch.strided and not value.is_quantized
+    return checksum(value).hex() if is_plain else str(float(value.double().sum()))
+
+
 def _text_of_object(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {value.shape} {digest_of(value.tobytes())}"
     if isinstance(value, torch.Tensor):
-        content = value.tolist() if value.numel() < 100 else (tuple(value.shape), checksum(value).hex())
+        content = value.tolist() if value.numel() < 100 else (tuple(value.shape), _summary(value))
         return f"tensor {value.dtype} {content}"
     return str(getattr(value, "__qualname__", type(value).__qualname__))

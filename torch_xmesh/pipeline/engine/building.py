@@ -117,7 +117,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         names_stages=given.names_stages,
         unused=made.unused,
         unset=made.unset,
-        state_names=frozenset(of_model | _state_names(given, transfers, made.modules)),
+        model_names=frozenset(of_model),
     )
     sharded = FullySharded(transfers, made.modules, meshes)
     by_name = {stage: dict(sorted(named.items())) for stage, named in made.named.items()}
@@ -318,16 +318,6 @@ def _unused_parameters(
     found = {name: (given.model.get_parameter(name), given.meshes[0]) for name in names}
     unset.update((name, parameter) for name, (parameter, _) in found.items() if was_meta[name] and is_unset(parameter))
     return found
-
-
-def _state_names(given: Given, transfers: Transfers, modules: Mapping[int, nn.Module]) -> set[str]:
-    """The names of the states of all stages. Called by all ranks."""
-    own = [
-        f"{stage}.{name}" if given.names_stages else name
-        for stage, module in modules.items()
-        for name in state_names(module)
-    ]
-    return set(itertools.chain.from_iterable(transfers.gather("names of states", own)))
 
 
 def _make_core(

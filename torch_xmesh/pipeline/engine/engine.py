@@ -453,10 +453,19 @@ class PipelineEngine:
         except Exception as error:
             failure = error
         with self._guarded("load_state_dict()", failure):
+            self._check_names(state, optimizer is not None)
             for copy in copies:
                 copy()
             self._place.own.all_set()
             self._steps.number = number
+
+    def _check_names(self, state: Mapping[str, Any], has_optimizer: bool) -> None:
+        """Called by all ranks: one's state may have what another one's stages are called."""
+        known = set[str]().union(*self._transfers.gather("names of states", self._place.own.names()))
+        found = self._transfers.gather("strange names", self._place.own.strangers(state, has_optimizer, known))
+        for rank, text in zip(self._transfers.ranks, found, strict=True):
+            if text is not None:
+                raise StepRefusedError(ValueError(f"on rank {rank}, {text}"))
 
     def costs(self, stages: Sequence[StageCosts], *, topology: Topology | None = None) -> Costs:
         """For :func:`simulate` with this engine's schedule: what the stages take, as given (one entry per stage), and

@@ -2,7 +2,7 @@
 names."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -10,7 +10,14 @@ from torch import nn
 
 from torch_xmesh.arguments import instance_of
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.state.checkpoint import load_model_state, load_optimizer_state, model_state
+from torch_xmesh.pipeline.state.checkpoint import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    names_of_optimizer_state,
+    stage_state_names,
+    unknown_names,
+)
 from torch_xmesh.pipeline.state.gradient_sync import Tied
 from torch_xmesh.pipeline.state.training import OwnParameter, is_counted
 
@@ -28,7 +35,7 @@ class OwnStages:
         names_stages: parameters are named after their stage, since the model came as a list.
         unused: the model's parameters that no stage has, and their mesh, on the first stage's ranks.
         unset: tensors of a model on meta that still have no values, by name.
-        state_names: names of the whole model's state.
+        model_names: names of the state of the model that was given, without what `parallelize` has put into it.
         is_training: what the engine was last told, of all its stages.
     """
 
@@ -40,7 +47,7 @@ class OwnStages:
     names_stages: bool
     unused: Mapping[str, tuple[nn.Parameter, StageMesh]]
     unset: dict[str, torch.Tensor]
-    state_names: frozenset[str]
+    model_names: frozenset[str]
     is_training: bool = True
 
     def module(self, stage: int) -> nn.Module:
@@ -90,11 +97,11 @@ class OwnStages:
         """What copies what `state` gives, or with an optimizer what PipelineEngine.state_dict does; all is checked.
 
         Raises:
-            ValueError: a key is missing, has another shape, or is none of the model's.
+            ValueError: a key is missing or has another shape.
         """
         instance_of("state", state, Mapping, "a dict of what state_dict() gave")  # type: ignore[type-abstract]
         if optimizer is None:
-            return [load_model_state(self._prefixed(), self.unused, state, self.state_names)]
+            return [load_model_state(self._prefixed(), self.unused, state)]
         instance_of("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         if missing := [key for key in ("model", "optimizer", "step") if key not in state]:
             raise ValueError(
@@ -102,9 +109,21 @@ class OwnStages:
                 "state_dict(optimizer) gave"
             )
         return [
-            load_model_state(self._prefixed(), self.unused, state["model"], self.state_names),
-            load_optimizer_state(optimizer, self.own_parameters(), state["optimizer"], self.state_names),
+            load_model_state(self._prefixed(), self.unused, state["model"]),
+            load_optimizer_state(optimizer, self.own_parameters(), state["optimizer"]),
         ]
+
+    def names(self) -> set[str]:
+        """Those that a state may have: of the whole model as it was given, and of this rank's stages as they are."""
+        return {*self.model_names, *stage_state_names(self._prefixed()), *self.unused}
+
+    def strangers(self, state: Mapping[str, Any], has_optimizer: bool, known: Set[str]) -> str | None:
+        """What to say of names in a state that `load` takes, which the model has not; None without any."""
+        model = state["model"] if has_optimizer else state
+        found = unknown_names(model, known, "the state dict")
+        if found is None and has_optimizer:
+            found = unknown_names(names_of_optimizer_state(state["optimizer"]), known, "the optimizer's state")
+        return found
 
     def all_set(self) -> None:
         """Every tensor has values now."""

@@ -38,9 +38,11 @@ def _of_participant(prepared: Prepared) -> "_C.PreparedPlan":
 
 
 def _pickled(value: Any) -> torch.Tensor:
-    """Bytes that pickle.loads reads, and zeros after them up to a power of two: few lengths are few plans."""
+    """Bytes that pickle.loads reads, and zeros after them up to a power of two or some MiB: few lengths are few
+    plans."""
     found = pickle.dumps(value)
-    out = torch.zeros(max(64, 1 << (len(found) - 1).bit_length()), dtype=torch.uint8)
+    power, mib = max(64, 1 << (len(found) - 1).bit_length()), 1 << 20
+    out = torch.zeros(power if power <= mib else -(-len(found) // mib) * mib, dtype=torch.uint8, device="cpu")
     out[: len(found)] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
     return out
 

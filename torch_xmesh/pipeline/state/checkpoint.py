@@ -45,24 +45,33 @@ def _check_complete(module: nn.Module, state: Mapping[str, Any], mesh: StageMesh
             )
 
 
-def state_names(model: nn.Module) -> set[str]:
-    """The names that a model's own state dict may have, those of tied parameters and of its hooks too."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {plain_name(name) for name in (*names, *model.state_dict())}
+def state_names(module: nn.Module) -> set[str]:
+    """The names that the state dict of a module may have, those of tied parameters too; what its hooks make of them
+    apart."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for name, part in module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            names.add(f"{name}._extra_state" if name else "_extra_state")
+    return {plain_name(name) for name in names}
 
 
-def load_model_state(
-    modules: Iterable[StageModule], unused: Unused, given: Mapping[str, Any], known: Set[str]
-) -> Callable[[], None]:
-    """What copies values of :func:`model_state`'s form into this rank's stages; all is checked before. `known`: the
-    names of the whole model's state.
+def stage_state_names(modules: Iterable[StageModule]) -> set[str]:
+    """The names of the states of this rank's stages, as their modules are now."""
+    return {
+        prefix + plain_name(name)
+        for prefix, module, _ in modules
+        for name in (*state_names(module), *module.state_dict())
+    }
+
+
+def load_model_state(modules: Iterable[StageModule], unused: Unused, given: Mapping[str, Any]) -> Callable[[], None]:
+    """What copies values of :func:`model_state`'s form into this rank's stages; all is checked before.
 
     Raises:
-        ValueError: a key is missing, has another shape, or is of no stage's.
+        ValueError: a key is missing, or has another shape.
     """
     given = {plain_name(name): value for name, value in given.items()}
-    _check_known(given, known, "the state dict")
     stages = [
         (
             module,
@@ -86,13 +95,21 @@ def load_model_state(
     return copy
 
 
-def _check_known(names: Iterable[str], known: Set[str], what: str) -> None:
-    if unknown := sorted(set(names) - known):
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise ValueError(
-            f"{what} has {unknown[0]!r}{more}, which the model has not: load a state of this model, or leave such keys "
-            "out of it"
-        )
+def unknown_names(names: Iterable[str], known: Set[str], what: str) -> str | None:
+    """What to say of names that are not known; None where all are."""
+    unknown = sorted({plain_name(str(name)) for name in names} - known)
+    if not unknown:
+        return None
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    return (
+        f"{what} has {unknown[0]!r}{more}, which the model has not: load a state of this model, or leave such keys out "
+        "of it"
+    )
+
+
+def names_of_optimizer_state(given: Mapping[str, Any]) -> set[str]:
+    """The parameters that an optimizer's state is of."""
+    return {key.rpartition(f"/{_GROUP}")[0] or key.rpartition("/")[0] or key for key in map(str, given)}
 
 
 def _given(name: str, value: Any, given: Mapping[str, Any]) -> Any:
@@ -136,10 +153,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnPa
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any], known: Set[str]
+    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], given: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """What copies what :func:`optimizer_state` gave into the optimizer; all is checked before. `known`: as of
-    :func:`load_model_state`.
+    """What copies what :func:`optimizer_state` gave into the optimizer; all is checked before.
 
     Raises:
         ValueError: a key is missing or has another shape, the optimizer holds no such key, or parameters of one group
@@ -155,7 +171,6 @@ def load_optimizer_state(
         else:
             name, _, field = key.rpartition("/")
             keys.setdefault(name, {})[field] = value
-    _check_known({*keys, *options}, known, "the optimizer's state")
     states: list[tuple[OwnParameter, dict[str, Any]]] = []
     for own in parameters:
         if own.parameter in groups:
