@@ -1,7 +1,7 @@
 """Calls that came before: what equal arguments were checked and planned to."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,9 @@ class KnownCalls:
         """For the next call with equal arguments."""
         self._calls.put(form.key, call, len(call.request.moves))
 
-    def backward(self, plans: Plans, forward: KnownCall, gradients: Sequence[Any], request: Any) -> KnownCall:
+    def backward(
+        self, plans: Plans, forward: KnownCall, gradients: Sequence[Any], request: Callable[[], PlanRequest]
+    ) -> KnownCall:
         """The call that takes these gradients back; ``request()`` says what it moves."""
         form = self.form(list(gradients), None, None, None, ())
         known = None if form is None else forward.backwards.get(form.key)

@@ -205,7 +205,7 @@ class NormalForms::Walk {
   }
 
   /// Results lie on the very DeviceMesh that was given. Where one is for all results the caller sees to that, so that equal ones do here; of several,
-  /// it is this one. Of a Mesh, ranks and device are all there is.
+  /// it is this one, as it is of a source that gets a gradient. Of a Mesh, ranks and device are all there is.
   bool addMesh(PyObject* object, bool takes_equal = true) {
     static const Name shape("shape"), ranks("ranks"), device_type("device_type");
     if (!isExactly(object, forms_.mesh_)) {
@@ -245,13 +245,14 @@ class NormalForms::Walk {
     }
     put(kTensor);
     put(static_cast<int64_t>(tensor.scalar_type()));
-    put(static_cast<int64_t>(with_grad_ && tensor.requires_grad()));
+    const bool wants_grad = with_grad_ && tensor.requires_grad();
+    put(static_cast<int64_t>(wants_grad));
     put(tensor.dim());
     for (const int64_t extent : tensor.sizes()) {
       put(extent);
     }
     const py::object found = spec.of(object);
-    return addMesh(mesh.of(found.ptr()).ptr()) && addPlacements(placements.of(found.ptr())) &&
+    return addMesh(mesh.of(found.ptr()).ptr(), /*takes_equal=*/!wants_grad) && addPlacements(placements.of(found.ptr())) &&
            addNumber(forms_.numbers_.ofValue(shard_order.orNone(found.ptr()).ptr(), withType));
   }
 

@@ -120,6 +120,11 @@ def results_lie_on_the_mesh_that_was_given(rank: int, world_size: int) -> None:
         y = xm.reshard(tensor(rank, 1.0), mesh, [Replicate(), Shard(0)])
         assert y.device_mesh is mesh
         assert torch.equal(y.full_tensor(), torch.ones(4, 3))
+        x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Replicate()], run_check=False)
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(xm.reshard(x, BACK, [Replicate()]).to_local().sum(), x)
+        assert isinstance(gradient, DTensor)
+        assert gradient.device_mesh is mesh
 
 
 def memory_is_looked_at_each_time(rank: int, world_size: int) -> None:
