@@ -145,6 +145,10 @@ CollectiveFaults::CollectiveFaults(int rank, std::vector<int64_t> global_ranks, 
 
 void CollectiveFaults::meet(const c10::intrusive_ptr<::c10d::Store>& store) {
   addresses_ = lifeAddresses(store, static_cast<int>(global_ranks_.size()));
+  const std::string& next = addresses_.at(static_cast<size_t>(rank_ + 1) % addresses_.size()).address;
+  if (addresses_.size() > 1 && !next.empty()) {
+    next_ = std::make_unique<transport::LifeWatch>(next);
+  }
 }
 
 std::string CollectiveFaults::here(const std::string& what) const {
@@ -257,23 +261,63 @@ void CollectiveFaults::collectiveFailed(const std::exception_ptr& error) noexcep
   }
 }
 
-void CollectiveFaults::lookAgain() noexcept {
+std::optional<Failure> CollectiveFaults::lossOfNext() {
+  if (!loss_of_next_.has_value() && next_ != nullptr && next_->hasDied()) {
+    loss_of_next_ = lost({(rank_ + 1) % static_cast<int>(global_ranks_.size())});
+    Look look(addresses_, rank_);
+    tellOthers(look, *loss_of_next_);
+  }
+  return loss_of_next_;
+}
+
+void CollectiveFaults::abandon(OpenCall& call, Failure failure) noexcept {
   try {
-    if (!fork_.isHere()) {
-      return;
-    }
-    std::optional<Failure> known = told();
+    failure.text = here(call.call().what) + failure.text;
+    runtime::throwFailure(failure);
+  } catch (...) {
+    has_abandoned_.store(true);
+    call.abandon(std::current_exception());
+  }
+}
+
+void CollectiveFaults::look() noexcept {
+  try {
+    std::optional<Failure> failure;
     {
       const std::lock_guard lock(mutex_);
-      if (!failure_.has_value()) {
-        failure_ = std::move(known);
-        settled_.notify_all();
-      }
-      if (!failure_.has_value()) {
+      if (has_left_) {
         return;
       }
+      failure = failure_;
     }
-    break_off_();
+    const std::optional<Failure> loss = lossOfNext();
+    const std::vector<OpenCalls::Handle> late = open_calls_.late();
+    if (!failure.has_value() && std::any_of(late.begin(), late.end(), [](const auto& call) { return call->call().is_collective; })) {
+      failure = told();
+      if (!failure.has_value()) {
+        failure = loss;
+      }
+      const std::lock_guard lock(mutex_);
+      if (failure_.has_value()) {
+        failure = failure_;
+      }
+      failure_ = failure;
+      settled_.notify_all();
+    }
+    if (failure.has_value() && !late.empty()) {
+      break_off_();
+      if (std::exchange(has_broken_off_, true)) {
+        for (const OpenCalls::Handle& call : late) {
+          abandon(*call, *failure);
+        }
+      }
+    }
+    for (const OpenCalls::Handle& call : late) {
+      const int peer = call->call().peer;
+      if (peer >= 0 && call->isPeerLost(addresses_.at(static_cast<size_t>(peer)).address)) {
+        abandon(*call, lost({peer}));
+      }
+    }
   } catch (const std::exception&) {
     return;  // no memory for a text
   }
@@ -342,6 +386,10 @@ void CollectiveFaults::abort() noexcept {
 }
 
 void CollectiveFaults::leave() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    has_left_ = true;
+  }
   const std::lock_guard lock(line_mutex_);
   if (line_ != nullptr && fork_.isHere()) {
     line_->end();

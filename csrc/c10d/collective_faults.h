@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "c10d/life_lines.h"
+#include "c10d/open_calls.h"
 #include "runtime/failure.h"
 #include "runtime/fork_mark.h"
 
@@ -37,9 +39,13 @@ class CollectiveFaults {
   /// A collective has failed on this rank: it ends all of them if that is a sign of a death, or of a rank that has left. Called when that is noticed,
   /// at once and once for each.
   void collectiveFailed(const std::exception_ptr& error) noexcept;
-  /// While a collective lasts: where this rank's collectives have ended, or another rank has told so, connections are broken off once more. That
-  /// ends a collective that began while they were, which gloo may leave waiting.
-  void lookAgain() noexcept;
+  /// Calls of this rank's on gloo that look() ends where gloo does not.
+  OpenCalls& openCalls() { return open_calls_; }
+  /// Finds out what calls that last wait for, one look after the other: a group whose collectives have ended, here or as another rank has told; a
+  /// rank that has died; the other end of a send. Breaks off connections, and abandons calls that are open at the next look all the same. One thread.
+  void look() noexcept;
+  /// Whether gloo may still be at a call that look() has abandoned, and be so until its timeout.
+  bool hasAbandoned() const { return has_abandoned_.load(); }
   /// What a call that failed raises: a PeerError that names who is to blame, else what it failed with; c10::DistNetworkError where connections
   /// failed. `peer`: the group rank that it concerned alone, or -1.
   std::exception_ptr explained(const std::exception_ptr& error, const std::string& what, int peer) noexcept;
@@ -57,6 +63,9 @@ class CollectiveFaults {
   /// Who is to blame: as others have told, or as the life lines say within `time`. `peer`: who is to blame alone if it has ended, or -1.
   std::optional<runtime::Failure> findCause(std::chrono::milliseconds time, int peer, bool tells);
   std::optional<runtime::Failure> told();
+  /// That the next rank has died, which is told to all others once.
+  std::optional<runtime::Failure> lossOfNext();
+  void abandon(OpenCall& call, runtime::Failure failure) noexcept;
   runtime::Failure lost(const std::vector<int>& ranks) const;
   void tellOthers(Look& look, const runtime::Failure& failure) const;
   std::string here(const std::string& what) const;
@@ -70,11 +79,18 @@ class CollectiveFaults {
   std::vector<LifeAddress> addresses_;  ///< by group rank; written before the group is used
   const std::string secret_;
 
+  OpenCalls open_calls_;
+  std::atomic<bool> has_abandoned_ = false;
+  std::unique_ptr<transport::LifeWatch> next_;  ///< the next rank of the group, of the last one the first; look()'s, like the two below
+  std::optional<runtime::Failure> loss_of_next_;
+  bool has_broken_off_ = false;
+
   std::mutex line_mutex_;  ///< guards line_
   std::unique_ptr<transport::LifeLine> line_;
 
-  mutable std::mutex mutex_;  ///< guards the two below
+  mutable std::mutex mutex_;  ///< guards what is below
   std::condition_variable settled_;
+  bool has_left_ = false;
   bool is_looking_ = false;
   std::optional<runtime::Failure> failure_;
 };

@@ -6,23 +6,18 @@
 #include <vector>
 
 #include "c10d/collective_faults.h"
+#include "c10d/open_calls.h"
 
 namespace xmesh::c10d_backend {
 
-/// What a call on gloo concerns.
-struct GuardedCall {
-  std::string what;  ///< for error texts: "all_reduce"
-  int peer = -1;     ///< for a send or receive, the other group rank
-  bool is_collective = true;
-};
-
-/// A Work of gloo's whose failure is that of the group's collectives, where one of their ranks has ended: see CollectiveFaults. Threading: as gloo's.
+/// A Work of gloo's whose failure is that of the group's collectives, where one of their ranks has ended: see CollectiveFaults. It ends
+/// when gloo has lost it, too. Threading: as gloo's.
 class GuardedWork final : public ::c10d::Work {
  public:
   GuardedWork(c10::intrusive_ptr<::c10d::Work> inner, std::shared_ptr<CollectiveFaults> faults, GuardedCall call);
 
-  bool isCompleted() override { return inner_->isCompleted(); }
-  bool isSuccess() const override { return inner_->isSuccess(); }
+  bool isCompleted() override { return inner_->isCompleted() || open_->error() != nullptr; }
+  bool isSuccess() const override { return open_->error() == nullptr && inner_->isSuccess(); }
   std::exception_ptr exception() const override;
   int sourceRank() const override { return inner_->sourceRank(); }
   std::vector<at::Tensor> result() override { return inner_->result(); }
@@ -36,6 +31,10 @@ class GuardedWork final : public ::c10d::Work {
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
  private:
+  /// For a collective, which gloo goes on with when a wait for it has ended.
+  bool waitInSlices(std::chrono::milliseconds timeout);
+  /// For what gloo gives up when a wait for it has ended: a send or receive, open while somebody waits.
+  bool waitWatched(std::chrono::milliseconds timeout);
   /// Whether wait() threw because the call has failed, and not because it takes longer than its caller waits.
   bool hasFailed(const std::exception_ptr& error) const;
 
@@ -43,6 +42,7 @@ class GuardedWork final : public ::c10d::Work {
   std::shared_ptr<CollectiveFaults> faults_;
   const GuardedCall call_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  ///< null where gloo has none
+  OpenCalls::Handle open_;
 };
 
 }  // namespace xmesh::c10d_backend

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "c10d/call_watch.h"
 #include "c10d/coalesced_work.h"
 #include "c10d/life_lines.h"
 
@@ -87,6 +88,7 @@ ProcessGroupXmesh::ProcessGroupXmesh(c10::intrusive_ptr<::c10d::Store> store, in
   init();
   inner(kCpu);
   faults_->meet(inner_.store());
+  watchCalls(faults_);
 }
 
 ProcessGroupXmesh::~ProcessGroupXmesh() { end(); }
@@ -98,6 +100,9 @@ void ProcessGroupXmesh::end() noexcept {
     return;
   }
   close(/*abort=*/false);
+  if (faults_->hasAbandoned()) {
+    inner_.endGloo();  // whose end would wait for calls that nobody else waits for
+  }
   inner_.end();
 }
 

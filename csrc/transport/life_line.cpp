@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kBacklog = 4096;
 constexpr size_t kLongestLine = 4096;
+constexpr char kFarewell = '.';  ///< all that is ever sent to those who are connected
 
 /// What has happened at a socket, without waiting.
 int16_t eventsOf(int fd) {
@@ -60,7 +61,13 @@ std::vector<std::string> LifeLine::hear() {
 }
 
 void LifeLine::end() noexcept {
+  try {
+    accept();
+  } catch (const std::exception&) {
+    callers_.clear();  // no memory: it looks like a death
+  }
   for (const Caller& caller : callers_) {
+    ::send(caller.socket.get(), &kFarewell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     ::shutdown(caller.socket.get(), SHUT_RDWR);
   }
   callers_.clear();
@@ -84,13 +91,17 @@ bool LifeWatch::isGone() {
   const int16_t events = eventsOf(socket_.get());
   if ((events & (POLLERR | POLLHUP | POLLRDHUP)) != 0) {
     const int error = pendingError(socket_.get());
-    is_gone_ = error == 0 || error == ECONNREFUSED || error == ECONNRESET;
+    is_gone_ = error == 0 || error == ECONNREFUSED || error == ECONNRESET || error == EPIPE;  // the last: it went before it had heard all
+    char said = 0;
+    has_died_ = is_gone_ && error != ECONNREFUSED && (::recv(socket_.get(), &said, 1, MSG_DONTWAIT) != 1 || said != kFarewell);
     socket_.reset();  // no way there at the moment is no end
   } else if (events != 0 && isConnectedToItself(socket_.get())) {
     is_gone_ = true;
   }
   return is_gone_;
 }
+
+bool LifeWatch::hasDied() { return isGone() && has_died_; }
 
 bool LifeWatch::isConnected() { return !isGone() && socket_.valid() && (eventsOf(socket_.get()) & POLLOUT) != 0; }
 

@@ -17,7 +17,7 @@ class LifeLine {
   std::string address() const;
   /// The lines that others have told here since the last time, whoever they are. Does not block.
   std::vector<std::string> hear();
-  /// Tells those who are connected; also in the name of forked children, which hold the socket too. Idempotent.
+  /// Says farewell to those who are connected; also in the name of forked children, which hold the socket too. Idempotent.
   void end() noexcept;
 
  private:
@@ -42,11 +42,14 @@ class LifeWatch {
   bool isConnected();
   /// Sends a line (without its end) to the other end, if it is connected. Does not block; what cannot be sent at once is not.
   void tell(const std::string& line);
+  /// Whether the other end was there when this connected, and has ended since without a farewell. Does not block.
+  bool hasDied();
 
  private:
   SocketAddress address_;
   Fd socket_;
   bool is_gone_ = false;
+  bool has_died_ = false;
 };
 
 }  // namespace xmesh::transport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import signal
 import threading
@@ -140,6 +141,40 @@ def test_of_two_ranks() -> None:
     for blamed in killed([1, 3], beside_a_death, [1, 3]):
         assert blamed
         assert set(blamed) <= {1, 3}
+
+
+# By name: calls of 64 MB with the last rank, one after the other.
+STREAMS: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "broadcast": lambda x, rank: dist.broadcast(x, SIZE - 1),
+    "broadcast's future": lambda x, rank: dist.broadcast(x, SIZE - 1, async_op=True).get_future().wait(),  # type: ignore[union-attr]
+    "all_gather": lambda x, rank: dist.all_gather_into_tensor(x, x[: len(x) // SIZE].clone()),
+    "send": lambda x, rank: dist.send(x, SIZE - 1 - rank) if rank == 0 else dist.recv(x, SIZE - 1 - rank),
+    "recv": lambda x, rank: dist.recv(x, SIZE - 1 - rank) if rank == 0 else dist.send(x, SIZE - 1 - rank),
+}
+
+
+def in_the_midst(rank: int, world_size: int, name: str) -> Any:
+    x = torch.ones(1 << 24)
+    dist.barrier()
+    if name in ("send", "recv") and 0 < rank < world_size - 1:
+        mark("inside")
+        return (world_size - 1,)
+
+    def calls_for_ever() -> None:
+        for number in itertools.count():
+            STREAMS[name](x, rank)
+            if number == 0:
+                mark("inside")
+
+    blamed = peer_error(calls_for_ever)
+    leave()
+    return blamed
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_of_a_message_of_which_a_part_has_come(name: str) -> None:
+    """gloo itself leaves such a call to its timeout."""
+    assert killed([3], in_the_midst, name) == [(3,)] * 3
 
 
 def in_many_calls(rank: int, world_size: int) -> Any:

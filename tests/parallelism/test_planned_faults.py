@@ -191,16 +191,18 @@ def test_a_rank_leaves() -> None:
     assert spawn(leaves_in_a_collective, 4, timeout=60) == [(1,)] * 4
 
 
-def many_engines(rank: int, world_size: int) -> None:
-    """Groups of engines that were closed go when others are made."""
+def many_engines(rank: int, world_size: int, name: str) -> None:
+    """Groups of engines that were closed go when others are made, and their threads."""
     counts = []
-    for _ in range(5):
-        engine, batch = make("data")
+    for _ in range(4):
+        engine, batch = make(name)
         engine.step(batch, target=batch)
         engine.close()
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-    assert counts[1:] == counts[:1] * 4, counts
+        dist.barrier()
+        counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))))
+    assert counts[1:] == counts[:1] * 3, counts
 
 
-def test_groups_of_closed_engines_go() -> None:
-    spawn(many_engines, 2, timeout=60)
+@pytest.mark.parametrize("name", ["data", "2x2"])
+def test_groups_of_closed_engines_go(name: str) -> None:
+    spawn(many_engines, PLANS[name][0], name, timeout=60)

@@ -7,8 +7,10 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
 #include <vector>
 
+#include "c10d/call_watch.h"
 #include "c10d/collective_faults.h"
 #include "c10d/guarded_work.h"
 #include "transport/life_line.h"
@@ -94,14 +96,15 @@ class Lasting final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 };
 
-/// It began when connections were being broken off, or before another rank told of the end.
+/// It began when connections were being broken off, or before another rank told of the end, or it never ends by itself.
 TEST_F(CollectiveFaultsTest, ACollectiveThatMissedTheEndOfItsGroupEnds) {
-  for (const bool is_told : {false, true}) {
-    const auto work = c10::make_intrusive<Lasting>(is_told ? 1 : 2);
+  for (const auto& [is_told, breaks] : {std::pair(false, 2), std::pair(true, 1), std::pair(false, 1'000'000)}) {
+    const auto work = c10::make_intrusive<Lasting>(breaks);
     PublishedLifeLine line = publishLifeLine(store_, 0);
     const LifeAddress address = line.address;
     const auto faults = std::make_shared<CollectiveFaults>(0, std::vector<int64_t>{10, 11, 12}, std::move(line), [work] { work->breakOff(); });
     faults->meet(store_);
+    watchCalls(faults);
     const auto guarded = c10::make_intrusive<GuardedWork>(work, faults, GuardedCall{"all_reduce"});
     if (is_told) {
       transport::LifeWatch watch(address.address);
@@ -119,7 +122,47 @@ TEST_F(CollectiveFaultsTest, ACollectiveThatMissedTheEndOfItsGroupEnds) {
       error = std::current_exception();
     }
     EXPECT_EQ(blamedBy(error), std::vector<int64_t>{11});
+    const auto future = guarded->getFuture();
+    future->wait();
+    EXPECT_EQ(blamedBy(future->exception_ptr()), std::vector<int64_t>{11}) << "who waits for the future hears of it too";
+    EXPECT_TRUE(guarded->isCompleted());
+    EXPECT_FALSE(guarded->isSuccess());
+    EXPECT_EQ(faults->hasAbandoned(), breaks == 1'000'000);
+    work->breakOff();
   }
+}
+
+/// A receive that only abort() ends.
+class Receiving final : public ::c10d::Work {
+ public:
+  Receiving() : Work(-1, ::c10d::OpType::RECV) {}
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    is_aborted_.wait(false);
+    return false;
+  }
+  void abort() override {
+    is_aborted_.store(true);
+    is_aborted_.notify_all();
+  }
+
+ private:
+  std::atomic<bool> is_aborted_ = false;
+};
+
+TEST_F(CollectiveFaultsTest, AReceiveWhoseOtherEndIsGoneEnds) {
+  watchCalls(ranks_[0]);
+  const auto guarded = c10::make_intrusive<GuardedWork>(c10::make_intrusive<Receiving>(), ranks_[0], GuardedCall{"recv from rank 2", 2, false});
+  std::exception_ptr error;
+  std::thread waits([&] {
+    try {
+      guarded->wait(kNoTimeout);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  ranks_[2].reset();
+  waits.join();
+  EXPECT_EQ(blamedBy(error), std::vector<int64_t>{12});
 }
 
 TEST_F(CollectiveFaultsTest, StrangersAreNotBelieved) {

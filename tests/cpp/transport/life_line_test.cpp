@@ -34,6 +34,28 @@ TEST(LifeLineTest, ItsEndIsSeen) {
   EXPECT_FALSE(late.isConnected());
 }
 
+TEST(LifeLineTest, AnEndWithoutAFarewellIsADeath) {
+  LifeLine leaves("127.0.0.1");
+  LifeWatch watches_one_who_leaves(leaves.address());
+  waitUntil([&] { return watches_one_who_leaves.isConnected(); });
+  watches_one_who_leaves.tell("something that is not heard any more");
+  leaves.end();
+  waitUntil([&] { return watches_one_who_leaves.isGone(); });
+  EXPECT_FALSE(watches_one_who_leaves.hasDied());
+
+  Fd dies = listenOn("127.0.0.1", 8);
+  const std::string address = SocketAddress::ofSocket(dies.get()).str();
+  LifeWatch watches_one_who_dies(address);
+  waitUntil([&] { return watches_one_who_dies.isConnected(); });
+  EXPECT_FALSE(watches_one_who_dies.hasDied());
+  dies.reset();
+  waitUntil([&] { return watches_one_who_dies.hasDied(); });
+
+  LifeWatch late(address);
+  waitUntil([&] { return late.isGone(); });
+  EXPECT_FALSE(late.hasDied()) << "nobody knows how";
+}
+
 TEST(LifeLineTest, WhatIsToldOutlivesTheTeller) {
   LifeLine line("127.0.0.1");
   for (const char* const word : {"one", "two"}) {

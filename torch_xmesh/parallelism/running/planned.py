@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
@@ -20,7 +19,7 @@ from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
-from torch_xmesh.parallelism.running.stage_groups import StageGroups
+from torch_xmesh.parallelism.running.stage_groups import StageGroups, parameter_meshes
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.cut.ways import Ways
 from torch_xmesh.pipeline.engine.live_model import LiveModel
@@ -120,7 +119,7 @@ class PlannedStages:
             )
         by_samples = is_mean and all(_is_along_first(specs) for specs in chunk_specs.values())
         num_samples = samples_of(*self._arguments) if by_samples else 0
-        meshes = [DeviceMesh("cpu", grid) for grid in self._grids]  # the parameters' meshes
+        meshes = parameter_meshes(self._grids)
         self._groups = StageGroups.make(self._grids, transfers)
         transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {

@@ -1,5 +1,7 @@
-"""Process groups of planned stages: their collectives are nobody else's, and end with the pipeline."""
+"""Process groups of planned stages: their collectives are nobody else's, and end with the pipeline. Meshes of their
+parameters."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,21 @@ from torch_xmesh.pipeline.ranks.transfers import Transfers
 
 _left: list[dist.ProcessGroup] = []
 """Groups of engines that were closed in this process. Other ranks may still be at the end of their last step."""
+
+
+_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], DeviceMesh]]" = weakref.WeakKeyDictionary()
+"""By default group and ranks."""
+
+
+def parameter_meshes(grids: Sequence[torch.Tensor]) -> list[DeviceMesh]:
+    """For each stage, by the ranks of its mesh, what its parameters lie on. Called by all ranks of the default group
+    together. Engines share them: parameters outlive their engine, and a mesh's groups end with the default group."""
+    made = _meshes.setdefault(dist.distributed_c10d._get_default_group(), {})
+    out = []
+    for grid in grids:
+        key = (*grid.shape, *grid.flatten().tolist())
+        out.append(made.get(key) or made.setdefault(key, DeviceMesh("cpu", grid)))
+    return out
 
 
 class StageGroups:
