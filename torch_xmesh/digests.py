@@ -28,3 +28,8 @@ def _hash_of(parts: Iterable[bytes | str], num_bytes: int) -> bytes:
         found.update(part if isinstance(part, bytes) else part.encode())
         found.update(b"\0")
     return found.digest()
+
+
+def number_of_tensor(tensor: torch.Tensor) -> int:
+    """Equal for tensors of one dtype, shape and values."""
+    return number_of(str(tensor.dtype), str(tuple(tensor.shape)), checksum(tensor))

@@ -146,7 +146,7 @@ def test_of_two_ranks() -> None:
 # By name: calls of 64 MB with the last rank, one after the other.
 STREAMS: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "broadcast": lambda x, rank: dist.broadcast(x, SIZE - 1),
-    "broadcast's future": lambda x, rank: dist.broadcast(x, SIZE - 1, async_op=True).get_future().wait(),  # type: ignore[union-attr]
+    "broadcast's future": lambda x, rank: dist.broadcast(x, SIZE - 1, async_op=True).get_future().wait(),
     "all_gather": lambda x, rank: dist.all_gather_into_tensor(x, x[: len(x) // SIZE].clone()),
     "send": lambda x, rank: dist.send(x, SIZE - 1 - rank) if rank == 0 else dist.recv(x, SIZE - 1 - rank),
     "recv": lambda x, rank: dist.recv(x, SIZE - 1 - rank) if rank == 0 else dist.send(x, SIZE - 1 - rank),

@@ -8,9 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.digests import checksum, number_of
+from torch_xmesh.digests import number_of, number_of_tensor
 from torch_xmesh.pipeline.capture.regions import autocasts
 from torch_xmesh.pipeline.cut.values import MOST_SIZES, ValueName, describe_path
+from torch_xmesh.pipeline.engine.pairing import Pairing
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.state.fully_sharded import USED_BY_SOME
 from torch_xmesh.spec import mesh_grid
@@ -45,6 +46,7 @@ class StepComparison:
         self._num_compared = 0
         self._known: dict[Any, None] = {}  # sizes of which batches were found alike, the last ones
         self._compared: Any = None  # sizes of the batch that is being compared
+        self._pairing = Pairing(place)
         inputs = {name: info for name, info in place.partition.inputs.items() if info.stages}
         batch = {f"values {name}": f"argument {describe_path(info.path)}" for name, info in inputs.items()}
         batch["values of the target"] = "the target"
@@ -126,6 +128,12 @@ class StepComparison:
         self._compared = key if found else None
         return found
 
+    def settling(self, batch: "StepBatch") -> tuple[dict[str, int], dict[str, str]]:
+        """What ranks compare before they run a batch of another kind than the last ones, and what a person is told."""
+        if not self._compares_batches:
+            return self.ways(batch.codes), self.texts
+        return {**self.ways(batch.codes), **self._pairing.numbers(batch)}, {**self.texts, **self._pairing.texts}
+
     def _number(self, name: str, leaves: Sequence[Any], stages: Sequence[int]) -> dict[str, int]:
         """A number made of the values of tensors that these stages of this rank take, under a name that is the same on
         all ranks with these tensors. Empty where other ranks need not have the same values, and for layouts that are
@@ -140,7 +148,7 @@ class StepComparison:
             if len(shards) != 1 or not all(_is_by_shards(leaf, mesh) for leaf in sharded for mesh in meshes):
                 return {}
             name = f"{name} in shard {shards.pop()}"
-        return {name: number_of(*(str(_number_of_tensor(tensor)) for tensor in local))} if name in self.texts else {}
+        return {name: number_of(*(str(number_of_tensor(tensor)) for tensor in local))} if name in self.texts else {}
 
     def agreed(self) -> None:
         """All ranks have the same."""
@@ -156,7 +164,3 @@ def _is_by_shards(tensor: DTensor, mesh: StageMesh) -> bool:
     return mesh_grid(tensor.device_mesh) == mesh.whole and all(
         axis in mesh.data_axes for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
     )
-
-
-def _number_of_tensor(tensor: torch.Tensor) -> int:
-    return number_of(str(tensor.dtype), str(tuple(tensor.shape)), checksum(tensor))

@@ -109,7 +109,9 @@ class StepBatch:
     Attributes:
         takers: this rank's stages that read arguments.
         arguments, target: what they and the loss read.
-        is_part: this rank has given its part of the batch of a planned stage.
+        given: arguments and target as the call has them, read by this rank's stages or not.
+        is_sharded: what was given is this rank's part of the batch.
+        is_part: that is so, and its stage is a plan's, whose parts are not gathered yet.
         shapes: of the model's inputs that this rank reads.
         shards: number of the batch's data shards, where it comes cut into some.
         order: how it is cut into microbatches; None before.
@@ -121,6 +123,8 @@ class StepBatch:
     def __init__(self, place: EnginePlace, call: StepArguments, rank_shards: RankShards) -> None:
         """ValueError for a batch that no ranks can step."""
         self._place = place
+        self.given = (call.args, call.kwargs), call.target
+        self.is_sharded = call.is_sharded
         partition, meshes = place.partition, place.meshes
         self.takers = [stage for stage in place.stages if partition.stages[stage].model_inputs]
         self.arguments = self._arguments(call)

@@ -293,12 +293,7 @@ class EngineSteps:
             failure = error
         if has_news or situation not in self._settled:
             try:
-                self._place.ways.compare(
-                    batch.situations,
-                    _text_of(failure),
-                    self._comparison.ways(batch.codes),
-                    self._comparison.texts,
-                )
+                self._place.ways.compare(batch.situations, _text_of(failure), *self._comparison.settling(batch))
             except ValueError as refused:
                 raise StepRefusedError(failure or refused) from refused
             self._settled[situation] = None
