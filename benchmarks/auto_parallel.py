@@ -17,7 +17,7 @@ from auto_parallel_records import Record, live_table, plot, rows, summary
 from harness import MeasurementError, exit_code, launch, machine_notes, save, wrong_note
 from progress import Listener
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 _HOSTS, _DEVICES, _RATE = 2, 4, "200mbit"
 _MOST_SECONDS = 3600.0
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
     listener = Listener(lambda found: live.rows(rows([Record(**row) for row in found])))
     listener.say("building the cluster, measuring its links")
     rate = None if options.no_shaping else _RATE
-    with Cluster(hosts=_HOSTS, devices=_DEVICES, rate=rate, output=listener.stream) as cluster:
+    with EmulatedCluster(hosts=_HOSTS, devices=_DEVICES, rate=rate, output=listener.stream) as cluster:
         goodput = cluster.goodput()
         notes = machine_notes()
         live.begin([f"torch_xmesh auto_parallel, {cluster.description}", *notes, f"goodput {goodput}"])

@@ -13,7 +13,7 @@ from progress import Listener
 from reshard_records import Record, cells
 from table import LiveTable
 
-from torch_xmesh.testing.cluster import Cluster, Goodput
+from torch_xmesh.testing.cluster import EmulatedCluster, Goodput
 
 _WORKER = Path(__file__).with_name("cluster_worker.py")
 _OVERTIME_SECONDS = 120.0
@@ -48,7 +48,7 @@ def measure(
     deadline = time.monotonic() + settings.budget_seconds
     listener = Listener(lambda rows: live.rows([cells(Record(**row)) for row in rows]))
     listener.say("building the cluster, measuring its links")
-    with Cluster(
+    with EmulatedCluster(
         hosts=settings.hosts,
         devices=settings.devices,
         rate=settings.rate,
@@ -92,6 +92,6 @@ def measure(
     return Measurement(records, about)
 
 
-def _goodput_note(cluster: Cluster, goodput: Goodput) -> str:
+def _goodput_note(cluster: EmulatedCluster, goodput: Goodput) -> str:
     use = "the bound uses it" if cluster.is_shaped else "loopback; the bound uses it and means little"
     return f"{goodput}; {use}"

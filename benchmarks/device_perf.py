@@ -33,7 +33,7 @@ from table import LiveTable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 _TIMEOUT_SECONDS = 300.0
 _HEAD = (
@@ -257,7 +257,7 @@ def main() -> int:
     listener = Listener(lambda rows: table.rows([Record(**row).cells() for row in rows]))
     job = {key: getattr(options, key) for key in ("device", "load", "num_bytes", "runs", "repeats")} | {"inner": inner}
     try:
-        with Cluster(hosts=1, devices=options.ranks, rate=None, output=listener.stream) as cluster:
+        with EmulatedCluster(hosts=1, devices=options.ranks, rate=None, output=listener.stream) as cluster:
             done = launch(cluster, listener, Path(__file__), job, _TIMEOUT_SECONDS)
     except MeasurementError as error:
         print(f"error: {error}", file=sys.stderr)

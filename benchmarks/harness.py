@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from progress import Listener, tell_rows
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 _TAIL_LINES = 30
 
@@ -61,7 +61,9 @@ class Launched:
         return [line for line in self.output.splitlines() if line.startswith(prefix)]
 
 
-def launch(cluster: Cluster, listener: Listener, script: Path, job: Mapping[str, Any], seconds: float) -> Launched:
+def launch(
+    cluster: EmulatedCluster, listener: Listener, script: Path, job: Mapping[str, Any], seconds: float
+) -> Launched:
     """Runs a script on every device of a cluster with one argument, the path of the job's JSON, and collects what rank
     0 publishes.
 

@@ -23,7 +23,7 @@ from reshard_records import Record, cells
 from table import LiveTable
 from torch.distributed.tensor import DTensor
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 _TIMEOUT_SECONDS = 420.0
 _ALL_REDUCE_REPEATS = 1000
@@ -43,7 +43,7 @@ def measure(*, num_bytes: int, runs: int, live: LiveTable, shared_memory: bool =
     live.begin([*machine_notes(), cluster_note, "bound = gloo's median; cpu = both ranks, per operation"])
     listener = Listener(lambda rows: live.rows([cells(Record(**row)) for row in rows]))
     job = {"num_bytes": num_bytes, "runs": runs, "shared_memory": shared_memory}
-    with Cluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster:
+    with EmulatedCluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster:
         done = launch(cluster, listener, Path(__file__), job, _TIMEOUT_SECONDS)
     records = [Record(**record) for record in done.records]
     live.note(wrong_note(records))

@@ -20,7 +20,7 @@ from torch_xmesh import _C
 from torch_xmesh.parallelism.cluster import cluster_of
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import SLACK
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stretch import Stretch
 

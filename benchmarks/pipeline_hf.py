@@ -22,7 +22,7 @@ from progress import Listener, ignore_rows, tell
 from torch import nn
 from torch.nn import functional as F
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 METHODS = ("split_at", "ready", "torch_1f1b")
 _TIMEOUT_SECONDS = 400.0
@@ -56,7 +56,7 @@ def run(
         "methods": list(methods),
     }
     listener = Listener(ignore_rows)
-    with Cluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster:
+    with EmulatedCluster(hosts=1, devices=2, rate=None, output=listener.stream) as cluster:
         done = launch(cluster, listener, Path(__file__), job, _TIMEOUT_SECONDS)
     return [HfRecord(**record) for record in done.records]
 

@@ -25,7 +25,7 @@ from pipeline_records import OverheadRecord
 from progress import Listener, ignore_rows, tell
 from torch import nn
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 OURS = ("1f1b", "eager_1f1b", "zb_h1")
 SPLIT = ("zb_h1",)
@@ -73,7 +73,7 @@ def run(
 
 def _measure(num_stages: int, job: dict[str, Any]) -> list[OverheadRecord]:
     listener = Listener(ignore_rows)
-    with Cluster(hosts=1, devices=num_stages, rate=None, output=listener.stream) as cluster:
+    with EmulatedCluster(hosts=1, devices=num_stages, rate=None, output=listener.stream) as cluster:
         done = launch(cluster, listener, Path(__file__), job, _TIMEOUT_SECONDS)
     return [OverheadRecord(**record) for record in done.records]
 

@@ -15,7 +15,7 @@ from pipeline_worker import SIGNAL, stage_seconds
 from progress import Listener
 from table import LiveTable
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 _WORKER = Path(__file__).with_name("pipeline_worker.py")
 _START_SECONDS = 150.0
@@ -207,7 +207,7 @@ def _on_cluster(
     wanted, buffers = rate if settings.is_shaped else None, Buffers.beside(message_bytes)
     listener = Listener(lambda found: live.rows(rows([Record(**row) for row in found])))
     listener.say("building the cluster, measuring its links")
-    with Cluster(
+    with EmulatedCluster(
         hosts=hosts,
         devices=devices,
         rate=wanted,

@@ -566,7 +566,7 @@ class StrategyGraph:
         there are none."""
 
 _SubmeshPart = tuple[int, int, int]
-_PlannedStage = tuple[int, int, int, int]
+_ChosenStage = tuple[int, int, int, int]
 
 def cluster_operators(
     operators: Sequence[tuple[int, Sequence[int]]],
@@ -614,11 +614,11 @@ class StageProblem:
     def best_plans(
         self,
         count: int,
-        accepts: Callable[[list[_PlannedStage]], bool] | None = None,
+        accepts: Callable[[list[_ChosenStage]], bool] | None = None,
         go_on: Callable[[], bool] | None = None,
         num_stages: int | None = None,
-    ) -> list[tuple[float, bool, list[_PlannedStage]]]:
+    ) -> list[tuple[float, bool, list[_ChosenStage]]]:
         """The cheapest ones, of any number of stages or of this one: (seconds, whether that is proven, stages (first
         layer, end, submesh, option))."""
-    def smallest_memory(self) -> tuple[int, list[_PlannedStage], int] | None:
+    def smallest_memory(self) -> tuple[int, list[_ChosenStage], int] | None:
         """The least bytes of a device that leave a plan, its stages, and which of them needs so much."""

@@ -12,7 +12,7 @@ from torch_xmesh import _C
 from torch_xmesh.arguments import instance_of, shown
 from torch_xmesh.group import group_of
 from torch_xmesh.plan_cache import Move, PlanOptions, plan_of, ranks_of, topology_of
-from torch_xmesh.plan_plot import plot_lanes
+from torch_xmesh.reshard_plot import plot_lanes
 from torch_xmesh.spec import AnyMesh, Mesh, Spec, normal_placements, placement_of
 from torch_xmesh.topology import Topology
 

@@ -63,7 +63,7 @@ def check_devices(reshards: GroupReshards, kinds: frozenset[str]) -> None:
             )
 
 
-class Call:
+class CallInFlight:
     """One call in flight."""
 
     def __init__(self, reshards: GroupReshards, known: KnownCall) -> None:
@@ -125,7 +125,7 @@ class Call:
 
         with self._reshards as reshards:
             reshards.raise_late_failure()
-            call = Call(reshards, reshards.calls.backward(reshards.plans, self.known, incoming, way_back))
+            call = CallInFlight(reshards, reshards.calls.backward(reshards.plans, self.known, incoming, way_back))
             forward = None if self.known.prepared.core is None else _C.call_key(self.work)
             # Backwards run in any order on any rank: who gives waits for nobody, who receives waits when it looks.
             results = call.run(incoming, None, forward, is_detached=True)
@@ -166,7 +166,7 @@ class DifferentiableReshard(torch.autograd.Function):
     """The identity on the global tensors."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, is_async: bool, *xs: DTensor) -> tuple[DTensor, ...]:
+    def forward(ctx: Any, call: CallInFlight, is_async: bool, *xs: DTensor) -> tuple[DTensor, ...]:
         results = call.run(xs, None)
         if not is_async:
             call.wait()
@@ -180,7 +180,7 @@ class DifferentiableReshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
-        call: Call = ctx.call
+        call: CallInFlight = ctx.call
         found = iter(call.backward(gradients))
         return (
             None,

@@ -13,7 +13,7 @@ from torch_xmesh import _C
 from torch_xmesh.group import GroupReshards, reshards_of
 from torch_xmesh.known_calls import KnownCall
 from torch_xmesh.plan_cache import Move, PlanOptions, PlanRequest
-from torch_xmesh.reshard_call import Call, DifferentiableReshard, check_devices, refuse
+from torch_xmesh.reshard_call import CallInFlight, DifferentiableReshard, check_devices, refuse
 from torch_xmesh.spec import (
     AnyMesh,
     Mesh,
@@ -170,7 +170,7 @@ def _reshard(
         except (ValueError, NotImplementedError) as error:
             refuse(reshards, xs, dst_mesh, str(error))
             raise
-        call = Call(reshards, known)
+        call = CallInFlight(reshards, known)
         if known.wants_grad:
             recorded = [
                 _placeholder(x, move.src_device) if isinstance(x, Spec) else x

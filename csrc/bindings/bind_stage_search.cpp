@@ -31,9 +31,9 @@ std::vector<core::HostClass> clusterOf(const std::vector<std::pair<size_t, size_
   return out;
 }
 
-std::vector<Stage> stagesOf(const std::vector<core::PlannedStage>& stages) {
+std::vector<Stage> stagesOf(const std::vector<core::ChosenStage>& stages) {
   std::vector<Stage> out;
-  for (const core::PlannedStage& stage : stages) {
+  for (const core::ChosenStage& stage : stages) {
     out.emplace_back(stage.first_layer, stage.end_layer, stage.submesh, stage.option);
   }
   return out;

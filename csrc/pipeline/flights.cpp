@@ -38,7 +38,7 @@ Flights::Flights(std::vector<StageValues> stages, std::vector<EdgeValues> edges)
       for (size_t i = 0; i < edge.is_differentiable.size(); ++i) {
         const bool is_differentiable = edge.is_differentiable[i] != 0;
         if (edge.from == index) {
-          Crossing& output = stage.outputs.at(static_cast<size_t>(edge.from_positions.at(i)));
+          ValueUse& output = stage.outputs.at(static_cast<size_t>(edge.from_positions.at(i)));
           output = {true, output.is_differentiable || is_differentiable};
         }
         if (edge.to == index) {

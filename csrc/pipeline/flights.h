@@ -17,7 +17,7 @@
 namespace xmesh::pipeline {
 
 /// What becomes of one output of a stage, or was of one input.
-struct Crossing {
+struct ValueUse {
   bool crosses = false;  ///< some edge has it
   bool is_differentiable = false;
 };
@@ -46,8 +46,8 @@ class Flights {
   bool has(int32_t stage) const { return stages_.contains(stage); }
   size_t numStages() const { return stages_.size(); }
   const StageValues& stage(int32_t stage) const { return stages_.at(stage).values; }
-  const std::vector<Crossing>& inputCrossings(int32_t stage) const { return stages_.at(stage).inputs; }
-  const std::vector<Crossing>& outputCrossings(int32_t stage) const { return stages_.at(stage).outputs; }
+  const std::vector<ValueUse>& inputUses(int32_t stage) const { return stages_.at(stage).inputs; }
+  const std::vector<ValueUse>& outputUses(int32_t stage) const { return stages_.at(stage).outputs; }
 
   /// Forgets all that is in flight; from now on leaves are made for a backward, or none.
   void begin(bool has_backward);
@@ -68,8 +68,8 @@ class Flights {
  private:
   struct Stage {
     StageValues values;
-    std::vector<Crossing> inputs;
-    std::vector<Crossing> outputs;
+    std::vector<ValueUse> inputs;
+    std::vector<ValueUse> outputs;
   };
 
   const std::vector<EdgeValues> edges_;

@@ -68,12 +68,12 @@ void StageRunner::keepRoots(int32_t stage, int32_t microbatch, const ForwardResu
     throw core::InvalidArgument("stage " + std::to_string(stage) + " returned " + std::to_string(result.outputs.size()) + " tensors, expected " +
                                 std::to_string(stage_values.outputs.size()));
   }
-  const std::vector<Crossing>& crossings = flights_.outputCrossings(stage);
+  const std::vector<ValueUse>& uses = flights_.outputUses(stage);
   Flight& flight = flights_.at(stage, microbatch);
   flight.outputs.resize(result.outputs.size());
   flight.roots.resize(result.outputs.size());
   for (size_t i = 0; i < result.outputs.size(); ++i) {
-    if (!crossings[i].crosses) {
+    if (!uses[i].crosses) {
       continue;
     }
     const at::Tensor& output = result.outputs[i];
@@ -81,7 +81,7 @@ void StageRunner::keepRoots(int32_t stage, int32_t microbatch, const ForwardResu
     if (!step_.has_backward || !output.requires_grad()) {
       continue;
     }
-    if (!crossings[i].is_differentiable) {
+    if (!uses[i].is_differentiable) {
       throw core::InvalidArgument("value " + stage_values.outputs[i] + " of stage " + std::to_string(stage) +
                                   " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen "
                                   "or unfrozen");
@@ -131,10 +131,10 @@ void StageRunner::backward(int32_t stage, int32_t microbatch) {
     torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
                                                           /*accumulate_grad=*/true, {});
   }
-  const std::vector<Crossing>& crossings = flights_.inputCrossings(stage);
+  const std::vector<ValueUse>& uses = flights_.inputUses(stage);
   flight.input_gradients.resize(flight.inputs.size());
   for (size_t i = 0; i < flight.inputs.size(); ++i) {
-    if (crossings[i].is_differentiable) {
+    if (uses[i].is_differentiable) {
       const at::Tensor gradient = std::exchange(flight.inputs[i].mutable_grad(), {});
       flight.input_gradients[i] = gradient.defined() ? gradient.detach() : at::zeros_like(flight.inputs[i]);
     }
@@ -144,11 +144,11 @@ void StageRunner::backward(int32_t stage, int32_t microbatch) {
 
 void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
   Flight& flight = flights_.at(stage, microbatch);
-  const std::vector<Crossing>& crossings = flights_.inputCrossings(stage);
+  const std::vector<ValueUse>& uses = flights_.inputUses(stage);
   std::vector<size_t> wanted;
   std::vector<at::Tensor> inputs;
   for (size_t i = 0; i < flight.inputs.size(); ++i) {
-    if (crossings[i].is_differentiable) {
+    if (uses[i].is_differentiable) {
       wanted.push_back(i);
       inputs.push_back(flight.inputs[i]);
     }

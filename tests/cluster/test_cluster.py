@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torch_xmesh.testing import cluster as cluster_module
-from torch_xmesh.testing.cluster import Cluster, NetworkError, NotShapedError, network, parse_rate, sweep
+from torch_xmesh.testing.cluster import EmulatedCluster, NetworkError, NotShapedError, network, parse_rate, sweep
 from torch_xmesh.testing.cluster.goodput import nic_rates
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,8 +58,8 @@ def own_namespaces(pid: int) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def shaped() -> Iterator[Cluster]:
-    with Cluster(hosts=2, devices=2, rate="100mbit", rate_of={1: "50mbit"}) as cluster:
+def shaped() -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(hosts=2, devices=2, rate="100mbit", rate_of={1: "50mbit"}) as cluster:
         if not cluster.is_shaped:
             pytest.skip(f"runs on Linux as root, with iproute2 (network namespaces): {cluster.unshaped_reason}")
         yield cluster
@@ -80,22 +80,22 @@ def test_rates_are_read_as_tc_reads_them() -> None:
 
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="hosts=0"):
-        Cluster(hosts=0, devices=1)
+        EmulatedCluster(hosts=0, devices=1)
     with pytest.raises(ValueError, match="host 2 is not one of the 2 hosts"):
-        Cluster(hosts=2, devices=1, rate_of={2: "1gbit"})
+        EmulatedCluster(hosts=2, devices=1, rate_of={2: "1gbit"})
 
 
 def test_malformed_buffers_are_refused() -> None:
     for burst in ("", "0kb", "32 kb", "-1kb", "much"):
         with pytest.raises(ValueError, match="burst"):
-            Cluster(hosts=1, devices=1, burst=burst)
+            EmulatedCluster(hosts=1, devices=1, burst=burst)
     for sizes in ((4096, 16384), (0, 1, 2), (3, 2, 1)):
         with pytest.raises(ValueError, match="tcp_wmem"):
-            Cluster(hosts=1, devices=1, tcp_wmem=sizes)
+            EmulatedCluster(hosts=1, devices=1, tcp_wmem=sizes)
 
 
-def test_buffers_are_as_asked_for(shaped: Cluster) -> None:
-    with Cluster(hosts=2, devices=1, rate="100mbit", burst="32kb", tcp_wmem=(4096, 16384, 65536)) as cluster:
+def test_buffers_are_as_asked_for(shaped: EmulatedCluster) -> None:
+    with EmulatedCluster(hosts=2, devices=1, rate="100mbit", burst="32kb", tcp_wmem=(4096, 16384, 65536)) as cluster:
         show = "import subprocess; print(open('/proc/sys/net/ipv4/tcp_wmem').read().split(), flush=True); "
         show += "print('loopback', open('/sys/class/net/lo/mtu').read(), flush=True); "
         show += "print(subprocess.run(['tc', 'qdisc'], capture_output=True, text=True, check=True).stdout)"
@@ -107,7 +107,7 @@ def test_buffers_are_as_asked_for(shaped: Cluster) -> None:
             assert "loopback 4096" in handle.output
 
 
-def test_ranks_see_torchruns_environment_and_their_own_host(shaped: Cluster) -> None:
+def test_ranks_see_torchruns_environment_and_their_own_host(shaped: EmulatedCluster) -> None:
     job = shaped.run("-c", SCRIPT)
     assert job.exit_codes == [0, 0, 0, 0]
     fields = [handle.output.split() for handle in job.ranks]
@@ -120,14 +120,14 @@ def test_ranks_see_torchruns_environment_and_their_own_host(shaped: Cluster) -> 
     assert os.readlink("/proc/self/ns/net") not in inodes
 
 
-def test_the_first_failure_is_the_jobs_exit_code(shaped: Cluster) -> None:
+def test_the_first_failure_is_the_jobs_exit_code(shaped: EmulatedCluster) -> None:
     job = shaped.run("-c", SCRIPT, "2=7")
     assert job.exit_code == 7
     assert job.failed_rank is not None
     assert job.failed_rank.rank == 2
 
 
-def test_a_failing_rank_stops_the_others_unless_told_otherwise(shaped: Cluster) -> None:
+def test_a_failing_rank_stops_the_others_unless_told_otherwise(shaped: EmulatedCluster) -> None:
     script = "import os, signal, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
     job = shaped.run("-c", script)
     assert job.exit_codes == [128 + signal.SIGTERM, 3, 128 + signal.SIGTERM, 128 + signal.SIGTERM]
@@ -141,7 +141,7 @@ def test_a_failing_rank_stops_the_others_unless_told_otherwise(shaped: Cluster) 
     assert survivors.exit_code == 128 + signal.SIGKILL
 
 
-def test_output_carries_the_rank(shaped: Cluster) -> None:
+def test_output_carries_the_rank(shaped: EmulatedCluster) -> None:
     output = io.StringIO()
     shaped._output = output
     try:
@@ -153,7 +153,7 @@ def test_output_carries_the_rank(shaped: Cluster) -> None:
     )
 
 
-def test_a_cut_link_delivers_after_restore(shaped: Cluster, tmp_path: Path) -> None:
+def test_a_cut_link_delivers_after_restore(shaped: EmulatedCluster, tmp_path: Path) -> None:
     control = tmp_path / "control"
     os.mkfifo(control)
     job = shaped.start("-c", PING, env={"OWN": shaped.address(1), "CONTROL": str(control)})
@@ -179,14 +179,14 @@ def test_a_disturbed_pair_does_not_lower_what_a_nic_carries() -> None:
     assert nic_rates(pairs, [100_000_000, 200_000_000, 200_000_000], 3) == pytest.approx([11.9e6, 23.8e6, 23.8e6])
 
 
-def test_goodput_follows_the_shaped_rates(shaped: Cluster) -> None:
+def test_goodput_follows_the_shaped_rates(shaped: EmulatedCluster) -> None:
     goodput = shaped.goodput(seconds=0.5)
     assert set(goodput.pairs) == {(0, 1), (1, 0)}
     assert all(rate > 0 for rate in goodput.pairs.values())
     assert goodput.nic_bytes_per_s[0] == pytest.approx(2 * goodput.nic_bytes_per_s[1])
 
 
-def test_wrong_hosts_and_factors_are_refused(shaped: Cluster) -> None:
+def test_wrong_hosts_and_factors_are_refused(shaped: EmulatedCluster) -> None:
     with pytest.raises(ValueError, match="host 2 is not one of the 2 hosts"):
         shaped.cut(2)
     with pytest.raises(ValueError, match="factor must be positive"):
@@ -195,10 +195,10 @@ def test_wrong_hosts_and_factors_are_refused(shaped: Cluster) -> None:
     shaped.restore(0)
 
 
-def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: Cluster) -> None:
+def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: EmulatedCluster) -> None:
     build = (
-        "import os, sys\nfrom torch_xmesh.testing.cluster import Cluster\n"
-        "cluster = Cluster(hosts=2, devices=1)\ncluster.start('-c', 'import signal; signal.pause()')\n"
+        "import os, sys\nfrom torch_xmesh.testing.cluster import EmulatedCluster\n"
+        "cluster = EmulatedCluster(hosts=2, devices=1)\ncluster.start('-c', 'import signal; signal.pause()')\n"
         "print(os.getpid(), flush=True)\nsys.stdin.read()"
     )
     crashed = subprocess.Popen(
@@ -221,7 +221,7 @@ def test_sweep_removes_what_a_dead_run_left_and_spares_live_ones(shaped: Cluster
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, code: int) -> None:
+def test_a_signal_removes_everything(shaped: EmulatedCluster, number: signal.Signals, code: int) -> None:
     command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --no-goodput -- -c".split()
     driver = subprocess.Popen(
         [sys.executable, *command, "import signal; print('up', flush=True); signal.pause()"],
@@ -240,7 +240,7 @@ def test_a_signal_removes_everything(shaped: Cluster, number: signal.Signals, co
     assert own_namespaces(driver.pid) == set()
 
 
-def test_a_reader_that_has_had_enough_ends_the_ranks(shaped: Cluster) -> None:
+def test_a_reader_that_has_had_enough_ends_the_ranks(shaped: EmulatedCluster) -> None:
     """`... | head`: ranks that would run on end, nothing is left, and nothing is complained of."""
     command = "-m torch_xmesh.testing.cluster --hosts 2 --devices 1 --no-goodput -- -c".split()
     driver = subprocess.Popen(
@@ -269,7 +269,7 @@ def test_an_output_that_fails_is_told() -> None:
         def write(self, text: str) -> int:
             raise OSError("disk full")
 
-    with Cluster(hosts=1, devices=2, rate=None, output=Full()) as cluster:
+    with EmulatedCluster(hosts=1, devices=2, rate=None, output=Full()) as cluster:
         job = cluster.start("-c", "import signal; print('up', flush=True); signal.pause()")
         with pytest.raises(OSError, match="disk full"):
             job.wait(60)
@@ -277,7 +277,7 @@ def test_an_output_that_fails_is_told() -> None:
 
 
 def test_the_command_line_passes_on_what_the_ranks_say_and_how_the_first_one_failed(
-    shaped: Cluster, tmp_path: Path
+    shaped: EmulatedCluster, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -308,7 +308,7 @@ def test_the_command_line_passes_on_what_the_ranks_say_and_how_the_first_one_fai
 
 def test_without_rights_it_runs_on_localhost_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module.emulated, "unavailable_reason", lambda: "needs root")
-    with Cluster(hosts=2, devices=1) as cluster:
+    with EmulatedCluster(hosts=2, devices=1) as cluster:
         assert not cluster.is_shaped
         assert "NOTHING IS SHAPED" in cluster.description
         assert "needs root" in cluster.description
@@ -320,13 +320,13 @@ def test_without_rights_it_runs_on_localhost_and_says_so(monkeypatch: pytest.Mon
             cluster.cut(0)
 
 
-def test_a_failing_command_leaves_no_network(monkeypatch: pytest.MonkeyPatch, shaped: Cluster) -> None:
+def test_a_failing_command_leaves_no_network(monkeypatch: pytest.MonkeyPatch, shaped: EmulatedCluster) -> None:
     before = namespaces()
 
     def fail(self: network.Network, host: int, bits_per_s: int) -> None:
         raise NetworkError("tc said no")
 
     monkeypatch.setattr(network.Network, "_shape", fail)
-    with Cluster(hosts=2, devices=1) as cluster:
+    with EmulatedCluster(hosts=2, devices=1) as cluster:
         assert cluster.unshaped_reason == "tc said no"
     assert namespaces() == before

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from wait_until import wait_until
 
-from torch_xmesh.testing.cluster import Cluster, Job, network
+from torch_xmesh.testing.cluster import EmulatedCluster, Job, network
 
 pytestmark = pytest.mark.skipif(
     network.unavailable_reason() is not None, reason="runs on Linux as root, with iproute2 and tc"
@@ -68,12 +68,12 @@ os._exit(0)  # the group's store may be beyond a cut
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster(hosts=HOSTS, devices=1, rate="100mbit") as made:
+def cluster() -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(hosts=HOSTS, devices=1, rate="100mbit") as made:
         yield made
 
 
-def start(cluster: Cluster, folder: Path, strategy: str, timeout: float) -> Job:
+def start(cluster: EmulatedCluster, folder: Path, strategy: str, timeout: float) -> Job:
     script = folder / "worker.py"
     script.write_text(WORKER)
     for rank in range(HOSTS):
@@ -94,22 +94,22 @@ def wait_for_calls(job: Job, count: int) -> None:
         job.wait_for_output(f"call {calls_done(job, rank) + count - 1} done", rank=rank, timeout=60)
 
 
-def on_host(cluster: Cluster, host: int, *command: str) -> str:
+def on_host(cluster: EmulatedCluster, host: int, *command: str) -> str:
     assert cluster._network is not None
     line = cluster._network.command_on(host, command)
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout
 
 
-def link_of(cluster: Cluster, host: int) -> str:
+def link_of(cluster: EmulatedCluster, host: int) -> str:
     """How the kernel shapes what the host sends."""
     return on_host(cluster, host, "tc", "qdisc", "show", "dev", network.HOST_INTERFACE)
 
 
-def received_bytes(cluster: Cluster, host: int) -> int:
+def received_bytes(cluster: EmulatedCluster, host: int) -> int:
     return int(on_host(cluster, host, "cat", f"/sys/class/net/{network.HOST_INTERFACE}/statistics/rx_bytes"))
 
 
-def is_stalled(cluster: Cluster, host: int) -> bool:
+def is_stalled(cluster: EmulatedCluster, host: int) -> bool:
     """Whether a kernel has sent something over this host's link three times, and waits for an acknowledgement still."""
     ends = [pair for other in range(HOSTS) if other != host for pair in ((host, other), (other, host))]
     sockets = "".join(on_host(cluster, end, "ss", "-tinHO", "dst", cluster.address(other)) for end, other in ends)
@@ -118,7 +118,7 @@ def is_stalled(cluster: Cluster, host: int) -> bool:
 
 
 @by_strategy
-def test_a_cut_link_is_told(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+def test_a_cut_link_is_told(cluster: EmulatedCluster, tmp_path: Path, strategy: str) -> None:
     job = start(cluster, tmp_path, strategy, TIMEOUT)
     behind = FAILING_HOST[strategy]
     cluster.cut(behind)
@@ -139,7 +139,7 @@ def test_a_cut_link_is_told(cluster: Cluster, tmp_path: Path, strategy: str) -> 
 
 
 @by_strategy
-def test_a_slow_and_a_briefly_cut_link_only_cost_time(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+def test_a_slow_and_a_briefly_cut_link_only_cost_time(cluster: EmulatedCluster, tmp_path: Path, strategy: str) -> None:
     job = start(cluster, tmp_path, strategy, 60.0)
     assert "rate 100Mbit" in link_of(cluster, 0)
     cluster.slow(0, 10)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 TRAIN = """
 import json, os
@@ -40,8 +40,8 @@ os.execvp("unshare", ["unshare", "--mount", "--uts", "sh", "-c", as_debian, "sh"
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
-    with Cluster(hosts=2, devices=1, rate="1gbit") as cluster:
+def nodes() -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(hosts=2, devices=1, rate="1gbit") as cluster:
         if not cluster.is_shaped:
             pytest.skip(f"runs on Linux as root, with iproute2 (network namespaces): {cluster.unshaped_reason}")
         yield cluster
@@ -55,7 +55,7 @@ def nodes() -> Iterator[Cluster]:
     ],
     ids=["c10d", "static"],
 )
-def test_own_names_on_loopback(nodes: Cluster, tmp_path: Path, meeting: tuple[str, ...]) -> None:
+def test_own_names_on_loopback(nodes: EmulatedCluster, tmp_path: Path, meeting: tuple[str, ...]) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "agent.py").write_text(AGENT)
     for host in range(2):

@@ -18,7 +18,7 @@ from torch_xmesh.parallelism.cluster import Cluster, cluster_of
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.layers import Layers, layers_of
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape

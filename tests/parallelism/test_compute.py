@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_xmesh.parallelism.compute import Compute, ComputeSeconds, compute_seconds
 from torch_xmesh.parallelism.loops import whole_choice
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 
 RATES = Compute(flops=1e12, bytes_per_s=1e9)
 

@@ -26,7 +26,7 @@ from torch_xmesh.parallelism.assembly import planned_stage
 from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.running.experts import RunsAtOnce
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space

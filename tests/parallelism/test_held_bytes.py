@@ -21,7 +21,7 @@ from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.loops import Choice
 from torch_xmesh.parallelism.operators import Operator
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stretch import Stretch

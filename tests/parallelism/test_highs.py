@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.graph import FREE, Prices, ShardingGraph
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.space import Links, Space
 from torch_xmesh.parallelism.stretch import Stretch
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.graph import Prices, ShardingGraph
 from torch_xmesh.parallelism.limit import within_limit
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stretch import Stretch

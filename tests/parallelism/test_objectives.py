@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import LATER, WHOLE, Choice, choices_of
 from torch_xmesh.parallelism.operators import Operator
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Allowed, Links
 

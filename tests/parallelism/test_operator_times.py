@@ -19,7 +19,7 @@ import torch_xmesh as xm
 from torch_xmesh.parallelism import operator_times
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.loops import choices_of, num_devices_used, whole_choice
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 
 RATES = Compute(1e12, 1e11)
 

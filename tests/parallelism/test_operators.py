@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import choices_of
 from torch_xmesh.parallelism.operators import Forward, Operator, Recorded
-from torch_xmesh.parallelism.reading import forward_of, recorded_turns
+from torch_xmesh.parallelism.recorded_forwards import forward_of, recorded_turns
 
 
 class Unread(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import torch_xmesh as xm
 from torch_xmesh.parallelism.by_hand import batch_loops, even_stages
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.testing import spawn
 from xmesh_cli.main import main
 

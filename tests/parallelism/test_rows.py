@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import PARTIAL, PASS, REPLICATED, Choice, End, State, choices_of
 from torch_xmesh.parallelism.operators import Operator
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 
 Function = Callable[..., torch.Tensor]
 Sizes = tuple[int, ...]

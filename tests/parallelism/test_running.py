@@ -25,8 +25,8 @@ from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.reading import forward_of, recorded_forward
-from torch_xmesh.parallelism.running.refusals import Turns
+from torch_xmesh.parallelism.recorded_forwards import forward_of, recorded_forward
+from torch_xmesh.parallelism.running.refusals import ForwardModes
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.space import CollectiveUse, Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
@@ -64,7 +64,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     seen: list[CollectiveUse] = []
     (planned,) = plan.stages
     recorded = recorded_forward(model, (x,))
-    stage = ShardedStage(model, Turns(recorded, None), plan, 0, mesh, on_collective=seen.append)
+    stage = ShardedStage(model, ForwardModes(recorded, None), plan, 0, mesh, on_collective=seen.append)
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
     assert set(parameters) == {name for name, _ in model.named_parameters()}
@@ -239,7 +239,9 @@ def runs_in_low_precision(rank: int, world_size: int) -> None:
 
     plan = xm.presets.megatron(Cast(model), (x,), tensor_parallel=4, devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
     mesh = init_device_mesh("cpu", plan.stages[0].mesh_shape)
-    stage = ShardedStage(Cast(model), Turns(recorded_forward(Cast(model), (x,)), None), plan, 0, mesh, num_samples=0)
+    stage = ShardedStage(
+        Cast(model), ForwardModes(recorded_forward(Cast(model), (x,)), None), plan, 0, mesh, num_samples=0
+    )
     (made,), wanted = stage(x), Cast(whole)(x)
     torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
     made.sum().backward()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from torch_xmesh.parallelism.loops import Choice, choices_of
 from torch_xmesh.parallelism.operators import Operator
-from torch_xmesh.parallelism.reading import forward_of
+from torch_xmesh.parallelism.recorded_forwards import forward_of
 
 SIZE = 2
 Parts = list[torch.Tensor]

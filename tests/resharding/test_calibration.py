@@ -17,7 +17,7 @@ from torch_xmesh import calibration
 from torch_xmesh.calibration import Clock, Probe, Timing, calibrate, link_costs, measure_costs, nic_rates
 from torch_xmesh.spec import mesh_grid
 from torch_xmesh.testing import spawn
-from torch_xmesh.testing.cluster import Cluster
+from torch_xmesh.testing.cluster import EmulatedCluster
 
 CALL_S = 0.7e-3  # what a call costs beside its messages
 DEVICES = 2
@@ -159,7 +159,7 @@ def test_a_call_that_costs_much_adds_nothing_to_a_hop() -> None:
 def test_shaped_links_are_measured_as_they_are(tmp_path: Path) -> None:
     megabits = {0: 120, 1: 200, 2: 120}  # the fast one is slower than both others together
     rate_of = {host: f"{rate}mbit" for host, rate in megabits.items()}
-    with Cluster(hosts=3, devices=1, rate_of=rate_of) as cluster:
+    with EmulatedCluster(hosts=3, devices=1, rate_of=rate_of) as cluster:
         if not cluster.is_shaped:
             pytest.skip(f"runs on Linux as root, with iproute2 (network namespaces): {cluster.unshaped_reason}")
         path = tmp_path / "topology.json"

@@ -137,7 +137,7 @@ def nested(depth: int) -> Any:
         [spec(), b"bytes"],
         nested(100),
     ],
-    ids=repr,
+    ids=lambda xs: f"{type(xs).__name__} of {', '.join(type(x).__name__ for x in xs)}",
 )
 def test_what_is_not_known_has_no_key(xs: Any) -> None:
     assert key(_C.NormalForms(), (xs, *USUAL[1:])) is None

@@ -15,7 +15,7 @@ from torch_xmesh.parallelism.plan import (
     PlannedStage,
     PlannedTie,
     PlannedValue,
-    Step,
+    PredictedStep,
     fingerprint_of,
 )
 from torch_xmesh.parallelism.stages import FoundStage
@@ -123,7 +123,7 @@ def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes:
     )
 
 
-def _step(subject: Subject, judged: Judged) -> Step:
+def _step(subject: Subject, judged: Judged) -> PredictedStep:
     """What a step's time consists of: computation, collectives and sums of gradients are those of the stage that works
     longest, transfers those of all stages."""
 
@@ -135,7 +135,7 @@ def _step(subject: Subject, judged: Judged) -> Step:
     compute, collectives, sums = max(map(work, judged.plan.stages), key=sum)
     transfers = subject.num_microbatches * sum(sum(transfer.seconds) for transfer in judged.transfers)
     bubble = max(judged.step_seconds - compute - collectives - sums, 0.0)
-    return Step(judged.step_seconds, compute, collectives, sums, transfers, bubble)
+    return PredictedStep(judged.step_seconds, compute, collectives, sums, transfers, bubble)
 
 
 def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:

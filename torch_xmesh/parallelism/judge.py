@@ -26,7 +26,7 @@ _MOST_CHOSEN = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class StageTransfer:
     """A value from one stage to a later one.
 
     Attributes:
@@ -66,7 +66,7 @@ class Judged:
 
     plan: FoundPlan
     schedule: Schedule
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[StageTransfer, ...]
     ties: tuple[Tie, ...]
     simulation: Simulation
     step_seconds: float
@@ -82,7 +82,7 @@ class _Played:
     """
 
     plan: FoundPlan
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[StageTransfer, ...]
     ties: tuple[Tie, ...]
     costs: Costs
     spare: tuple[int, ...]
@@ -191,7 +191,7 @@ class Judge:
         peak = tuple(held - extra for held, extra in zip(simulation.peak_bytes, played.spare, strict=True))
         return Judged(plan, schedule, played.transfers, played.ties, simulation, step, peak)
 
-    def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[Transfer], spare: Sequence[int]) -> Costs:
+    def _costs(self, stages: Sequence[FoundStage], transfers: Sequence[StageTransfer], spare: Sequence[int]) -> Costs:
         moves = [
             (transfer.from_stage, transfer.to_stage, transfer.seconds, transfer.value.requires_grad)
             for transfer in transfers
@@ -222,7 +222,7 @@ class Judge:
                 found.append((simulation.makespan_seconds, number, schedule))
         return min(found, key=lambda row: row[:2])[2] if found else None
 
-    def _transfers(self, stages: Sequence[FoundStage]) -> list[Transfer]:
+    def _transfers(self, stages: Sequence[FoundStage]) -> list[StageTransfer]:
         maker = {value: number for number, stage in enumerate(stages) for value in stage.sharded.leaving}
         out = []
         for number, stage in enumerate(stages):
@@ -232,7 +232,7 @@ class Judge:
                 ways = (stages[source], src), (stage, dst)
                 backward = self._moved(value, ways[1], ways[0]) if value.requires_grad else 0.0
                 seconds = self._moved(value, *ways), backward
-                out.append(Transfer(source, number, value, src, dst, seconds))
+                out.append(StageTransfer(source, number, value, src, dst, seconds))
         return out
 
     def _ties(self, stages: Sequence[FoundStage]) -> tuple[Tie, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from torch_xmesh.parallelism.loops import Loops
-from torch_xmesh.parallelism.rows.registry import Call
+from torch_xmesh.parallelism.rows.registry import CallForm
 from torch_xmesh.pipeline.capture.recording import Recording
 
 
@@ -74,7 +74,7 @@ class Operator:
     views: bool = False
     checkpoint: int | None = None
     again: "Again" = "nothing"
-    call: "Call | None" = dataclasses.field(default=None, compare=False, repr=False)
+    call: "CallForm | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def requires_grad(self) -> bool:

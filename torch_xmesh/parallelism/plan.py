@@ -152,7 +152,7 @@ class PlannedStage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """What a step is predicted to take, seconds.
 
     Attributes:
@@ -204,7 +204,7 @@ class ParallelPlan:
     num_microbatches: int
     schedule: str
     schedule_csv: str
-    step: Step
+    step: PredictedStep
     devices: int
     collectives: str
     title: str = "found"
@@ -268,7 +268,7 @@ class ParallelPlan:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from torch_xmesh.parallelism.plan_plot import plot_plan
+        from torch_xmesh.parallelism.step_plot import plot_plan
 
         plot_plan(self, Path(path))
 

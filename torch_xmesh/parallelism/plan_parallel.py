@@ -21,7 +21,7 @@ from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.reading import recorded_forward, samples_of
+from torch_xmesh.parallelism.recorded_forwards import recorded_forward, samples_of
 from torch_xmesh.parallelism.running.refusals import check_runnable
 from torch_xmesh.parallelism.stages import NoPlan, StageSearch, in_flight_of
 from torch_xmesh.pipeline.cut.partition import check_example

@@ -18,7 +18,7 @@ from torch_xmesh.parallelism.limit import Fitting, within_limit
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stretch import Stretch
-from torch_xmesh.parallelism.tables import StretchTables, Table
+from torch_xmesh.parallelism.stretch_tables import StretchTables, Table
 from torch_xmesh.parallelism.trade import variants
 from torch_xmesh.parallelism.zero import LEVELS, with_zero
 

@@ -12,7 +12,7 @@ constexpr size_t kNoParent = std::numeric_limits<size_t>::max();
 /// The first stages of a plan, by its last one.
 struct Begun {
   size_t parent = kNoParent;
-  PlannedStage stage;
+  ChosenStage stage;
   double seconds = 0;      ///< of the stage
   double entering = 0;     ///< of what it reads
   size_t stages_left = 0;  ///< after it

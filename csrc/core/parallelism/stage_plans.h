@@ -31,7 +31,7 @@ struct TimedMoves {
 
 /// A plan, and what eq. 2 makes its seconds of.
 struct TimedPlan {
-  std::vector<PlannedStage> stages;
+  std::vector<ChosenStage> stages;
   double sum = 0;
   double slowest = 0;
 };

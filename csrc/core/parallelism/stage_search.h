@@ -43,16 +43,16 @@ struct StageProblem {
 };
 
 /// Layers [first_layer, end_layer) on a submesh, run in one of the ways that StageProblem::optionsOf() lists.
-struct PlannedStage {
+struct ChosenStage {
   size_t first_layer = 0;
   size_t end_layer = 0;
   size_t submesh = 0;
   size_t option = 0;
-  auto operator<=>(const PlannedStage&) const = default;
+  auto operator<=>(const ChosenStage&) const = default;
 };
 
 struct StagePlan {
-  std::vector<PlannedStage> stages;
+  std::vector<ChosenStage> stages;
   double seconds = 0;      ///< all microbatches, by eq. 2
   double slowest = 0;      ///< seconds of its slowest stage, for one microbatch
   bool is_proven = false;  ///< no plan that is accepted takes less than this one, by more than num_microbatches * epsilon
@@ -91,8 +91,8 @@ std::vector<StagePlan> bestStagePlans(const StageProblem& problem, const StageSe
 /// The memory that a problem needs, and the stage that needs it.
 struct MemoryNeed {
   int64_t num_bytes = 0;
-  std::vector<PlannedStage> stages;  ///< that need no more
-  size_t largest_stage = 0;          ///< in `stages`: the first that needs so much
+  std::vector<ChosenStage> stages;  ///< that need no more
+  size_t largest_stage = 0;         ///< in `stages`: the first that needs so much
 };
 
 /// The least number of bytes that, as the memory of a device of every submesh, leaves a plan: the least largest left side of eq. 5. The memory of

@@ -46,7 +46,7 @@ struct Event {
 };
 
 /// A value's way from a node to a node of another place.
-struct Transfer {
+struct ValueFlow {
   int32_t producer;
   int32_t user;
   NicFlow flow;
@@ -99,7 +99,7 @@ class Simulation {
         startTransfers(now);
       }
     }
-    for (const Transfer& transfer : transfers_) {
+    for (const ValueFlow& transfer : transfers_) {
       out_.transfers.push_back(transfer.span);
     }
     std::stable_sort(out_.transfers.begin(), out_.transfers.end(), [](const auto& a, const auto& b) { return a.start_s < b.start_s; });
@@ -146,7 +146,7 @@ class Simulation {
   }
 
   void finishSending(int32_t index, double now) {
-    Transfer& transfer = transfers_[static_cast<size_t>(index)];
+    ValueFlow& transfer = transfers_[static_cast<size_t>(index)];
     --place(transfer.producer).num_unsent_values;
     --place(transfer.user).num_incoming;
     place(transfer.producer).has_news = place(transfer.user).has_news = true;  // without overlap they may have waited for that
@@ -202,7 +202,7 @@ class Simulation {
 
   /// False where it must wait.
   bool startTransfer(int32_t index, double now) {
-    Transfer& transfer = transfers_[static_cast<size_t>(index)];
+    ValueFlow& transfer = transfers_[static_cast<size_t>(index)];
     PlaceState& receiver = place(transfer.user);
     if (flows_.isBusy(transfer.flow) || (blocks_receiver_ && (receiver.is_computing || receiver.num_incoming > 0))) {
       return false;
@@ -220,7 +220,7 @@ class Simulation {
   std::vector<int32_t> waits_for_;                      ///< by node: values and actions that are not there yet
   std::vector<std::vector<int32_t>> local_dependents_;  ///< by node
   std::vector<std::vector<int32_t>> transfers_of_;      ///< by producing node
-  std::vector<Transfer> transfers_;
+  std::vector<ValueFlow> transfers_;
   std::vector<PlaceState> places_;
   NicSharing flows_;
   std::vector<int32_t> pending_;  ///< transfers whose value exists, oldest first

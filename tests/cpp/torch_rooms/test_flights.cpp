@@ -23,11 +23,11 @@ class FlightsTest : public ::testing::Test {
 
 TEST_F(FlightsTest, KnowsWhatCrosses) {
   EXPECT_EQ(flights_.differentiable(0), std::vector<size_t>({0}));
-  EXPECT_TRUE(flights_.outputCrossings(0)[0].is_differentiable);
-  EXPECT_TRUE(flights_.outputCrossings(0)[1].crosses);
-  EXPECT_FALSE(flights_.outputCrossings(0)[1].is_differentiable);
-  EXPECT_FALSE(flights_.outputCrossings(1)[0].crosses) << "the model's output";
-  EXPECT_TRUE(flights_.inputCrossings(1)[1].is_differentiable);
+  EXPECT_TRUE(flights_.outputUses(0)[0].is_differentiable);
+  EXPECT_TRUE(flights_.outputUses(0)[1].crosses);
+  EXPECT_FALSE(flights_.outputUses(0)[1].is_differentiable);
+  EXPECT_FALSE(flights_.outputUses(1)[0].crosses) << "the model's output";
+  EXPECT_TRUE(flights_.inputUses(1)[1].is_differentiable);
   EXPECT_FALSE(flights_.has(2));
 }
 

@@ -12,10 +12,10 @@ from torch_xmesh.parallelism.rows import (
     reductions,
     views,
 )
-from torch_xmesh.parallelism.rows.registry import Call, rows
+from torch_xmesh.parallelism.rows.registry import CallForm, rows
 
 __all__ = [
-    "Call",
+    "CallForm",
     "attention",
     "convolutions",
     "experts",

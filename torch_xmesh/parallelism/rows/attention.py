@@ -3,11 +3,11 @@
 import math
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, broadcast, extents_of, labels_like, row
 
 
 @row("scaled_dot_product_attention")
-def scaled_dot_product_attention(call: Call) -> Loops:
+def scaled_dot_product_attention(call: CallForm) -> Loops:
     """Batch and heads are loops, and queries where none is masked by its place; keys, and what a head is long, are
     whole. Groups of heads that share keys and values stay together."""
     query, key, value = call.tensor(0, "query"), call.tensor(1, "key"), call.tensor(2, "value")

@@ -4,11 +4,11 @@ import math
 import re
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, extents_of, labels_like, row
 
 
 @row("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def convolution(call: Call) -> Loops:
+def convolution(call: CallForm) -> Loops:
     """Samples, output channels, and input channels, which add up; of a grouped one the groups. The first dim of a
     transposed one's weight is the input channels."""
     is_transposed = "transpose" in call.name
@@ -42,7 +42,7 @@ _OVER_SPACE = """
 
 
 @row(*_OVER_SPACE.split())
-def over_space(call: Call) -> Loops:
+def over_space(call: CallForm) -> Loops:
     """Samples and channels are loops. Where the name says over how many dims it goes, one sample may be without a
     batch."""
     x = call.tensor(0, "input")
@@ -57,7 +57,7 @@ def over_space(call: Call) -> Loops:
 
 
 @row("unfold")
-def unfold(call: Call) -> Loops:
+def unfold(call: CallForm) -> Loops:
     """Patches of images may be sharded by samples and by channels, since a channel's patches lie together. Windows
     along one dim of a tensor may be sharded along all other dims."""
     x = call.tensor(0, "input")
@@ -71,7 +71,7 @@ def unfold(call: Call) -> Loops:
 
 
 @row("pixel_shuffle", "pixel_unshuffle")
-def pixel_shuffle(call: Call) -> Loops:
+def pixel_shuffle(call: CallForm) -> Loops:
     """Samples are loops, and channels of the side that has fewer: what becomes of one lies together."""
     x = call.tensor(0, "input")
     batch = labels_like(x.shape[:-3], "b")

@@ -5,7 +5,7 @@ import math
 from torch import nn
 
 from torch_xmesh.parallelism.loops import Labels, Loops, Within
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, row
 
 CLASSES = (
     "MixtralExperts",
@@ -24,7 +24,7 @@ def has_row(module: nn.Module) -> bool:
 
 
 @row(*CLASSES)
-def experts(call: Call) -> Loops:
+def experts(call: CallForm) -> Loops:
     """transformers' experts: (hidden states, which experts each token goes to, with which weights), and parameters
     whose first dim is the experts'.
 

@@ -3,11 +3,11 @@
 import torch
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, broadcast, extents_of, labels_like, row
 
 
 @row("embedding")
-def embedding(call: Call) -> Loops:
+def embedding(call: CallForm) -> Loops:
     """The vocabulary is a loop that adds up: a device that does not have a row adds zeros."""
     indices, weight = call.tensor(0, "input"), call.tensor(1, "weight")
     if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq", False):
@@ -21,7 +21,7 @@ def embedding(call: Call) -> Loops:
 
 
 @row("embedding_bag")
-def embedding_bag(call: Call) -> Loops:
+def embedding_bag(call: CallForm) -> Loops:
     """Bags of one length: they are a loop, and the table's columns are."""
     indices, weight, weights = call.tensor(0, "input"), call.tensor(1, "weight"), call.get(8, "per_sample_weights")
     if indices.dtype.is_floating_point or len(indices.shape) != 2 or len(call.shapes) != 1:
@@ -35,7 +35,7 @@ def embedding_bag(call: Call) -> Loops:
 
 
 @row("gather", "take_along_dim", "scatter", "scatter_", "scatter_add", "scatter_add_")
-def gather(call: Call) -> Loops:
+def gather(call: CallForm) -> Loops:
     """The dim that is picked from stays whole; others are loops where all tensors are as long along them."""
     dim = call.get(2 if call.name == "take_along_dim" else 1, "dim")
     tensors = call.tensors
@@ -50,7 +50,7 @@ def gather(call: Call) -> Loops:
 
 
 @row("index_select")
-def index_select(call: Call) -> Loops:
+def index_select(call: CallForm) -> Loops:
     x, index = call.tensor(0, "input"), call.tensor(2, "index")
     dim = call.get(1, "dim")
     labels = list(labels_like(x.shape))
@@ -62,7 +62,7 @@ def index_select(call: Call) -> Loops:
 
 
 @row("one_hot")
-def one_hot(call: Call) -> Loops:
+def one_hot(call: CallForm) -> Loops:
     """The number of classes is given; else it follows from all elements."""
     x = call.tensor(0, "input")
     if call.get(1, "num_classes", -1) < 0:
@@ -71,7 +71,7 @@ def one_hot(call: Call) -> Loops:
     return call.loops({x.index: labels}, (*labels, None), extents_of(labels, x.shape))
 
 
-def picked(call: Call, x: Tensor, index: tuple[object, ...]) -> Loops:
+def picked(call: CallForm, x: Tensor, index: tuple[object, ...]) -> Loops:
     """An index with tensors in it: the dims that they pick from stay whole, those that they make are loops."""
     found = [item for item in index if isinstance(item, Tensor)]
     at = [place for place, item in enumerate(index) if isinstance(item, Tensor)]

@@ -5,11 +5,15 @@ import string
 from collections.abc import Mapping, Sequence
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, broadcast, extents_of, labels_like, row
 
 
 def product(
-    call: Call, inputs: Mapping[int, Labels], output: Labels, extents: Mapping[str, int], added: Sequence[Tensor] = ()
+    call: CallForm,
+    inputs: Mapping[int, Labels],
+    output: Labels,
+    extents: Mapping[str, int],
+    added: Sequence[Tensor] = (),
 ) -> Loops:
     """A multiplication and an addition in each turn of all loops; `added` are added once."""
     once = frozenset(operand.index for operand in added)
@@ -17,7 +21,7 @@ def product(
 
 
 @row("linear")
-def linear(call: Call) -> Loops:
+def linear(call: CallForm) -> Loops:
     x, weight = call.tensor(0, "input"), call.tensor(1, "weight")
     bias = call.get(2, "bias")
     batch = labels_like(x.shape[:-1], "b")
@@ -29,7 +33,7 @@ def linear(call: Call) -> Loops:
 
 
 @row("bilinear")
-def bilinear(call: Call) -> Loops:
+def bilinear(call: CallForm) -> Loops:
     """Both inputs' features add up."""
     a, b, weight = call.tensor(0, "input1"), call.tensor(1, "input2"), call.tensor(2, "weight")
     bias = call.get(3, "bias")
@@ -46,7 +50,7 @@ def bilinear(call: Call) -> Loops:
 
 
 @row("inner")
-def inner(call: Call) -> Loops:
+def inner(call: CallForm) -> Loops:
     """The inner product of each row of one operand with each row of the other."""
     a, b = call.tensor(0, "input"), call.tensor(1, "other")
     of_a, of_b = (*labels_like(a.shape[:-1], "i"), "k"), (*labels_like(b.shape[:-1], "j"), "k")
@@ -58,24 +62,24 @@ _SECOND = {"mm": "mat2", "bmm": "mat2", "mv": "vec", "dot": "tensor"}
 
 
 @row("matmul", "bmm", "mm", "mv", "dot", "__matmul__")
-def matmul(call: Call) -> Loops:
+def matmul(call: CallForm) -> Loops:
     """Products of vectors, matrices and batches of matrices, whose batch dims broadcast."""
     return _matmul(call, call.tensor(0, "input"), call.tensor(1, _SECOND.get(call.name, "other")))
 
 
 @row("__rmatmul__")
-def reflected_matmul(call: Call) -> Loops:
+def reflected_matmul(call: CallForm) -> Loops:
     return _matmul(call, call.tensor(1, "other"), call.tensor(0, "input"))
 
 
 @row("addmm", "addmv", "baddbmm")
-def addmm(call: Call) -> Loops:
+def addmm(call: CallForm) -> Loops:
     """The first operand is added once, as a linear layer's bias is."""
     added, a, b = call.tensor(0, "input"), call.tensor(1, "mat1"), call.tensor(2, "mat2")
     return _matmul(call, a, b, [added])
 
 
-def _matmul(call: Call, a: Tensor, b: Tensor, added: Sequence[Tensor] = ()) -> Loops:
+def _matmul(call: CallForm, a: Tensor, b: Tensor, added: Sequence[Tensor] = ()) -> Loops:
     of_a = ("i", "k")[-len(a.shape) :]
     of_b = ("k", "j")[: len(b.shape)]
     own = (*of_a[:-1], *of_b[1:])
@@ -99,13 +103,13 @@ def _batch(shape: Sequence[int], batch: Labels, whole: Sequence[int]) -> Labels:
 
 
 @row("outer", "ger")
-def outer(call: Call) -> Loops:
+def outer(call: CallForm) -> Loops:
     a, b = call.tensor(0, "input"), call.tensor(1, "vec2")
     return product(call, {a.index: ("i",), b.index: ("j",)}, ("i", "j"), extents_of(("i", "j"), call.shape))
 
 
 @row("tensordot")
-def tensordot(call: Call) -> Loops:
+def tensordot(call: CallForm) -> Loops:
     """Pairs of dims are loops that add up."""
     a, b, given = call.tensor(0, "a"), call.tensor(1, "b"), call.get(2, "dims", 2)
     if isinstance(given, int):
@@ -122,7 +126,7 @@ def tensordot(call: Call) -> Loops:
 
 
 @row("einsum")
-def einsum(call: Call) -> Loops:
+def einsum(call: CallForm) -> Loops:
     """As its equation says; a letter that one operand has twice is no loop."""
     equation = call.args[0]
     operands = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]

@@ -5,14 +5,14 @@ import math
 import torch
 
 from torch_xmesh.parallelism.loops import Labels, Loops, Within
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, broadcast, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, broadcast, extents_of, labels_like, row
 
 _STATISTIC, _MOMENT = 4, 8
 """Bytes of one: norms and softmax compute in 32 bits."""
 
 
 @row("layer_norm", "rms_norm")
-def layer_norm(call: Call) -> Loops:
+def layer_norm(call: CallForm) -> Loops:
     x = call.tensor(0, "input")
     shape = call.get(1, "normalized_shape")
     num_whole = 1 if isinstance(shape, int) else len(shape)
@@ -26,7 +26,7 @@ def layer_norm(call: Call) -> Loops:
 
 
 @row("group_norm", "instance_norm")
-def group_norm(call: Call) -> Loops:
+def group_norm(call: CallForm) -> Loops:
     """Samples are a loop, where no statistics of all of them are kept."""
     x = call.tensor(0, "input")
     is_instance = call.name == "instance_norm"
@@ -39,7 +39,7 @@ def group_norm(call: Call) -> Loops:
 
 
 @row("batch_norm")
-def batch_norm(call: Call) -> Loops:
+def batch_norm(call: CallForm) -> Loops:
     """Channels are a loop, and samples, whose statistics are brought together as if the batch were whole."""
     x = call.tensor(0, "input")
     labels: Labels = ("n", "c", *[None] * (len(x.shape) - 2))
@@ -51,7 +51,7 @@ def batch_norm(call: Call) -> Loops:
 
 
 @row("normalize")
-def normalize(call: Call) -> Loops:
+def normalize(call: CallForm) -> Loops:
     """Dims that the norm is over stay whole."""
     x, dim = call.tensor(0, "input"), call.get(2, "dim", 1)
     whole = {axis % len(x.shape) for axis in ([dim] if isinstance(dim, int) else dim)}
@@ -60,7 +60,7 @@ def normalize(call: Call) -> Loops:
 
 
 @row("cosine_similarity")
-def cosine_similarity(call: Call) -> Loops:
+def cosine_similarity(call: CallForm) -> Loops:
     """Operands broadcast; the dim that the products are over stays whole."""
     a, b = call.tensor(0, "x1"), call.tensor(1, "x2")
     shape = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def cosine_similarity(call: Call) -> Loops:
 
 
 @row("softmax", "log_softmax")
-def softmax(call: Call) -> Loops:
+def softmax(call: CallForm) -> Loops:
     """Over its own dim devices bring together the greatest element and the sum, and backward one sum."""
     x = call.tensor(0, "input")
     dim = call.get(1, "dim")
@@ -87,7 +87,7 @@ def softmax(call: Call) -> Loops:
 
 
 @row("cross_entropy", "nll_loss")
-def cross_entropy(call: Call) -> Loops:
+def cross_entropy(call: CallForm) -> Loops:
     """Samples add up, and classes: each device has the logits of some, and the greatest element and the sum of all are
     brought together. A mean is over the samples that are not ignored, which all devices count together."""
     x, target = call.tensor(0, "input"), call.tensor(1, "target")
@@ -114,7 +114,7 @@ _DISTANCES = """
 
 
 @row(*_DISTANCES.split())
-def distances(call: Call) -> Loops:
+def distances(call: CallForm) -> Loops:
     """Elements add up, or stay."""
     x, target = call.tensor(0, "input"), call.tensor(1, "target")
     if x.shape != target.shape or len(call.tensors) > 2:

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch_xmesh.parallelism.loops import Labels, Loops
 from torch_xmesh.parallelism.rows.lookups import picked
-from torch_xmesh.parallelism.rows.registry import Call, Tensor, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor, extents_of, labels_like, row
 
 
 @row("chunk", "split", "split_with_sizes", "tensor_split", "expand", "expand_as", "broadcast_to", "narrow", "repeat")
-def pieces(call: Call) -> Loops:
+def pieces(call: CallForm) -> Loops:
     """Dims whose length stays are loops; of `expand` new ones are none."""
     x = call.tensor(0, "input")
     num_new = len(call.shape) - len(x.shape)
@@ -23,7 +23,7 @@ def pieces(call: Call) -> Loops:
 
 
 @row("unbind", "select")
-def unbind(call: Call) -> Loops:
+def unbind(call: CallForm) -> Loops:
     """The dim goes."""
     x = call.tensor(0, "input")
     dim = call.get(1, "dim", 0) % len(x.shape)
@@ -34,25 +34,25 @@ def unbind(call: Call) -> Loops:
 
 
 @row("cat", "concat", "concatenate")
-def cat(call: Call) -> Loops:
+def cat(call: CallForm) -> Loops:
     """An empty vector among the tensors is nothing."""
     return _cat(call, call.get(1, "dim", 0))
 
 
 @row("hstack")
-def hstack(call: Call) -> Loops:
+def hstack(call: CallForm) -> Loops:
     return _cat(call, 0 if len(call.shape) == 1 else 1)
 
 
 @row("vstack", "row_stack")
-def vstack(call: Call) -> Loops:
+def vstack(call: CallForm) -> Loops:
     """Vectors are rows."""
     labels: Labels = (None, *labels_like(call.shape)[1:])
     inputs = {tensor.index: labels[-len(tensor.shape) :] for tensor in call.tensors}
     return call.loops(inputs, labels, extents_of(labels, call.shape), is_linear=True)
 
 
-def _cat(call: Call, dim: int) -> Loops:
+def _cat(call: CallForm, dim: int) -> Loops:
     tensors = call.tensors
     labels = list(labels_like(call.shape))
     labels[dim] = None
@@ -64,7 +64,7 @@ def _cat(call: Call, dim: int) -> Loops:
 
 
 @row("stack")
-def stack(call: Call) -> Loops:
+def stack(call: CallForm) -> Loops:
     """The new dim stays whole."""
     dim = call.get(1, "dim", 0) % len(call.shape)
     labels = labels_like(call.tensors[0].shape)
@@ -74,7 +74,7 @@ def stack(call: Call) -> Loops:
 
 
 @row("pad")
-def pad(call: Call) -> Loops:
+def pad(call: CallForm) -> Loops:
     """Dims that are not padded are loops."""
     x, padding = call.tensor(0, "input"), call.get(1, "pad")
     if not isinstance(padding, tuple | list):
@@ -88,7 +88,7 @@ def pad(call: Call) -> Loops:
 
 
 @row("repeat_interleave", "tile")
-def repeat_interleave(call: Call) -> Loops:
+def repeat_interleave(call: CallForm) -> Loops:
     """Dims whose length stays are loops."""
     x = call.tensor(0, "input")
     if len(x.shape) != len(call.shape):
@@ -99,7 +99,7 @@ def repeat_interleave(call: Call) -> Loops:
 
 
 @row("__getitem__", "getitem")
-def getitem(call: Call) -> Loops:
+def getitem(call: CallForm) -> Loops:
     """Dims that are taken whole are loops; of tensors in the index see lookups."""
     x, index = call.tensor(0, "input"), call.args[1]
     index = tuple(index) if isinstance(index, tuple | list) else (index,)
@@ -110,7 +110,7 @@ def getitem(call: Call) -> Loops:
 
 
 @row("__setitem__")
-def setitem(call: Call) -> Loops:
+def setitem(call: CallForm) -> Loops:
     """A number or a tensor is written into a part: dims that are whole in the index are loops."""
     x, index, value = call.tensor(0, "input"), call.args[1], call.args[2]
     before, after = _taken(x.shape, tuple(index) if isinstance(index, tuple | list) else (index,))

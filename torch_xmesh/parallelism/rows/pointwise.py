@@ -3,7 +3,7 @@
 import math
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, broadcast, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, broadcast, extents_of, labels_like, row
 
 _SUMS = "add sub subtract __add__ __radd__ __sub__ __rsub__ add_ sub_ iadd isub __iadd__ __isub__"
 _PRODUCTS = "mul multiply div divide truediv __mul__ __rmul__ __truediv__ mul_ div_ neg neg_ negative __neg__ __imul__"
@@ -22,36 +22,36 @@ _FUNCTIONS = """
 """
 
 
-def _elementwise(call: Call, *, is_linear: bool) -> Loops:
+def _elementwise(call: CallForm, *, is_linear: bool) -> Loops:
     output = labels_like(call.shape)
     inputs = {tensor.index: broadcast(tensor, output, call.shape) for tensor in call.tensors}
     return call.loops(inputs, output, extents_of(output, call.shape), is_linear=is_linear)
 
 
 @row(*_SUMS.split())
-def sums(call: Call) -> Loops:
+def sums(call: CallForm) -> Loops:
     """A partial sum and a number do not add up: it would be added on each device."""
     return _elementwise(call, is_linear=call.num_tensors == 2)
 
 
 @row(*_PRODUCTS.split())
-def products(call: Call) -> Loops:
+def products(call: CallForm) -> Loops:
     """By a number partial sums stay partial sums, unless they are rounded; a product of two has none."""
     return _elementwise(call, is_linear=call.num_tensors == 1 and call.kwargs.get("rounding_mode") is None)
 
 
 @row(*_SAME.split())
-def same(call: Call) -> Loops:
+def same(call: CallForm) -> Loops:
     return _elementwise(call, is_linear=True)
 
 
 @row(*_FUNCTIONS.split())
-def functions(call: Call) -> Loops:
+def functions(call: CallForm) -> Loops:
     return _elementwise(call, is_linear=False)
 
 
 @row("prelu")
-def prelu(call: Call) -> Loops:
+def prelu(call: CallForm) -> Loops:
     """All dims are loops; the slopes are one, or one per channel, which is the second dim."""
     x, weight = call.tensor(0, "input"), call.tensor(1, "weight")
     labels = labels_like(x.shape)
@@ -62,7 +62,7 @@ def prelu(call: Call) -> Loops:
 
 
 @row("glu")
-def glu(call: Call) -> Loops:
+def glu(call: CallForm) -> Loops:
     """The dim whose halves are multiplied stays whole."""
     x = call.tensor(0, "input")
     labels = list(labels_like(x.shape))
@@ -72,7 +72,7 @@ def glu(call: Call) -> Loops:
 
 
 @row("tril", "triu", "tril_", "triu_")
-def triangles(call: Call) -> Loops:
+def triangles(call: CallForm) -> Loops:
     """The last two dims stay whole: whether an element is kept follows from its place."""
     x = call.tensor(0, "input")
     labels = (*labels_like(x.shape)[:-2], None, None)
@@ -80,7 +80,7 @@ def triangles(call: Call) -> Loops:
 
 
 @row("min", "max")
-def either(call: Call) -> Loops:
+def either(call: CallForm) -> Loops:
     """The smaller or greater one of two; along a dim they are no functions of elements (see reductions)."""
     if len(call.tensors) != 2:
         from torch_xmesh.parallelism.rows.reductions import extremes
@@ -90,7 +90,7 @@ def either(call: Call) -> Loops:
 
 
 @row("to", "float", "double", "half", "bfloat16", "type_as", "type", "long", "int", "bool")
-def casts(call: Call) -> Loops:
+def casts(call: CallForm) -> Loops:
     """Summands are not cast: what they add up to would be rounded otherwise."""
     x = call.tensor(0, "input")
     output = labels_like(call.shape)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, extents_of, labels_like, row
 
 
-def reduced_dims(call: Call, position: int = 1) -> tuple[list[int], bool]:
+def reduced_dims(call: CallForm, position: int = 1) -> tuple[list[int], bool]:
     """The dims that a reduction is over, and whether they stay, with one element each."""
     x = call.tensor(0, "input")
     dim = call.get(position, "dim")
@@ -25,7 +25,7 @@ def without(labels: Labels, dims: Sequence[int], *, keeps: bool) -> Labels:
 
 
 @row("sum", "mean", "nansum")
-def sums(call: Call) -> Loops:
+def sums(call: CallForm) -> Loops:
     """All dims are loops; those that are reduced add up. (Of a mean each device's part is divided by the whole.)
     Where one summand is NaN the other is not left out, but their sum is: `nansum` is not linear."""
     x = call.tensor(0, "input")
@@ -44,7 +44,7 @@ _EXTREMES = "amax amin argmax argmin all any var std var_mean std_mean logsumexp
 
 
 @row(*_EXTREMES.split(), *_BY_ORDER)
-def extremes(call: Call) -> Loops:
+def extremes(call: CallForm) -> Loops:
     """Dims that are reduced stay whole."""
     x = call.tensor(0, "input")
     dims, keeps = reduced_dims(call, 2 if call.name in _BY_ORDER else 1)
@@ -53,7 +53,7 @@ def extremes(call: Call) -> Loops:
 
 
 @row("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "flip", "roll", "kthvalue")
-def along(call: Call) -> Loops:
+def along(call: CallForm) -> Loops:
     """Along a dim, which stays whole; the others are loops."""
     x = call.tensor(0, "input")
     position = 2 if call.name in ("topk", "kthvalue", "roll") else 1
@@ -69,7 +69,7 @@ def along(call: Call) -> Loops:
 
 
 @row("renorm", "renorm_")
-def renorm(call: Call) -> Loops:
+def renorm(call: CallForm) -> Loops:
     """The slices along a dim are a loop; the norm of each is over all other dims."""
     x, own = call.tensor(0, "input"), call.get(2, "dim") % len(call.shape)
     labels = tuple(label if dim == own else None for dim, label in enumerate(labels_like(x.shape)))

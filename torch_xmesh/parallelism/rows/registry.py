@@ -29,7 +29,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CallForm:
     """A call of an operator: arguments with a Tensor in the place of each tensor.
 
     Attributes:
@@ -83,7 +83,7 @@ class Call:
         return Loops(reads, (output,) * len(self.shapes), extents, **more)
 
 
-Row = Callable[[Call], Loops]
+Row = Callable[[CallForm], Loops]
 rows: dict[str, Row] = {}
 """By an operator's name: ``torch.nn.functional.linear`` and ``torch.linear`` are both "linear", as is a method."""
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 
 from torch_xmesh.parallelism.loops import Labels, Loops
-from torch_xmesh.parallelism.rows.registry import Call, extents_of, labels_like, row
+from torch_xmesh.parallelism.rows.registry import CallForm, extents_of, labels_like, row
 
 
 @row(
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as", "ravel"
 )
-def view(call: Call) -> Loops:
+def view(call: CallForm) -> Loops:
     """Dims that are joined or split share the loop over the first of them, as far as both divide."""
     x = call.tensor(0, "input")
     if any(isinstance(argument, torch.dtype) for argument in (*call.args, *call.kwargs.values())):
@@ -46,7 +46,7 @@ def _matched(before: Sequence[int], after: Sequence[int]) -> tuple[Labels, Label
 
 
 @row("transpose", "swapaxes", "swapdims", "t", "T", "mT", "adjoint", "H", "mH")
-def transpose(call: Call) -> Loops:
+def transpose(call: CallForm) -> Loops:
     """Swaps two dims: those that are given, or the last two. `t`, `T` and `H` take matrices only."""
     x = call.tensor(0, "input")
     order = list(range(len(x.shape)))
@@ -61,14 +61,14 @@ def transpose(call: Call) -> Loops:
 
 
 @row("permute")
-def permute(call: Call) -> Loops:
+def permute(call: CallForm) -> Loops:
     dims = call.get(1, "dims")
     order = call.args[1:] if isinstance(dims, int) else dims
     return _permuted(call, [dim % len(order) for dim in order])
 
 
 @row("movedim", "moveaxis")
-def movedim(call: Call) -> Loops:
+def movedim(call: CallForm) -> Loops:
     """Moves one dim. A call that moves several has no row."""
     x, source, target = call.tensor(0, "input"), call.get(1, "source"), call.get(2, "destination")
     if not isinstance(source, int) or not isinstance(target, int):
@@ -78,7 +78,7 @@ def movedim(call: Call) -> Loops:
     return _permuted(call, order)
 
 
-def _permuted(call: Call, order: Sequence[int]) -> Loops:
+def _permuted(call: CallForm, order: Sequence[int]) -> Loops:
     x = call.tensor(0, "input")
     labels = labels_like(x.shape)
     return call.loops(

@@ -14,7 +14,7 @@ from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.attention import attention
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
 from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
-from torch_xmesh.parallelism.running.collectives import Moved, Moves, Step
+from torch_xmesh.parallelism.running.collectives import AxisMove, Moved, Moves
 from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, Rule, is_plain, rules, shape_made
@@ -47,8 +47,8 @@ class Way:
     """
 
     name: str
-    there: tuple[Step, ...] = ()
-    back: tuple[Step, ...] = ()
+    there: tuple[AxisMove, ...] = ()
+    back: tuple[AxisMove, ...] = ()
     has_gradient: bool = False
 
     def moved(self, part: torch.Tensor, moves: Moves) -> torch.Tensor:
@@ -76,7 +76,7 @@ class _Source:
     way: Way | None
 
 
-class Call:
+class OperatorCall:
     """An operator with its arguments.
 
     Args:

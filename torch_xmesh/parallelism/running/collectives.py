@@ -21,7 +21,7 @@ Seen = Callable[[CollectiveUse], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class AxisMove:
     """One move along one mesh axis: how the axis holds the value before and afterwards."""
 
     axis: int
@@ -48,7 +48,7 @@ _BUCKET_BYTES = 32 << 20
 """The most that share one, if it is not one tensor."""
 
 
-def _kind(step: Step) -> str:
+def _kind(step: AxisMove) -> str:
     if step.before == PARTIAL:
         return "all-reduce" if step.after == REPLICATED else "reduce-scatter"
     if step.before >= 0 and step.after != PARTIAL:
@@ -91,13 +91,13 @@ class Moves:
         self.coordinate = tuple(coordinate)
         self._on_collective, self._is_again = on_collective, False
 
-    def run(self, part: torch.Tensor, steps: Sequence[Step], name: str, why: str) -> torch.Tensor:
+    def run(self, part: torch.Tensor, steps: Sequence[AxisMove], name: str, why: str) -> torch.Tensor:
         """The device's part afterwards; without a graph."""
         for step in steps:
             part = self._run(part, step, name, why)
         return part
 
-    def _run(self, part: torch.Tensor, step: Step, name: str, why: str) -> torch.Tensor:
+    def _run(self, part: torch.Tensor, step: AxisMove, name: str, why: str) -> torch.Tensor:
         size, at = self.shape[step.axis], self.coordinate[step.axis]
         before, after = step.before, step.after
         if size == 1 or before == after:
@@ -132,7 +132,7 @@ class Moves:
         return torch.cat(received.chunk(size), before)
 
     def run_together(
-        self, parts: Sequence[torch.Tensor], steps: Sequence[Sequence[Step]], names: Sequence[str], why: str
+        self, parts: Sequence[torch.Tensor], steps: Sequence[Sequence[AxisMove]], names: Sequence[str], why: str
     ) -> list[torch.Tensor]:
         """The same of several tensors; those that need the same collectives along the same axes share them. Each is
         told by itself."""
@@ -148,7 +148,7 @@ class Moves:
                         out[number] = made
         return out
 
-    def _together(self, parts: Sequence[tuple[torch.Tensor, Step, str]], why: str) -> list[torch.Tensor]:
+    def _together(self, parts: Sequence[tuple[torch.Tensor, AxisMove, str]], why: str) -> list[torch.Tensor]:
         """One step of several, of one kind along one axis."""
         axis, kind = parts[0][1].axis, _kind(parts[0][1])
         size = self.shape[axis]
@@ -236,9 +236,9 @@ class Conversions:
         self._axes: list[Any] = [(size, *link) for size, link in zip(shape, links, strict=True)]
         self._collectives = collectives
         self._costs: dict[tuple[Any, ...], _C.ConversionCosts] = {}
-        self._steps: dict[tuple[Any, ...], tuple[Step, ...]] = {}
+        self._steps: dict[tuple[Any, ...], tuple[AxisMove, ...]] = {}
 
-    def steps(self, value: Value, before: State, after: State) -> tuple[Step, ...]:
+    def steps(self, value: Value, before: State, after: State) -> tuple[AxisMove, ...]:
         """The moves that bring a value from one state to another; none where both are the same."""
         if before == after:
             return ()
@@ -250,7 +250,7 @@ class Conversions:
             out, state = [], before
             for axis, afterwards, _, _ in self._costs[key].steps(before, after):
                 held = tuple(afterwards)
-                out.append(Step(axis, state[axis], held[axis]))
+                out.append(AxisMove(axis, state[axis], held[axis]))
                 state = held
             found = self._steps[(*key, before, after)] = tuple(out)
         return found
@@ -261,7 +261,7 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, moves: Moves, there: Sequence[Step], back: Sequence[Step], name: str
+        ctx: Any, part: torch.Tensor, moves: Moves, there: Sequence[AxisMove], back: Sequence[AxisMove], name: str
     ) -> torch.Tensor:
         ctx.moves, ctx.back, ctx.name = moves, back, name
         out = moves.run(part, there, name, "forward")

@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 
 from torch_xmesh.parallelism.operators import Value
-from torch_xmesh.parallelism.running.calls import Call
+from torch_xmesh.parallelism.running.calls import OperatorCall
 
 _LEAST_CALLS = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Segment:
+class CompiledRun:
     """Some calls in a row.
 
     Attributes:
@@ -47,10 +47,10 @@ class Compiler:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def segments(
-        self, numbers: Sequence[int], calls: Mapping[int, Call], dead_after: Mapping[int, Collection[Value]]
-    ) -> list[Segment]:
+        self, numbers: Sequence[int], calls: Mapping[int, OperatorCall], dead_after: Mapping[int, Collection[Value]]
+    ) -> list[CompiledRun]:
         """Segments to compile: two or more of the operators, in a row, whose calls run no collective."""
-        out: list[Segment] = []
+        out: list[CompiledRun] = []
         row: list[int] = []
         for number in (*numbers, None):
             if number is not None and calls[number].is_plain:
@@ -62,8 +62,8 @@ class Compiler:
         return out
 
     def _segment(
-        self, numbers: Sequence[int], calls: Mapping[int, Call], dead_after: Mapping[int, Collection[Value]]
-    ) -> Segment:
+        self, numbers: Sequence[int], calls: Mapping[int, OperatorCall], dead_after: Mapping[int, Collection[Value]]
+    ) -> CompiledRun:
         made = {value for number in numbers for value in calls[number].makes}
         takes = dict.fromkeys(value for number in numbers for value in calls[number].reads if value not in made)
         graph = fx.Graph()
@@ -75,7 +75,7 @@ class Compiler:
         graph.output(tuple(nodes[value] for value in leaves))
         kinds = tuple((value.shape, value.dtype, value.requires_grad) for value in takes)
         function = self._of(fx.GraphModule(nn.Module(), graph), kinds)
-        return Segment(tuple(numbers), tuple(takes), leaves, function)
+        return CompiledRun(tuple(numbers), tuple(takes), leaves, function)
 
     def _of(self, module: fx.GraphModule, kinds: tuple[Any, ...]) -> Any:
         key = kinds, module.code, *(id(node.target) for node in module.graph.nodes if node.op == "call_function")

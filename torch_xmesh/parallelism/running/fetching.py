@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from torch_xmesh.parallelism.running.collectives import Moves, Step
+from torch_xmesh.parallelism.running.collectives import AxisMove, Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class InTurn:
     """
 
     name: str
-    there: tuple[Step, ...]
-    back: tuple[Step, ...]
+    there: tuple[AxisMove, ...]
+    back: tuple[AxisMove, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,14 @@ from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, En
 from torch_xmesh.parallelism.operators import Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.rows.experts import CLASSES
-from torch_xmesh.parallelism.running.calls import Call, Way
+from torch_xmesh.parallelism.running.calls import OperatorCall, Way
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves
-from torch_xmesh.parallelism.running.compiled import Compiler, Segment
-from torch_xmesh.parallelism.running.crossing import changed_of, ports_of
+from torch_xmesh.parallelism.running.compiled import CompiledRun, Compiler
 from torch_xmesh.parallelism.running.experts import RunsAtOnce
 from torch_xmesh.parallelism.running.fetching import not_kept
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
+from torch_xmesh.parallelism.running.stage_parts import changed_of, stage_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Region:
     leaves: tuple[Value, ...]
 
 
-class StageForward:
+class ShardedForward:
     """What a stage does with a microbatch, in one mode, of training and evaluation.
 
     Args:
@@ -70,7 +70,7 @@ class StageForward:
     ) -> None:
         planned = plan.stages[number]
         self.recorded, self._moves, self._conversions, self._called = recorded, moves, conversions, called
-        self._ports = ports_of(recorded, plan)[number]
+        self._ports = stage_parts(recorded, plan)[number]
         self._changed = changed_of(recorded, self._ports)
         self._changed_memory = frozenset(memory for memory, _, _ in recorded.recording.mutations)
         self._held = {(held.why, held.name): End(held.state, held.gradient) for held in planned.held}
@@ -86,13 +86,13 @@ class StageForward:
         self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._choices}
         self._layers = self._fetched_together(planned)
         self._turns, self._regions = self._in_regions()
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, CompiledRun] = {}
 
     def left_states(self) -> dict[str, State]:
         """How what leaves is left, by value."""
         return {value.name: end.value for value, end in self._left.items()}
 
-    def check_like(self, first: "StageForward") -> None:
+    def check_like(self, first: "ShardedForward") -> None:
         """Raises ValueError where more than what is done between differs from another mode's."""
         for mine, theirs in (
             (self._ports.arguments, first._ports.arguments),
@@ -207,7 +207,7 @@ class StageForward:
             out.append(Way(value.name, self._conversions.steps(value, held.value, end.value), back, has_gradient))
         return out
 
-    def _call(self, number: int) -> Call:
+    def _call(self, number: int) -> OperatorCall:
         operator, choice, site = (
             self.recorded.forward.operators[number],
             self._choices[number],
@@ -221,7 +221,7 @@ class StageForward:
         owns = not changes and self._is_changed_later(site)
         takes = self._taken(number)
         module = self._called[str(site.node.target)] if site.node.op == "call_module" else None
-        return Call(
+        return OperatorCall(
             operator, choice, site, self._moves, takes=takes, leaves=leaves, changes=changes, owns=owns, module=module
         )
 

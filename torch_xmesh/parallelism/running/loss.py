@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.loops import REPLICATED, State
 from torch_xmesh.parallelism.operators import Value
-from torch_xmesh.parallelism.running.collectives import Moves, Step
+from torch_xmesh.parallelism.running.collectives import AxisMove, Moves
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 
 
@@ -72,7 +72,7 @@ class LossShares:
     @torch.no_grad()
     def gather(self, outputs: Mapping[int, dict[str, torch.Tensor]]) -> None:
         """Puts the samples of all devices where this device's are: by microbatch, the stage's outputs in order."""
-        steps = [Step(axis, 0, REPLICATED) for axis in reversed(self._axes)]
+        steps = [AxisMove(axis, 0, REPLICATED) for axis in reversed(self._axes)]
         for microbatch in sorted(outputs):
             for (name, part), has_some in zip(list(outputs[microbatch].items()), self._has_samples, strict=True):
                 if has_some:

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.reading import recorded_forward
-from torch_xmesh.parallelism.running.crossing import Ports, outputs_of, ports_of
-from torch_xmesh.parallelism.running.refusals import Turns
+from torch_xmesh.parallelism.recorded_forwards import recorded_forward
+from torch_xmesh.parallelism.running.refusals import ForwardModes
+from torch_xmesh.parallelism.running.stage_parts import StagePart, outputs_of, stage_parts
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
@@ -30,7 +30,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def planned_partition(
     model: nn.Module,
-    turns: Turns,
+    turns: ForwardModes,
     plan: ParallelPlan,
     modules: Sequence[nn.Module | None],
     arguments: Arguments,
@@ -41,7 +41,7 @@ def planned_partition(
     specs = leaf_specs(arguments[0], chunk_specs["args"], "args")
     specs += leaf_specs(arguments[1], chunk_specs["kwargs"], "kwargs")
     samples = batch_size(*arguments, chunk_specs["args"], chunk_specs["kwargs"])
-    ports = ports_of(turns.recorded, plan)
+    ports = stage_parts(turns.recorded, plan)
     taken = {operator.name for operator in turns.recorded.forward.operators}
     named = [(f"{name}_" if name in taken else name, path) for name, path in input_names(model, arguments)]
     dims = [spec.split_dim if isinstance(spec, Chunk) else None for spec in _tensor_specs(arguments, specs)]
@@ -88,7 +88,7 @@ class _Crossing:
 
     def values(self, recorded: Recorded) -> tuple[dict[Value, str], dict[str, ValueInfo]]:
         """Their names, and by name what they are."""
-        ports = ports_of(recorded, self._plan)
+        ports = stage_parts(recorded, self._plan)
         placeholders = [value for node, value in recorded.given.items() if node.op == "placeholder"]
         names = dict(zip(placeholders, self._inputs, strict=True))
         maker = {value: stage for stage, own_ports in enumerate(ports[:-1]) for value in own_ports.leaving}
@@ -129,7 +129,7 @@ def _tensor_specs(arguments: Arguments, specs: Sequence[Any]) -> list[Any]:
 
 
 def _program(
-    stage: int, ports: Ports, module: nn.Module | None, turns: Turns, names: Mapping[Value, str]
+    stage: int, ports: StagePart, module: nn.Module | None, turns: ForwardModes, names: Mapping[Value, str]
 ) -> StageProgram:
     taken = (*ports.arguments, *ports.entering)
     own = {turns.recorded.forward.operators[number].name for number in ports.operators}

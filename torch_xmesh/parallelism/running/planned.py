@@ -11,15 +11,15 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.digests import checksum, digest_of
 from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
-from torch_xmesh.parallelism.reading import samples_of
+from torch_xmesh.parallelism.recorded_forwards import samples_of
 from torch_xmesh.parallelism.running.called_modules import check_buffers
-from torch_xmesh.parallelism.running.crossing import ports_of
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn_of_own_parameters
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_groups import StageGroups, parameter_meshes
+from torch_xmesh.parallelism.running.stage_parts import stage_parts
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.cut.ways import Ways
 from torch_xmesh.pipeline.engine.live_model import LiveModel
@@ -94,7 +94,7 @@ class PlannedStages:
                 f"the plan is for another model, or for microbatches of another size: it was made of {plan.model} "
                 f"({plan.fingerprint}), this is {found}"
             )
-        by_stage = [ports.operators for ports in ports_of(self._recorded, plan)]
+        by_stage = [ports.operators for ports in stage_parts(self._recorded, plan)]
         check_buffers(self._model, self._recorded, by_stage)
         ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
         if ranks != list(range(dist.get_world_size())):

@@ -9,12 +9,12 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.called_whole import changed_in_other_ways, gradients_of
 from torch_xmesh.parallelism.operators import Recorded
-from torch_xmesh.parallelism.reading import recorded_turns
+from torch_xmesh.parallelism.recorded_forwards import recorded_turns
 from torch_xmesh.pipeline.capture.recording import difference
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class ForwardModes:
     """A forward that stages can run.
 
     Attributes:
@@ -31,7 +31,7 @@ class Turns:
         return [turn for turn in (self.recorded, self.other) if isinstance(turn, Recorded)]
 
 
-def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> Turns:
+def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> ForwardModes:
     """Raises ValueError for a forward that depends on values, on how often it was called, or that changes buffers in a
     way that parts of them would not."""
     first, again, other = recorded_turns(model, example_args, dict(example_kwargs or {}))
@@ -39,16 +39,16 @@ def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapp
     if differs := difference(first.recording, again.recording):
         raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
     if isinstance(other, ValueError):
-        return Turns(first, other)
+        return ForwardModes(first, other)
     unseen = [[(operator.draws, operator.checkpoint) for operator in turn.forward.operators] for turn in (first, other)]
     if not difference(first.recording, other.recording) and unseen[0] == unseen[1]:
-        return Turns(first, None)
+        return ForwardModes(first, None)
     try:
         _check_alike(first, other)
         check_runnable(other, model)
     except ValueError as error:
-        return Turns(first, error)
-    return Turns(first, other)
+        return ForwardModes(first, error)
+    return ForwardModes(first, other)
 
 
 def check_runnable(recorded: Recorded, model: nn.Module) -> None:

@@ -10,12 +10,12 @@ from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.running.called_modules import called_modules, names_called
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves, Seen
 from torch_xmesh.parallelism.running.compiled import Compiler
-from torch_xmesh.parallelism.running.crossing import ports_of
-from torch_xmesh.parallelism.running.forward import StageForward
+from torch_xmesh.parallelism.running.forward import ShardedForward
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.parameters import StageParameters
-from torch_xmesh.parallelism.running.refusals import Turns
+from torch_xmesh.parallelism.running.refusals import ForwardModes
 from torch_xmesh.parallelism.running.stage_groups import StageGroups
+from torch_xmesh.parallelism.running.stage_parts import stage_parts
 
 
 class ShardedStage(nn.Module):
@@ -40,7 +40,7 @@ class ShardedStage(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        turns: Turns,
+        turns: ForwardModes,
         plan: ParallelPlan,
         number: int,
         mesh: DeviceMesh,
@@ -55,15 +55,15 @@ class ShardedStage(nn.Module):
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {tuple(mesh.shape)}")
         self._moves = Moves(mesh, on_collective, groups)
         conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
-        ports = ports_of(turns.recorded, plan)
+        ports = stage_parts(turns.recorded, plan)
         called = called_modules(model, names_called(turns.recorded, ports[number].operators))
-        self.first = StageForward(turns.recorded, plan, number, self._moves, conversions, num_samples, called)
-        self._other: StageForward | ValueError = self.first
+        self.first = ShardedForward(turns.recorded, plan, number, self._moves, conversions, num_samples, called)
+        self._other: ShardedForward | ValueError = self.first
         if isinstance(turns.other, ValueError):
             self._other = turns.other
         elif turns.other is not None:
             try:
-                self._other = StageForward(turns.other, plan, number, self._moves, conversions, num_samples, called)
+                self._other = ShardedForward(turns.other, plan, number, self._moves, conversions, num_samples, called)
                 self._other.check_like(self.first)
             except ValueError as error:
                 self._other = error
@@ -91,14 +91,14 @@ class ShardedStage(nn.Module):
             raise TypeError("compile() of a planned stage takes torch.compile's keyword arguments")
         compiler = Compiler(kwargs)
         for forward in {self.first, self._other}:
-            if isinstance(forward, StageForward):
+            if isinstance(forward, ShardedForward):
                 forward.compile(compiler)
 
     def check_mode(self) -> None:
         """Raises ValueError where modules are in modes in which the stage cannot be run."""
         self._of_mode()
 
-    def _of_mode(self) -> StageForward:
+    def _of_mode(self) -> ShardedForward:
         if not self._depends_on_mode or all(module.training == mode for module, mode in self._first_modes):
             return self.first
         first, other = ("training", "evaluation") if self._first_modes[0][1] else ("evaluation", "training")

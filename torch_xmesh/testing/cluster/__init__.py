@@ -2,16 +2,16 @@
 
     python -m torch_xmesh.testing.cluster --hosts 5 --devices 4 --rate 200mbit -- script.py args
 
-or `Cluster` as a context manager. Nothing here needs torch.
+or `EmulatedCluster` as a context manager. Nothing here needs torch.
 """
 
-from .emulated import Cluster, NotShapedError
+from .emulated import EmulatedCluster, NotShapedError
 from .goodput import Goodput
 from .job import Job, RankHandle
 from .network import NetworkError, parse_rate, sweep, unavailable_reason
 
 __all__ = [
-    "Cluster",
+    "EmulatedCluster",
     "Goodput",
     "Job",
     "NetworkError",

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import Cluster, parse_rate
+from . import EmulatedCluster, parse_rate
 
 _INTERRUPTED = 130
 _READER_GONE = 141  # as a shell says of SIGPIPE
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGINT, 141 where what it writes to is closed."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        cluster = Cluster(
+        cluster = EmulatedCluster(
             hosts=options.hosts,
             devices=options.devices,
             rate=options.rate,

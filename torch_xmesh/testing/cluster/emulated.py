@@ -68,10 +68,10 @@ class NotShapedError(RuntimeError):
     """A link was to be cut, slowed or restored on a cluster that runs on plain localhost."""
 
 
-class Cluster:
+class EmulatedCluster:
     """`hosts` hosts with `devices` devices each; use it as a context manager.
 
-        with Cluster(hosts=5, devices=4, rate="200mbit") as cluster:
+        with EmulatedCluster(hosts=5, devices=4, rate="200mbit") as cluster:
             job = cluster.run("script.py", "--flag")
             print(cluster.goodput(), job.exit_codes)
 
@@ -259,7 +259,7 @@ class Cluster:
                 self._network.close()
             self._signals.restore()
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "EmulatedCluster":
         return self
 
     def __exit__(

@@ -28,9 +28,9 @@ std::vector<TaskClass> classesOf(const std::vector<HostTask>& tasks) {
   return out;
 }
 
-/// Ports' times while tasks are placed one after another.
-struct Ports {
-  explicit Ports(int32_t num_hosts) : send_free(static_cast<size_t>(num_hosts)), recv_free(static_cast<size_t>(num_hosts)) {}
+/// NicPorts' times while tasks are placed one after another.
+struct NicPorts {
+  explicit NicPorts(int32_t num_hosts) : send_free(static_cast<size_t>(num_hosts)), recv_free(static_cast<size_t>(num_hosts)) {}
   int64_t earliest(const HostTask& task, int32_t sender) const {
     int64_t start = send_free[static_cast<size_t>(sender)];
     for (int32_t host : task.receivers) {
@@ -65,7 +65,7 @@ struct Remaining {
     }
   }
   /// No completion is earlier: the lower bound that prunes (Eq. 4 with the receivers added).
-  int64_t bound(const Ports& ports) const {
+  int64_t bound(const NicPorts& ports) const {
     int64_t out = 0;
     for (size_t host = 0; host < incoming.size(); ++host) {
       out = std::max({out, ports.recv_free[host] + incoming[host], ports.send_free[host] + outgoing[host]});
@@ -123,7 +123,7 @@ class DepthFirstSearch {
       const HostTask& task = *task_class.task;
       const int32_t member = task_class.members[taken_[static_cast<size_t>(child.task_class)]];
       const int64_t until = child.start + task.size;
-      const Ports saved = ports_;
+      const NicPorts saved = ports_;
       ports_.occupy(task, child.sender, until);
       remaining_.change(task, -1);
       if (std::max(end, remaining_.bound(ports_)) < best_.makespan && until < best_.makespan) {
@@ -140,7 +140,7 @@ class DepthFirstSearch {
   }
 
   const std::vector<TaskClass>& classes_;
-  Ports ports_;
+  NicPorts ports_;
   Remaining remaining_;
   std::vector<size_t> taken_;
   int64_t budget_;
@@ -176,7 +176,7 @@ class GreedySearch {
 
   void run() {
     constexpr int kRounds = 16;
-    const int64_t floor = Remaining(classes_, num_hosts_).bound(Ports(num_hosts_));
+    const int64_t floor = Remaining(classes_, num_hosts_).bound(NicPorts(num_hosts_));
     for (int round = 0; round < kRounds && budget_ > 0 && best_.makespan > floor; ++round) {
       HostSchedule found = schedule();
       if (budget_ >= 0 && found.makespan < best_.makespan) {
@@ -194,7 +194,7 @@ class GreedySearch {
   HostSchedule schedule() {
     HostSchedule out;
     out.sender = best_.sender;
-    Ports ports(num_hosts_);
+    NicPorts ports(num_hosts_);
     std::vector<size_t> taken(classes_.size(), 0);
     pressure_.assign(static_cast<size_t>(num_hosts_), 0);
     std::vector<size_t> open(classes_.size());
@@ -225,7 +225,7 @@ class GreedySearch {
     }
   }
 
-  static int64_t nextFree(const Ports& ports, int64_t now) {
+  static int64_t nextFree(const NicPorts& ports, int64_t now) {
     int64_t next = 0;
     for (const std::vector<int64_t>* times : {&ports.send_free, &ports.recv_free}) {
       for (int64_t time : *times) {
@@ -235,7 +235,7 @@ class GreedySearch {
     return next;
   }
 
-  std::vector<Start> largestSet(const std::vector<size_t>& open, const Ports& ports, int64_t now) {
+  std::vector<Start> largestSet(const std::vector<size_t>& open, const NicPorts& ports, int64_t now) {
     constexpr int kDraws = 4;
     std::vector<Start> best;
     size_t best_hosts = 0;
@@ -244,7 +244,7 @@ class GreedySearch {
       for (size_t i = shuffled.size(); i > 1; --i) {
         std::swap(shuffled[i - 1], shuffled[random_.below(i)]);
       }
-      Ports trial = ports;
+      NicPorts trial = ports;
       std::vector<Start> set;
       size_t num_hosts = 0;
       for (size_t i : shuffled) {
@@ -266,7 +266,7 @@ class GreedySearch {
   }
 
   /// A sender that can start now, the one that the remaining tasks ask least of; -1 if there is none.
-  int32_t freeSender(const HostTask& task, const Ports& ports, int64_t now) const {
+  int32_t freeSender(const HostTask& task, const NicPorts& ports, int64_t now) const {
     int32_t best = -1;
     for (int32_t host : task.senders) {
       if (ports.earliest(task, host) <= now && (best < 0 || pressure_[static_cast<size_t>(host)] < pressure_[static_cast<size_t>(best)])) {
@@ -287,7 +287,7 @@ class GreedySearch {
 }  // namespace
 
 int64_t makespan(const std::vector<HostTask>& tasks, const std::vector<int32_t>& order, const std::vector<int32_t>& sender, int32_t num_hosts) {
-  Ports ports(num_hosts);
+  NicPorts ports(num_hosts);
   int64_t end = 0;
   for (int32_t index : order) {
     const HostTask& task = tasks[static_cast<size_t>(index)];

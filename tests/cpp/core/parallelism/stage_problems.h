@@ -67,19 +67,19 @@ inline StageProblem randomProblem(std::mt19937_64& random, bool has_memory) {
   return out;
 }
 
-inline const StageOption& optionOf(const StageProblem& problem, const PlannedStage& stage) {
+inline const StageOption& optionOf(const StageProblem& problem, const ChosenStage& stage) {
   return problem.optionsOf(stage.first_layer, stage.end_layer - 1, stage.submesh).at(stage.option);
 }
 
-inline double slowestOf(const StageProblem& problem, const std::vector<PlannedStage>& stages) {
+inline double slowestOf(const StageProblem& problem, const std::vector<ChosenStage>& stages) {
   double out = 0;
-  for (const PlannedStage& stage : stages) {
+  for (const ChosenStage& stage : stages) {
     out = std::max(out, optionOf(problem, stage).seconds);
   }
   return out;
 }
 
-inline double secondsOf(const StageProblem& problem, const std::vector<PlannedStage>& stages) {
+inline double secondsOf(const StageProblem& problem, const std::vector<ChosenStage>& stages) {
   double sum = 0;
   for (size_t stage = stages.size(); stage-- > 0;) {
     sum = (problem.enteringOf(stages[stage].first_layer, stages[stage].submesh) + optionOf(problem, stages[stage]).seconds) + sum;
@@ -87,12 +87,12 @@ inline double secondsOf(const StageProblem& problem, const std::vector<PlannedSt
   return sum + static_cast<double>(problem.num_microbatches - 1) * slowestOf(problem, stages);
 }
 
-inline int64_t bytesOf(const StageProblem& problem, const std::vector<PlannedStage>& stages, size_t stage) {
+inline int64_t bytesOf(const StageProblem& problem, const std::vector<ChosenStage>& stages, size_t stage) {
   const StageOption& option = optionOf(problem, stages[stage]);
   return option.stage_bytes + problem.in_flight.at(stages.size() - stage - 1) * option.bytes_per_microbatch;
 }
 
-inline bool fits(const StageProblem& problem, const std::vector<PlannedStage>& stages) {
+inline bool fits(const StageProblem& problem, const std::vector<ChosenStage>& stages) {
   for (size_t stage = 0; stage < stages.size(); ++stage) {
     if (bytesOf(problem, stages, stage) > problem.submeshes[stages[stage].submesh].memory_bytes) {
       return false;
@@ -103,7 +103,7 @@ inline bool fits(const StageProblem& problem, const std::vector<PlannedStage>& s
 
 /// Every plan that uses all devices, whether it fits memory or not.
 template <typename Visit>
-void forEachPlan(const StageProblem& problem, std::vector<size_t>& devices_left, std::vector<PlannedStage>& stages, const Visit& visit) {
+void forEachPlan(const StageProblem& problem, std::vector<size_t>& devices_left, std::vector<ChosenStage>& stages, const Visit& visit) {
   const size_t layer = stages.empty() ? 0 : stages.back().end_layer;
   if (layer == problem.num_layers) {
     if (std::all_of(devices_left.begin(), devices_left.end(), [](size_t left) { return left == 0; })) {
@@ -134,14 +134,14 @@ void forEachPlan(const StageProblem& problem, std::vector<size_t>& devices_left,
 template <typename Visit>
 void forEachPlan(const StageProblem& problem, const Visit& visit) {
   std::vector<size_t> devices_left = problem.num_devices;
-  std::vector<PlannedStage> stages;
+  std::vector<ChosenStage> stages;
   forEachPlan(problem, devices_left, stages, visit);
 }
 
 inline void expectValid(const StageProblem& problem, const StagePlan& plan) {
   std::vector<size_t> used(problem.num_devices.size(), 0);
   size_t layer = 0;
-  for (const PlannedStage& stage : plan.stages) {
+  for (const ChosenStage& stage : plan.stages) {
     EXPECT_EQ(stage.first_layer, layer);
     EXPECT_LT(stage.first_layer, stage.end_layer);
     layer = stage.end_layer;

@@ -19,7 +19,7 @@ TEST(StageMemory, IsTheLeastOfAllPlans) {
     std::mt19937_64 random(seed);
     StageProblem problem = randomProblem(random, true);
     std::optional<int64_t> expected;
-    forEachPlan(problem, [&](const std::vector<PlannedStage>& stages) {
+    forEachPlan(problem, [&](const std::vector<ChosenStage>& stages) {
       int64_t most = 0;
       for (size_t stage = 0; stage < stages.size(); ++stage) {
         most = std::max(most, bytesOf(problem, stages, stage));

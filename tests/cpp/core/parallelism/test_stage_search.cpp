@@ -20,7 +20,7 @@ namespace {
 template <typename Accepts>
 double leastSeconds(const StageProblem& problem, const Accepts& accepts) {
   double out = kNone;
-  forEachPlan(problem, [&](const std::vector<PlannedStage>& stages) {
+  forEachPlan(problem, [&](const std::vector<ChosenStage>& stages) {
     if (fits(problem, stages) && accepts(stages)) {
       out = std::min(out, secondsOf(problem, stages));
     }
@@ -35,7 +35,7 @@ TEST(StageSearch, IsTheBestOfAllPlans) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
     const StageProblem problem = randomProblem(random, seed % 3 != 0);
-    const double expected = leastSeconds(problem, [](const std::vector<PlannedStage>&) { return true; });
+    const double expected = leastSeconds(problem, [](const std::vector<ChosenStage>&) { return true; });
     StageSearchLimits limits;
     limits.count = 1 + seed % 4;
     const std::vector<StagePlan> plans = bestStagePlans(problem, limits);
@@ -65,7 +65,7 @@ TEST(StageSearch, IsTheBestOfPlansOfSoManyStages) {
     const StageProblem problem = randomProblem(random, seed % 3 != 0);
     StageSearchLimits limits;
     limits.least_stages = 1 + seed % 4;
-    const double expected = leastSeconds(problem, [&](const std::vector<PlannedStage>& stages) { return stages.size() >= limits.least_stages; });
+    const double expected = leastSeconds(problem, [&](const std::vector<ChosenStage>& stages) { return stages.size() >= limits.least_stages; });
     const std::vector<StagePlan> plans = bestStagePlans(problem, limits);
     ASSERT_EQ(plans.empty(), expected == kNone);
     if (!plans.empty()) {
@@ -159,9 +159,9 @@ TEST(StageSearch, IsTheBestOfThePlansAccepted) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
     const StageProblem problem = randomProblem(random, seed % 2 == 0);
-    const auto accepts = [&](const std::vector<PlannedStage>& stages) {
+    const auto accepts = [&](const std::vector<ChosenStage>& stages) {
       size_t sum = seed;
-      for (const PlannedStage& stage : stages) {
+      for (const ChosenStage& stage : stages) {
         sum += stage.submesh * stage.submesh + stage.end_layer * stage.end_layer;
       }
       return sum % 4 == 0;

@@ -11,7 +11,7 @@ from torch_xmesh.parallelism.plan import ParallelPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Ports:
+class StagePart:
     """What a stage has and is given.
 
     Attributes:
@@ -27,7 +27,7 @@ class Ports:
     leaving: tuple[Value, ...]
 
 
-def ports_of(recorded: Recorded, plan: ParallelPlan) -> tuple[Ports, ...]:
+def stage_parts(recorded: Recorded, plan: ParallelPlan) -> tuple[StagePart, ...]:
     """By stage. Raises ValueError for a plan of another model."""
     named = [{operator.name for operator in stage.operators} for stage in plan.stages]
     own = [{operator.name for operator in stage.operators if operator.layer is not None} for stage in plan.stages]
@@ -60,7 +60,7 @@ def ports_of(recorded: Recorded, plan: ParallelPlan) -> tuple[Ports, ...]:
             if source == stage and any(value in later for later in read[stage + 1 :])
         )
         taken = tuple(value for value in arguments if value in read[stage])
-        out.append(Ports(of_stage, taken, entering, outputs if stage == last else leaving))
+        out.append(StagePart(of_stage, taken, entering, outputs if stage == last else leaving))
     return tuple(out)
 
 
@@ -96,7 +96,7 @@ def _read(recorded: Recorded, operators: Sequence[int]) -> dict[Value, None]:
     return {value: None for site in sites for value, is_read in zip(site.sources, site.is_read, strict=True) if is_read}
 
 
-def changed_of(recorded: Recorded, ports: Ports) -> frozenset[Value]:
+def changed_of(recorded: Recorded, ports: StagePart) -> frozenset[Value]:
     """The values given to a stage that the stage changes in place."""
     operators, sites, facts = recorded.forward.operators, recorded.sites, recorded.recording.facts
     own = {sites[number].node for number in ports.operators}

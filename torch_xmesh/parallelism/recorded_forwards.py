@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.called_whole import modules_called_whole
+from torch_xmesh.parallelism.node_reader import NodeReader
 from torch_xmesh.parallelism.operators import Forward, Recorded
 from torch_xmesh.parallelism.plannable import check_plannable
-from torch_xmesh.parallelism.reader import Reader
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.view_writes import with_direct_writes
 from torch_xmesh.pipeline.capture.errors import CaptureError
@@ -77,7 +77,7 @@ class _Readings:
         """So many, one after another."""
         while True:
             recordings = map(with_direct_writes, self._recordings(count, training))
-            found = [Reader(recording, self._model).read() for recording in recordings]
+            found = [NodeReader(recording, self._model).read() for recording in recordings]
             more = {name for recorded in found for name in modules_called_whole(recorded, self._model)} - self._closed
             if not more:
                 return found

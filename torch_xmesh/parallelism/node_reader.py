@@ -14,7 +14,7 @@ from torch_xmesh.parallelism.memory import with_checkpoints
 from torch_xmesh.parallelism.operators import Forward, Operator, Recorded, Site, Value
 from torch_xmesh.parallelism.rows import rows
 from torch_xmesh.parallelism.rows.experts import has_row
-from torch_xmesh.parallelism.rows.registry import Call, Tensor
+from torch_xmesh.parallelism.rows.registry import CallForm, Tensor
 from torch_xmesh.parallelism.running.calls import runs_in_parts
 from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.recorder import DROPS
@@ -45,7 +45,7 @@ class _Change:
     first: fx.Node | None
 
 
-class Reader:
+class NodeReader:
     """Walks over a recording's nodes."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class Reader:
                 )
             return
         shapes = tuple(tensor.shape for tensor in tensors)
-        call = Call(name, args, kwargs, len(reads), shapes, None if node.op == "call_module" else node.target)
+        call = CallForm(name, args, kwargs, len(reads), shapes, None if node.op == "call_module" else node.target)
         loops = self._loops(node, call, reads)
         if node in self._writers and name not in _WRITES_ITS_PARTS:
             loops = None  # computed from a part of the batch, other values would be written
@@ -204,7 +204,7 @@ class Reader:
     def _append(
         self,
         node: fx.Node,
-        call: Call,
+        call: CallForm,
         full_name: str,
         tensors: Sequence[TensorFacts],
         reads: Sequence[Value],
@@ -303,7 +303,7 @@ class Reader:
         held = [(part, tensor) for part in parts for tensor in self._recording.facts[part].tensors[:1]]
         return [part for part, _ in held], [tensor for _, tensor in held]
 
-    def _loops(self, node: fx.Node, call: Call, reads: Sequence[Value]) -> Loops | None:
+    def _loops(self, node: fx.Node, call: CallForm, reads: Sequence[Value]) -> Loops | None:
         """Those of its row, where that knows the call."""
         if call.name not in rows:
             return None
