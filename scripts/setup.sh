@@ -158,7 +158,7 @@ if sys.argv[1] and found != sys.argv[1]:
 required_modules() {
   for extra in "$@"; do
     case $extra in
-    test) echo pytest pytest-timeout hypothesis expecttest psutil ;;
+    test) echo pytest pytest-timeout pytest-xdist hypothesis expecttest psutil ;;
     lint) echo clang-format clang-tidy ruff mypy codespell ;;
     esac
   done

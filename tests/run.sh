@@ -61,8 +61,9 @@ run_cpp() {
   done
   [ "$fuzz_seconds" = 0 ] || FUZZ_SEED=1 bash tests/fuzz.sh "$fuzz_seconds"
 }
+# A process per core, up to 8, each with whole files: most tests wait for processes of their own. `-- -n 0` runs all in one.
 run_python() {
-  timeout -k 10 3300 "$PYTHON" -m pytest -q ${pytest_args[@]+"${pytest_args[@]}"}
+  timeout -k 10 3300 "$PYTHON" -m pytest -q -n "$((MAX_JOBS < 8 ? MAX_JOBS : 8))" --dist loadfile ${pytest_args[@]+"${pytest_args[@]}"}
 }
 # A Python with torch that is there, without network or installing; the program builds with it.
 run_gpu() {

@@ -128,11 +128,10 @@ class StepComparison:
         self._compared = key if found else None
         return found
 
-    def settling(self, batch: "StepBatch") -> tuple[dict[str, int], dict[str, str]]:
-        """What ranks compare before they run a batch of another kind than the last ones, and what a person is told."""
-        if not self._compares_batches:
-            return self.ways(batch.codes), self.texts
-        return {**self.ways(batch.codes), **self._pairing.numbers(batch)}, {**self.texts, **self._pairing.texts}
+    def settling(self, batch: "StepBatch") -> dict[str, int]:
+        """What ranks compare before they run a batch of another kind than the last ones."""
+        pairs = self._pairing.numbers(batch) if self._compares_batches else {}
+        return {**self.ways(batch.codes), **pairs}
 
     def _number(self, name: str, leaves: Sequence[Any], stages: Sequence[int]) -> dict[str, int]:
         """A number made of the values of tensors that these stages of this rank take, under a name that is the same on

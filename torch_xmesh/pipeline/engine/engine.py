@@ -93,8 +93,8 @@ class PipelineEngine:
         group: a process group on xmesh with all ranks of the meshes; None is the default group.
         overlap: False computes on only when what an action made has left (for comparison); receives stay posted ahead.
         early_weights: False keeps every W to its place in the order; see `schedule`, which may choose it too.
-        compare_batches: False does not compare the plain tensors that several ranks pass, nor the samples that the
-            first and the last stage are given.
+        compare_batches: False does not compare the plain tensors that several ranks pass, nor the first and the last
+            stage's targets.
         init_sync: True gives all replicas, shards and tied copies of a parameter or buffer the values of the first rank
             that has it, as DistributedDataParallel does; "check" raises ValueError where they differ; False trusts.
         init_fn: ``init_fn(module)`` for each module with parameters or buffers on the meta device, once `parallelize`

@@ -293,7 +293,8 @@ class EngineSteps:
             failure = error
         if has_news or situation not in self._settled:
             try:
-                self._place.ways.compare(batch.situations, _text_of(failure), *self._comparison.settling(batch))
+                numbers = self._comparison.settling(batch)
+                self._place.ways.compare(batch.situations, _text_of(failure), numbers, self._comparison.texts)
             except ValueError as refused:
                 raise StepRefusedError(failure or refused) from refused
             self._settled[situation] = None

@@ -37,7 +37,7 @@ class WayComparison:
 
         Args:
             numbers: that ranks which have them must have alike, by name.
-            texts: by name, what a person is told of a difference.
+            texts: by name, what a person is told of a difference, where the name does not say it.
 
         Raises:
             ValueError: on every rank, where one fails, or two compute something else in the same situation.
