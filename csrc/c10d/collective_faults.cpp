@@ -21,6 +21,9 @@ constexpr milliseconds kLookTime{700};     ///< for who has ended, once a connec
 constexpr milliseconds kGlance{50};        ///< where connections had no part in it, or this rank gives up
 constexpr milliseconds kConnectTime{200};  ///< to those who are told
 constexpr milliseconds kPause{1};          ///< between two looks
+constexpr int kLooksAfterDeath = 3;        ///< of the watch, that find the other end of a message gone: what it sent is read meanwhile
+constexpr int kLooksAfterLeave = 60;       ///< the same where it has left in order, and this rank receives
+constexpr int kLooksAfterEnd = 10;         ///< the same where nobody knows how it went
 constexpr size_t kMostText = 1000;         ///< characters of what ranks tell each other
 
 std::string textOf(const std::exception_ptr& error) {
@@ -270,27 +273,43 @@ std::optional<Failure> CollectiveFaults::lossOfNext() {
   return loss_of_next_;
 }
 
-void CollectiveFaults::abandon(OpenCall& call, Failure failure) noexcept {
+bool CollectiveFaults::isPeerLost(OpenCall& call) {
+  const int peer = call.call().peer;
+  if (call.call().is_collective || peer < 0 || addresses_.at(static_cast<size_t>(peer)).address.empty()) {
+    return false;
+  }
+  transport::LifeWatch& watch = peers_.try_emplace(peer, addresses_[static_cast<size_t>(peer)].address).first->second;
+  call.num_looks_at_end = watch.isGone() ? call.num_looks_at_end + 1 : 0;
+  const bool is_over = watch.hasDied() || call.call().is_send;
+  return call.num_looks_at_end >= (is_over ? kLooksAfterDeath : watch.hasLeft() ? kLooksAfterLeave : kLooksAfterEnd);
+}
+
+void CollectiveFaults::abandon(const OpenCalls::Handle& call, Failure failure, std::vector<std::function<void()>>& frees) {
+  failure.text = here(call->call().what) + failure.text;
   try {
-    failure.text = here(call.call().what) + failure.text;
     runtime::throwFailure(failure);
   } catch (...) {
-    has_abandoned_.store(true);
-    call.abandon(std::current_exception());
+    if (std::function<void()> free = call->abandon(std::current_exception())) {
+      has_abandoned_.store(has_abandoned_.load() || call->call().is_collective);
+      frees.push_back(std::move(free));
+    }
   }
+  open_calls_.remove(call);
 }
 
 void CollectiveFaults::look() noexcept {
   try {
     std::optional<Failure> failure;
+    bool has_left = false;
     {
       const std::lock_guard lock(mutex_);
-      if (has_left_) {
-        return;
-      }
       failure = failure_;
+      has_left = has_left_;
     }
-    const std::optional<Failure> loss = lossOfNext();
+    if (has_left && !failure.has_value()) {
+      return;
+    }
+    const std::optional<Failure> loss = has_left ? std::nullopt : lossOfNext();
     const std::vector<OpenCalls::Handle> late = open_calls_.late();
     if (!failure.has_value() && std::any_of(late.begin(), late.end(), [](const auto& call) { return call->call().is_collective; })) {
       failure = told();
@@ -304,23 +323,36 @@ void CollectiveFaults::look() noexcept {
       failure_ = failure;
       settled_.notify_all();
     }
+    std::vector<std::function<void()>> frees;
     if (failure.has_value() && !late.empty()) {
       break_off_();
       if (std::exchange(has_broken_off_, true)) {
         for (const OpenCalls::Handle& call : late) {
-          abandon(*call, *failure);
+          abandon(call, *failure, frees);
         }
       }
     }
     for (const OpenCalls::Handle& call : late) {
-      const int peer = call->call().peer;
-      if (peer >= 0 && call->isPeerLost(addresses_.at(static_cast<size_t>(peer)).address)) {
-        abandon(*call, lost({peer}));
+      if (isPeerLost(*call)) {
+        abandon(call, lost({call->call().peer}), frees);
       }
     }
+    if (!frees.empty()) {
+      // Callbacks of futures may take as long as they like.
+      std::thread([frees = std::move(frees)] {
+        for (const std::function<void()>& free : frees) {
+          free();
+        }
+      }).detach();
+    }
   } catch (const std::exception&) {
-    return;  // no memory for a text
+    return;  // no memory for a text, or no thread
   }
+}
+
+bool CollectiveFaults::mayHaveLostCalls() const {
+  const std::lock_guard lock(mutex_);
+  return has_abandoned_.load() || (failure_.has_value() && !open_calls_.empty());
 }
 
 std::exception_ptr CollectiveFaults::explained(const std::exception_ptr& error, const std::string& what, int peer) noexcept {
@@ -385,14 +417,15 @@ void CollectiveFaults::abort() noexcept {
   end(std::move(here));
 }
 
-void CollectiveFaults::leave() noexcept {
+void CollectiveFaults::leave(bool in_order) noexcept {
   {
     const std::lock_guard lock(mutex_);
     has_left_ = true;
+    in_order = in_order && !failure_.has_value();
   }
   const std::lock_guard lock(line_mutex_);
   if (line_ != nullptr && fork_.isHere()) {
-    line_->end();
+    line_->end(in_order);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -44,8 +45,8 @@ class CollectiveFaults {
   /// Finds out what calls that last wait for, one look after the other: a group whose collectives have ended, here or as another rank has told; a
   /// rank that has died; the other end of a send. Breaks off connections, and abandons calls that are open at the next look all the same. One thread.
   void look() noexcept;
-  /// Whether gloo may still be at a call that look() has abandoned, and be so until its timeout.
-  bool hasAbandoned() const { return has_abandoned_.load(); }
+  /// Whether gloo may be at a call that has no hope, and be so until its timeout.
+  bool mayHaveLostCalls() const;
   /// What a call that failed raises: a PeerError that names who is to blame, else what it failed with; c10::DistNetworkError where connections
   /// failed. `peer`: the group rank that it concerned alone, or -1.
   std::exception_ptr explained(const std::exception_ptr& error, const std::string& what, int peer) noexcept;
@@ -53,8 +54,8 @@ class CollectiveFaults {
   void end(runtime::Failure failure) noexcept;
   /// As end(), for a rank that gives up by itself; the others hear of it.
   void abort() noexcept;
-  /// This rank leaves the group: so it looks to the others from now on.
-  void leave() noexcept;
+  /// This rank leaves the group: so it looks to the others from now on. In order: what it was part of goes well for the others, too.
+  void leave(bool in_order) noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -65,7 +66,10 @@ class CollectiveFaults {
   std::optional<runtime::Failure> told();
   /// That the next rank has died, which is told to all others once.
   std::optional<runtime::Failure> lossOfNext();
-  void abandon(OpenCall& call, runtime::Failure failure) noexcept;
+  /// Whether the other end of a send or receive is gone, so long that what it sent before has come.
+  bool isPeerLost(OpenCall& call);
+  /// Adds to what frees those who wait.
+  void abandon(const OpenCalls::Handle& call, runtime::Failure failure, std::vector<std::function<void()>>& frees);
   runtime::Failure lost(const std::vector<int>& ranks) const;
   void tellOthers(Look& look, const runtime::Failure& failure) const;
   std::string here(const std::string& what) const;
@@ -81,7 +85,8 @@ class CollectiveFaults {
 
   OpenCalls open_calls_;
   std::atomic<bool> has_abandoned_ = false;
-  std::unique_ptr<transport::LifeWatch> next_;  ///< the next rank of the group, of the last one the first; look()'s, like the two below
+  std::unique_ptr<transport::LifeWatch> next_;  ///< the next rank of the group, of the last one the first; look()'s, like what is below
+  std::map<int, transport::LifeWatch> peers_;   ///< of sends and receives that lasted, by group rank
   std::optional<runtime::Failure> loss_of_next_;
   bool has_broken_off_ = false;
 

@@ -55,6 +55,11 @@ void endLiveGroups(bool has_failed) noexcept {
       end.wait_until(deadline);
     }
   }
+  for (WeakGroup& one : groups) {
+    if (const c10::intrusive_ptr<ProcessGroupXmesh> group = one.lock()) {
+      group->leaveBeforeExit(has_failed);
+    }
+  }
 }
 
 }  // namespace xmesh::c10d_backend

@@ -3,12 +3,6 @@
 #include <utility>
 
 namespace xmesh::c10d_backend {
-namespace {
-
-constexpr int kLooksUntilLost = 3;  ///< that find the other end gone: what it sent before is read meanwhile
-
-}  // namespace
-
 OpenCall::OpenCall(GuardedCall call, std::function<void(const std::exception_ptr& error)> give_up)
     : call_(std::move(call)), give_up_(std::move(give_up)) {}
 
@@ -17,31 +11,18 @@ bool OpenCall::settle() {
   return !std::exchange(is_settled_, true);
 }
 
-void OpenCall::abandon(const std::exception_ptr& error) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (std::exchange(is_settled_, true)) {
-      return;
-    }
-    error_ = error;
+std::function<void()> OpenCall::abandon(const std::exception_ptr& error) {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(is_settled_, true)) {
+    return nullptr;
   }
-  give_up_(error);
+  error_ = error;
+  return [give_up = give_up_, error] { give_up(error); };
 }
 
 std::exception_ptr OpenCall::error() const {
   const std::lock_guard lock(mutex_);
   return error_;
-}
-
-bool OpenCall::isPeerLost(const std::string& address) {
-  if (call_.is_collective || call_.peer < 0 || address.empty()) {
-    return false;
-  }
-  if (!peer_.has_value()) {
-    peer_.emplace(address);
-  }
-  num_gone_ = peer_->isGone() ? num_gone_ + 1 : 0;
-  return num_gone_ >= kLooksUntilLost;
 }
 
 void OpenCalls::add(const Handle& call) {
@@ -63,6 +44,11 @@ std::vector<OpenCalls::Handle> OpenCalls::late() {
     }
   }
   return out;
+}
+
+bool OpenCalls::empty() const {
+  const std::lock_guard lock(mutex_);
+  return calls_.empty();
 }
 
 }  // namespace xmesh::c10d_backend

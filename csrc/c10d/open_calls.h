@@ -4,12 +4,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
-
-#include "transport/life_line.h"
 
 namespace xmesh::c10d_backend {
 
@@ -18,6 +15,7 @@ struct GuardedCall {
   std::string what;  ///< for error texts: "all_reduce"
   int peer = -1;     ///< for a send or receive, the other group rank
   bool is_collective = true;
+  bool is_send = false;
 };
 
 /// A call on gloo that has not ended, and may outlast its connections: where one breaks, gloo tells those calls of it whose bytes do not flow yet,
@@ -31,20 +29,18 @@ class OpenCall {
   const GuardedCall& call() const { return call_; }
   /// gloo has ended it. False: it was abandoned before.
   bool settle();
-  /// Ends it for those who wait, whatever gloo still does; nothing where gloo has.
-  void abandon(const std::exception_ptr& error);
+  /// From now on it has ended with this error, whatever gloo still does. What frees those who wait, to be called without locks; null where gloo has
+  /// ended it.
+  std::function<void()> abandon(const std::exception_ptr& error);
   /// What it was abandoned with, or null.
   std::exception_ptr error() const;
 
-  /// The watch's: whether the other rank of a send or receive was gone at this look and at several before.
-  bool isPeerLost(const std::string& address);
-  int num_looks = 0;  ///< the watch's: at which it was open
+  int num_looks = 0;         ///< the watch's: at which it was open
+  int num_looks_at_end = 0;  ///< the watch's: at which it was open though the other end of a send or receive was gone
 
  private:
   const GuardedCall call_;
   const std::function<void(const std::exception_ptr& error)> give_up_;
-  std::optional<transport::LifeWatch> peer_;
-  int num_gone_ = 0;
   mutable std::mutex mutex_;  ///< guards the two below
   bool is_settled_ = false;
   std::exception_ptr error_;
@@ -59,9 +55,10 @@ class OpenCalls {
   void remove(const Handle& call);
   /// Those that were open at the last look already, which is what a call of this is.
   std::vector<Handle> late();
+  bool empty() const;
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::set<Handle> calls_;
 };
 

@@ -158,9 +158,11 @@ void ProcessGroupXmesh::shutdown() {
 
 void ProcessGroupXmesh::closeBeforeExit(bool has_failed) noexcept {
   if (fork_.isHere()) {
-    close(/*abort=*/has_failed);
+    closeReshards(/*abort=*/has_failed);
   }
 }
+
+void ProcessGroupXmesh::leaveBeforeExit(bool has_failed) noexcept { faults_->leave(/*in_order=*/!has_failed && faults_->openCalls().empty()); }
 
 std::future<void> ProcessGroupXmesh::endGloo() noexcept { return fork_.isHere() ? inner_.endGloo() : std::future<void>(); }
 

@@ -100,7 +100,7 @@ void ProcessGroupXmesh::end() noexcept {
     return;
   }
   close(/*abort=*/false);
-  if (faults_->hasAbandoned()) {
+  if (faults_->mayHaveLostCalls()) {
     inner_.endGloo();  // whose end would wait for calls that nobody else waits for
   }
   inner_.end();
@@ -111,7 +111,7 @@ void ProcessGroupXmesh::release_resources() {
   inner_.dropStore();
 }
 
-void ProcessGroupXmesh::close(bool abort) noexcept {
+void ProcessGroupXmesh::closeReshards(bool abort) noexcept {
   std::shared_ptr<GroupAttachment> attachment = attachment_.close();
   if (attachment) {
     inner_.hooks().run_unlocked([&] {
@@ -119,7 +119,11 @@ void ProcessGroupXmesh::close(bool abort) noexcept {
       attachment.reset();
     });
   }
-  faults_->leave();
+}
+
+void ProcessGroupXmesh::close(bool abort) noexcept {
+  closeReshards(abort);
+  faults_->leave(/*in_order=*/!abort);
 }
 
 ::c10d::Backend& ProcessGroupXmesh::inner(c10::DeviceType kind) const {
@@ -250,7 +254,7 @@ ProcessGroupXmesh::Work ProcessGroupXmesh::alltoall(Tensors& outputs, Tensors& i
 }
 
 ProcessGroupXmesh::Work ProcessGroupXmesh::send(Tensors& tensors, int dst_rank, int tag) {
-  return run({"send to rank " + std::to_string(dst_rank), dst_rank, false}, kindOf("send", tensors),
+  return run({"send to rank " + std::to_string(dst_rank), dst_rank, false, true}, kindOf("send", tensors),
              [&](::c10d::Backend& backend) { return backend.send(tensors, dst_rank, tag); });
 }
 

@@ -110,6 +110,8 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   /// and ends gloo. What is returned is ready when gloo's threads are gone. Call it without the interpreter's lock. Nothing in a forked child.
   void closeBeforeExit(bool has_failed) noexcept;
   std::future<void> endGloo() noexcept;
+  /// Once gloo has had its time. Where it is still at something, to the others this rank has died.
+  void leaveBeforeExit(bool has_failed) noexcept;
 
   // These override where c10d has them (they came after torch 2.11).
   Work gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts);
@@ -139,6 +141,7 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   /// Runs `call` on primary(), with xmesh's name in what it refuses.
   void forwardPrimary(const std::function<void(::c10d::Backend&)>& call) const;
   Work collect(c10::DeviceType kind, Work work);
+  void closeReshards(bool abort) noexcept;
   void close(bool abort) noexcept;
   void end() noexcept;
 

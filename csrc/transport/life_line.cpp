@@ -36,11 +36,13 @@ void LifeLine::accept() {
   }
 }
 
-void LifeLine::read(Caller& caller, std::vector<std::string>& lines) {
+bool LifeLine::read(Caller& caller, std::vector<std::string>& lines) {
   std::array<char, kLongestLine> bytes{};
+  bool is_there = true;
   while (caller.text.size() < kLongestLine) {
     const ssize_t got = ::recv(caller.socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
     if (got <= 0) {
+      is_there = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
       break;
     }
     caller.text.append(bytes.data(), static_cast<size_t>(got));
@@ -49,25 +51,26 @@ void LifeLine::read(Caller& caller, std::vector<std::string>& lines) {
     lines.push_back(caller.text.substr(0, end));
     caller.text.erase(0, end + 1);
   }
+  return is_there;
 }
 
 std::vector<std::string> LifeLine::hear() {
   accept();
   std::vector<std::string> lines;
-  for (Caller& caller : callers_) {
-    read(caller, lines);
-  }
+  std::erase_if(callers_, [&](Caller& caller) { return !read(caller, lines); });
   return lines;
 }
 
-void LifeLine::end() noexcept {
+void LifeLine::end(bool says_farewell) noexcept {
   try {
     accept();
   } catch (const std::exception&) {
     callers_.clear();  // no memory: it looks like a death
   }
   for (const Caller& caller : callers_) {
-    ::send(caller.socket.get(), &kFarewell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (says_farewell) {
+      ::send(caller.socket.get(), &kFarewell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
     ::shutdown(caller.socket.get(), SHUT_RDWR);
   }
   callers_.clear();
@@ -93,7 +96,9 @@ bool LifeWatch::isGone() {
     const int error = pendingError(socket_.get());
     is_gone_ = error == 0 || error == ECONNREFUSED || error == ECONNRESET || error == EPIPE;  // the last: it went before it had heard all
     char said = 0;
-    has_died_ = is_gone_ && error != ECONNREFUSED && (::recv(socket_.get(), &said, 1, MSG_DONTWAIT) != 1 || said != kFarewell);
+    const bool was_there = is_gone_ && error != ECONNREFUSED;
+    has_left_ = was_there && ::recv(socket_.get(), &said, 1, MSG_DONTWAIT) == 1 && said == kFarewell;
+    has_died_ = was_there && !has_left_;
     socket_.reset();  // no way there at the moment is no end
   } else if (events != 0 && isConnectedToItself(socket_.get())) {
     is_gone_ = true;
@@ -102,6 +107,8 @@ bool LifeWatch::isGone() {
 }
 
 bool LifeWatch::hasDied() { return isGone() && has_died_; }
+
+bool LifeWatch::hasLeft() { return isGone() && has_left_; }
 
 bool LifeWatch::isConnected() { return !isGone() && socket_.valid() && (eventsOf(socket_.get()) & POLLOUT) != 0; }
 

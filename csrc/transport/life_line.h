@@ -17,8 +17,9 @@ class LifeLine {
   std::string address() const;
   /// The lines that others have told here since the last time, whoever they are. Does not block.
   std::vector<std::string> hear();
-  /// Says farewell to those who are connected; also in the name of forked children, which hold the socket too. Idempotent.
-  void end() noexcept;
+  /// Those who are connected see it; also in the name of forked children, which hold the socket too. Idempotent. Without a farewell it looks like a
+  /// death.
+  void end(bool says_farewell = true) noexcept;
 
  private:
   struct Caller {
@@ -26,10 +27,11 @@ class LifeLine {
     std::string text;  ///< the beginning of a line
   };
   void accept();
-  static void read(Caller& caller, std::vector<std::string>& lines);
+  /// False: the caller has ended.
+  static bool read(Caller& caller, std::vector<std::string>& lines);
 
   Fd socket_;
-  std::vector<Caller> callers_;  ///< open while this is: their end would be taken for its own
+  std::vector<Caller> callers_;  ///< open while they are: an end here would be taken for this line's
 };
 
 /// The other end. Threading: one thread at a time.
@@ -42,14 +44,17 @@ class LifeWatch {
   bool isConnected();
   /// Sends a line (without its end) to the other end, if it is connected. Does not block; what cannot be sent at once is not.
   void tell(const std::string& line);
-  /// Whether the other end was there when this connected, and has ended since without a farewell. Does not block.
+  /// Whether the other end was there when this connected, and has ended since without a farewell; or with one. Does not block. Of an end that had
+  /// gone before nobody knows.
   bool hasDied();
+  bool hasLeft();
 
  private:
   SocketAddress address_;
   Fd socket_;
   bool is_gone_ = false;
   bool has_died_ = false;
+  bool has_left_ = false;
 };
 
 }  // namespace xmesh::transport

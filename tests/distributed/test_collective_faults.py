@@ -6,6 +6,7 @@ import datetime
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,59 @@ def in_the_midst(rank: int, world_size: int, name: str) -> Any:
 def test_of_a_message_of_which_a_part_has_come(name: str) -> None:
     """gloo itself leaves such a call to its timeout."""
     assert killed([3], in_the_midst, name) == [(3,)] * 3
+
+
+def raises_in_the_midst(rank: int, world_size: int) -> Any:
+    """The last rank ends with an error of its own, and what it has begun is not done."""
+    x = torch.ones(1 << 24)
+    dist.barrier()
+    if rank == world_size - 1:
+        dist.broadcast(x, rank, async_op=True)
+        mark("inside")
+        sys.exit(1)
+    mark("inside")
+    return peer_error(lambda: [dist.broadcast(x, world_size - 1) for _ in itertools.count()])
+
+
+def test_of_a_rank_that_ends_with_an_error() -> None:
+    with World(raises_in_the_midst, SIZE, fresh=True) as world:
+        for rank in range(SIZE - 1):
+            outcome = world.wait(rank, 60)
+            assert outcome.error is None, outcome.error
+            assert outcome.value == (SIZE - 1,)
+
+
+def gives_up_in_the_midst(rank: int, world_size: int, how: str) -> Any:
+    """Two broadcasts are under way when the last rank dies; rank 0 has another thread abort them, or destroys the group
+    when the first has failed."""
+    x, y = torch.ones(1 << 24), torch.ones(1 << 24)
+    dist.barrier()
+    if rank == world_size - 1:
+        mark("inside")
+        for _ in itertools.count():
+            works = [dist.broadcast(tensor, rank, async_op=True) for tensor in (x, y)]
+            for work in works:
+                work.wait()
+
+    def calls_for_ever() -> None:
+        for number in itertools.count():
+            works = [dist.broadcast(tensor, world_size - 1, async_op=True) for tensor in (x, y)]
+            if number == 0:
+                mark("inside")
+                if how == "abort" and rank == 0:
+                    threading.Thread(target=backend_of().abort).start()
+            for work in works:
+                work.wait()
+
+    with pytest.raises((xm.PeerError, RuntimeError)):
+        calls_for_ever()
+    dist.destroy_process_group()
+    return "free"
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_who_gives_up_is_free(how: str) -> None:
+    assert killed([3], gives_up_in_the_midst, how) == ["free"] * 3
 
 
 def in_many_calls(rank: int, world_size: int) -> Any:
