@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.libraries import MODELS, without_chance
 from torch import nn
 
 import torch_xmesh as xm
@@ -24,10 +25,52 @@ pytestmark = pytest.mark.skipif(
 
 TWO: tuple[list[int], ...] = ([0, 1], [2])
 THREE: tuple[list[int], ...] = ([0], [1, 2], [3])
-FAMILIES = (
-    *("gpt2", "llama", "qwen3", "gemma3", "mistral", "mixtral", "qwen2_moe"),
-    *("bert", "t5", "bart", "whisper", "vit", "classifier"),
-)
+_LAYERS = (("model.layers.1",), ("model.layers.1", "model.layers.2.mlp"))
+_WHOLE_LAYERS = (("model.layers.1",), ("model.layers.1", "model.layers.2"))
+SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "GPT-2": (("transformer.h.1",), ("transformer.h.1", "transformer.ln_f")),
+    "Llama": _LAYERS,
+    "Qwen3": _LAYERS,
+    "Gemma 3": _LAYERS,
+    "Mistral": _LAYERS,
+    "Mixtral": _WHOLE_LAYERS,
+    "Qwen2-MoE": _WHOLE_LAYERS,
+    "BERT": (("bert.encoder.layer.1",), ("bert.encoder.layer.1", "cls")),
+    "T5": (("decoder",), ("decoder.block.0", "decoder.block.1")),
+    "BART": (("model.decoder",), ("model.decoder.layers.0", "lm_head")),
+    "Whisper": (("model.decoder",), ("model.encoder.layers.1", "model.decoder")),
+    "ViT": (("vit.layers.1",), ("vit.layers.1", "classifier")),
+    "Llama, classifying": (("model.layers.1",), ("model.layers.1", "score")),
+}
+"""Where two and three stages start."""
+FAMILIES = tuple(SPLITS)
+_THREE_LAYERS = {"num_hidden_layers": 3}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: _THREE_LAYERS for name in FAMILIES if name not in ("T5", "BART", "Whisper")},
+    "Gemma 3": {**_THREE_LAYERS, "sliding_window": 4096},
+    "Mistral": {**_THREE_LAYERS, "sliding_window": 4096},
+    "Mixtral": {**_THREE_LAYERS, "output_router_logits": True},
+    "Qwen2-MoE": {**_THREE_LAYERS, "output_router_logits": True},
+}
+
+
+def build(name: str) -> nn.Module:
+    """With the defaults that its users have, but without dropout."""
+    model = MODELS[name].as_it_comes(**_OPTIONS.get(name, {}))
+    without_chance(model)
+    return model
+
+
+def batch_of(name: str, samples: int = 2, length: int = 10, *, is_padded: bool = False) -> dict[str, Any]:
+    """Half of the sentences are padded or none. Those to be classified come without a mask: the model finds each one's
+    last token itself."""
+    if name in ("Whisper", "ViT"):
+        given = MODELS[name].batch(samples)
+        return {key: one.float() if one.is_floating_point() else one for key, one in given.items()}
+    given = MODELS[name].batch(samples, length=length, num_padded=samples // 2 if is_padded else 0)
+    if name == "Llama, classifying":
+        given["input_ids"] = given["input_ids"] * given.pop("attention_mask")
+    return given
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -73,10 +116,10 @@ def train(
             optimizer.zero_grad()
 
 
-def batches_of(case: Any, lengths: Sequence[int] = (10, 10, 13)) -> list[dict[str, Any]]:
+def batches_of(name: str, lengths: Sequence[int] = (10, 10, 13)) -> list[dict[str, Any]]:
     """Masks are all ones in one step and padded in the next."""
     torch.manual_seed(7)
-    return [case.batch(4, length, step % 2 == 1) for step, length in enumerate(lengths)]
+    return [batch_of(name, 4, length, is_padded=step % 2 == 1) for step, length in enumerate(lengths)]
 
 
 def make(model: nn.Module, example: dict[str, Any], meshes: Any, split: Sequence[str], **options: Any) -> Any:
@@ -88,28 +131,15 @@ def make(model: nn.Module, example: dict[str, Any], meshes: Any, split: Sequence
         )
 
 
-def no_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "dropout_prob"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def families(rank: int, world_size: int, names: Sequence[str], meshes: Any, is_three: bool) -> None:
     """In two stages each length has both kinds of masks."""
-    from models.library import CASES
-
     lengths = (10, 10, 13) if is_three else (10, 10, 13, 8, 13)
     for name in names:
-        case = CASES[name]
         torch.manual_seed(0)
-        model = no_dropout(case.build())
+        model = build(name)
         reference = copy.deepcopy(model)
-        engine = make(model, case.batch(2, 10, False), meshes, case.splits[is_three])
-        train(engine, reference, batches_of(case, lengths), text=name)
+        engine = make(model, batch_of(name), meshes, SPLITS[name][is_three])
+        train(engine, reference, batches_of(name, lengths), text=name)
         engine.close()
 
 
@@ -131,12 +161,9 @@ def habits(rank: int, world_size: int, names: Sequence[str]) -> None:
         HABITS[name](rank)
 
 
-def _of(name: str, meshes: Any = TWO) -> tuple[Any, nn.Module, Sequence[str]]:
-    from models.library import CASES
-
+def _of(name: str, meshes: Any = TWO) -> tuple[nn.Module, Sequence[str]]:
     torch.manual_seed(0)
-    case = CASES[name]
-    return case, no_dropout(case.build()), case.splits[len(meshes) - 2]
+    return build(name), SPLITS[name][len(meshes) - 2]
 
 
 def _meshes(rank: int) -> Iterator[Any]:
@@ -147,16 +174,16 @@ def _meshes(rank: int) -> Iterator[Any]:
 
 
 def checkpointing(rank: int) -> None:
-    cases = (("gpt2", True), ("llama", False), ("llama", True), ("t5", False))
+    cases = (("GPT-2", True), ("Llama", False), ("Llama", True), ("T5", False))
     for meshes, (name, is_reentrant) in itertools.product(_meshes(rank), cases):
-        case, model, split = _of(name, meshes)
+        model, split = _of(name, meshes)
         if "mlp" in split[-1]:
             split = (*split[:-1], "model.layers.2")  # a checkpointed layer stays whole
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})  # type: ignore[operator]
         reference = copy.deepcopy(model)
-        engine = make(model.train(), case.batch(2, 10, False), meshes, split)
+        engine = make(model.train(), batch_of(name), meshes, split)
         text = f"{name}, use_reentrant={is_reentrant}, {meshes}"
-        train(engine, reference.train(), batches_of(case), text=text)
+        train(engine, reference.train(), batches_of(name), text=text)
         engine.close()
 
 
@@ -164,15 +191,15 @@ def checkpoint_wrapper(rank: int) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     for meshes in _meshes(rank):
-        case, model, _ = _of("llama")
+        model, _ = _of("Llama")
         reference = copy.deepcopy(model)
         layer = type(model.get_submodule("model.layers.0"))
         apply_activation_checkpointing(model, check_fn=functools.partial(_is_a, layer))
         split = ["model.layers.1", "model.layers.2"][: len(meshes) - 1]
-        engine = make(model, case.batch(2, 10, False), meshes, split)
+        engine = make(model, batch_of("Llama"), meshes, split)
         for name, parameter in engine.named_parameters():
             assert torch.equal(parameter, reference.get_parameter(name))
-        train(engine, reference, batches_of(case), text=f"checkpoint_wrapper, {meshes}")
+        train(engine, reference, batches_of("Llama"), text=f"checkpoint_wrapper, {meshes}")
         engine.close()
 
 
@@ -182,13 +209,13 @@ def _is_a(kind: type, module: nn.Module) -> bool:
 
 def mixed_precision(rank: int) -> None:
     lower = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    for name in ("bert", "gpt2", "vit", "whisper"):
-        case, model, split = _of(name)
+    for name in ("BERT", "GPT-2", "ViT", "Whisper"):
+        model, split = _of(name)
         untied(model)  # tied gradients are summed in another order, after which values round to other bf16 ones
         reference = copy.deepcopy(model)
-        engine = make(model, case.batch(2, 10, False), ([0], [2]), split) if rank in (0, 2) else None
+        engine = make(model, batch_of(name), ([0], [2]), split) if rank in (0, 2) else None
         if engine is not None:
-            train(engine, reference, batches_of(case), text=f"{name}, bf16", mode=lower)
+            train(engine, reference, batches_of(name), text=f"{name}, bf16", mode=lower)
             engine.close()
 
 
@@ -200,12 +227,12 @@ def untied(model: Any) -> None:
 
 def built_on_meta(rank: int) -> None:
     for meshes in _meshes(rank):
-        case, reference, split = _of("llama", meshes)
+        reference, split = _of("Llama", meshes)
         with torch.device("meta"):
-            model = case.build()
-        engine = make(model, case.batch(2, 10, False), meshes, split)
+            model = build("Llama")
+        engine = make(model, batch_of("Llama"), meshes, split)
         engine.load_state_dict(reference.state_dict())
-        train(engine, reference, batches_of(case), text=f"meta, {meshes}")
+        train(engine, reference, batches_of("Llama"), text=f"meta, {meshes}")
         engine.close()
 
 
@@ -213,7 +240,7 @@ def adapters(rank: int) -> None:
     from peft import LoraConfig, get_peft_model
 
     for meshes, is_checkpointed in itertools.product(_meshes(rank), (False, True)):
-        case, model, _ = _of("llama")
+        model, _ = _of("Llama")
         if is_checkpointed:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
             model.enable_input_require_grads()  # type: ignore[operator]
@@ -222,8 +249,8 @@ def adapters(rank: int) -> None:
         reference = copy.deepcopy(adapted)
         layers = "base_model.model.model.layers"
         split = [f"{layers}.1", f"{layers}.2"][: len(meshes) - 1]
-        engine = make(adapted, case.batch(2, 10, False), meshes, split)
-        train(engine, reference, batches_of(case), text=f"LoRA, checkpointing {is_checkpointed}, {meshes}")
+        engine = make(adapted, batch_of("Llama"), meshes, split)
+        train(engine, reference, batches_of("Llama"), text=f"LoRA, checkpointing {is_checkpointed}, {meshes}")
         trained = [name for name, parameter in engine.named_parameters() if parameter.requires_grad]
         assert trained
         assert all("lora_" in name for name in trained)
@@ -232,13 +259,13 @@ def adapters(rank: int) -> None:
 
 def compiled(rank: int) -> None:
     for meshes in _meshes(rank):
-        case, model, _ = _of("llama")
+        model, _ = _of("Llama")
         reference = copy.deepcopy(model)
         for layer in model.get_submodule("model.layers").children():
             layer.compile(backend="eager")
         split = ["model.layers.1", "model.layers.2"][: len(meshes) - 1]
-        engine = make(model, case.batch(2, 10, False), meshes, split)
-        train(engine, reference, batches_of(case), text=f"compiled layers, {meshes}")
+        engine = make(model, batch_of("Llama"), meshes, split)
+        train(engine, reference, batches_of("Llama"), text=f"compiled layers, {meshes}")
         engine.close()
 
 
@@ -276,11 +303,11 @@ def scaled(rank: int) -> None:
     """float16 with a loss scale: the gradients are those of the scaled loss."""
     if rank not in (0, 2):
         return
-    case, model, split = _of("vit")
+    model, split = _of("ViT")
     reference = copy.deepcopy(model)
-    engine = make(model, case.batch(2, 10, False), ([0], [2]), split)
+    engine = make(model, batch_of("ViT"), ([0], [2]), split)
     engine.scaler(torch.amp.GradScaler("cpu", init_scale=256.0))
-    for step, batch in enumerate(batches_of(case)):
+    for step, batch in enumerate(batches_of("ViT")):
         with torch.autocast("cpu", torch.float16):
             engine.step(**batch)
             serial_step(reference, (), batch, loss_fn=lambda output: output.loss * 256.0, num_microbatches=2)

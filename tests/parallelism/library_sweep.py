@@ -1,4 +1,4 @@
-"""Every model of the zoo of libraries under seven plans: each trains as one process does, or is refused by name."""
+"""Models of the zoo of libraries under seven plans: each trains as one process does, or is refused by name."""
 
 from __future__ import annotations
 

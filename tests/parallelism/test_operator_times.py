@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from library_models import MODELS
+from library_arguments import made
 from small_models import Gpt
 from torch import nn
 from torch.nn import functional as F
@@ -42,7 +42,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_products_are_run_with_the_sizes_of_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of each sharding of each product, forward and backward, are those of the row."""
     counting(monkeypatch)
-    model, args, kwargs = MODELS[name]()
+    model, args, kwargs = made(name)
     times = xm.OperatorTimes(1e12, 1e11, "cpu")
     operators = [one for one in forward_of(model, args, kwargs).operators if one.loops.is_heavy and one.is_known]
     assert operators

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from library_models import MODELS
+from library_arguments import ARGUMENTS, made
 from shardings import shard
 from torch import nn
 from torch.nn import functional as F
@@ -51,11 +51,11 @@ def test_what_nobody_reads_is_left_out() -> None:
     assert [one.name for one in other.forward.operators] == [name for name in names if name != "norm.add_"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_models_nobody_here_wrote(name: str) -> None:
     """All that they compute from parameters has rows; the model, its caches' switch too, stays as it is; on meta the
     same is found."""
-    model, args, kwargs = MODELS[name]()
+    model, args, kwargs = made(name)
     state = {key: (tuple(one.shape), one.dtype) for key, one in model.state_dict().items()}
     config: Any = getattr(model, "config", None)
     switches = copy.deepcopy(config)

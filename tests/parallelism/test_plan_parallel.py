@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_models import MODELS
+from library_arguments import ARGUMENTS, made
 from shardings import shard_stretch
 from small_models import Gpt
 from torch import nn
@@ -111,9 +111,9 @@ def test_the_same_plan_everywhere() -> None:
     assert planned().to_json() == planned().to_json() == planned(on_meta).to_json()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_models_nobody_here_wrote(name: str) -> None:
-    model, args, kwargs = MODELS[name]()
+    model, args, kwargs = made(name)
     plan = xm.plan_parallel(
         model, args, kwargs, devices=mesh(2, 2), num_microbatches=4, compute=RATES, topology=slow_network(2)
     )

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from library_models import MODELS as OF_LIBRARIES
+from library_arguments import ARGUMENTS
+from library_arguments import made as of_a_library
 from planned_cases import in_turn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -61,13 +62,6 @@ def in_double(one: Any) -> Any:
     return one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
 
 
-def filled(one: Any) -> Any:
-    """Arguments other than zeros."""
-    if not isinstance(one, torch.Tensor) or bool((one != one.flatten()[0]).any()):
-        return one
-    return torch.randint_like(one, 1, 90) if not one.is_floating_point() else torch.randn_like(one)
-
-
 def trains(rank: int, world_size: int, name: str, plan_of: str, flops: float) -> None:
     model, args, kwargs = made(name)
     options = {**OPTIONS, "compute": xm.Compute(flops=flops, bytes_per_s=1e10)}
@@ -77,16 +71,15 @@ def trains(rank: int, world_size: int, name: str, plan_of: str, flops: float) ->
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model in float64 with arguments."""
     torch.manual_seed(4)
-    model, args, kwargs = example(name) if name not in OF_LIBRARIES else OF_LIBRARIES[name]()
+    model, args, kwargs = of_a_library(name) if name in ARGUMENTS else example(name)
     model = model.double()
-    if name in OF_LIBRARIES and name not in ("ResNet-50", "Llama with checkpoints"):
+    if name in ARGUMENTS and name not in ("ResNet-50", "Llama with checkpoints"):
         model.eval()  # an engine's dropout is not one process's
     args, kwargs = pytree.tree_map(in_double, (args, kwargs))
-    kwargs = {key: one if key == "attention_mask" else filled(one) for key, one in kwargs.items()}
     if name in PADDED:
         lengths = torch.arange(args[0].shape[1]) < torch.randint(3, args[0].shape[1], (len(args[0]), 1))
         kwargs["attention_mask"] = lengths.to(torch.int64)
-    return model, pytree.tree_map(filled, args), kwargs
+    return model, args, kwargs
 
 
 def check(
@@ -180,7 +173,7 @@ def trains_and_evaluates(rank: int, world_size: int, name: str) -> None:
 def test_models_of_libraries_in_both_modes() -> None:
     names = ["GPT-2", "T5", "nn.TransformerEncoder"]
     for name in names:
-        OF_LIBRARIES[name]()  # skipped here where the library is missing
+        of_a_library(name)  # skipped here where the library is missing
     spawn(in_turn, 4, [(trains_and_evaluates, (name,)) for name in names], timeout=380)
 
 
@@ -193,5 +186,5 @@ def test_examples_train_as_one_process(plan: str) -> None:
 @pytest.mark.parametrize("names", [["BERT", "Llama", "Llama with checkpoints", "T5", "GPT-2"], ["ResNet-50", "ViT"]])
 def test_models_of_libraries_train_as_one_process(names: Sequence[str]) -> None:
     for name in names:
-        OF_LIBRARIES[name]()  # skipped here where the library is missing
+        of_a_library(name)  # skipped here where the library is missing
     spawn(in_turn, 4, [(trains, (name, "found", 1e9)) for name in names], timeout=580)

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from models import cases
+from models.libraries import MODELS
 from partition_cases import assert_same, cut
 from torch import nn
 
@@ -85,9 +86,7 @@ def test_a_stage_of_an_exported_graph_starts_where_its_module_begins() -> None:
 def test_auto_opens_a_model_of_transformers_as_it_comes() -> None:
     """Its cache, which layers hand on, is on by default."""
     pytest.importorskip("transformers")
-    from models.library import CASES
-
-    case = CASES["llama"]
-    split = choose_split(case.build(), (), case.batch(2, 8, False), 3)
+    case = MODELS["Llama"]
+    split = choose_split(case.as_it_comes(num_hidden_layers=3), (), case.batch(2, num_padded=0), 3)
     assert len(split.names) == 2
     assert all(name.startswith("model.") for name in split.names)

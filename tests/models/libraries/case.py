@@ -18,22 +18,27 @@ class LibraryModel:
     """A model of a library.
 
     Attributes:
-        make: builds it with random weights.
-        batch: keyword arguments of a forward of so many samples, random from torch's generator.
+        make: builds it with random weights; options of transformers' models replace those of their configurations.
+        batch: arguments of a forward of so many samples by name, the first of its signature first, random from torch's
+            generator. Those of language models (not Mamba's) take the options of :func:`text`, too.
         dtype: of its parameters.
     """
 
     library: str
     name: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], Batch]
+    make: Callable[..., nn.Module]
+    batch: Callable[..., Batch]
     dtype: torch.dtype = torch.float64
+
+    def as_it_comes(self, **options: Any) -> nn.Module:
+        """As its library makes it: in single precision, with the cache that it has by default."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.make(**options)
 
     def build(self) -> nn.Module:
         """In training mode, without a cache."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = self.make()
+        model = self.as_it_comes()
         config = getattr(model, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False  # type: ignore[union-attr]
@@ -63,11 +68,11 @@ def tokens(samples: int, length: int = 12) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (samples, length))
 
 
-def text(samples: int) -> Batch:
-    """Tokens, of which some are padding; they are the labels, too, which the models shift."""
-    given = tokens(samples)
+def text(samples: int, length: int = 12, num_padded: int = 1) -> Batch:
+    """Tokens; the first `num_padded` samples end in padding. They are the labels, too, which the models shift."""
+    given = tokens(samples, length)
     mask = torch.ones_like(given)
-    mask[0, -3:] = 0
+    mask[:num_padded, -3:] = 0
     return {"input_ids": given, "attention_mask": mask, "labels": given}
 
 

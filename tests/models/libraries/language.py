@@ -48,19 +48,19 @@ _BOTH: dict[str, Any] = {
 }
 
 
-def of_transformers(kind: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+def of_transformers(kind: str, config: str, **options: Any) -> Callable[..., nn.Module]:
     """Builds transformers' model of this class from a configuration of that class."""
 
-    def make() -> nn.Module:
+    def make(**others: Any) -> nn.Module:
         import transformers
 
-        made: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**options))
+        made: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**{**options, **others}))
         return made
 
     return make
 
 
-def _model(name: str, kind: str, config: str, batch: Callable[[int], Batch] = text, **options: Any) -> LibraryModel:
+def _model(name: str, kind: str, config: str, batch: Callable[..., Batch] = text, **options: Any) -> LibraryModel:
     return LibraryModel("transformers", name, of_transformers(kind, config, **options), batch)
 
 
@@ -77,12 +77,12 @@ def _encoder(name: str, family: str, **options: Any) -> LibraryModel:
     return _model(name, f"{family}ForMaskedLM", f"{family}Config", **{**_ENCODER, **options})
 
 
-def _translation(samples: int) -> Batch:
-    return {**text(samples), "labels": tokens(samples, 8)}
+def _translation(samples: int, **options: int) -> Batch:
+    return {**text(samples, **options), "labels": tokens(samples, 8)}
 
 
-def _sentences(samples: int) -> Batch:
-    return {**text(samples), "labels": torch.randint(0, 3, (samples,))}
+def _sentences(samples: int, **options: int) -> Batch:
+    return {**text(samples, **options), "labels": torch.randint(0, 3, (samples,))}
 
 
 _GPT2: dict[str, Any] = {
@@ -187,3 +187,4 @@ LANGUAGE = (
     _model("BART", "BartForConditionalGeneration", "BartConfig", _translation, **_BOTH),
     _model("Marian", "MarianMTModel", "MarianConfig", _translation, **_BOTH),
 )
+QWEN2_MOE = _experts("Qwen2-MoE", "Qwen2Moe", shared_expert_intermediate_size=32, **_EXPERTS)

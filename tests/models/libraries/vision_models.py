@@ -71,3 +71,4 @@ TORCHVISION = (
     _torchvision("SwinTransformer", _swin),
     _torchvision("convnext", _convnext),
 )
+RESNET_50 = _torchvision("ResNet-50", lambda models: models.resnet50())
