@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import on_device, start
+from faults import leave, strike
 from layouts import Layout, expected_of, source_of
-from test_faults import leave
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_xmesh as xm
@@ -46,26 +46,18 @@ def until_it_fails(rank: int, world_size: int, is_held: bool) -> str:
     return f"{caught.value.ranks}: {caught.value}"
 
 
-def strike(world: World, victim: int, number: int) -> None:
-    """Once all ranks run, one is struck: the others name it and the tensor, and end with 0."""
-    for rank in range(4):
-        world.wait_mark(rank, "running")
-    world.signal(victim, number)
-    for rank in set(range(4)) - {victim}:
-        outcome = world.wait(rank, 60)
-        assert outcome.error is None, outcome.error
-        assert outcome.value.startswith(f"({victim},)"), outcome.value
-        assert "float32" in outcome.value  # the tensor
-    world.signal(victim, signal.SIGKILL)
-    for outcome in world.join():
-        assert outcome.rank == victim or outcome.exitcode == 0, outcome
+def name_it(world: World, victim: int, number: int) -> None:
+    """One is struck: the others name it and the tensor."""
+    for value in strike(world, victim, number):
+        assert value.startswith(f"({victim},)"), value
+        assert "float32" in value  # the tensor
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize(("victim", "number"), [(3, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP)])
 def test_peer_dies_or_stops(victim: int, number: int, is_held: bool) -> None:
     with World(until_it_fails, 4, is_held, backend=None) as world:
-        strike(world, victim, number)
+        name_it(world, victim, number)
 
 
 def until_it_fails_through_the_host(rank: int, world_size: int, src: str, is_held: bool) -> str:
@@ -102,7 +94,7 @@ def until_it_fails_through_the_host(rank: int, world_size: int, src: str, is_hel
 )
 def test_peer_dies_or_stops_through_the_host(src: str, victim: int, number: int, is_held: bool) -> None:
     with World(until_it_fails_through_the_host, 4, src, is_held, backend=None) as world:
-        strike(world, victim, number)
+        name_it(world, victim, number)
 
 
 def again(rank: int, first: int, second: int) -> None:

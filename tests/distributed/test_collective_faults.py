@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from own_threads import own_threads
+from faults import leave
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from wait_until import wait_until
 
@@ -71,13 +71,6 @@ def reshards_without(lost: set[int]) -> None:
         whole = torch.arange(24.0).view(12, 2).chunk(len(left))
         at = left.index(dist.get_rank())
         torch.testing.assert_close(y.to_local(), whole[at])
-
-
-def leave() -> None:
-    """Destroys the groups; no thread of theirs is left."""
-    dist.destroy_process_group()
-    names = own_threads().values()
-    assert not [name for name in names if name.startswith("xmesh")], list(names)
 
 
 def in_a_call(rank: int, world_size: int, name: str, has_reshards: bool, of_subgroup: bool) -> Any:

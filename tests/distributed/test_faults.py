@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import leave, strike, timeout_of
 from layouts import Layout, source_of
 from own_threads import own_threads
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -24,13 +25,6 @@ from torch_xmesh.testing import World, mark, spawn
 
 TIMEOUT = {"timeout": datetime.timedelta(seconds=4)}
 FOUR = Layout((1 << 12, 64), torch.float32, xm.Mesh([0, 1]), (Shard(0),), xm.Mesh([2, 3]), (Replicate(),))
-
-
-def leave() -> None:
-    """Destroys the group; only this thread may be left afterwards."""
-    dist.destroy_process_group()
-    names = own_threads().values()
-    assert not [name for name in names if name.startswith("xmesh")], list(names)
 
 
 def meet(rank: int, world_size: int) -> None:
@@ -46,12 +40,6 @@ def survivor_error() -> str:
         while True:
             xm.reshard(source_of(FOUR), FOUR.dst_mesh, FOUR.dst, strategy="broadcast")
     return f"{caught.value.ranks}: {caught.value}"
-
-
-def timeout_of(number: int) -> dict[str, datetime.timedelta]:
-    """A rank that has died is noticed by its sockets, under the default timeout of half an hour; a stopped one only by
-    the group's own."""
-    return TIMEOUT if number == signal.SIGSTOP else {}
 
 
 def reshard_for_ever(rank: int, world_size: int, victim: int) -> str:
@@ -70,18 +58,10 @@ def reshard_for_ever(rank: int, world_size: int, victim: int) -> str:
 )
 def test_peer_dies_or_stops(victim: int, number: int) -> None:
     with World(reshard_for_ever, 4, victim, init_kwargs=timeout_of(number)) as world:
-        for rank in range(4):
-            world.wait_mark(rank, "running")
-        world.signal(victim, number)
-        for rank in set(range(4)) - {victim}:
-            outcome = world.wait(rank, 60)
-            assert outcome.error is None, outcome.error
-            assert outcome.value.startswith(f"({victim},)"), outcome.value
-            assert f"rank {victim}" in outcome.value or f"rank [{victim}]" in outcome.value
-            assert "float32" in outcome.value  # the tensor
-        world.signal(victim, signal.SIGKILL)
-        for outcome in world.join():
-            assert outcome.rank == victim or outcome.exitcode == 0, outcome
+        for value in strike(world, victim, number):
+            assert value.startswith(f"({victim},)"), value
+            assert f"rank {victim}" in value or f"rank [{victim}]" in value
+            assert "float32" in value  # the tensor
 
 
 def kill_at_random(rank: int, world_size: int, delay: float) -> str | None:

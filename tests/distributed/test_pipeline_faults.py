@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from own_threads import own_threads
+from faults import leave, strike, timeout_of
 from torch import nn
 from torch.nn import functional as F
 from wait_until import wait_until
@@ -246,9 +246,7 @@ def train_for_ever(rank: int, world_size: int) -> str:
         while True:
             engine.step(x, target=y)
     engine.close()
-    dist.destroy_process_group()
-    names = own_threads().values()
-    assert not [name for name in names if name.startswith("xmesh")], list(names)
+    leave()
     return f"{caught.value.ranks}: {caught.value}"
 
 
@@ -256,19 +254,9 @@ def train_for_ever(rank: int, world_size: int) -> str:
     ("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)]
 )
 def test_rank_dies_or_stops(victim: int, number: int) -> None:
-    # The default timeout is half an hour: a rank that has died is noticed before.
-    timeout = {"timeout": datetime.timedelta(seconds=4)} if number == signal.SIGSTOP else {}
-    with World(train_for_ever, 3, init_kwargs=timeout) as world:
-        for rank in range(3):
-            world.wait_mark(rank, "running")
-        world.signal(victim, number)
-        for rank in set(range(3)) - {victim}:
-            outcome = world.wait(rank, 60)
-            assert outcome.error is None, outcome.error
-            assert outcome.value.startswith(f"({victim},)"), outcome.value
-        world.signal(victim, signal.SIGKILL)
-        for outcome in world.join():
-            assert outcome.rank == victim or outcome.exitcode == 0, outcome
+    with World(train_for_ever, 3, init_kwargs=timeout_of(number)) as world:
+        for value in strike(world, victim, number):
+            assert value.startswith(f"({victim},)"), value
 
 
 def mistake(rank: int, world_size: int, which: str) -> str:

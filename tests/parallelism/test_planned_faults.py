@@ -3,7 +3,6 @@ of, and the groups of the user's are as they were."""
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import survive, timeout_of
 from planned_cases import OPTIONS
 from small_models import Mlp
 from torch.nn import functional as F
@@ -31,7 +31,6 @@ PLANS: dict[str, tuple[int, Callable[..., xm.ParallelPlan]]] = {
     "2x2": (4, lambda *args: xm.presets.pipeline(*args, num_stages=2, tensor_parallel=2, **OPTIONS)),
     "2x2 with ZeRO-2": (4, lambda *args: xm.presets.pipeline(*args, num_stages=2, zero=2, **OPTIONS)),
 }
-SHORT = {"timeout": datetime.timedelta(seconds=3)}
 
 
 def make(name: str) -> tuple[xm.PipelineEngine, torch.Tensor]:
@@ -159,16 +158,10 @@ def meets_its_end(rank: int, world_size: int, name: str, part: float, number: in
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["megatron", "2x2"])
 def test_a_rank_dies_or_stops_at_a_collective(name: str, number: int, part: float) -> None:
-    # A rank that has died is noticed under the default timeout of half an hour.
-    init = SHORT if number == signal.SIGSTOP else {}
-    with World(meets_its_end, PLANS[name][0], name, part, number, init_kwargs=init) as world:
+    with World(meets_its_end, PLANS[name][0], name, part, number, init_kwargs=timeout_of(number)) as world:
         world.wait_mark(1, "there", 20)
-        for rank in set(range(PLANS[name][0])) - {1}:
-            outcome = world.wait(rank, 30)
-            assert outcome.error is None, outcome.error
-            assert outcome.value[0] == (1,), outcome.value
-        world.signal(1, signal.SIGKILL)
-        assert [outcome.exitcode for outcome in world.join() if outcome.rank != 1] == [0] * (PLANS[name][0] - 1)
+        for value in survive(world, 1):
+            assert value[0] == (1,), value
 
 
 def leaves_in_a_collective(rank: int, world_size: int) -> Any:
