@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from auto_parallel_records import Record, live_table, plot, rows, summary
-from harness import MeasurementError, exit_code, launch, machine_notes, save, wrong_note
-from progress import Listener
+from parts.auto_parallel.records import Record, live_table, plot, rows, summary
+from parts.shared.harness import MeasurementError, exit_code, launch, machine_notes, save, wrong_note
+from parts.shared.progress import Listener
 
 from torch_xmesh.testing.cluster import EmulatedCluster
 
 _HOSTS, _DEVICES, _RATE = 2, 4, "200mbit"
 _MOST_SECONDS = 3600.0
-_WORKER = Path(__file__).with_name("auto_parallel_worker.py")
+_WORKER = Path(__file__).parent / "parts" / "auto_parallel" / "worker.py"
 _PRESETS = (
     "DP",
     "ZeRO-2",

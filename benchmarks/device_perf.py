@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import MeasurementError, job_of_arguments, launch, machine_notes, publish, save
-from progress import Listener
-from table import LiveTable
+from parts.shared.harness import MeasurementError, job_of_arguments, launch, machine_notes, publish, save
+from parts.shared.progress import Listener
+from parts.shared.table import LiveTable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm

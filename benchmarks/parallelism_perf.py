@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import machine_notes, save
-from parallelism_alpa import (
+from parts.parallelism.alpa import (
     ALPA_CASES,
     ALPA_HEAD,
     AlpaRecord,
@@ -21,10 +20,11 @@ from parallelism_alpa import (
     plan_line,
     plot_alpa,
 )
-from parallelism_cluster import assumptions
-from parallelism_speed import SPEED_CASES, SPEED_HEAD, SpeedRecord, measure_speed, missed, one_core, speed_row
-from progress import Progress
-from table import LiveTable
+from parts.parallelism.cluster import assumptions
+from parts.parallelism.speed import SPEED_CASES, SPEED_HEAD, SpeedRecord, measure_speed, missed, one_core, speed_row
+from parts.shared.harness import machine_notes, save
+from parts.shared.progress import Progress
+from parts.shared.table import LiveTable
 
 _RUNS = 5
 _SECONDS = 300

@@ -1,6 +1,6 @@
 """Writes the pipeline tables of docs/performance.md from records of pipeline_perf.py.
 
-    python benchmarks/pipeline_docs.py benchmarks/results/pipeline-paced.json ...
+    python benchmarks/pipeline_docs.py benchmarks/results/pipeline-perf-paced.json ...
 
 Replaces what stands between the two comments there; rows are points, columns methods.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline_records import Record, rival_of
+from parts.pipeline.records import Record, rival_of
 
 BEGIN = "<!-- pipeline table: written by benchmarks/pipeline_docs.py -->"
 END = "<!-- end of pipeline table -->"

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pipeline_hf
-import pipeline_overhead
-from harness import MeasurementError, exit_code, machine_notes, save, wrong_note
-from pipeline_charts import plot, plot_overhead
-from pipeline_records import hf_rows, hf_table, live_table, overhead_rows, overhead_table
-from pipeline_suites import METHODS, SUITES, Settings, measure
+from parts.pipeline import hf, overhead
+from parts.pipeline.charts import plot, plot_overhead
+from parts.pipeline.records import hf_rows, hf_table, live_table, overhead_rows, overhead_table
+from parts.pipeline.suites import METHODS, SUITES, Settings, measure
+from parts.shared.harness import MeasurementError, exit_code, machine_notes, save, wrong_note
 
 
 def _numbers(text: str) -> list[float]:
@@ -67,10 +66,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def run_overhead(options: argparse.Namespace) -> int:
     notes = machine_notes()
-    methods = pipeline_overhead.METHODS if options.methods is None else options.methods.split(",")
+    methods = overhead.METHODS if options.methods is None else options.methods.split(",")
     live = overhead_table(methods)
     live.begin(["torch_xmesh pipeline_perf, suite overhead", *notes])
-    records = pipeline_overhead.run(methods=methods, on_records=lambda found: live.rows(overhead_rows(found)))
+    records = overhead.run(methods=methods, on_records=lambda found: live.rows(overhead_rows(found)))
     if options.json is not None:
         save(options.json, [record.to_json() for record in records], {"suite": "overhead", "machine": notes})
     if options.plot is not None:
@@ -80,10 +79,10 @@ def run_overhead(options: argparse.Namespace) -> int:
 
 def run_hf(options: argparse.Namespace) -> int:
     notes = machine_notes()
-    methods = pipeline_hf.METHODS if options.methods is None else options.methods.split(",")
+    methods = hf.METHODS if options.methods is None else options.methods.split(",")
     live = hf_table(methods)
     live.begin(["torch_xmesh pipeline_perf, suite hf", *notes])
-    records = pipeline_hf.run(methods=methods, rounds=4 * options.runs)
+    records = hf.run(methods=methods, rounds=4 * options.runs)
     live.rows(hf_rows(records))
     live.note(wrong_note(records))
     if options.json is not None:

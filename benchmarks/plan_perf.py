@@ -19,16 +19,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, TensorLayout, table2
-from hard import BROADCASTS
-from harness import machine_notes, save
-from methods import placement
-from overlaps import bound_seconds, overlaps
-from plan_bars import CACHED_BAR_MS, CASES_BAR_MS, SCALE_BAR_MS, PlanRecord, percentile, quality_lines, time_line
-from progress import Progress
-from random_layouts import random_layout
-from scale_layouts import DEVICES, scale_cases
-from table import say
+from parts.resharding.cases import Case, TensorLayout, table2
+from parts.resharding.hard import BROADCASTS
+from parts.resharding.methods import placement
+from parts.resharding.overlaps import bound_seconds, overlaps
+from parts.resharding.plan_bars import (
+    CACHED_BAR_MS,
+    CASES_BAR_MS,
+    SCALE_BAR_MS,
+    PlanRecord,
+    percentile,
+    quality_lines,
+    time_line,
+)
+from parts.resharding.random_layouts import random_layout
+from parts.resharding.scale_layouts import DEVICES, scale_cases
+from parts.shared.harness import machine_notes, save
+from parts.shared.progress import Progress
+from parts.shared.table import say
 
 import torch_xmesh as xm
 from torch_xmesh import _C

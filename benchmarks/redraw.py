@@ -1,17 +1,20 @@
-"""Draws the pictures of recorded results again, beside them: python benchmarks/redraw.py results/table2-400mbit.json"""
+"""Draws the pictures of recorded results again, beside them.
+
+python benchmarks/redraw.py benchmarks/results/reshard-perf-table2-400mbit.json
+"""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import auto_parallel_records
-import parallelism_alpa
-import pipeline_charts
-import pipeline_records
-import reshard_charts
-import reshard_records
-from pipeline_suites import SUITES as PIPELINE_SUITES
+from parts.auto_parallel import records as auto_parallel_records
+from parts.parallelism import alpa as parallelism_alpa
+from parts.pipeline import charts as pipeline_charts
+from parts.pipeline import records as pipeline_records
+from parts.pipeline.suites import SUITES as PIPELINE_SUITES
+from parts.resharding import charts as reshard_charts
+from parts.resharding import records as reshard_records
 
 
 def redraw(path: Path) -> Path:

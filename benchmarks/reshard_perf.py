@@ -10,15 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import loopback
-from case_file import read_cases
-from cases import SUITES, Case, fits, suite_cases
-from cluster_suite import Settings, measure
-from hard import hard_cases
-from harness import Measurement, MeasurementError, exit_code, save
-from reshard_charts import plot
-from reshard_records import Record, live_table
-from rivals import RIVALS
+from parts.resharding import loopback
+from parts.resharding.case_file import read_cases
+from parts.resharding.cases import SUITES, Case, fits, suite_cases
+from parts.resharding.charts import plot
+from parts.resharding.cluster_suite import Settings, measure
+from parts.resharding.hard import hard_cases
+from parts.resharding.records import Record, live_table
+from parts.resharding.rivals import RIVALS
+from parts.shared.harness import Measurement, MeasurementError, exit_code, save
 
 from torch_xmesh import _C
 

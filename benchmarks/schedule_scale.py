@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from charts import INCHES, new_figure, save_figure
-from harness import machine_notes, save
-from table import LiveTable
+from parts.shared.charts import INCHES, new_figure, save_figure
+from parts.shared.harness import machine_notes, save
+from parts.shared.table import LiveTable
 
 import torch_xmesh as xm
 from torch_xmesh.palette import colors_of

@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from harness import exit_code, machine_notes, save, wrong_note
-from progress import Progress
-from split_measure import follow_memory, time_backwards
-from split_models import FULL, GRAD, MODELS, OURS, OURS_FIRST, TORCH, Method, Model, doublings, tiny_chain
-from split_records import (
+from parts.shared.harness import exit_code, machine_notes, save, wrong_note
+from parts.shared.progress import Progress
+from parts.shared.table import LiveTable, say
+from parts.split.measure import follow_memory, time_backwards
+from parts.split.models import FULL, GRAD, MODELS, OURS, OURS_FIRST, TORCH, Method, Model, doublings, tiny_chain
+from parts.split.records import (
     CHAIN_HEAD,
     MEMORY_HEAD,
     MODEL_HEAD,
@@ -32,7 +33,6 @@ from split_records import (
     model_row,
     walk_row,
 )
-from table import LiveTable, say
 
 _Head = list[tuple[str, str]]
 _Row = Callable[[TimeRecord], list[str]]

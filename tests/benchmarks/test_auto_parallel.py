@@ -9,8 +9,8 @@ from pathlib import Path
 import auto_parallel
 import pytest
 import torch
-from auto_parallel_models import Paced, subject
-from auto_parallel_records import Record, summary
+from parts.auto_parallel.models import Paced, subject
+from parts.auto_parallel.records import Record, summary
 from redraw import redraw
 
 FOUND = Record("a case", "found", "4 | 4 1f1b", 1.0, 0.9, 1.1, 1.0, runs=2, wrong=0)
@@ -49,7 +49,7 @@ def test_products_take_as_long_as_on_a_device_of_that_speed() -> None:
     assert paced.operations == 3 * forward
     with pytest.raises(RuntimeError) as outside:
         a @ torch.randn(3, 64)
-    assert not [entry for entry in outside.traceback if "auto_parallel_models" in str(entry.path)]
+    assert not [entry for entry in outside.traceback if "parts/auto_parallel/models" in str(entry.path)]
 
 
 def test_subjects_are_the_same_each_time() -> None:

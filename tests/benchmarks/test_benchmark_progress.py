@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from progress import Listener, Progress
+from parts.shared.progress import Listener, Progress
 
 from torch_xmesh.testing.cluster import network
 

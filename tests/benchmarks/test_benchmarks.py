@@ -17,14 +17,14 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import case_file  # noqa: E402
-import cases as bench_cases  # noqa: E402
-import disturbance  # noqa: E402
-from harness import wrong_note  # noqa: E402
-from methods import RankData, pattern  # noqa: E402
-from overlaps import Box, bound_seconds, overlaps, tile  # noqa: E402
-from random_layouts import random_layout  # noqa: E402
-from reshard_records import Record, cells, live_table  # noqa: E402
+from parts.resharding import case_file  # noqa: E402
+from parts.resharding import cases as bench_cases  # noqa: E402
+from parts.resharding.methods import RankData, pattern  # noqa: E402
+from parts.resharding.overlaps import Box, bound_seconds, overlaps, tile  # noqa: E402
+from parts.resharding.random_layouts import random_layout  # noqa: E402
+from parts.resharding.records import Record, cells, live_table  # noqa: E402
+from parts.shared import disturbance  # noqa: E402
+from parts.shared.harness import wrong_note  # noqa: E402
 
 from torch_xmesh import _C  # noqa: E402
 from torch_xmesh.testing.cluster import unavailable_reason  # noqa: E402

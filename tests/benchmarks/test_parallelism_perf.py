@@ -8,15 +8,13 @@ import os
 from functools import partial
 from pathlib import Path
 
-import alpa_models
-import parallelism_alpa
 import parallelism_perf
-import parallelism_speed
 import pytest
 import torch
-from parallelism_alpa import ALPA_CASES, AlpaCase, AlpaRecord
-from parallelism_cluster import half_precision
-from parallelism_speed import SpeedCase, SpeedRecord
+from parts.parallelism import alpa, alpa_models, speed
+from parts.parallelism.alpa import ALPA_CASES, AlpaCase, AlpaRecord
+from parts.parallelism.cluster import half_precision
+from parts.parallelism.speed import SpeedCase, SpeedRecord
 from redraw import redraw
 
 SMALL = AlpaCase(
@@ -28,24 +26,24 @@ def test_parts_that_take_too_long_are_named() -> None:
     near = SpeedRecord("a", "tables", 0.4, 0.5, bar_seconds=0.5, alpa_seconds=None, runs=1)
     far = dataclasses.replace(near, part="solution", bar_seconds=0.1)
     free = dataclasses.replace(near, part="recording", bar_seconds=None)
-    assert parallelism_speed.missed([near, far, free]) == ["a, solution"]
-    assert [parallelism_speed.speed_row(one)[-1] for one in (near, far, free)] == ["met", "NOT met", ""]
+    assert speed.missed([near, far, free]) == ["a, solution"]
+    assert [speed.speed_row(one)[-1] for one in (near, far, free)] == ["met", "NOT met", ""]
 
 
 def test_one_core_until_the_end() -> None:
     before = torch.get_num_threads(), os.sched_getaffinity(0)
-    with parallelism_speed.one_core():
+    with speed.one_core():
         assert torch.get_num_threads() == 1
         assert len(os.sched_getaffinity(0)) == 1
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
 
 
 def test_every_part_of_a_small_search_is_measured() -> None:
-    parts = parallelism_speed.shardings(2, 64, 4)
+    parts = speed.shardings(2, 64, 4)
     assert set(parts) == {"recording", "tables", "solution"}
-    parts |= parallelism_speed.stage_search((2, 4), 6, 8, powers_of_two=False)
-    parts |= parallelism_speed.clustering(100, 5)
-    parts |= parallelism_speed.whole(2, 2, 64, 4, 4, num_devices=2)
+    parts |= speed.stage_search((2, 4), 6, 8, powers_of_two=False)
+    parts |= speed.clustering(100, 5)
+    parts |= speed.whole(2, 2, 64, 4, 4, num_devices=2)
     for name, (seconds, wall) in parts.items():
         assert 0 < seconds < 60, name
         assert wall > 0, name
@@ -55,7 +53,7 @@ def test_speed_from_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SpeedCase("slow", lambda: {"all": (2.0, 2.5)}, {"all": 1.0}, {"all": 60.0}, is_whole=True)
-    (quick,) = (case for case in parallelism_speed.SPEED_CASES if case.name.startswith("operators"))
+    (quick,) = (case for case in speed.SPEED_CASES if case.name.startswith("operators"))
     monkeypatch.setattr(parallelism_perf, "SPEED_CASES", (slow, quick))
     path = tmp_path / "speed.json"
     assert parallelism_perf.main(["--suite", "speed", "--runs", "5", "--json", str(path)]) == 0
@@ -106,14 +104,14 @@ def test_models_run(model: torch.nn.Module, example: torch.Tensor) -> None:
 def test_a_plan_in_a_line() -> None:
     made = AlpaRecord("gpt-3", "1B", 8, 10**9, 4, 2, paper_scaling=None, schedule="1f1b")
     stages = ((2, (("batch / 2", 3), ("rows / 2", 1))), (2, (("batch / 2", 4),)), (4, (("rows / 4", 4),)))
-    line = parallelism_alpa.plan_line(dataclasses.replace(made, stages=stages))
+    line = alpa.plan_line(dataclasses.replace(made, stages=stages))
     assert line == "3 stages, 1f1b: 2 x 2 GPUs [batch / 2], 4 GPUs [rows / 4]"
     refused = dataclasses.replace(made, error="no plan keeps it\nat all")
-    assert parallelism_alpa.plan_line(refused) == "not planned: no plan keeps it"
+    assert alpa.plan_line(refused) == "not planned: no plan keeps it"
 
 
 def test_a_search_that_takes_too_long_is_given_up() -> None:
-    record = parallelism_alpa.planned_within(SMALL, 2, 0.01)
+    record = alpa.planned_within(SMALL, 2, 0.01)
     assert record.error == "no plan after 0.01 s"
     assert record.num_microbatches == 4
 

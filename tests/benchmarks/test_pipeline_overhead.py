@@ -2,22 +2,22 @@
 
 import math
 
-import pipeline_overhead
 import pytest
 import torch
+from parts.pipeline import overhead
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, (32, 32)), (1, (32, 64)), (3, (32, 32))])
 def test_actions_of_a_stage(stage: int, expected: tuple[int, int]) -> None:
-    assert pipeline_overhead.num_actions(stage, 4, 16) == expected
+    assert overhead.num_actions(stage, 4, 16) == expected
 
 
 def test_a_split_backward_is_two_actions() -> None:
-    assert pipeline_overhead.num_actions(1, 4, 16, is_split=True) == (48, 64)
+    assert overhead.num_actions(1, 4, 16, is_split=True) == (48, 64)
 
 
 def test_one_stage_sends_nothing() -> None:
-    assert pipeline_overhead.num_actions(0, 1, 4) == (8, 0)
+    assert overhead.num_actions(0, 1, 4) == (8, 0)
 
 
 def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
@@ -25,7 +25,7 @@ def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
         torch.tensor([[100.0, 120.0], [260.0, 360.0]], dtype=torch.float64),
         torch.tensor([[60.0, 80.0], [220.0, 320.0]], dtype=torch.float64),
     ]
-    (record,) = pipeline_overhead._records(["bare", "1f1b"], everyone, 2)
+    (record,) = overhead._records(["bare", "1f1b"], everyone, 2)
     assert record.cpu_us_per_action == pytest.approx(320 / 16)
     assert record.cpu_us_per_compute_action == pytest.approx(320 / 8)
     assert record.cpu_us_all_threads_per_action == pytest.approx(480 / 16)
@@ -34,7 +34,7 @@ def test_records_are_sums_over_ranks_beyond_the_bare_stage() -> None:
 
 
 def test_every_method_is_measured_end_to_end() -> None:
-    records = pipeline_overhead.run(stages=(2,), rounds=1, steps_per_round=2)
+    records = overhead.run(stages=(2,), rounds=1, steps_per_round=2)
     assert [record.method for record in records] == ["1f1b", "eager_1f1b", "zb_h1", "torch_1f1b"]
     for record in records:
         assert (record.stages, record.microbatches) == (2, 16)

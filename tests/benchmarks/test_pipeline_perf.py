@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pipeline_docs
-import pipeline_hf
-import pipeline_models
 import pytest
 import torch
-from pipeline_charts import plot_overhead
-from pipeline_methods import ranks_of_groups
-from pipeline_records import OverheadRecord, Record, hf_rows, overhead_rows, rival_of, rows
-from pipeline_suites import Buffers
-from pipeline_worker import count_wrong, serial_gradients
+from parts.pipeline import hf, models
+from parts.pipeline.charts import plot_overhead
+from parts.pipeline.methods import ranks_of_groups
+from parts.pipeline.records import OverheadRecord, Record, hf_rows, overhead_rows, rival_of, rows
+from parts.pipeline.suites import Buffers
+from parts.pipeline.worker import count_wrong, serial_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -38,26 +37,26 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def by_hand(workload: pipeline_models.Workload) -> dict[str, torch.Tensor | None]:
+def by_hand(workload: models.Workload) -> dict[str, torch.Tensor | None]:
     """Gradients of the stages called one after another, microbatch by microbatch."""
     workload.wait(False)
     count = workload.num_microbatches
     for image, target in zip(workload.args[0].chunk(count), workload.target.chunk(count), strict=True):
         values: tuple[torch.Tensor, ...] = (image,)
         for stage in workload.stages:
-            values = pipeline_models.as_tuple(stage(*values))
+            values = models.as_tuple(stage(*values))
         torch.autograd.backward(workload.loss_fn(values[0], target) / count)
     return {name: parameter.grad for name, parameter in workload.model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", sorted(SIZES))
 def test_stages_by_hand_are_the_model(kind: str) -> None:
-    workload = pipeline_models.make(kind, SIZES[kind])
+    workload = models.make(kind, SIZES[kind])
     named = dict(workload.model.named_modules())
     assert set(workload.split) <= set(named)
     shared = {id(p) for stage in workload.stages for p in stage.parameters()}
     assert shared == {id(p) for p in workload.model.parameters()}
-    expected = serial_gradients(pipeline_models.make(kind, SIZES[kind]))
+    expected = serial_gradients(models.make(kind, SIZES[kind]))
     assert count_wrong(by_hand(workload), expected) == 0
     assert all(size > 0 for size in workload.boundary_bytes())
 
@@ -65,8 +64,8 @@ def test_stages_by_hand_are_the_model(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["unet", "gpt"])
 def test_a_signal_has_one_element_and_computes_as_much(kind: str) -> None:
     whole, signal = (
-        pipeline_models.make(kind, SIZES[kind]),
-        pipeline_models.make(kind, SIZES[kind] | {"is_signal": True}),
+        models.make(kind, SIZES[kind]),
+        models.make(kind, SIZES[kind] | {"is_signal": True}),
     )
     assert signal.boundary_bytes() == [4]
     assert whole.boundary_bytes()[0] > 4
@@ -77,12 +76,12 @@ def test_a_signal_has_one_element_and_computes_as_much(kind: str) -> None:
 
 
 def test_the_skips_of_the_u_transformer_all_cross() -> None:
-    entering = pipeline_models.make("unet", SIZES["unet"]).boundaries()[1]
+    entering = models.make("unet", SIZES["unet"]).boundaries()[1]
     assert [tuple(value.shape) for value in entering] == [(1, 16, 4, 4), (1, 4, 16, 16), (1, 8, 8, 8)]
 
 
 def test_every_byte_of_a_paced_message_shows_in_a_gradient() -> None:
-    workload = pipeline_models.make("paced", SIZES["paced"])
+    workload = models.make("paced", SIZES["paced"])
     expected = serial_gradients(workload)
     with torch.no_grad():
         workload.args[0][0, -1] += 0.01
@@ -202,8 +201,8 @@ def test_suite_real_end_to_end(tmp_path: Path) -> None:
 
 def test_a_model_of_transformers_by_every_method() -> None:
     pytest.importorskip("transformers")
-    records = pipeline_hf.run(layers=2, width=32, length=8, microbatches=2, rounds=2)
-    assert [record.method for record in records] == list(pipeline_hf.METHODS)
+    records = hf.run(layers=2, width=32, length=8, microbatches=2, rounds=2)
+    assert [record.method for record in records] == list(hf.METHODS)
     for record in records:
         assert record.wrong == 0
         assert record.runs == 2

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import plan_perf
 import pytest
-from hard import BROADCASTS
-from plan_bars import PlanRecord, percentile, quality_lines, time_line
+from parts.resharding.hard import BROADCASTS
+from parts.resharding.plan_bars import PlanRecord, percentile, quality_lines, time_line
 
 STRIPED_64, STRIPED_256 = "striped:num_chunks=64", "striped:num_chunks=256"
 

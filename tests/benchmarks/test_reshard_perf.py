@@ -4,15 +4,14 @@ hard layouts are what their bound and plans say."""
 import json
 from pathlib import Path
 
-import hard
 import numpy as np
 import pytest
-import reshard_charts
 import reshard_perf
-from cases import Case, random_case
-from overlaps import bound_seconds
-from reshard_records import Record
-from run_budget import Cost, further_runs, shares
+from parts.resharding import charts, hard
+from parts.resharding.cases import Case, random_case
+from parts.resharding.overlaps import bound_seconds
+from parts.resharding.records import Record
+from parts.resharding.run_budget import Cost, further_runs, shares
 
 from torch_xmesh.palette import colors_of
 
@@ -129,12 +128,12 @@ def test_a_chart_of_every_strategy_is_readable(tmp_path: Path) -> None:
     strategies = reshard_perf.choose_strategies(reshard_perf.parse([]))
     path = tmp_path / "chart.png"
     about = {"suite": "table2", "cluster": "a cluster"}
-    reshard_charts.plot(path, [record(case, name) for case in ("c1", "c2") for name in strategies], about=about)
+    charts.plot(path, [record(case, name) for case in ("c1", "c2") for name in strategies], about=about)
     pixels = (image.imread(path)[:, :, :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     drawn = {f"#{pixel:06x}" for pixel in np.unique(pixels).tolist()}
     colors = colors_of(strategies)
     assert len(set(colors)) == len(strategies)
     assert set(colors) <= drawn
     many = [record(f"seed{seed}", name) for seed in range(30) for name in strategies]
-    reshard_charts.plot(path, many, about=about)
+    charts.plot(path, many, about=about)
     assert image.imread(path).shape[1] <= 1100

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import split_perf
 import torch
-from split_measure import follow_memory, time_backwards
-from split_models import (
+from parts.split.measure import follow_memory, time_backwards
+from parts.split.models import (
     FULL,
     GRAD,
     MODELS,
@@ -26,7 +26,7 @@ from split_models import (
     transformer,
     transformer_eager,
 )
-from split_records import MemoryRecord, TimeRecord, bar_lines, error_lines, model_row
+from parts.split.records import MemoryRecord, TimeRecord, bar_lines, error_lines, model_row
 
 SMALL: list[Callable[[], Model]] = [
     lambda: linear(2, 8, 4),

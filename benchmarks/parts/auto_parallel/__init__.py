@@ -1,0 +1,1 @@
+"""Automatic plans that run: models on paced devices, ranks, records."""

@@ -1,0 +1,1 @@
+"""Automatic plans on paper: how fast they are found, and what they are predicted to reach."""

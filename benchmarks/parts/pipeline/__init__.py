@@ -1,0 +1,1 @@
+"""Training steps of pipelines: models, engines, suites, ranks, records."""

@@ -1,0 +1,1 @@
+"""Reshards and their plans: layouts, what is measured, rivals, ranks, records."""

@@ -1,0 +1,1 @@
+"""What all benchmarks use: starting processes on a job, progress, tables, charts."""

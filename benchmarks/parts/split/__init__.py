@@ -1,0 +1,1 @@
+"""Backwards in two halves: models, measuring, records."""
