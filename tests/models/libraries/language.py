@@ -52,9 +52,11 @@ def of_transformers(kind: str, config: str, **options: Any) -> Callable[..., nn.
     """Builds transformers' model of this class from a configuration of that class."""
 
     def make(**others: Any) -> nn.Module:
-        import transformers
+        with torch.random.fork_rng():  # importing the library draws random numbers, the first time
+            import transformers
 
-        made: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**{**options, **others}))
+            model, settings = getattr(transformers, kind), getattr(transformers, config)
+        made: nn.Module = model(settings(**{**options, **others}))
         return made
 
     return make
