@@ -1,6 +1,5 @@
 #include "c10d/call_watch.h"
 
-#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <thread>

@@ -72,6 +72,7 @@ class CollectiveFaults {
   void abandon(const OpenCalls::Handle& call, runtime::Failure failure, std::vector<std::function<void()>>& frees);
   runtime::Failure lost(const std::vector<int>& ranks) const;
   void tellOthers(Look& look, const runtime::Failure& failure) const;
+  void tellOthers(const runtime::Failure& failure) const;
   std::string here(const std::string& what) const;
   /// The first one counts.
   void settle(std::optional<runtime::Failure> failure);
