@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_xmesh as xm
 from torch_xmesh import backend
@@ -216,6 +217,24 @@ def _close(rank: int, size: int, how: str) -> Any:
     del ours
     dist.destroy_process_group()
     return [closed, len(os.listdir("/proc/self/task"))]
+
+
+def _one_call_then_the_end(rank: int, size: int) -> None:
+    spec = xm.Spec((12,), torch.float32, xm.Mesh([0]), (Replicate(),))
+    for number in range(40):
+        group = dist.new_group(range(size))
+        x: Any = spec
+        if rank == 0:
+            x = DTensor.from_local(torch.full((12,), float(number)), xm.device_mesh(spec.mesh), (Replicate(),))
+        part = xm.reshard(x, xm.Mesh(range(size)), [Shard(0)], group=group).to_local()
+        dist.destroy_process_group(group)
+        assert part.tolist() == [float(number)] * (12 // size)
+        dist.barrier()
+
+
+def test_a_rank_may_leave_when_its_own_call_has_ended() -> None:
+    """What it said last, on a connection that it has just begun to make, comes before its goodbye."""
+    spawn(_one_call_then_the_end, 3)
 
 
 def again_at_one_address(rank: int, world_size: int, port: int, together: Any) -> None:

@@ -73,17 +73,6 @@ def reshards_without(lost: set[int]) -> None:
         torch.testing.assert_close(y.to_local(), whole[at])
 
 
-def all_are_done(rank: int, number: int) -> None:
-    """Nobody leaves before the others' calls have ended, and rank 0, which has the store, leaves last."""
-    store = dist.distributed_c10d._get_default_store()
-    store.add("done", 1)
-    wait_until(lambda: store.add("done", 0) >= number)
-    if rank == 0:
-        wait_until(lambda: store.add("seen", 0) == number - 1)
-    else:
-        store.add("seen", 1)
-
-
 def in_a_call(rank: int, world_size: int, name: str, has_reshards: bool, of_subgroup: bool) -> Any:
     group = dist.new_group(range(world_size)) if of_subgroup else None
     dist.all_reduce(torch.ones(1), group=group)
@@ -98,7 +87,6 @@ def in_a_call(rank: int, world_size: int, name: str, has_reshards: bool, of_subg
     if name != "recv":
         assert peer_error(lambda: dist.all_reduce(torch.ones(1), group=group)) == blamed
     reshards_without({world_size - 1})
-    all_are_done(rank, world_size - 1)
     leave()
     return blamed
 

@@ -360,13 +360,13 @@ void TcpNetwork::Impl::sayGoodbye() {
   }
   events_due_.clear();
   for (Peer& peer : peers_) {
-    const bool is_connected = peer.sender && peer.sender->isConnected();
+    const bool owes_goodbye = peer.sender && peer.sender->owesGoodbye();
     if (peer.receiver && peer.receiver->isAttached()) {
       std::string frame;
-      appendFrame({FrameKind::kGoodbye, 0, is_connected ? kGoodbyeOtherway : kGoodbyeFinal, 0}, "", frame);
+      appendFrame({FrameKind::kGoodbye, 0, owes_goodbye ? kGoodbyeOtherway : kGoodbyeFinal, 0}, "", frame);
       peer.receiver->sayBack(frame);
     }
-    if (is_connected) {
+    if (owes_goodbye) {
       peer.sender->queueGoodbye();
       wantFlush(static_cast<int32_t>(&peer - peers_.data()));
     } else if (peer.sender) {

@@ -59,7 +59,8 @@ class TcpSender final : private FdHandler {
   /// Closes the connection and drops everything; nothing is reported any more.
   void stop();
 
-  bool isConnected() const { return state_ == State::kConnected; }
+  /// Whether the peer is to hear a goodbye on this connection: it is there, or it is being made and control messages wait for it.
+  bool owesGoodbye() const { return state_ == State::kConnected || (state_ == State::kConnecting && outbox_.size() > kHelloBytes); }
   /// Whether something waits that the peer's receives do not hold back.
   bool hasQueued() const;
 

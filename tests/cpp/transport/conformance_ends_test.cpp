@@ -181,6 +181,22 @@ TEST_P(Conformance, GoodbyeIsToldOnceAndAfterWhatWasSaid) {
   EXPECT_EQ(cluster_->told(2).losses.size(), 1U);
 }
 
+TEST_P(Conformance, GoodbyeFollowsWordsOnAConnectionThatIsBeingMade) {
+  for (const bool is_known_by_peer : {false, true}) {
+    start(2);
+    if (is_known_by_peer) {
+      ASSERT_TRUE(cluster_->fence(1, 0));  // the peer's connection is there, this rank's own is not
+    }
+    cluster_->control(0, 1, "first and last words");
+    cluster_->leave(0);
+    ASSERT_TRUE(cluster_->waitFor([&] { return !cluster_->told(1).losses.empty(); }));
+    EXPECT_TRUE(cluster_->told(1).losses[0].is_goodbye) << cluster_->told(1).losses[0].reason;
+    ASSERT_EQ(cluster_->told(1).controls.size(), 1U);
+    EXPECT_EQ(cluster_->told(1).controls[0].second, "first and last words");
+    cluster_.reset();
+  }
+}
+
 TEST_P(Conformance, SizesThatDifferLoseThePeerAtBothEnds) {
   for (const size_t num_bytes : {size_t{10}, size_t{100'000}}) {
     start(2);

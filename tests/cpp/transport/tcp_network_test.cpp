@@ -53,6 +53,23 @@ TEST(TcpNetwork, KeepsTryingWhileThePeerStarts) {
   EXPECT_TRUE(alone.told().losses.empty());
 }
 
+TEST(TcpNetwork, LeavesWhenItsWordsHaveGoneThoughItHasYetToConnect) {
+  Alone alone;
+  const Fd port = rawBind();
+  const Fd peer = rawConnect(alone.network().address());
+  rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+  ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
+  alone.call(addressOf(port), [&](TcpNetwork& network) { network.sendControl(1, "hello"); });
+  std::thread leaving([&] { alone.destroyNetwork(); });
+  EXPECT_EQ(rawRead(peer, kFrameHeaderBytes), headerBytes({FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0}));
+  EXPECT_EQ(::listen(port.get(), 1), 0);
+  const Fd accepted(::accept(port.get(), nullptr, nullptr));
+  EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, 2, {}}));
+  EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes + 5).substr(kFrameHeaderBytes), "hello");
+  EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes), headerBytes({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0}));
+  leaving.join();
+}
+
 TEST(TcpNetwork, EndWithoutGoodbyeIsALossFromBothSides) {
   {
     Alone alone;
