@@ -84,13 +84,13 @@ runtime::ReshardService::MakeNetworks networksMaker(int32_t group_rank, int32_t 
     auto network = std::make_unique<transport::TcpNetwork>(options, events);
     std::string address = network->address();
     auto on_host = std::make_unique<runtime::HostExecutors>(*network, group_options.staging_bytes);
-    const auto on_devices = [lines, network = network.get(), host = on_host.get(),
-                             staging_bytes = group_options.staging_bytes](const runtime::Route& route) -> std::unique_ptr<runtime::Executors> {
+    const auto on_devices = [lines, network = network.get(),
+                             host = on_host.get()](const runtime::Route& route) -> std::unique_ptr<runtime::Executors> {
       const auto post = [network](std::function<void()> task) { network->post(std::move(task)); };
       if (route.through_host) {
         return std::make_unique<runtime::MirroredExecutors>(*host, post);
       }
-      return lines->executors(route, post, staging_bytes);
+      return lines->executors(route, post);
     };
     auto executors = std::make_unique<runtime::ExecutorsByRoute>(std::move(on_host), on_devices);
     return runtime::ReshardService::Networks{std::move(network), std::move(executors), std::move(address)};
@@ -216,8 +216,13 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
   auto out = std::make_shared<runtime::PreparedPlan>();
   out->devices.resize(plan->tensors.size());
   std::transform(details.devices.begin(), details.devices.end(), out->devices.begin(), kindsOf);
-  const runtime::ProgramOptions options{std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging),
-                                        !moveThroughHost(out->devices) && core::parseStrategy(plan->strategy).isCollective()};
+  runtime::ProgramOptions options;
+  options.max_message_bytes = std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging);
+  const int64_t agreed_staging_bytes = options.max_message_bytes * kMessagesPerStaging;
+  if (!moveThroughHost(out->devices)) {
+    options.broadcasts = core::parseStrategy(plan->strategy).isCollective();
+    options.group_bytes = agreed_staging_bytes;
+  }
   out->terms.participants = participantsOf(plan->participants());
   out->program = runtime::compileProgram(*plan, globalRank(), options);
   out->program_peers = peersOf(out->program->peers());
@@ -230,7 +235,7 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
       out->pacing.emplace_back(groupRankOf(rank), bytes_per_s);
     }
   }
-  out->terms.fields = runtime::packFields(fieldsOf(*plan, details, options.max_message_bytes * kMessagesPerStaging));
+  out->terms.fields = runtime::packFields(fieldsOf(*plan, details, agreed_staging_bytes));
   out->terms.fingerprint = core::planFingerprint(*plan) + std::to_string(runtime::hashBytes(out->terms.fields));
   out->terms.summary = summaryOf(*plan, details);
   out->plan = std::move(plan);

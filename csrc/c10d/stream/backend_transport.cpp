@@ -102,12 +102,6 @@ at::Tensor BackendTransport::bytesAt(void* data, int64_t num_bytes) const {
   return at::for_blob(data, {num_bytes}).options(at::TensorOptions(at::kByte).device(line_->device())).target_device(line_->device()).make_tensor();
 }
 
-/// A batch of NCCL has 8 places (NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Which rounds share one depends on hosts and local ranks as NCCL sees them.
-int64_t BackendTransport::maxGroupMessages() const {
-  constexpr int64_t kPlaces = 8;
-  return backend_->getSize() <= kPlaces ? kPlaces : 1;
-}
-
 /// By a byte on each new way, all in one group: its setup is the same on both ends of each, and so is the order of its rounds.
 void BackendTransport::connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) {
   const auto are_new = [](std::span<const int32_t> peers, std::set<int32_t>& known) {

@@ -34,7 +34,6 @@ class BackendTransport final : public transport::StreamTransport {
   BackendTransport(const BackendTransport&) = delete;
   BackendTransport& operator=(const BackendTransport&) = delete;
 
-  int64_t maxGroupMessages() const override;
   void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override;
   void groupBegin() override;
   void groupEnd() override;

@@ -14,8 +14,7 @@ constexpr std::chrono::seconds kEndPatience{5};
 
 }  // namespace
 
-std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route& route, runtime::StreamExecutors::Post network,
-                                                           int64_t staging_bytes) {
+std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route& route, runtime::StreamExecutors::Post network) {
   const c10::Device device(static_cast<c10::DeviceType>(route.device_kind), static_cast<c10::DeviceIndex>(route.device_index));
   Line made;
   made.line = std::make_shared<DeviceLine>(device);
@@ -32,7 +31,7 @@ std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route&
   };
   const auto on_line = [line = made.line](std::function<void()> task) { line->post(std::move(task)); };
   auto out = std::make_unique<runtime::StreamExecutors>(made.communicators, *made.kernels, allocate,
-                                                        runtime::StreamExecutors::Threads{std::move(network), on_line}, staging_bytes);
+                                                        runtime::StreamExecutors::Threads{std::move(network), on_line});
   const std::lock_guard lock(mutex_);
   lines_.emplace(route, std::move(made));
   return out;

@@ -23,7 +23,7 @@ class DeviceLines {
   explicit DeviceLines(MakeInner make_inner) : make_inner_(std::move(make_inner)) {}
 
   /// The executors of a route: of its line, which is made. Once per route.
-  std::unique_ptr<runtime::Executors> executors(const runtime::Route& route, runtime::StreamExecutors::Post network, int64_t staging_bytes);
+  std::unique_ptr<runtime::Executors> executors(const runtime::Route& route, runtime::StreamExecutors::Post network);
   /// The line on which calls that move through host memory copy to it and from it; made at the first.
   std::shared_ptr<DeviceLine> mirrorLine(c10::Device device);
   /// Aborts what is in flight and ends the lines' threads; after the executors have been abandoned.

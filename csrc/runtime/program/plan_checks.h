@@ -7,6 +7,12 @@
 
 namespace xmesh::runtime {
 
+inline constexpr int64_t kEveryRank = -1;
+/// Whether the rank, or any rank, sends or receives the message.
+inline bool involves(const core::Message& message, int64_t global_rank) {
+  return global_rank == kEveryRank || message.src_rank == global_rank || message.dst_rank == global_rank;
+}
+
 /// Throws InvalidArgument unless the message names a task, a part of its elements and two ranks.
 void checkMessage(const core::ReshardingPlan& plan, const core::Message& message);
 

@@ -10,8 +10,10 @@
 #include "core/error.h"
 #include "core/tiling.h"
 #include "runtime/program/broadcast_stars.h"
+#include "runtime/program/message_groups.h"
 #include "runtime/program/plan_checks.h"
 #include "runtime/program/program_order.h"
+#include "runtime/program/validate_groups.h"
 
 namespace xmesh::runtime {
 namespace {
@@ -65,7 +67,7 @@ class Compiler {
   }
 
   std::shared_ptr<const Program> compile() {
-    const std::vector<Message> messages = orderedMessages(plan_, rank_, options_.max_message_bytes);
+    const std::vector<Message> messages = options_.group_bytes > 0 ? groupedMessages() : orderedMessages(plan_, rank_, options_.max_message_bytes);
     collectPeers(messages);
     if (stars_ != nullptr) {
       program_->circles = stars_->circles;
@@ -109,6 +111,25 @@ class Compiler {
            std::to_string(message.begin) + ", " + std::to_string(message.end) + ") of " + taskStr(plan_, message.task);
   }
 
+  /// This rank's messages, each with its group in group_of_.
+  std::vector<Message> groupedMessages() {
+    program_->has_groups = true;
+    const std::vector<Message> all = orderedMessages(plan_, kEveryRank, options_.max_message_bytes);
+    std::vector<int32_t> circles(all.size());
+    std::transform(all.begin(), all.end(), circles.begin(), [this](const Message& message) { return circleOf(message); });
+    const std::vector<int32_t> groups = messageGroups(plan_, all, circles, options_.group_bytes);
+    validateGroups(plan_, all, circles, groups);
+    std::vector<Message> own;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (involves(all[i], rank_)) {
+        own.push_back(all[i]);
+        group_of_.push_back(groups[i]);
+      }
+    }
+    return own;
+  }
+  int32_t groupOf(int64_t position) const { return group_of_.empty() ? 0 : group_of_[static_cast<size_t>(position)]; }
+
   void collectPeers(const std::vector<Message>& messages) {
     for (const Message& message : messages) {
       program_->peer_ranks.push_back(message.src_rank == rank_ ? message.dst_rank : message.src_rank);
@@ -149,6 +170,7 @@ class Compiler {
     step.peer = peer_index_.at(message.dst_rank);
     step.track = trackOf(plan_, message);
     step.circle = circleOf(message);
+    step.group = groupOf(position);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -201,6 +223,7 @@ class Compiler {
     ReceiveStep step;
     step.peer = peer_index_.at(message.src_rank);
     step.track = trackOf(plan_, message);
+    step.group = groupOf(position);
     step.position = position;
     step.begin = message.begin;
     step.end = message.end;
@@ -325,6 +348,7 @@ class Compiler {
   std::shared_ptr<Program> program_;
   std::vector<std::optional<View>> src_views_;
   std::vector<std::optional<View>> dst_views_;
+  std::vector<int32_t> group_of_;          ///< by position; empty without groups
   std::vector<int64_t> own_contribution_;  ///< by index in plan.holders
   std::vector<bool> is_needer_;            ///< by index in plan.needers
   std::unordered_map<int64_t, int32_t> peer_index_;

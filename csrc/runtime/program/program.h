@@ -18,6 +18,7 @@ struct ProgramOptions {
   /// No message is longer, longer ones are cut (at least one element each). At most an eighth of the staging bound keeps executors inside the bound.
   int64_t max_message_bytes = int64_t{4} << 20;
   bool broadcasts = false;  ///< values go in broadcasts: see BroadcastStars
+  int64_t group_bytes = 0;  ///< above zero messages are put into groups that need no more staging memory than that: see messageGroups()
 };
 
 /// Where a task's box lies in this rank's part of a tensor.
@@ -38,6 +39,7 @@ struct SendStep {
   int32_t track = 0;           ///< see trackOf
   int32_t next_of_track = -1;  ///< the next send to the same peer in the same track
   int32_t circle = -1;         ///< whose broadcast it belongs to, an index in circles; its other sends are its neighbors
+  int32_t group = 0;           ///< see messageGroups()
   int64_t position = 0;        ///< in the plan's order over sends and receives
   int64_t begin = 0;
   int64_t end = 0;
@@ -52,6 +54,7 @@ struct ReceiveStep {
   int32_t reduction = -1;  ///< index in reductions, or -1 for a value
   int32_t arrival = -1;    ///< told when a value has arrived
   int32_t circle = -1;     ///< as SendStep's
+  int32_t group = 0;       ///< as SendStep's
   int64_t position = 0;
   int64_t begin = 0;
   int64_t end = 0;
@@ -91,6 +94,8 @@ class Program {
   static size_t trackIndex(int32_t peer, int32_t track) { return static_cast<size_t>(peer * kNumTracks + track); }
 
   int64_t globalRank() const { return global_rank; }
+  /// Whether its messages are in groups.
+  bool hasGroups() const { return has_groups; }
   /// Ascending global ranks that this rank exchanges messages with.
   const std::vector<int64_t>& peers() const { return peer_ranks; }
   int64_t numSends() const { return static_cast<int64_t>(sends.size()); }
@@ -109,6 +114,7 @@ class Program {
   int64_t numBytes(const ReceiveStep& step) const;
 
   int64_t global_rank = 0;
+  bool has_groups = false;
   std::vector<int64_t> peer_ranks;
   std::vector<int64_t> receives_of_peer;  ///< by index in peers()
   std::vector<int64_t> sends_of_peer;

@@ -26,8 +26,6 @@ struct Group {
 
 using GroupIndex = std::map<std::pair<int64_t, int64_t>, size_t>;  ///< by (task, receiver)
 
-bool involves(const Message& message, int64_t global_rank) { return message.src_rank == global_rank || message.dst_rank == global_rank; }
-
 std::string groupStr(const ReshardingPlan& plan, const Group& group) {
   return "contributions to " + taskStr(plan, group.task) + " at rank " + std::to_string(group.dst_rank);
 }

@@ -159,7 +159,7 @@ std::vector<ReductionTree> reductionTrees(const ReshardingPlan& plan, const std:
       messages_of_task[message.task].push_back(i);
     }
   }
-  const auto involvesRank = [&](const Message& message) { return message.src_rank == global_rank || message.dst_rank == global_rank; };
+  const auto involvesRank = [&](const Message& message) { return involves(message, global_rank); };
   std::vector<ReductionTree> out;
   for (const auto& [task, messages] : messages_of_task) {
     if (std::any_of(messages.begin(), messages.end(), [&](size_t i) { return involvesRank(plan.messages[i]); })) {

@@ -7,11 +7,10 @@
 #include <utility>
 
 #include "core/error.h"
+#include "runtime/program/message_groups.h"
 
 namespace xmesh::runtime {
 namespace {
-
-int64_t aligned(int64_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
 bool isOfSameBroadcast(const SendStep& a, const SendStep& b) {
   return a.circle == b.circle && a.box == b.box && a.begin == b.begin && a.end == b.end;
@@ -21,12 +20,13 @@ bool isOfSameBroadcast(const SendStep& a, const SendStep& b) {
 
 StreamExecutor::StreamExecutor(std::shared_ptr<const Program> program, transport::StreamTransport& transport, std::vector<int32_t> group_rank_of_peer,
                                const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels,
-                               Options options, std::vector<transport::StreamTransport*> circles)
+                               std::vector<transport::StreamTransport*> circles)
     : program_(std::move(program)),
       transport_(transport),
       group_rank_of_peer_(std::move(group_rank_of_peer)),
       circles_(std::move(circles)),
       kernels_(kernels) {
+  core::require(program_->hasGroups(), "a stream needs a program whose messages are in groups");
   program_->checkLocalTensors(src, dst);
   core::require(
       group_rank_of_peer_.size() == program_->peer_ranks.size(),
@@ -37,10 +37,10 @@ StreamExecutor::StreamExecutor(std::shared_ptr<const Program> program, transport
   }
   orderItems();
   collectWays();
-  cutGroups(options.staging_bytes);
+  collectGroups();
 }
 
-/// Sends and receives in the plan's order; those of one broadcast are one item.
+/// Sends and receives by group, in one in the plan's order; those of one broadcast are one item.
 void StreamExecutor::orderItems() {
   size_t send = 0;
   size_t receive = 0;
@@ -48,16 +48,17 @@ void StreamExecutor::orderItems() {
     const bool is_send = receive == program_->receives.size() ||
                          (send < program_->sends.size() && program_->sends[send].position < program_->receives[receive].position);
     if (!is_send) {
-      items_.push_back({false, static_cast<int32_t>(receive), program_->receives[receive].circle, -1});
+      items_.push_back({false, static_cast<int32_t>(receive), program_->receives[receive].circle, program_->receives[receive].group, -1});
       ++receive;
       continue;
     }
     const SendStep& first = program_->sends[send];
-    items_.push_back({true, static_cast<int32_t>(send), first.circle, -1});
+    items_.push_back({true, static_cast<int32_t>(send), first.circle, first.group, -1});
     do {
       ++send;
     } while (first.circle >= 0 && send < program_->sends.size() && isOfSameBroadcast(first, program_->sends[send]));
   }
+  std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.group < b.group; });
 }
 
 void StreamExecutor::collectWays() {
@@ -77,58 +78,29 @@ int32_t StreamExecutor::peerOf(const Item& item) const {
   return group_rank_of_peer_[static_cast<size_t>(item.is_send ? program_->sends[index].peer : program_->receives[index].peer)];
 }
 
-/// Whether the group's messages and the item progress independently.
-bool StreamExecutor::hasPlaceIn(const Group& group, const Item& item) const {
-  const auto begin = items_.begin() + static_cast<std::ptrdiff_t>(group.begin);
-  const auto end = items_.begin() + static_cast<std::ptrdiff_t>(group.end);
-  return end - begin < transport_.maxGroupMessages() &&
-         std::none_of(begin, end, [&](const Item& other) { return other.is_send == item.is_send && peerOf(other) == peerOf(item); });
-}
-
 /// Staging memory: one accumulator (only one reduction is under way between groups, a partial sum until it is sent), then the messages of one group.
-void StreamExecutor::cutGroups(int64_t bound_bytes) {
+void StreamExecutor::collectGroups() {
   int64_t accumulator_bytes = 0;
   for (const ReduceStep& step : program_->reductions) {
     accumulator_bytes = std::max(accumulator_bytes, (step.end - step.begin) * step.reduction.accumulatorItemBytes());
   }
-  const int64_t messages_offset = aligned(accumulator_bytes);
+  const int64_t messages_offset = stagedBytes(accumulator_bytes);
   staging_bytes_ = messages_offset;
-  std::vector<size_t> ready_group(program_->sends.size(), 0);  // the first group that may hold a send
-  int64_t used = messages_offset;
-  Group group;
-  const auto flush = [&](size_t next) {
-    groups_.push_back(group);
-    group = {next, next, false, false};
-    used = messages_offset;
-  };
+  int64_t used = 0;
   for (size_t i = 0; i < items_.size(); ++i) {
     Item& item = items_[i];
-    const int64_t need = isStaged(item) ? aligned(numBytes(item)) : 0;
-    const bool is_full = need > 0 && used > messages_offset && used + need > bound_bytes;
-    const bool is_early = item.is_send && ready_group[static_cast<size_t>(item.index)] > groups_.size();
-    const bool is_apart = i > group.begin && (item.circle >= 0 || items_[i - 1].circle >= 0 || !hasPlaceIn(group, item));
-    if (is_full || is_early || is_apart) {
-      flush(i);
+    if (i == 0 || item.group != items_[i - 1].group) {
+      groups_.push_back({i, i, false, false});
+      used = messages_offset;
     }
-    if (need > 0) {
+    Group& group = groups_.back();
+    group.end = i + 1;
+    if (isStaged(item)) {
       item.staging_offset = used;
-      used += need;
+      used += stagedBytes(numBytes(item));
       staging_bytes_ = std::max(staging_bytes_, used);
       (item.is_send ? group.has_packs : group.has_unpacks) = true;
     }
-    group.end = i + 1;
-    if (item.is_send) {
-      continue;
-    }
-    const ReceiveStep& step = program_->receives[static_cast<size_t>(item.index)];
-    const int32_t arrival = step.reduction < 0 ? step.arrival : program_->reductions[static_cast<size_t>(step.reduction)].arrival;
-    for (int32_t d = program_->dependents_begin[static_cast<size_t>(arrival)]; d < program_->dependents_begin[static_cast<size_t>(arrival) + 1];
-         ++d) {
-      ready_group[static_cast<size_t>(program_->dependents[static_cast<size_t>(d)])] = groups_.size() + 1;
-    }
-  }
-  if (group.begin < group.end) {
-    flush(items_.size());
   }
 }
 

@@ -12,31 +12,24 @@
 
 namespace xmesh::runtime {
 
-/// Puts one rank's program on the in-order stream of a StreamTransport: groups of messages in plan order, packing before each group, unpacking
+/// Puts one rank's program on the in-order stream of a StreamTransport: its groups of messages, packing before each group, unpacking
 /// and accumulating behind it.
 ///
-/// A group takes messages as long as none of them sends what the same group receives, no two go the same way between the same ranks, there are no
-/// more than progress independently (see StreamTransport), and staging suffices; a broadcast is alone in its group. No deadlock under in-order
-/// rendezvous, however each rank cuts its groups: look at the earliest message of the plan that is not complete. At both of its ends all earlier
-/// messages are complete, so all earlier groups have ended (they hold earlier messages only) and the message's own group has begun; messages of a
-/// group progress independently, hence it completes. All ways are connected before the first group, so no group waits for another on the host.
+/// The program's groups are alike on all ranks and cannot deadlock: see messageGroups(). All pairs are connected before the first group, so no group
+/// waits for another on the host.
 ///
-/// One accumulator is enough: a rank's messages of one reduction are neighbors in its order (see Program), a partial sum's send behind what it is
-/// made of. The send is the first message of the group after that; whatever fills the accumulator again is received in that group or later and
-/// accumulated behind it, when the stream has passed the send.
+/// One accumulator is enough: a rank's messages of one reduction are neighbors among those of its reductions, a partial sum's send behind what it is
+/// made of. Whatever fills the accumulator again is received in the send's group or later and accumulated behind it, when the stream has passed the
+/// send.
 ///
 /// Threading: one thread, the transport's caller; nothing blocks. Ownership: this object, the tensors, the staging memory, the kernels and the
 /// transport must live until the stream has passed everything enqueued.
 class StreamExecutor {
  public:
-  struct Options {
-    int64_t staging_bytes = int64_t{64} << 20;  ///< bound of the staging memory; one message and one accumulator always fit
-  };
-
-  /// As HostExecutor's. `circles` are the transports of the program's circles, on the same stream; null for those of others. Throws InvalidArgument
+  /// As HostExecutor's; the program has groups. `circles` are the transports of the program's circles, on the same stream; null for those of others. Throws InvalidArgument
   /// when shapes are not what the plan says.
   StreamExecutor(std::shared_ptr<const Program> program, transport::StreamTransport& transport, std::vector<int32_t> group_rank_of_peer,
-                 const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels, Options options,
+                 const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels,
                  std::vector<transport::StreamTransport*> circles = {});
   StreamExecutor(const StreamExecutor&) = delete;
   StreamExecutor& operator=(const StreamExecutor&) = delete;
@@ -53,6 +46,7 @@ class StreamExecutor {
     bool is_send = false;
     int32_t index = 0;  ///< the first of them, of a broadcast
     int32_t circle = -1;
+    int32_t group = 0;
     int64_t staging_offset = -1;
   };
   struct Group {
@@ -64,11 +58,10 @@ class StreamExecutor {
 
   void orderItems();
   void collectWays();
-  void cutGroups(int64_t bound_bytes);
+  void collectGroups();
   bool isStaged(const Item& item) const;
   int64_t numBytes(const Item& item) const;
   int32_t peerOf(const Item& item) const;
-  bool hasPlaceIn(const Group& group, const Item& item) const;
   int64_t itemBytes(int32_t box) const { return program_->boxes[static_cast<size_t>(box)].item_bytes; }
   const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
   void enqueueGroup(const Group& group);
@@ -89,7 +82,7 @@ class StreamExecutor {
   std::vector<transport::StreamTransport*> circles_;  ///< by the program's circles; null where this rank is in none
   const StreamKernels& kernels_;
   std::vector<StridedBox> boxes_;  ///< by slice box
-  std::vector<Item> items_;        ///< in plan order
+  std::vector<Item> items_;        ///< by group, then in plan order
   std::vector<int32_t> send_to_;   ///< the transport's ranks, ascending; without broadcasts
   std::vector<int32_t> receive_from_;
   std::vector<Group> groups_;

@@ -51,21 +51,18 @@ void forEachCommunicator(const PreparedPlan& prepared, Visit visit) {
 }  // namespace
 
 struct StreamExecutors::Shared {
-  Shared(std::shared_ptr<Communicators> own_communicators, const StreamKernels& own_kernels, Allocate own_allocate, Threads own_threads,
-         int64_t own_staging_bytes)
+  Shared(std::shared_ptr<Communicators> own_communicators, const StreamKernels& own_kernels, Allocate own_allocate, Threads own_threads)
       : communicators(std::move(own_communicators)),
         kernels(own_kernels),
         allocate(std::move(own_allocate)),
         line(std::move(own_threads.line)),
-        network(std::move(own_threads.network)),
-        staging_bytes(own_staging_bytes) {}
+        network(std::move(own_threads.network)) {}
 
   const std::shared_ptr<Communicators> communicators;
   const StreamKernels& kernels;
   const Allocate allocate;
   const Post line;
   ClosablePost network;
-  const int64_t staging_bytes;
 
   // The network's thread only.
   uint64_t last_turn = 0;                         ///< proposed or agreed
@@ -157,7 +154,7 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   }
   transport::StreamTransport& transport = *call->transports.front();
   call->executor = std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels,
-                                                    StreamExecutor::Options{staging_bytes}, std::move(circles));
+                                                    std::move(circles));
   const int64_t num_bytes = call->executor->stagingBytes();
   if (num_bytes > 0) {
     call->staging = allocate(num_bytes);
@@ -280,9 +277,8 @@ class StreamRun final : public Executor {
 
 }  // namespace
 
-StreamExecutors::StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads,
-                                 int64_t staging_bytes)
-    : shared_(std::make_shared<Shared>(std::move(communicators), kernels, std::move(allocate), std::move(threads), staging_bytes)) {}
+StreamExecutors::StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads)
+    : shared_(std::make_shared<Shared>(std::move(communicators), kernels, std::move(allocate), std::move(threads))) {}
 
 StreamExecutors::~StreamExecutors() { disconnect(); }
 

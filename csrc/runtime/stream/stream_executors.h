@@ -54,9 +54,8 @@ class StreamExecutors final : public Executors {
     Post line;
   };
 
-  /// `communicators` and `kernels` outlive what is enqueued. `staging_bytes` bounds the memory of one call.
-  StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads,
-                  int64_t staging_bytes);
+  /// `communicators` and `kernels` outlive what is enqueued.
+  StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads);
   ~StreamExecutors() override;
 
   bool needsAgreement() const override { return true; }

@@ -42,9 +42,9 @@ using Way = std::pair<bool, int32_t>;  ///< whether it is this rank that sends, 
 /// One rank's end of one communicator.
 class FakeStream final : public StreamTransport {
  public:
-  FakeStream(int32_t rank, int32_t num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
+  /// `round_of`: by how far the receiver is behind the sender.
+  FakeStream(int32_t rank, std::vector<int64_t> round_of) : rank_(rank), num_ranks_(static_cast<int32_t>(round_of.size())), round_of_(std::move(round_of)) {}
 
-  int64_t maxGroupMessages() const override { return num_ranks_ <= kPlaces ? kPlaces : 1; }
   void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override {
     groupBegin();
     for (const auto& [is_send, peers] : {std::pair(true, send_to), std::pair(false, receive_from)}) {
@@ -199,7 +199,7 @@ class FakeStream final : public StreamTransport {
       const auto goes_the_same_way = [&](const StreamMessage& other) { return other.is_send == message.is_send && other.peer == message.peer; };
       message.pass = std::count_if(group_.messages.begin(), group_.messages.end(), goes_the_same_way);
       const int32_t delta = message.is_send ? message.peer - rank_ : rank_ - message.peer;
-      message.batch = (delta + num_ranks_) % num_ranks_ / kPlaces;
+      message.batch = round_of_[static_cast<size_t>((delta + num_ranks_) % num_ranks_)] / kPlaces;
       group_.messages.push_back(message);
     } else {
       push({nullptr, nullptr, {message}});
@@ -215,6 +215,7 @@ class FakeStream final : public StreamTransport {
 
   const int32_t rank_;
   const int32_t num_ranks_;
+  const std::vector<int64_t> round_of_;
   std::set<Way> asked_;  ///< by connectWays()
   std::set<Way> connected_;
   bool in_group_ = false;
@@ -229,7 +230,6 @@ namespace {
 class FakeCircle final : public StreamTransport {
  public:
   FakeCircle(FakeStream& stream, std::vector<int64_t> members) : stream_(stream), members_(std::move(members)) {}
-  int64_t maxGroupMessages() const override { return stream_.maxGroupMessages(); }
   void connectWays(std::span<const int32_t> /*send_to*/, std::span<const int32_t> /*receive_from*/) override { groupBegin(); }
   void groupBegin() override { throw std::logic_error("FakeCircle: it only broadcasts"); }
   void groupEnd() override { groupBegin(); }
@@ -249,7 +249,11 @@ class FakeCircle final : public StreamTransport {
 
 }  // namespace
 
-FakeStreamNetwork::FakeStreamNetwork(int32_t num_ranks, uint64_t seed) : num_ranks_(num_ranks), random_(seed) {}
+FakeStreamNetwork::FakeStreamNetwork(int32_t num_ranks, uint64_t seed)
+    : num_ranks_(num_ranks), random_(seed), round_of_(static_cast<size_t>(num_ranks)) {
+  std::iota(round_of_.begin(), round_of_.end(), 0);
+  std::shuffle(round_of_.begin(), round_of_.end(), random_);
+}
 FakeStreamNetwork::~FakeStreamNetwork() = default;
 
 StreamTransport& FakeStreamNetwork::transport(int32_t rank, int32_t communicator) {
@@ -258,7 +262,7 @@ StreamTransport& FakeStreamNetwork::transport(int32_t rank, int32_t communicator
   }
   auto& stream = streams_[{communicator, rank}];
   if (!stream) {
-    stream = std::make_unique<FakeStream>(rank, num_ranks_);
+    stream = std::make_unique<FakeStream>(rank, round_of_);
   }
   return *stream;
 }

@@ -27,7 +27,7 @@ class FakeStream;
 /// Every (rank, communicator) has a stream of its own. Nothing happens before run(). One thread. For tests.
 class FakeStreamNetwork {
  public:
-  /// `seed` chooses the order in which streams that can go on do so.
+  /// `seed` chooses the order in which streams that can go on do so, and the order of NCCL's rounds.
   explicit FakeStreamNetwork(int32_t num_ranks, uint64_t seed = 0);
   ~FakeStreamNetwork();
   FakeStreamNetwork(const FakeStreamNetwork&) = delete;
@@ -51,6 +51,7 @@ class FakeStreamNetwork {
 
   int32_t num_ranks_;
   std::mt19937_64 random_;
+  std::vector<int64_t> round_of_;  ///< by how far the receiver is behind the sender
   std::map<std::pair<int32_t, int32_t>, std::unique_ptr<FakeStream>> streams_;  ///< by (communicator, rank)
 };
 

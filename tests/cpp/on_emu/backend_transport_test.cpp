@@ -48,7 +48,6 @@ class OnItsLine final : public StreamTransport {
     return out;
   }
 
-  int64_t maxGroupMessages() const override { return transport_->maxGroupMessages(); }
   void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override {
     post([=, this] { transport_->connectWays(send_to, receive_from); }).get();
   }

@@ -33,11 +33,11 @@ inline Participants participantsOf(std::vector<int64_t> ranks, int64_t me) {
   return out;
 }
 
-inline std::shared_ptr<PreparedPlan> preparedFor(const core::ReshardingPlan& plan, int64_t rank) {
+inline std::shared_ptr<PreparedPlan> preparedFor(const core::ReshardingPlan& plan, int64_t rank, const ProgramOptions& options = {}) {
   auto out = std::make_shared<PreparedPlan>();
   out->terms.participants = participantsOf(plan.participants(), rank);
   out->terms.fingerprint = core::planFingerprint(plan);
-  out->program = compileProgram(plan, rank);
+  out->program = compileProgram(plan, rank, options);
   out->program_peers.assign(out->program->peers().begin(), out->program->peers().end());
   out->plan = std::make_shared<core::ReshardingPlan>(plan);
   return out;

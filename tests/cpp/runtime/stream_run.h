@@ -21,6 +21,7 @@ inline std::string runOnStreams(const core::ReshardingPlan& plan, MemoryLayout l
   std::vector<std::unique_ptr<runtime::StreamExecutor>> executors;
   std::vector<std::vector<std::max_align_t>> staging;
   std::vector<std::unique_ptr<transport::StreamTransport>> owned;
+  options.group_bytes = staging_bytes;
   for (int64_t rank : plan.participants()) {
     auto program = runtime::compileProgram(plan, rank, options);
     std::vector<int32_t> peers = sameRanks(*program);
@@ -30,8 +31,7 @@ inline std::string runOnStreams(const core::ReshardingPlan& plan, MemoryLayout l
       circles.push_back(is_in_it ? owned.emplace_back(network.circle(static_cast<int32_t>(rank), ranks)).get() : nullptr);
     }
     executors.push_back(std::make_unique<runtime::StreamExecutor>(std::move(program), network.transport(static_cast<int32_t>(rank)), std::move(peers),
-                                                                  data.src(rank), data.dst(rank), kernels,
-                                                                  runtime::StreamExecutor::Options{staging_bytes}, std::move(circles)));
+                                                                  data.src(rank), data.dst(rank), kernels, std::move(circles)));
     staging.emplace_back((static_cast<size_t>(executors.back()->stagingBytes()) + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
     executors.back()->enqueue(staging.back().data());
   }

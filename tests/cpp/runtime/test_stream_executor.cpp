@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/error.h"
 #include "runtime/plans.h"
 #include "runtime/stream_run.h"
 
@@ -15,10 +16,10 @@ using runtime::StreamExecutor;
 struct OneStream {
   OneStream(const core::ReshardingPlan& plan, int64_t rank, int64_t staging_bytes)
       : network(static_cast<int32_t>(plan.participants().back()) + 1), data(plan, plan.participants().back() + 1, MemoryLayout::kContiguous, 1) {
-    auto program = runtime::compileProgram(plan, rank);
+    auto program = runtime::compileProgram(plan, rank, {.group_bytes = staging_bytes});
     std::vector<int32_t> peers = sameRanks(*program);
     executor = std::make_unique<StreamExecutor>(std::move(program), network.transport(static_cast<int32_t>(rank)), std::move(peers), data.src(rank),
-                                                data.dst(rank), kernels, StreamExecutor::Options{staging_bytes});
+                                                data.dst(rank), kernels);
   }
   transport::FakeStreamNetwork network;
   ReshardCase data;
@@ -46,9 +47,18 @@ TEST(StreamExecutor, CutsGroupsToTheStagingBound) {
   EXPECT_EQ(tiny.executor->numGroups(), 7) << "one message always fits";
 }
 
-TEST(StreamExecutor, GroupsHoldWhatProgressesIndependently) {
-  EXPECT_EQ(OneStream(transposePlan(16, 56, 1, 7), 0, 1 << 20).executor->numGroups(), 1);
-  EXPECT_EQ(OneStream(transposePlan(16, 64, 1, 8), 0, 1 << 20).executor->numGroups(), 8) << "of more ranks than a batch has places";
+TEST(StreamExecutor, AllToAllOfManyRanksIsOneGroup) {
+  EXPECT_EQ(OneStream(transposePlan(32, 32, 16, 16), 3, 1 << 20).executor->numGroups(), 1);
+}
+
+TEST(StreamExecutor, NeedsGroups) {
+  const core::ReshardingPlan plan = chainPlan(12, 3, 2);
+  transport::FakeStreamNetwork network(3);
+  ReshardCase data(plan, 3, MemoryLayout::kContiguous, 1);
+  const runtime::HostKernels kernels;
+  auto program = runtime::compileProgram(plan, 0);
+  std::vector<int32_t> peers = sameRanks(*program);
+  EXPECT_THROW(StreamExecutor(std::move(program), network.transport(0), std::move(peers), data.src(0), data.dst(0), kernels), core::InvalidArgument);
 }
 
 TEST(StreamExecutor, RunsAChainAndATranspose) {

@@ -86,7 +86,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
         const auto inline_line = [](const std::function<void()>& task) { task(); };
         auto make = [this, rank, allocate, post, inline_line](const Route& /*route*/) {
           return std::make_unique<StreamExecutors>(communicators_[static_cast<size_t>(rank)], kernels_, allocate,
-                                                   StreamExecutors::Threads{post, inline_line}, 256);
+                                                   StreamExecutors::Threads{post, inline_line});
         };
         auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
         return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
@@ -104,7 +104,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
   };
 
   std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, uint64_t lane = 0) {
-    const auto prepared = preparedFor(plan, rank);
+    const auto prepared = preparedFor(plan, rank, {.group_bytes = 256});
     prepared->terms.fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
     auto made = std::make_unique<Made>();
     ReshardRequest request;

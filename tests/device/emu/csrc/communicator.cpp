@@ -14,6 +14,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kStorePoll = 2ms;
+constexpr int kRoundsOfBatch = 8;
 constexpr int kSpins = 200;  // rounds without progress before a thread sleeps between them
 constexpr auto kShortSleep = 20us;
 constexpr auto kLongSleep = 200us;
@@ -147,20 +148,45 @@ class Message {
   int64_t moved_ = 0;
 };
 
+// The messages of one group from or to one peer, in order.
+struct Queue {
+  std::deque<Message> messages;
+  int64_t num_done = 0;
+  int64_t batch = 0;
+  // When its next message may move, as NCCL runs groups of point-to-point messages: in passes, which hold the k-th messages of
+  // all queues, and those in batches of eight rounds, each behind the batch before it. A collective's messages are independent.
+  std::pair<int64_t, int64_t> turn(bool is_collective) const { return is_collective ? std::pair<int64_t, int64_t>{} : std::pair{num_done, batch}; }
+};
+
 // Throws when it is aborted, and says which message it waited for.
 void runGroup(const Group& group, Segment& segment, const Members& members, const std::atomic<bool>& aborted) {
-  std::map<std::pair<int, bool>, std::deque<Message>> queues;
+  const int num_ranks = int(members.group_ranks.size());
+  const bool is_collective = !group.transfers.empty() && group.transfers.front().kind != MessageKind::kPointToPoint;
+  std::map<std::pair<int, bool>, Queue> queues;
   for (const auto& transfer : group.transfers) {
     auto& lane = transfer.is_send ? segment.lane(members.own, transfer.peer) : segment.lane(transfer.peer, members.own);
-    queues[{transfer.peer, transfer.is_send}].emplace_back(lane, transfer, members);
+    auto& queue = queues[{transfer.peer, transfer.is_send}];
+    const int delta = transfer.is_send ? transfer.peer - members.own : members.own - transfer.peer;
+    queue.batch = (delta + num_ranks) % num_ranks / kRoundsOfBatch;
+    queue.messages.emplace_back(lane, transfer, members);
   }
   for (int idle = 0; !queues.empty();) {
-    TORCH_CHECK_WITH(DistBackendError, !aborted && !isStopping(), "emunccl: aborted while ", queues.begin()->second.front().describe());
+    const auto first = std::min_element(queues.begin(), queues.end(), [&](const auto& a, const auto& b) {
+      return a.second.turn(is_collective) < b.second.turn(is_collective);
+    });
+    const auto current = first->second.turn(is_collective);
+    TORCH_CHECK_WITH(DistBackendError, !aborted && !isStopping(), "emunccl: aborted while ", first->second.messages.front().describe());
     bool moved = false;
     for (auto it = queues.begin(); it != queues.end();) {
-      moved = it->second.front().progress() || moved;
-      if (it->second.front().isDone()) it->second.pop_front();
-      it = it->second.empty() ? queues.erase(it) : std::next(it);
+      auto& queue = it->second;
+      if (queue.turn(is_collective) == current) {
+        moved = queue.messages.front().progress() || moved;
+        if (queue.messages.front().isDone()) {
+          queue.messages.pop_front();
+          ++queue.num_done;
+        }
+      }
+      it = queue.messages.empty() ? queues.erase(it) : std::next(it);
     }
     idle = moved ? 0 : idle + 1;
     if (idle > 4 * kSpins) {

@@ -28,8 +28,8 @@ struct Transfer {
   int64_t num_bytes;
 };
 
-// Messages that progress independently of each other, but for those to or from one peer, which keep their order;
-// and what follows once all of them have arrived.
+// Messages of one entry of the stream, and what follows once all of them have arrived. Those of a collective progress
+// independently of each other; point-to-point messages in NCCL's passes and batches, so that groups which NCCL hangs on hang here.
 struct Group {
   std::vector<Transfer> transfers;
   std::vector<std::function<void()>> finishers;
