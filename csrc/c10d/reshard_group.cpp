@@ -221,7 +221,7 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
   const int64_t agreed_staging_bytes = options.max_message_bytes * kMessagesPerStaging;
   if (!moveThroughHost(out->devices)) {
     options.broadcasts = core::parseStrategy(plan->strategy).isCollective();
-    options.group_bytes = agreed_staging_bytes;
+    options.groups = runtime::GroupLimits{agreed_staging_bytes, options.max_message_bytes};
   }
   out->terms.participants = participantsOf(plan->participants());
   out->program = runtime::compileProgram(*plan, globalRank(), options);

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -177,6 +178,32 @@ def independent(rank: int, world_size: int) -> None:
 
 def test_messages_of_a_group_are_independent() -> None:
     on_ranks(independent, 2)
+
+
+def triangle(rank: int, world_size: int, times: int) -> None:
+    """Rank 0 sends to 1 and receives from 2 in one group; 1 sends to 2, and 2 to 0, after each has received."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    sends = [dist.P2POp(dist.isend, _produced(1.0), after) for _ in range(times if rank == 0 else 1)]
+    receives = [dist.P2POp(dist.irecv, _produced(-1.0), before) for _ in range(times if rank == 1 else 1)]
+    works = []
+    for group in [sends + receives] if rank == 0 else [receives, sends]:
+        works += dist.batch_isend_irecv(group)
+    if times == 1:
+        for work in works:
+            work.wait()
+        assert all(receive.tensor.eq(1).all().item() for receive in receives)
+        return
+    with pytest.raises(RuntimeError, match="timed out"):
+        works[-1].wait(timedelta(milliseconds=300))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"stuck {rank}", "")
+    store.wait([f"stuck {other}" for other in range(world_size)])
+    _backend().abort()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_second_message_of_a_pair_waits_for_all_first_ones(times: int) -> None:
+    on_ranks(partial(triangle, times=times), 3)
 
 
 def deadlock(rank: int, world_size: int) -> None:

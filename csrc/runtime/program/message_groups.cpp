@@ -44,9 +44,16 @@ struct RankGroups {
   int32_t last_of_sums = 0;
 };
 
+/// The last message of a pair, with what travels with it.
+struct PairGroups {
+  int32_t group = -1;
+  int64_t bytes = 0;
+  bool leaves_accumulator = false;
+};
+
 class Grouping {
  public:
-  Grouping(const core::ReshardingPlan& plan, int64_t max_bytes) : plan_(plan), max_bytes_(max_bytes) {}
+  Grouping(const core::ReshardingPlan& plan, const GroupLimits& limits) : plan_(plan), limits_(limits) {}
 
   void reserveSums(const std::vector<Message>& ordered) {
     for (const Message& message : ordered) {
@@ -60,15 +67,16 @@ class Grouping {
   int32_t place(const Message& message) {
     RankGroups& from = ranks_[message.src_rank];
     RankGroups& to = ranks_[message.dst_rank];
-    const auto [last_of_pair, is_new] = last_of_pair_.try_emplace({message.src_rank, message.dst_rank}, -1);
-    int32_t group = std::max({from.first_free, to.first_free, last_of_pair->second + 1, firstAfterInputs(message)});
+    PairGroups& pair = pairs_[{message.src_rank, message.dst_rank}];
+    const int64_t num_bytes = stagedBytes(plan_.numBytes(message));
+    const bool may_join = !pair.leaves_accumulator && message.payload != Payload::kPartialSum && pair.bytes + num_bytes <= limits_.joined_bytes;
+    int32_t group = std::max({from.first_free, to.first_free, pair.group + (may_join ? 0 : 1), firstAfterInputs(message)});
     if (message.payload != Payload::kValue) {
       group = std::max(group, to.last_of_sums);
     }
     if (message.payload == Payload::kPartialSum) {
       group = std::max(group, from.last_of_sums);
     }
-    const int64_t num_bytes = stagedBytes(plan_.numBytes(message));
     while (!hasRoom(from, group, num_bytes) || !hasRoom(to, group, num_bytes)) {
       ++group;
     }
@@ -78,7 +86,7 @@ class Grouping {
     if (message.payload == Payload::kPartialSum) {
       from.last_of_sums = group;
     }
-    last_of_pair->second = group;
+    pair = {group, (group == pair.group ? pair.bytes : 0) + num_bytes, message.payload == Payload::kPartialSum};
     addBytes(from, group, num_bytes);
     addBytes(to, group, num_bytes);
     received_[{message.task, message.dst_rank}].add(message.begin, message.end, group);
@@ -111,7 +119,7 @@ class Grouping {
   }
   bool hasRoom(const RankGroups& rank, int32_t group, int64_t num_bytes) const {
     const int64_t used = std::cmp_less(group, rank.bytes.size()) ? rank.bytes[static_cast<size_t>(group)] : 0;
-    return used == 0 || rank.sum_bytes + used + num_bytes <= max_bytes_;
+    return used == 0 || rank.sum_bytes + used + num_bytes <= limits_.bytes;
   }
   static void addBytes(RankGroups& rank, int32_t group, int64_t num_bytes) {
     if (std::cmp_greater_equal(group, rank.bytes.size())) {
@@ -121,17 +129,17 @@ class Grouping {
   }
 
   const core::ReshardingPlan& plan_;
-  const int64_t max_bytes_;
+  const GroupLimits limits_;
   std::map<int32_t, RankGroups> ranks_;
-  std::map<std::pair<int32_t, int32_t>, int32_t> last_of_pair_;
+  std::map<std::pair<int32_t, int32_t>, PairGroups> pairs_;   ///< by sender and receiver
   std::map<std::pair<int64_t, int32_t>, Received> received_;  ///< by task and rank
 };
 
 }  // namespace
 
 std::vector<int32_t> messageGroups(const core::ReshardingPlan& plan, const std::vector<Message>& ordered, const std::vector<int32_t>& circle_of,
-                                   int64_t max_bytes) {
-  Grouping grouping(plan, max_bytes);
+                                   const GroupLimits& limits) {
+  Grouping grouping(plan, limits);
   grouping.reserveSums(ordered);
   std::vector<int32_t> out;
   out.reserve(ordered.size());

@@ -10,7 +10,6 @@
 #include "core/error.h"
 #include "core/tiling.h"
 #include "runtime/program/broadcast_stars.h"
-#include "runtime/program/message_groups.h"
 #include "runtime/program/plan_checks.h"
 #include "runtime/program/program_order.h"
 #include "runtime/program/validate_groups.h"
@@ -67,7 +66,7 @@ class Compiler {
   }
 
   std::shared_ptr<const Program> compile() {
-    const std::vector<Message> messages = options_.group_bytes > 0 ? groupedMessages() : orderedMessages(plan_, rank_, options_.max_message_bytes);
+    const std::vector<Message> messages = options_.groups.has_value() ? groupedMessages() : orderedMessages(plan_, rank_, options_.max_message_bytes);
     collectPeers(messages);
     if (stars_ != nullptr) {
       program_->circles = stars_->circles;
@@ -117,7 +116,7 @@ class Compiler {
     const std::vector<Message> all = orderedMessages(plan_, kEveryRank, options_.max_message_bytes);
     std::vector<int32_t> circles(all.size());
     std::transform(all.begin(), all.end(), circles.begin(), [this](const Message& message) { return circleOf(message); });
-    const std::vector<int32_t> groups = messageGroups(plan_, all, circles, options_.group_bytes);
+    const std::vector<int32_t> groups = messageGroups(plan_, all, circles, *options_.groups);
     validateGroups(plan_, all, circles, groups);
     std::vector<Message> own;
     for (size_t i = 0; i < all.size(); ++i) {

@@ -9,6 +9,7 @@
 #include "core/resharding/plan.h"
 #include "runtime/memory/box_copy.h"
 #include "runtime/memory/reduce.h"
+#include "runtime/program/message_groups.h"
 #include "runtime/program/tracks.h"
 
 namespace xmesh::runtime {
@@ -17,8 +18,8 @@ namespace xmesh::runtime {
 struct ProgramOptions {
   /// No message is longer, longer ones are cut (at least one element each). At most an eighth of the staging bound keeps executors inside the bound.
   int64_t max_message_bytes = int64_t{4} << 20;
-  bool broadcasts = false;  ///< values go in broadcasts: see BroadcastStars
-  int64_t group_bytes = 0;  ///< above zero messages are put into groups that need no more staging memory than that: see messageGroups()
+  bool broadcasts = false;                           ///< values go in broadcasts: see BroadcastStars
+  std::optional<GroupLimits> groups = std::nullopt;  ///< with them messages are put into groups: see messageGroups()
 };
 
 /// Where a task's box lies in this rank's part of a tensor.

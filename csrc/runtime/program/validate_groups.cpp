@@ -24,7 +24,8 @@ class Check {
   void run(const std::vector<int32_t>& circle_of) {
     for (size_t i = 0; i < ordered_.size(); ++i) {
       const Message& message = ordered_[i];
-      comesLater(last_of_pair_[{message.src_rank, message.dst_rank}], i, 1, "are of one pair of ranks");
+      std::optional<size_t>& last = last_of_pair_[{message.src_rank, message.dst_rank}];
+      comesLater(last, i, last.has_value() && travelAsOne(ordered_[*last], message) ? 0 : 1, "are of one pair of ranks");
       if (message.payload != Payload::kValue) {
         comesLater(last_of_sums_[message.dst_rank], i, 0, "belong to sums of one rank");
       }
@@ -38,6 +39,8 @@ class Check {
   }
 
  private:
+  /// Where they are of one pair and in one group.
+  static bool travelAsOne(const Message& a, const Message& b) { return a.payload != Payload::kPartialSum && b.payload != Payload::kPartialSum; }
   /// The message before of some kind, if any, is `least` groups before message i, or more.
   void comesLater(std::optional<size_t>& last, size_t i, int32_t least, const std::string& what) {
     if (last.has_value() && groups_[i] < groups_[*last] + least) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -86,22 +87,41 @@ void StreamExecutor::collectGroups() {
   }
   const int64_t messages_offset = stagedBytes(accumulator_bytes);
   staging_bytes_ = messages_offset;
-  int64_t used = 0;
   for (size_t i = 0; i < items_.size(); ++i) {
-    Item& item = items_[i];
-    if (i == 0 || item.group != items_[i - 1].group) {
-      groups_.push_back({i, i, false, false});
-      used = messages_offset;
+    if (i == 0 || items_[i].group != items_[i - 1].group) {
+      groups_.push_back({i, i, {}});
     }
-    Group& group = groups_.back();
-    group.end = i + 1;
-    if (isStaged(item)) {
-      item.staging_offset = used;
-      used += stagedBytes(numBytes(item));
-      staging_bytes_ = std::max(staging_bytes_, used);
-      (item.is_send ? group.has_packs : group.has_unpacks) = true;
+    groups_.back().end = i + 1;
+  }
+  for (Group& group : groups_) {
+    collectTransfers(group, messages_offset);
+  }
+}
+
+/// Items that travel as one lie one behind the other in staging memory, on both ends alike.
+void StreamExecutor::collectTransfers(Group& group, int64_t staging_offset) {
+  std::vector<size_t> order(group.end - group.begin);
+  std::iota(order.begin(), order.end(), group.begin);
+  const auto keyOf = [this](size_t i) { return std::pair(items_[i].is_send, items_[i].circle < 0 ? peerOf(items_[i]) : -1); };
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return keyOf(a) < keyOf(b); });
+  for (size_t at = 0; at < order.size(); ++at) {
+    Item& item = items_[order[at]];
+    const auto [is_send, peer] = keyOf(order[at]);
+    const bool goes_on = at > 0 && keyOf(order[at - 1]) == keyOf(order[at]);
+    const bool is_one_of_some = goes_on || (at + 1 < order.size() && keyOf(order[at + 1]) == keyOf(order[at]));
+    if (is_one_of_some || isStaged(item)) {
+      item.staging_offset = staging_offset;
+      staging_offset += stagedBytes(numBytes(item));
+      (is_send ? group.has_packs : group.has_unpacks) = true;
+    }
+    if (goes_on) {
+      Transfer& transfer = group.transfers.back();
+      transfer.bytes = item.staging_offset - items_[transfer.first].staging_offset + numBytes(item);
+    } else if (item.circle < 0) {
+      group.transfers.push_back({is_send, peer, order[at], numBytes(item)});
     }
   }
+  staging_bytes_ = std::max(staging_bytes_, staging_offset);
 }
 
 bool StreamExecutor::isStaged(const Item& item) const {
@@ -142,24 +162,20 @@ void StreamExecutor::enqueue(void* staging) {
 void StreamExecutor::enqueueGroup(const Group& group) {
   transport_.groupBegin();
   try {
-    enqueueMessages(group);
+    for (const Transfer& transfer : group.transfers) {
+      const Item& first = items_[transfer.first];
+      if (transfer.is_send) {
+        transport_.enqueueSend(transfer.peer, sendSource(first), transfer.bytes);
+      } else {
+        transport_.enqueueRecv(transfer.peer, receiveTarget(first), transfer.bytes);
+      }
+    }
   } catch (const std::exception& error) {
     transport_.abort({error.what(), -1});
     transport_.groupEnd();
     throw;
   }
   transport_.groupEnd();
-}
-
-void StreamExecutor::enqueueMessages(const Group& group) {
-  for (size_t i = group.begin; i < group.end; ++i) {
-    const Item& item = items_[i];
-    if (item.is_send) {
-      transport_.enqueueSend(peerOf(item), sendSource(item), numBytes(item));
-    } else {
-      transport_.enqueueRecv(peerOf(item), receiveTarget(item), numBytes(item));
-    }
-  }
 }
 
 void StreamExecutor::enqueueBroadcast(const Item& item) {

@@ -26,8 +26,8 @@ namespace xmesh::runtime {
 /// transport must live until the stream has passed everything enqueued.
 class StreamExecutor {
  public:
-  /// As HostExecutor's; the program has groups. `circles` are the transports of the program's circles, on the same stream; null for those of others. Throws InvalidArgument
-  /// when shapes are not what the plan says.
+  /// As HostExecutor's; the program has groups. `circles` are the transports of the program's circles, on the same stream; null for those of others.
+  /// Throws InvalidArgument when shapes are not what the plan says.
   StreamExecutor(std::shared_ptr<const Program> program, transport::StreamTransport& transport, std::vector<int32_t> group_rank_of_peer,
                  const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst, const StreamKernels& kernels,
                  std::vector<transport::StreamTransport*> circles = {});
@@ -49,9 +49,17 @@ class StreamExecutor {
     int32_t group = 0;
     int64_t staging_offset = -1;
   };
+  /// Items of one group and pair that travel as one.
+  struct Transfer {
+    bool is_send = false;
+    int32_t peer = 0;   ///< the transport's rank
+    size_t first = 0;   ///< item
+    int64_t bytes = 0;  ///< from the first item's memory on
+  };
   struct Group {
     size_t begin = 0;  ///< items [begin, end)
     size_t end = 0;
+    std::vector<Transfer> transfers;  ///< empty for a broadcast
     bool has_packs = false;
     bool has_unpacks = false;
   };
@@ -59,13 +67,13 @@ class StreamExecutor {
   void orderItems();
   void collectWays();
   void collectGroups();
+  void collectTransfers(Group& group, int64_t staging_offset);
   bool isStaged(const Item& item) const;
   int64_t numBytes(const Item& item) const;
   int32_t peerOf(const Item& item) const;
   int64_t itemBytes(int32_t box) const { return program_->boxes[static_cast<size_t>(box)].item_bytes; }
   const StridedBox& boxOf(int32_t box) const { return boxes_[static_cast<size_t>(box)]; }
   void enqueueGroup(const Group& group);
-  void enqueueMessages(const Group& group);
   void enqueueBroadcast(const Item& item);
   std::byte* receiveTarget(const Item& item) const;
   const std::byte* sendSource(const Item& item) const;

@@ -153,8 +153,8 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
     circles.push_back(call->transports[i].get());
   }
   transport::StreamTransport& transport = *call->transports.front();
-  call->executor = std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels,
-                                                    std::move(circles));
+  call->executor =
+      std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels, std::move(circles));
   const int64_t num_bytes = call->executor->stagingBytes();
   if (num_bytes > 0) {
     call->staging = allocate(num_bytes);

@@ -43,7 +43,8 @@ using Way = std::pair<bool, int32_t>;  ///< whether it is this rank that sends, 
 class FakeStream final : public StreamTransport {
  public:
   /// `round_of`: by how far the receiver is behind the sender.
-  FakeStream(int32_t rank, std::vector<int64_t> round_of) : rank_(rank), num_ranks_(static_cast<int32_t>(round_of.size())), round_of_(std::move(round_of)) {}
+  FakeStream(int32_t rank, std::vector<int64_t> round_of)
+      : rank_(rank), num_ranks_(static_cast<int32_t>(round_of.size())), round_of_(std::move(round_of)) {}
 
   void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override {
     groupBegin();

@@ -51,7 +51,7 @@ class FakeStreamNetwork {
 
   int32_t num_ranks_;
   std::mt19937_64 random_;
-  std::vector<int64_t> round_of_;  ///< by how far the receiver is behind the sender
+  std::vector<int64_t> round_of_;                                               ///< by how far the receiver is behind the sender
   std::map<std::pair<int32_t, int32_t>, std::unique_ptr<FakeStream>> streams_;  ///< by (communicator, rank)
 };
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -15,10 +16,24 @@
 
 namespace xmesh::replay {
 
-/// Groups of messages as NCCL runs them, without their bytes: a rank's groups one after another, a group in passes (the k-th messages of all pairs), a
-/// pass in batches of eight rounds, whose order the seed chooses. A message ends when both ranks run its batch.
+/// Groups of messages as NCCL runs them, without their bytes: a rank's groups one after another, a group in passes (the k-th messages of all pairs),
+/// a pass in batches of eight rounds, whose order the seed chooses. A message ends when both ranks run its batch.
 class NcclModel {
  public:
+  /// Plays messages of which those of one pair and group travel as one.
+  static std::string playJoined(const std::vector<core::Message>& messages, const std::vector<int32_t>& groups, uint64_t seed) {
+    std::vector<core::Message> firsts;
+    std::vector<int32_t> groups_of_firsts;
+    std::set<std::tuple<int32_t, int32_t, int32_t>> known;
+    for (size_t i = 0; i < messages.size(); ++i) {
+      if (known.insert({messages[i].src_rank, messages[i].dst_rank, groups[i]}).second) {
+        firsts.push_back(messages[i]);
+        groups_of_firsts.push_back(groups[i]);
+      }
+    }
+    return NcclModel(firsts, groups_of_firsts, seed).play();
+  }
+
   using GroupOf = std::function<int32_t(int32_t rank, size_t message)>;
 
   /// Each rank's messages of one number are one group; the same numbers on both ranks of a message.
@@ -54,7 +69,8 @@ class NcclModel {
     for (bool goes_on = true; goes_on;) {
       goes_on = false;
       for (Rank& rank : ranks_) {
-        while (rank.at != rank.steps.end() && std::all_of(rank.at->second.begin(), rank.at->second.end(), [&](const End& end) { return hasMoved(end); })) {
+        while (rank.at != rank.steps.end() &&
+               std::all_of(rank.at->second.begin(), rank.at->second.end(), [&](const End& end) { return hasMoved(end); })) {
           ++rank.at;
           begin(rank);
           goes_on = true;

@@ -21,7 +21,7 @@ inline std::string runOnStreams(const core::ReshardingPlan& plan, MemoryLayout l
   std::vector<std::unique_ptr<runtime::StreamExecutor>> executors;
   std::vector<std::vector<std::max_align_t>> staging;
   std::vector<std::unique_ptr<transport::StreamTransport>> owned;
-  options.group_bytes = staging_bytes;
+  options.groups = options.groups.value_or(runtime::GroupLimits{staging_bytes});
   for (int64_t rank : plan.participants()) {
     auto program = runtime::compileProgram(plan, rank, options);
     std::vector<int32_t> peers = sameRanks(*program);

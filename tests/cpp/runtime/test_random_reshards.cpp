@@ -88,9 +88,10 @@ void checkOnHosts(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
 }
 
 void checkOnStreams(const core::ReshardingPlan& plan, std::mt19937_64& rng) {
-  const Limits limits = randomLimits(rng);
+  Limits limits = randomLimits(rng);
   const MemoryLayout layout = randomLayout(rng);
   const uint64_t seed = rng();
+  limits.program.groups = runtime::GroupLimits{limits.staging_bytes, randomInt(rng, 0, 1) * randomInt(rng, 0, 1024)};
   ASSERT_EQ(runOnStreams(plan, layout, seed, limits.staging_bytes, limits.program), "");
   runtime::ProgramOptions in_broadcasts = limits.program;
   in_broadcasts.broadcasts = true;

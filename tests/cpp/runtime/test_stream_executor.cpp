@@ -14,9 +14,9 @@ using runtime::StreamExecutor;
 
 /// An executor of one rank of a plan on memory of its own.
 struct OneStream {
-  OneStream(const core::ReshardingPlan& plan, int64_t rank, int64_t staging_bytes)
+  OneStream(const core::ReshardingPlan& plan, int64_t rank, int64_t staging_bytes, int64_t joined_bytes = 0)
       : network(static_cast<int32_t>(plan.participants().back()) + 1), data(plan, plan.participants().back() + 1, MemoryLayout::kContiguous, 1) {
-    auto program = runtime::compileProgram(plan, rank, {.group_bytes = staging_bytes});
+    auto program = runtime::compileProgram(plan, rank, {.groups = runtime::GroupLimits{staging_bytes, joined_bytes}});
     std::vector<int32_t> peers = sameRanks(*program);
     executor = std::make_unique<StreamExecutor>(std::move(program), network.transport(static_cast<int32_t>(rank)), std::move(peers), data.src(rank),
                                                 data.dst(rank), kernels);
@@ -47,9 +47,7 @@ TEST(StreamExecutor, CutsGroupsToTheStagingBound) {
   EXPECT_EQ(tiny.executor->numGroups(), 7) << "one message always fits";
 }
 
-TEST(StreamExecutor, AllToAllOfManyRanksIsOneGroup) {
-  EXPECT_EQ(OneStream(transposePlan(32, 32, 16, 16), 3, 1 << 20).executor->numGroups(), 1);
-}
+TEST(StreamExecutor, AllToAllOfManyRanksIsOneGroup) { EXPECT_EQ(OneStream(transposePlan(32, 32, 16, 16), 3, 1 << 20).executor->numGroups(), 1); }
 
 TEST(StreamExecutor, NeedsGroups) {
   const core::ReshardingPlan plan = chainPlan(12, 3, 2);

@@ -104,7 +104,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
   };
 
   std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, uint64_t lane = 0) {
-    const auto prepared = preparedFor(plan, rank, {.group_bytes = 256});
+    const auto prepared = preparedFor(plan, rank, {.groups = GroupLimits{256}});
     prepared->terms.fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
     auto made = std::make_unique<Made>();
     ReshardRequest request;

@@ -24,6 +24,7 @@ namespace xmesh::replay {
 namespace {
 
 using core::Message;
+using runtime::GroupLimits;
 using runtime::kEveryRank;
 using runtime::messageGroups;
 using runtime::orderedMessages;
@@ -38,30 +39,38 @@ constexpr int64_t kMuch = int64_t{1} << 40;
 
 std::vector<int32_t> noCircles(const std::vector<Message>& ordered) { return std::vector<int32_t>(ordered.size(), -1); }
 
-std::vector<int32_t> groupsOf(const core::ReshardingPlan& plan, int64_t max_message_bytes, int64_t max_bytes) {
+std::vector<int32_t> groupsOf(const core::ReshardingPlan& plan, int64_t max_message_bytes, const GroupLimits& limits) {
   const std::vector<Message> ordered = orderedMessages(plan, kEveryRank, max_message_bytes);
-  std::vector<int32_t> groups = messageGroups(plan, ordered, noCircles(ordered), max_bytes);
+  std::vector<int32_t> groups = messageGroups(plan, ordered, noCircles(ordered), limits);
   validateGroups(plan, ordered, noCircles(ordered), groups);
   return groups;
 }
 
 TEST(MessageGroups, OfAPairComeOneAfterTheOther) {
   core::ReshardingPlan plan = chainPlan(12, 3, 1);
-  EXPECT_EQ(groupsOf(plan, 1 << 20, kMuch), (std::vector<int32_t>{0, 1, 2, 3}));
-  EXPECT_EQ(groupsOf(chainPlan(12, 12, 1), 12, kMuch), (std::vector<int32_t>{0, 1, 2, 3})) << "parts of one message, too";
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {kMuch, 0}), (std::vector<int32_t>{0, 1, 2, 3}));
+  EXPECT_EQ(groupsOf(chainPlan(12, 12, 1), 12, {kMuch, 0}), (std::vector<int32_t>{0, 1, 2, 3})) << "parts of one message, too";
+}
+
+TEST(MessageGroups, SmallOnesOfAPairTravelAsOne) {
+  const core::ReshardingPlan plan = chainPlan(12, 3, 1);  // four of 12 bytes, which take 64 each
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {kMuch, 256}), (std::vector<int32_t>{0, 0, 0, 0}));
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {kMuch, 255}), (std::vector<int32_t>{0, 0, 0, 1}));
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {128, 256}), (std::vector<int32_t>{0, 0, 1, 1}));
+  EXPECT_EQ(groupsOf(chainPlan(9, 3, 2), 1 << 20, {kMuch, 128}), (std::vector<int32_t>{0, 1, 0, 1, 1, 2})) << "two chunks at a time";
 }
 
 TEST(MessageGroups, AChainIsAPipeline) {
   // By chunk: 0 -> 1, 1 -> 2, 2 -> 3.
-  EXPECT_EQ(groupsOf(chainPlan(9, 3, 3), 1 << 20, kMuch), (std::vector<int32_t>{0, 1, 2, 1, 2, 3, 2, 3, 4}));
+  EXPECT_EQ(groupsOf(chainPlan(9, 3, 3), 1 << 20, {kMuch, 0}), (std::vector<int32_t>{0, 1, 2, 1, 2, 3, 2, 3, 4}));
 }
 
 TEST(MessageGroups, HoldWhatStagingMemoryHolds) {
   // Eight messages of 64 bytes from one rank.
   const core::ReshardingPlan plan = transposePlan(4, 32, 1, 8);
-  EXPECT_EQ(groupsOf(plan, 1 << 20, kMuch), (std::vector<int32_t>(8, 0)));
-  EXPECT_EQ(groupsOf(plan, 1 << 20, 128), (std::vector<int32_t>{0, 0, 1, 1, 2, 2, 3, 3}));
-  EXPECT_EQ(groupsOf(plan, 1 << 20, 1), (std::vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7})) << "one message always fits";
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {kMuch, 0}), (std::vector<int32_t>(8, 0)));
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {128, 0}), (std::vector<int32_t>{0, 0, 1, 1, 2, 2, 3, 3}));
+  EXPECT_EQ(groupsOf(plan, 1 << 20, {1, 0}), (std::vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7})) << "one message always fits";
 }
 
 TEST(MessageGroups, OfARankAreThoseOfAll) {
@@ -86,7 +95,8 @@ TEST(MessageGroups, OfARankAreThoseOfAll) {
 
 TEST(NcclModel, HangsWhereNcclDoes) {
   // Rank 0 sends twice to rank 1 and receives from rank 2, which does not send before rank 1 has both.
-  const std::vector<Message> triangle = {valueMessage(0, 0, 1, 0, 1), valueMessage(0, 1, 2, 0, 1), valueMessage(0, 2, 3, 1, 2), valueMessage(0, 3, 4, 2, 0)};
+  const std::vector<Message> triangle = {valueMessage(0, 0, 1, 0, 1), valueMessage(0, 1, 2, 0, 1), valueMessage(0, 2, 3, 1, 2),
+                                         valueMessage(0, 3, 4, 2, 0)};
   EXPECT_EQ(NcclModel(triangle, {0, 1, 2, 3}, 1).play(), "");
   const auto by_rank = [](int32_t rank, size_t message) { return rank == 0 || message < 2 || (rank == 2 && message == 2) ? 0 : 1; };
   EXPECT_EQ(NcclModel(triangle, by_rank, 1).play(), " 3 received 1 received 2 received");
@@ -106,12 +116,14 @@ TEST(ValidateGroups, NamesTheMessagesThatWouldWait) {
   const core::ReshardingPlan chain = chainPlan(6, 3, 2);
   const std::vector<Message> ordered = orderedMessages(chain, kEveryRank, 1 << 20);
   EXPECT_EQ(refusalOf(chain, ordered, noCircles(ordered), {0, 1, 1, 2}), "");
-  EXPECT_EQ(refusalOf(chain, ordered, noCircles(ordered), {0, 1, 0, 2}),
-            "message 0 (0 -> 1, group 0) and message 2 (0 -> 1, group 0) are of one pair of ranks: in these groups they would wait for each other");
+  EXPECT_EQ(refusalOf(chain, ordered, noCircles(ordered), {0, 1, 0, 1}), "") << "both travel as one";
+  EXPECT_EQ(refusalOf(chain, ordered, noCircles(ordered), {1, 2, 0, 2}),
+            "message 0 (0 -> 1, group 1) and message 2 (0 -> 1, group 0) are of one pair of ranks: in these groups they would wait for each other");
   EXPECT_NE(refusalOf(chain, ordered, noCircles(ordered), {1, 1, 2, 3}).find("rank 1 sends elements [0, 3) before it has them"), std::string::npos);
-  EXPECT_EQ(refusalOf(chain, ordered, {-1, -1, 0, -1}, {0, 1, 1, 2}),
-            "message 1 (1 -> 2, group 1) and message 2 (0 -> 1, group 1) are of a broadcast and of something else: in these groups they would wait for "
-            "each other");
+  EXPECT_EQ(
+      refusalOf(chain, ordered, {-1, -1, 0, -1}, {0, 1, 1, 2}),
+      "message 1 (1 -> 2, group 1) and message 2 (0 -> 1, group 1) are of a broadcast and of something else: in these groups they would wait for "
+      "each other");
 }
 
 /// The group of some message changed: refused, or all messages end.
@@ -130,7 +142,7 @@ TEST(ValidateGroups, RefusesWhatWouldNotRun) {
     if (ordered.empty()) {
       continue;
     }
-    std::vector<int32_t> groups = messageGroups(plan, ordered, noCircles(ordered), kMuch);
+    std::vector<int32_t> groups = messageGroups(plan, ordered, noCircles(ordered), {kMuch, layouts::randomInt(rng, 0, 1) * 256});
     const int32_t last = *std::max_element(groups.begin(), groups.end());
     groups[static_cast<size_t>(layouts::randomInt(rng, 0, static_cast<int64_t>(groups.size()) - 1))] =
         static_cast<int32_t>(layouts::randomInt(rng, 0, last + 1));
@@ -138,7 +150,7 @@ TEST(ValidateGroups, RefusesWhatWouldNotRun) {
       ++num_refused;
       continue;
     }
-    ASSERT_EQ(NcclModel(ordered, groups, rng()).play(), "");
+    ASSERT_EQ(NcclModel::playJoined(ordered, groups, rng()), "");
   }
   EXPECT_GT(num_refused, 100);
 }
@@ -155,14 +167,14 @@ TEST(MessageGroups, EveryStrategyEndsOnUpTo64Ranks) {
     const std::vector<core::TensorPair> tensors{layouts::randomPair(rng, options)};
     const core::Topology topology = layouts::randomTopology(rng, options.num_ranks);
     const int64_t max_message_bytes = layouts::randomInt(rng, 16, 1024);
-    const int64_t max_bytes = layouts::randomInt(rng, 0, 1) == 0 ? kMuch : 16 * max_message_bytes;
+    const GroupLimits limits{layouts::randomInt(rng, 0, 1) == 0 ? kMuch : 16 * max_message_bytes, layouts::randomInt(rng, 0, 1) * 1024};
     for (const auto& info : core::strategies()) {
       SCOPED_TRACE(info.name);
       const core::ReshardingPlan plan = core::planResharding(tensors, topology, core::parseStrategy(info.name));
       const std::vector<Message> ordered = orderedMessages(plan, kEveryRank, max_message_bytes);
-      const std::vector<int32_t> groups = messageGroups(plan, ordered, noCircles(ordered), max_bytes);
+      const std::vector<int32_t> groups = messageGroups(plan, ordered, noCircles(ordered), limits);
       ASSERT_NO_THROW(validateGroups(plan, ordered, noCircles(ordered), groups));
-      ASSERT_EQ(NcclModel(ordered, groups, rng()).play(), "");
+      ASSERT_EQ(NcclModel::playJoined(ordered, groups, rng()), "");
       const runtime::BroadcastStars stars = runtime::starsOf(plan, std::max<int64_t>(max_message_bytes, 16));
       const std::vector<Message> in_stars = orderedMessages(stars.plan, kEveryRank, std::max<int64_t>(max_message_bytes, 16));
       std::vector<int32_t> circles;
@@ -171,9 +183,9 @@ TEST(MessageGroups, EveryStrategyEndsOnUpTo64Ranks) {
         circles.push_back(message.payload != core::Payload::kValue || found == stars.circle.end() ? -1 : found->second);
         num_in_broadcasts += circles.back() >= 0 ? 1 : 0;
       }
-      const std::vector<int32_t> with_stars = messageGroups(stars.plan, in_stars, circles, max_bytes);
+      const std::vector<int32_t> with_stars = messageGroups(stars.plan, in_stars, circles, limits);
       ASSERT_NO_THROW(validateGroups(stars.plan, in_stars, circles, with_stars));
-      ASSERT_EQ(NcclModel(in_stars, with_stars, rng()).play(), "");
+      ASSERT_EQ(NcclModel::playJoined(in_stars, with_stars, rng()), "");
     }
   }
   EXPECT_GT(num_in_broadcasts, 1000);

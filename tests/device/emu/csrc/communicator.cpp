@@ -171,9 +171,8 @@ void runGroup(const Group& group, Segment& segment, const Members& members, cons
     queue.messages.emplace_back(lane, transfer, members);
   }
   for (int idle = 0; !queues.empty();) {
-    const auto first = std::min_element(queues.begin(), queues.end(), [&](const auto& a, const auto& b) {
-      return a.second.turn(is_collective) < b.second.turn(is_collective);
-    });
+    const auto first = std::min_element(queues.begin(), queues.end(),
+                                        [&](const auto& a, const auto& b) { return a.second.turn(is_collective) < b.second.turn(is_collective); });
     const auto current = first->second.turn(is_collective);
     TORCH_CHECK_WITH(DistBackendError, !aborted && !isStopping(), "emunccl: aborted while ", first->second.messages.front().describe());
     bool moved = false;
