@@ -16,6 +16,7 @@ from layouts import Layout, expected_of, source_of
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_xmesh as xm
+from torch_xmesh.backend import backend_of
 from torch_xmesh.testing import World, mark
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
@@ -130,6 +131,43 @@ def test_peer_dies_in_the_making_of_a_communicator() -> None:
             assert outcome.value == "(1,)"
         for outcome in world.join():
             assert outcome.rank == 1 or outcome.exitcode == 0, outcome
+
+
+def aborts_with_a_call_in_flight(rank: int, world_size: int) -> str:
+    """Rank 1 leaves while its part of a call has yet to move. The group's timeout is half an hour."""
+    start()
+    import emu_device
+
+    source = source_of(FOUR)
+    xm.reshard(source, FOUR.dst_mesh, FOUR.dst).to_local().cpu()
+    gate = emu_device.hold(max_ms=HELD_MS) if rank == 1 else None
+    work = xm.reshard(source, FOUR.dst_mesh, FOUR.dst, async_op=True)[1]
+    work.wait()  # it is enqueued everywhere
+    mark("running")
+    store = dist.distributed_c10d._get_default_store()
+    if gate is not None:
+        store.wait(["waiting"])
+        backend_of().abort()
+        gate.release()
+        return "gone"
+    blamed: tuple[int, ...] = ()
+    if rank == 0:
+        store.set("waiting", "")
+    try:
+        work.wait(datetime.timedelta(seconds=60))
+    except xm.PeerError as error:
+        blamed = error.ranks
+    again(rank, 0, 2)
+    again(rank, 3, 2)
+    leave()
+    return f"{blamed}"
+
+
+def test_a_rank_aborts_with_a_call_in_flight() -> None:
+    with World(aborts_with_a_call_in_flight, 4, backend=None) as world:
+        outcomes = world.join(60)
+        assert [outcome.error for outcome in outcomes] == [None] * 4
+        assert [outcome.value for outcome in outcomes][1:] == ["gone", "(1,)", "(1,)"]  # rank 0's own part has moved
 
 
 def goes_on_after_a_mistake(rank: int, world_size: int) -> None:

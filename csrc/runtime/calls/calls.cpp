@@ -321,6 +321,18 @@ std::string Calls::textOf(const Call& call) const {
   return here;
 }
 
+/// Elsewhere they see which messages have not come; see needs().
+void Calls::tellUndone() {
+  const int64_t me = peers_.myGlobalRank();
+  for (const auto& [key, call] : calls_) {
+    if (call.executor != nullptr && !call.knows_progress && !call.is_moved) {
+      const Failure failure{
+          FailureKind::kPeer, textOf(call) + ": rank " + std::to_string(me) + " has left the group before it had ended there", {me}};
+      peers_.tell(call.terms->participants.peers, encode(FailNotice{key, failure, call.terms->participants.ranks}));
+    }
+  }
+}
+
 void Calls::abandon() {
   for (auto& [key, call] : calls_) {
     if (call.executor != nullptr) {

@@ -81,6 +81,8 @@ class Calls {
   void hear(int32_t peer, const TurnRequest& request);
   /// Fails the calls that still need the peer.
   void lose(int32_t peer, const LostPeer& lost, bool is_goodbye);
+  /// Before this rank says goodbye: tells the others of calls whose messages it still owes where they could not see that.
+  void tellUndone();
   /// Gives all up, after the network has been destroyed.
   void abandon();
 

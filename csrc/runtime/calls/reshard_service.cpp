@@ -186,6 +186,7 @@ void ReshardService::close(std::chrono::milliseconds drain) noexcept {
       continue;  // its own waiter hears of it
     }
   }
+  network_->post([this] { calls_.tellUndone(); });
   executors_->disconnect();
   // Joins the thread: from here on nobody else touches the calls. reset() would clear network_ first, which tasks still use.
   delete network_.get();
