@@ -1,4 +1,4 @@
-"""Ranks that die, stop, abort or leave at any moment, with reshards on the device: the others hear who it was, and go on."""
+"""Ranks that die, stop, abort or leave at any moment of reshards on the device: the others hear of it, and go on."""
 
 from __future__ import annotations
 
