@@ -2,7 +2,10 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <optional>
 #include <utility>
+
+#include "c10d/stream/host_mirrors.h"
 
 namespace xmesh::c10d_backend {
 namespace {
@@ -25,15 +28,7 @@ at::Tensor checkedTarget(const at::Tensor& tensor) {
   return tensor;
 }
 
-}  // namespace
-
-runtime::LocalTensor plainMemoryOf(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}; }
-
-runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
-  const auto kind = [](const std::string& name) { return static_cast<int16_t>(at::Device(name).type()); };
-  return {kind(names.first), kind(names.second)};
-}
-
+/// The device that tensors of a call are on here; nothing where all are on the host.
 std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
   std::optional<c10::Device> out;
   const auto look = [&out](const at::Tensor& tensor) {
@@ -74,6 +69,45 @@ runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>&
   program.checkLocalTensors(out.src, out.dst);
   out.keep_alive = std::move(alive);
   return out;
+}
+
+}  // namespace
+
+runtime::LocalTensor plainMemoryOf(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}; }
+
+runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
+  const auto kind = [](const std::string& name) { return static_cast<int16_t>(at::Device(name).type()); };
+  return {kind(names.first), kind(names.second)};
+}
+
+CallMovement Movements::of(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
+                           const std::vector<at::Tensor>& dst) {
+  CallMovement out{movementOf(prepared, src, dst), nullptr};
+  const std::optional<c10::Device> device = deviceOf(*prepared, src, dst);
+  if (!device.has_value()) {
+    return out;
+  }
+  use(*device);
+  out.on_device = std::make_shared<CallOnDevice>(*device);
+  const bool through_host = moveThroughHost(prepared->devices);
+  out.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0, through_host};
+  if (!through_host) {
+    out.movement.caller = out.on_device;
+    return out;
+  }
+  const auto mirrors = std::make_shared<HostMirrors>(lines_->mirrorLine(*device), out.on_device);
+  mirrors->standIn(out.movement, src, dst);
+  if (!mirrors->hasDestinations()) {
+    out.on_device = nullptr;
+  }
+  return out;
+}
+
+void Movements::use(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  const c10::Device used = used_devices_.try_emplace(device.type(), device).first->second;
+  TORCH_CHECK_VALUE(used == device, "xmesh: the reshards of a group keep to one device of a kind on each rank: this rank's are on ", used,
+                    ", got a tensor on ", device);
 }
 
 }  // namespace xmesh::c10d_backend

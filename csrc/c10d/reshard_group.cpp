@@ -9,9 +9,7 @@
 #include <utility>
 
 #include "c10d/call_details.h"
-#include "c10d/movement.h"
 #include "c10d/reshard_work.h"
-#include "c10d/stream/host_mirrors.h"
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
 #include "runtime/host/host_executors.h"
@@ -117,6 +115,7 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
         TORCH_CHECK_NOT_IMPLEMENTED(make, "xmesh: nothing here carries tensors on ", device);
         return make(device, ownConnection(store), name, rank, global_ranks);
       });
+  movements_ = std::make_unique<Movements>(lines_);
   service_ = std::make_unique<runtime::ReshardService>(
       runtime::ReshardService::Options{global_ranks_, group_rank_},
       networksMaker(group_rank_, static_cast<int32_t>(global_ranks_.size()), transport::localAddress(storeHost(store)), token, options_, lines_));
@@ -268,7 +267,8 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
   const runtime::Participants& participants = prepared->terms.participants;
   findMembers(participants.ranks);
   runtime::ReshardRequest request;
-  request.movement = movementOf(prepared, src, dst);
+  CallMovement moving = movements_->of(prepared, src, dst);
+  request.movement = std::move(moving.movement);
   request.timeout = timeout();
   request.movement.writes_once_agreed = call.writes_once_agreed;
   request.is_detached = call.is_detached;
@@ -276,23 +276,7 @@ c10::intrusive_ptr<::c10d::Work> ReshardGroup::begin(const std::shared_ptr<const
   if (!call.forward.has_value() && service_->refusals().size() > 0) {
     waitAtMost(request.timeout, service_->refusals().settle(participants));
   }
-  std::shared_ptr<CallOnDevice> on_device;
-  if (const std::optional<c10::Device> device = deviceOf(*prepared, src, dst)) {
-    const c10::Device used = used_devices_.try_emplace(device->type(), *device).first->second;
-    TORCH_CHECK_VALUE(used == *device, "xmesh: the reshards of a group keep to one device of a kind on each rank: this rank's are on ", used,
-                      ", got a tensor on ", *device);
-    on_device = std::make_shared<CallOnDevice>(*device);
-    const bool through_host = moveThroughHost(prepared->devices);
-    request.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0, through_host};
-    if (through_host) {
-      const auto mirrors = std::make_shared<HostMirrors>(lines_->mirrorLine(*device), on_device);
-      mirrors->standIn(request.movement, src, dst);
-      on_device = mirrors->hasDestinations() ? std::move(on_device) : nullptr;
-    } else {
-      request.movement.caller = on_device;
-    }
-  }
-  return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst), std::move(on_device), options_.blocking_wait);
+  return c10::make_intrusive<ReshardWork>(service_->reshard(std::move(request)), std::move(dst), std::move(moving.on_device), options_.blocking_wait);
 }
 
 void ReshardGroup::findPresentMembers(const std::vector<int64_t>& ranks) {

@@ -17,7 +17,7 @@
 #include "c10d/group_attachment.h"
 #include "c10d/inner_backends.h"
 #include "c10d/life_lines.h"
-#include "c10d/stream/device_lines.h"
+#include "c10d/movement.h"
 #include "core/resharding/plan.h"
 #include "core/topology.h"
 #include "runtime/calls/reshard_service.h"
@@ -68,6 +68,7 @@ class ReshardGroup final : public GroupAttachment {
   /// the group.
   std::shared_ptr<const runtime::CallTerms> terms(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);
   runtime::ReshardService& service() { return *service_; }
+  Movements& movements() { return *movements_; }
   /// Tells the other participants that this rank refuses its call; see runtime::Refusals::refuse.
   void refuse(std::vector<int64_t> participants, const std::string& text);
   /// The same where only some of the participants (global ranks) are known; see runtime::Refusals::refuseUnnamed.
@@ -110,9 +111,9 @@ class ReshardGroup final : public GroupAttachment {
   const runtime::ForkMark fork_;
   std::map<int64_t, int32_t> group_rank_of_;
   mutable std::mutex members_mutex_;
-  std::map<int64_t, Member> members_;                    ///< by global rank; those found so far
-  std::map<c10::DeviceType, c10::Device> used_devices_;  ///< by the caller's thread
-  std::shared_ptr<DeviceLines> lines_;                   ///< before the service, which uses them
+  std::map<int64_t, Member> members_;   ///< by global rank; those found so far
+  std::shared_ptr<DeviceLines> lines_;  ///< before the service, which uses them
+  std::unique_ptr<Movements> movements_;
   std::unique_ptr<runtime::ReshardService> service_;
 };
 

@@ -67,7 +67,7 @@ PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
 PipelineTraffic::CallHandle PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
                                                    const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
   runtime::TransferRequest request;
-  request.movement = c10d_backend::movementOf(prepared, src, dst);
+  request.movement = group_->movements().of(prepared, src, dst).movement;  // of cpu tensors: no stream waits for it
   request.key = runtime::CallKey{participants_, lane.key, count};
   request.watch = watch_->key();
   request.phase = phase_;
