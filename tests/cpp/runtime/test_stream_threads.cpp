@@ -1,0 +1,351 @@
+// Calls on in-order streams with every thread that they have in earnest: callers, the network's, the line's, and a device that goes on by itself.
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/resharding/plan_resharding.h"
+#include "runtime/calls/reshard_service.h"
+#include "runtime/executors_by_route.h"
+#include "runtime/fake_networks.h"
+#include "runtime/host/host_executors.h"
+#include "runtime/stream/stream_executors.h"
+#include "transport/fakes/fake_stream_network.h"
+#include "transport/tcp/network.h"
+
+namespace xmesh::runtime {
+namespace {
+
+using core::Placement;
+
+constexpr int32_t kNumRanks = 4;
+constexpr int64_t kExtent = 96;
+
+core::ReshardingPlan planOf(const std::string& strategy) {
+  const core::DType dtype = core::DType::parse("int32");
+  return core::planResharding(
+      {{{{kExtent}, dtype, core::Mesh({2}, {0, 1}), {Placement::shard(0)}}, {{kExtent}, dtype, core::Mesh({2}, {2, 3}), {Placement::replicate()}}}},
+      core::Topology::uniform(kNumRanks, 1), core::parseStrategy(strategy));
+}
+
+/// A thread that runs tasks in order, as a DeviceLine's.
+class Line {
+ public:
+  ~Line() {
+    post(nullptr);
+    thread_.join();
+  }
+  void post(std::function<void()> task) {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      if (!task) {
+        return;
+      }
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  std::thread thread_{[this] { run(); }};
+};
+
+/// A FakeStreamNetwork whose streams go on by a thread of its own, while others enqueue and abort.
+class Device {
+ public:
+  explicit Device(uint64_t seed) : streams_(kNumRanks, seed) {}
+  ~Device() {
+    with([this](transport::FakeStreamNetwork&) { is_over_ = true; });
+    thread_.join();
+  }
+  template <typename Use>
+  void with(const Use& use) {
+    {
+      const std::lock_guard lock(mutex_);
+      use(streams_);
+      has_news_ = true;
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (!is_over_) {
+      if (!streams_.step()) {
+        has_news_ = false;
+        changed_.wait(lock, [this] { return has_news_; });
+      }
+    }
+  }
+
+  std::mutex mutex_;  ///< guards what follows
+  std::condition_variable changed_;
+  transport::FakeStreamNetwork streams_;
+  bool has_news_ = false;
+  bool is_over_ = false;
+  std::thread thread_{[this] { run(); }};
+};
+
+/// One rank's end of one of the device's communicators.
+class End final : public transport::StreamTransport {
+ public:
+  End(Device& device, int32_t rank, int32_t communicator) : device_(device), rank_(rank), communicator_(communicator) {}
+  void connectWays(std::span<const int32_t> send_to, std::span<const int32_t> receive_from) override {
+    with([&](StreamTransport& end) { end.connectWays(send_to, receive_from); });
+  }
+  // The device sees a group as a whole.
+  void groupBegin() override { group_.emplace(); }
+  void groupEnd() override {
+    const auto group = std::exchange(group_, std::nullopt);
+    with([&](StreamTransport& end) {
+      end.groupBegin();
+      for (const auto& message : *group) {
+        message(end);
+      }
+      end.groupEnd();
+    });
+  }
+  void enqueueSend(int32_t peer, const void* data, int64_t num_bytes) override {
+    group_->push_back([=](StreamTransport& end) { end.enqueueSend(peer, data, num_bytes); });
+  }
+  void enqueueRecv(int32_t peer, void* data, int64_t num_bytes) override {
+    group_->push_back([=](StreamTransport& end) { end.enqueueRecv(peer, data, num_bytes); });
+  }
+  void enqueueBroadcast(int32_t root, void* data, int64_t num_bytes) override {
+    with([&](StreamTransport& end) { end.enqueueBroadcast(root, data, num_bytes); });
+  }
+  void enqueue(std::function<void(void* stream)> launch) override {
+    with([&](StreamTransport& end) { end.enqueue(std::move(launch)); });
+  }
+  void whenReached(std::function<void(const transport::StreamFailure* failure)> told) override {
+    with([&](StreamTransport& end) { end.whenReached(std::move(told)); });
+  }
+  void abort(const transport::StreamFailure& failure) noexcept override {
+    with([&](StreamTransport& end) { end.abort(failure); });
+  }
+
+ private:
+  void with(const std::function<void(StreamTransport& end)>& use) {
+    device_.with([&](transport::FakeStreamNetwork& streams) { use(streams.transport(rank_, communicator_)); });
+  }
+
+  Device& device_;
+  const int32_t rank_;
+  const int32_t communicator_;
+  std::optional<std::vector<std::function<void(StreamTransport&)>>> group_;
+};
+
+/// A communicator of all ranks for each generation.
+class Generations final : public Communicators {
+ public:
+  Generations(Device& device, int32_t rank) : device_(device), rank_(rank) {}
+  Proposal propose(const Participants& /*participants*/) override {
+    const std::lock_guard lock(mutex_);
+    return {newest_, nullptr};
+  }
+  std::shared_ptr<transport::StreamTransport> of(const Participants& /*participants*/, uint64_t generation) override {
+    const std::lock_guard lock(mutex_);
+    newest_ = std::max(newest_, generation);
+    if (generation < newest_) {
+      throw std::runtime_error("its communicator was given up");
+    }
+    return std::make_shared<End>(device_, rank_, static_cast<int32_t>(generation));
+  }
+  void abort(const Participants& /*participants*/, uint64_t generation, const transport::StreamFailure& failure) noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      newest_ = std::max(newest_, generation + 1);
+    }
+    End(device_, rank_, static_cast<int32_t>(generation)).abort(failure);
+  }
+
+ private:
+  Device& device_;
+  const int32_t rank_;
+  std::mutex mutex_;
+  uint64_t newest_ = 0;
+};
+
+class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
+ protected:
+  StreamThreadsTest() : device_(GetParam()) {
+    std::vector<int64_t> ranks(kNumRanks);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      communicators_.push_back(std::make_shared<Generations>(device_, rank));
+      lines_.push_back(std::make_unique<Line>());
+      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank](transport::PeerEvents& events) {
+        transport::TcpNetworkOptions options;
+        options.group_rank = rank;
+        options.group_size = kNumRanks;
+        auto network = std::make_unique<transport::TcpNetwork>(options, events);
+        const auto post = [network = network.get()](std::function<void()> task) { network->post(std::move(task)); };
+        auto make = [this, rank, post](const Route& /*route*/) {
+          const auto allocate = [](int64_t num_bytes) {
+            return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [](void* memory) { ::operator delete(memory); });
+          };
+          const auto on_line = [line = lines_[static_cast<size_t>(rank)].get()](std::function<void()> task) { line->post(std::move(task)); };
+          return std::make_unique<StreamExecutors>(communicators_[static_cast<size_t>(rank)], kernels_, allocate,
+                                                   StreamExecutors::Threads{post, on_line});
+        };
+        auto host = std::make_unique<HostExecutors>(*network, int64_t{1} << 20);
+        const std::string address = network->address();
+        return ReshardService::Networks{std::move(network), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), address};
+      }));
+    }
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      for (int32_t peer = 0; peer < kNumRanks; ++peer) {
+        if (peer != rank) {
+          services_[static_cast<size_t>(rank)]->setAddress(peer, services_[static_cast<size_t>(peer)]->address());
+        }
+      }
+    }
+  }
+  ~StreamThreadsTest() override {
+    std::vector<std::thread> closing;  // as processes do: none waits for another
+    for (auto& service : services_) {
+      closing.emplace_back([&service] { service.reset(); });
+    }
+    for (std::thread& thread : closing) {
+      thread.join();
+    }
+    lines_.clear();
+  }
+
+  struct Tensors {
+    std::vector<int32_t> src;
+    std::vector<int32_t> dst;
+  };
+  struct Made {
+    std::shared_ptr<Tensors> tensors = std::make_shared<Tensors>();
+    std::shared_ptr<ReshardCall> call;
+  };
+
+  Made begin(int32_t rank, const std::shared_ptr<const PreparedPlan>& prepared) {
+    Made made;
+    ReshardRequest request;
+    request.movement.src = {localIn(made.tensors->src, prepared->program->srcShape(0))};
+    request.movement.dst = {localIn(made.tensors->dst, prepared->program->dstShape(0))};
+    request.movement.keep_alive = made.tensors;
+    request.movement.prepared = prepared;
+    request.movement.route = {1, 0, 0};
+    std::iota(made.tensors->src.begin(), made.tensors->src.end(), rank == 1 ? kExtent / 2 : 0);
+    made.call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
+    return made;
+  }
+
+  /// What each rank does, on a thread of its own.
+  static void onAllRanks(const std::function<void(int32_t rank)>& body) {
+    std::vector<std::thread> threads;
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      threads.emplace_back([&body, rank] { body(rank); });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+
+  Device device_;
+  HostKernels kernels_;
+  std::vector<std::shared_ptr<Generations>> communicators_;
+  std::vector<std::unique_ptr<Line>> lines_;
+  std::vector<std::unique_ptr<ReshardService>> services_;
+};
+
+std::vector<std::shared_ptr<const PreparedPlan>> preparedPlans(int32_t rank) {
+  std::vector<std::shared_ptr<const PreparedPlan>> out;
+  for (const char* strategy : {"broadcast", "send_recv", "striped"}) {
+    out.push_back(preparedFor(planOf(strategy), rank, {.groups = GroupLimits{256}}));
+  }
+  return out;
+}
+
+TEST_P(StreamThreadsTest, CallsEndWithTheirValues) {
+  onAllRanks([this](int32_t rank) {
+    const auto plans = preparedPlans(rank);
+    std::mt19937_64 draw(GetParam());
+    std::mt19937_64 own(GetParam() * kNumRanks + static_cast<uint64_t>(rank));
+    std::vector<Made> calls;
+    for (int turn = 0; turn < 30; ++turn) {
+      calls.push_back(begin(rank, plans[draw() % plans.size()]));
+      if (own() % 3 == 0) {
+        EXPECT_TRUE(calls.back().call->waitEnqueued());
+      }
+    }
+    std::vector<int32_t> whole(kExtent);
+    std::iota(whole.begin(), whole.end(), 0);
+    for (const Made& made : calls) {
+      EXPECT_TRUE(made.call->wait());
+      EXPECT_TRUE(made.tensors->dst.empty() || made.tensors->dst == whole);
+    }
+  });
+}
+
+/// Ranks give calls up at any moment: each call ends on all ranks, and later ones have their values.
+TEST_P(StreamThreadsTest, CallsThatFailHoldUpNoOthers) {
+  onAllRanks([this](int32_t rank) {
+    const auto plans = preparedPlans(rank);
+    std::mt19937_64 draw(GetParam());
+    std::mt19937_64 own(GetParam() * kNumRanks + static_cast<uint64_t>(rank));
+    const auto ends = [](const Made& made) {
+      try {
+        return made.call->wait();
+      } catch (const std::exception&) {
+        return false;
+      }
+    };
+    std::vector<Made> calls;
+    for (int turn = 0; turn < 30; ++turn) {
+      calls.push_back(begin(rank, plans[draw() % plans.size()]));
+      if (own() % 12 == 0) {
+        services_[static_cast<size_t>(rank)]->failCall(calls.back().call->key(), {FailureKind::kGroup, "given up", {}});
+      }
+      if (own() % 3 == 0) {
+        ends(calls.back());
+      }
+    }
+    for (const Made& made : calls) {
+      ends(made);
+    }
+    bool has_ended = false;
+    for (int turn = 0; turn < 5; ++turn) {  // the first may be on a communicator that another rank has just given up
+      has_ended = ends(begin(rank, plans.front()));
+    }
+    EXPECT_TRUE(has_ended);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, StreamThreadsTest, testing::Range<uint64_t>(0, 20));
+
+}  // namespace
+}  // namespace xmesh::runtime
