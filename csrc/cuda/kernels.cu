@@ -43,10 +43,17 @@ int xmesh_cuda_reduce(int device, void* stream, const xmesh::cuda::ReduceLaunch*
   return error;
 }
 
-int xmesh_cuda_check(int device) {
-  const cudaError_t error = cudaSetDevice(device);
-  cudaFuncAttributes attributes;
-  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, xmesh::cuda::copyKernel);
+int xmesh_cuda_load(int device) {
+  cudaError_t error = cudaSetDevice(device);
+  const auto load = [&error](auto* kernel) {
+    cudaFuncAttributes attributes;
+    error = error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, kernel);
+  };
+  load(xmesh::cuda::copyKernel);
+  for (int type = 0; type <= static_cast<int>(xmesh::runtime::ElementType::kComplex128); ++type) {
+    xmesh::runtime::withType(static_cast<xmesh::runtime::ElementType>(type), [&](auto value) { load(xmesh::cuda::reduceKernel<decltype(value)>); });
+  }
+  return error;
 }
 
 int xmesh_cuda_look() {

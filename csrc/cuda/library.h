@@ -9,8 +9,8 @@
 extern "C" {
 int xmesh_cuda_copy(int device, void* stream, const xmesh::cuda::CopyLaunch* launch);
 int xmesh_cuda_reduce(int device, void* stream, const xmesh::cuda::ReduceLaunch* launch);
-/// Whether the kernels run on a device.
-int xmesh_cuda_check(int device);
+/// Whether the kernels run on a device; loads them all. CUDA by itself loads each at its first launch, and may wait there for what is on the device.
+int xmesh_cuda_load(int device);
 /// Whether there is a device at all; it is not touched.
 int xmesh_cuda_look();
 /// What a result says, for a person.
@@ -25,7 +25,7 @@ namespace xmesh::cuda {
 struct Library {
   decltype(&xmesh_cuda_copy) copy = nullptr;
   decltype(&xmesh_cuda_reduce) reduce = nullptr;
-  decltype(&xmesh_cuda_check) check = nullptr;
+  decltype(&xmesh_cuda_load) load = nullptr;
   decltype(&xmesh_cuda_look) look = nullptr;
   decltype(&xmesh_cuda_error_text) error_text = nullptr;
   decltype(&xmesh_cuda_architectures) architectures = nullptr;

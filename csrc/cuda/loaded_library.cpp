@@ -34,7 +34,7 @@ LoadedLibrary loadLibrary(const std::string& path) {
   }
   Library found;
   const bool is_whole = find(handle, "xmesh_cuda_copy", found.copy) && find(handle, "xmesh_cuda_reduce", found.reduce) &&
-                        find(handle, "xmesh_cuda_check", found.check) && find(handle, "xmesh_cuda_look", found.look) &&
+                        find(handle, "xmesh_cuda_load", found.load) && find(handle, "xmesh_cuda_look", found.look) &&
                         find(handle, "xmesh_cuda_error_text", found.error_text) && find(handle, "xmesh_cuda_architectures", found.architectures);
   return is_whole ? LoadedLibrary{found, ""} : LoadedLibrary{std::nullopt, path + " is of another version"};
 }

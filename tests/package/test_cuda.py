@@ -82,7 +82,7 @@ def test_a_launch_without_a_driver_is_refused(library: Path) -> None:
     for launched in (
         loaded.xmesh_cuda_copy(0, None, launch),
         loaded.xmesh_cuda_reduce(0, None, launch),
-        loaded.xmesh_cuda_check(0),
+        loaded.xmesh_cuda_load(0),
         loaded.xmesh_cuda_look(),
     ):
         assert launched in (NO_DRIVER, NO_DEVICE)

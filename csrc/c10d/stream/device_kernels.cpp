@@ -18,7 +18,7 @@ std::shared_ptr<const runtime::StreamKernels> cudaKernels(c10::Device device) {
     return nullptr;
   }
   const c10::DeviceGuard on_device(device);  // afterwards torch's device is this thread's again
-  if (const int error = library->check(device.index()); error != 0) {
+  if (const int error = library->load(device.index()); error != 0) {
     LOG(WARNING) << "xmesh: torch's operators pack on " << device << ", its own kernels do not run there: " << library->error_text(error);
     return nullptr;
   }
