@@ -183,6 +183,9 @@ void Calls::fail(const CallKey& key, const Failure& failure, bool tell) {
   Call call = std::move(found->second);
   calls_.erase(found);
   history_.fail(call.key, failure);
+  if (failure.kind == FailureKind::kPeer) {
+    last_peer_failure_ = failure;
+  }
   if (tell) {  // first: to cancel may take long where a device is aborted
     peers_.tell(call.terms->participants.peers, encode(FailNotice{call.key, failure, call.terms->participants.ranks}));
   }
@@ -321,13 +324,15 @@ std::string Calls::textOf(const Call& call) const {
   return here;
 }
 
-/// Elsewhere they see which messages have not come; see needs().
+/// Elsewhere they see which messages have not come; see needs(). Who leaves after a PeerError leaves for that.
 void Calls::tellUndone() {
   const int64_t me = peers_.myGlobalRank();
+  const std::string after = last_peer_failure_.has_value() ? ", after this: " + last_peer_failure_->text : "";
+  const std::vector<int64_t> blamed = last_peer_failure_.has_value() ? last_peer_failure_->blamed_ranks : std::vector<int64_t>{me};
   for (const auto& [key, call] : calls_) {
     if (call.executor != nullptr && !call.knows_progress && !call.is_moved) {
-      const Failure failure{
-          FailureKind::kPeer, textOf(call) + ": rank " + std::to_string(me) + " has left the group before it had ended there", {me}};
+      const Failure failure{FailureKind::kPeer,
+                            textOf(call) + ": rank " + std::to_string(me) + " has left the group before it had ended there" + after, blamed};
       peers_.tell(call.terms->participants.peers, encode(FailNotice{key, failure, call.terms->participants.ranks}));
     }
   }

@@ -112,6 +112,7 @@ class Calls {
   transport::ControlNetwork* network_ = nullptr;
   ExecutorsByRoute* executors_ = nullptr;
   std::map<CallKey, Call> calls_;
+  std::optional<Failure> last_peer_failure_;  ///< the last PeerError of this rank
 };
 
 }  // namespace xmesh::runtime

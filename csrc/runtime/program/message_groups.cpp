@@ -55,8 +55,11 @@ class Grouping {
  public:
   Grouping(const core::ReshardingPlan& plan, const GroupLimits& limits) : plan_(plan), limits_(limits) {}
 
-  void reserveSums(const std::vector<Message>& ordered) {
+  void lookAhead(const std::vector<Message>& ordered) {
     for (const Message& message : ordered) {
+      if (message.payload == Payload::kPartialSum || (message.payload == Payload::kValue && !plan_.isSentByHolder(message))) {
+        received_.try_emplace({message.task, message.src_rank});
+      }
       if (message.payload != Payload::kValue) {
         int64_t& bytes = ranks_[message.dst_rank].sum_bytes;
         bytes = std::max(bytes, stagedBytes((message.end - message.begin) * plan_.accumulatorItemBytes(taskOf(message))));
@@ -89,7 +92,7 @@ class Grouping {
     pair = {group, (group == pair.group ? pair.bytes : 0) + num_bytes, message.payload == Payload::kPartialSum};
     addBytes(from, group, num_bytes);
     addBytes(to, group, num_bytes);
-    received_[{message.task, message.dst_rank}].add(message.begin, message.end, group);
+    noteReceived(message, group);
     return group;
   }
 
@@ -102,7 +105,7 @@ class Grouping {
     ranks_[begin->src_rank].first_free = group + 1;
     for (const Message* message = begin; message != end; ++message) {
       ranks_[message->dst_rank].first_free = group + 1;
-      received_[{message->task, message->dst_rank}].add(message->begin, message->end, group);
+      noteReceived(*message, group);
     }
     return group;
   }
@@ -110,6 +113,11 @@ class Grouping {
  private:
   const core::UnitTask& taskOf(const Message& message) const { return plan_.tasks[static_cast<size_t>(message.task)]; }
 
+  void noteReceived(const Message& message, int32_t group) {
+    if (const auto found = received_.find({message.task, message.dst_rank}); found != received_.end()) {
+      found->second.add(message.begin, message.end, group);
+    }
+  }
   int32_t firstAfterInputs(const Message& message) const {
     if (message.payload == Payload::kContribution) {
       return 0;
@@ -132,7 +140,7 @@ class Grouping {
   const GroupLimits limits_;
   std::map<int32_t, RankGroups> ranks_;
   std::map<std::pair<int32_t, int32_t>, PairGroups> pairs_;   ///< by sender and receiver
-  std::map<std::pair<int64_t, int32_t>, Received> received_;  ///< by task and rank
+  std::map<std::pair<int64_t, int32_t>, Received> received_;  ///< by task and rank: of those that pass something on
 };
 
 }  // namespace
@@ -140,7 +148,7 @@ class Grouping {
 std::vector<int32_t> messageGroups(const core::ReshardingPlan& plan, const std::vector<Message>& ordered, const std::vector<int32_t>& circle_of,
                                    const GroupLimits& limits) {
   Grouping grouping(plan, limits);
-  grouping.reserveSums(ordered);
+  grouping.lookAhead(ordered);
   std::vector<int32_t> out;
   out.reserve(ordered.size());
   while (out.size() < ordered.size()) {

@@ -21,9 +21,9 @@ struct ReductionTree {
 /// Tasks of a plan some of whose contributions travel in partial sums; empty where no task has any.
 std::vector<bool> tasksWithSums(const core::ReshardingPlan& plan);
 
-/// The trees of such tasks in which `global_rank` (or, with kEveryRank, any rank) sends or receives something, by first message, then by elements. Every rank derives the same trees
-/// in the same order. Throws InvalidArgument naming task and receiver when a tree's contributions are incomplete, come twice or are used after they
-/// were given away.
+/// The trees of such tasks in which `global_rank` (or, with kEveryRank, any rank) sends or receives something, by first message, then by elements.
+/// Every rank derives the same trees in the same order. Throws InvalidArgument naming task and receiver when a tree's contributions are incomplete,
+/// come twice or are used after they were given away.
 std::vector<ReductionTree> reductionTrees(const core::ReshardingPlan& plan, const std::vector<bool>& has_sums, int64_t global_rank);
 
 }  // namespace xmesh::runtime

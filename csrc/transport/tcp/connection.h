@@ -29,6 +29,8 @@ class ConnectionOwner {
   virtual void onBroken(int32_t peer, Direction direction, const std::string& reason) = 0;
   /// One of the two ranks broke the protocol or the contract of HostTransport; the other end has been told if it was found here.
   virtual void onProtocolError(int32_t peer, const std::string& reason) = 0;
+  /// Whether a peer that refuses connections may yet take one.
+  virtual bool mayStillListen(int32_t peer) const = 0;
   /// Asks for a flush of the peer's sender at the end of the turn.
   virtual void wantFlush(int32_t peer) = 0;
 };

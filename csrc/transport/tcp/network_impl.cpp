@@ -238,6 +238,12 @@ void TcpNetwork::Impl::losePeer(int32_t rank, Event::Kind kind, const std::strin
   }
 }
 
+/// While this rank leaves, others may be leaving too: those that keep their own connection to it are not.
+bool TcpNetwork::Impl::mayStillListen(int32_t rank) const {
+  const Peer& peer = peers_[static_cast<size_t>(rank)];
+  return !is_closing_ || (peer.receiver && peer.receiver->isAttached());
+}
+
 void TcpNetwork::Impl::wantFlush(int32_t rank) {
   Peer& peer = peerAt(rank);
   if (!std::exchange(peer.wants_flush, true)) {

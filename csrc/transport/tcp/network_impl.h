@@ -80,6 +80,7 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   void onGoodbyeFrame(int32_t peer, bool is_final) override;
   void onBroken(int32_t peer, Direction direction, const std::string& reason) override;
   void onProtocolError(int32_t peer, const std::string& reason) override { losePeer(peer, Event::Kind::kLost, reason); }
+  bool mayStillListen(int32_t peer) const override;
   void wantFlush(int32_t peer) override;
 
   Hello hello() const;

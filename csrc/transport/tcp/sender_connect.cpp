@@ -63,7 +63,7 @@ void TcpSender::onConnectFailed(int error) {
     connect_deadline_ -= connect_timeout_ - refused_timeout_;
     connect_timeout_ = refused_timeout_;
   }
-  if (!isWorthARetry(error)) {
+  if (!isWorthARetry(error) || !owner_.mayStillListen(peer_)) {
     breakDown("cannot connect to", error);
   } else if (EventLoop::Clock::now() + backoff_ >= connect_deadline_) {
     onConnectTimeout();

@@ -60,6 +60,9 @@ TEST(StreamExecutor, NeedsGroups) {
 }
 
 TEST(StreamExecutor, RunsAChainAndATranspose) {
+  EXPECT_EQ(runOnStreams(transposePlan(64, 48, 24, 16), MemoryLayout::kRandom, 3, 1 << 20), "");
+  EXPECT_EQ(runOnStreams(transposePlan(64, 48, 24, 16), MemoryLayout::kRandom, 4, 300), "");
+  EXPECT_EQ(runOnStreams(chainPlan(500, 7, 30), MemoryLayout::kContiguous, 5, 1 << 20, {.groups = runtime::GroupLimits{1 << 20, 256}}), "");
   EXPECT_EQ(runOnStreams(chainPlan(1000, 7, 5), MemoryLayout::kRandom, 1, 256), "");
   EXPECT_EQ(runOnStreams(transposePlan(33, 31, 3, 4), MemoryLayout::kRandom, 2, 64, {100}), "");
 }

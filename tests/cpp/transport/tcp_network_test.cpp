@@ -1,5 +1,6 @@
 // What TcpNetwork promises beyond PeerNetwork: peers that die, shortages, forks.
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -63,11 +64,13 @@ TEST(TcpNetwork, LeavesWhenItsWordsHaveGoneThoughItHasYetToConnect) {
   std::thread leaving([&] { alone.destroyNetwork(); });
   EXPECT_EQ(rawRead(peer, kFrameHeaderBytes), headerBytes({FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0}));
   EXPECT_EQ(::listen(port.get(), 1), 0);
+  leaving.join();
+  pollfd ready{port.get(), POLLIN, 0};
+  ASSERT_EQ(::poll(&ready, 1, 0), 1) << "it has left without its words";
   const Fd accepted(::accept(port.get(), nullptr, nullptr));
   EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, 2, {}}));
   EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes + 5).substr(kFrameHeaderBytes), "hello");
   EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes), headerBytes({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0}));
-  leaving.join();
 }
 
 TEST(TcpNetwork, EndWithoutGoodbyeIsALossFromBothSides) {
