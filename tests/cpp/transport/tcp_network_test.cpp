@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <future>
 #include <iterator>
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -60,7 +62,12 @@ TEST(TcpNetwork, LeavesWhenItsWordsHaveGoneThoughItHasYetToConnect) {
   const Fd peer = rawConnect(alone.network().address());
   rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
   ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
-  alone.call(addressOf(port), [&](TcpNetwork& network) { network.sendControl(1, "hello"); });
+  std::promise<void> said;
+  alone.call(addressOf(port), [&](TcpNetwork& network) {
+    network.sendControl(1, "hello");
+    said.set_value();
+  });
+  said.get_future().wait();
   std::thread leaving([&] { alone.destroyNetwork(); });
   EXPECT_EQ(rawRead(peer, kFrameHeaderBytes), headerBytes({FrameKind::kGoodbye, 0, kGoodbyeOtherway, 0}));
   EXPECT_EQ(::listen(port.get(), 1), 0);
