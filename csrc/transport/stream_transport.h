@@ -21,9 +21,10 @@ struct StreamFailure {
 /// its counterpart has begun (rendezvous), so the ranks' orders must agree.
 /// Groups: NCCL runs a group in passes, in which the k-th messages of all ways come k-th. A pass is a row of rounds; both ends have a way's message
 /// in the same round. Rounds run in batches of eight, of which NCCL alone knows which ones share one. So messages of one group may wait for each
-/// other if two of them go the same way, or if in a communicator of more than eight ranks another rank has them in different groups. Connections: the
-/// first message of a way needs one. NCCL makes it when the group is enqueued, for all new ways of the group at once, and waits on the host until
-/// their peers do the same. Groups whose messages would not wait for each other may do so there, hence connectWays() comes first.
+/// other if two of them go the same way, or if in a communicator of more than eight ranks another rank has them in different groups.
+///
+/// Connections: the first message of a way needs one. NCCL makes it when the group is enqueued, for all new ways of the group at once, and waits on
+/// the host until their peers do the same. Groups whose messages would not wait for each other may do so there, hence connectWays() comes first.
 class StreamTransport {
  public:
   virtual ~StreamTransport() = default;

@@ -4,6 +4,10 @@
 #include <map>
 #include <utility>
 
+#include "runtime/program/plan_checks.h"
+#include "runtime/program/program_order.h"
+#include "runtime/program/validate_groups.h"
+
 namespace xmesh::runtime {
 namespace {
 
@@ -162,6 +166,26 @@ std::vector<int32_t> messageGroups(const core::ReshardingPlan& plan, const std::
       ++end;
     }
     out.resize(end, grouping.placeBroadcast(ordered.data() + begin, ordered.data() + end));
+  }
+  return out;
+}
+
+std::pair<std::vector<Message>, std::vector<int32_t>> groupedMessages(const core::ReshardingPlan& plan, int64_t global_rank,
+                                                                      int64_t max_message_bytes, const GroupLimits& limits,
+                                                                      const std::function<int32_t(const Message&)>& circle_of) {
+  const std::vector<Message> all = orderedMessages(plan, kEveryRank, max_message_bytes);
+  std::vector<int32_t> circles(all.size());
+  std::transform(all.begin(), all.end(), circles.begin(), circle_of);
+  const std::vector<int32_t> groups = messageGroups(plan, all, circles, limits);
+#ifndef NDEBUG
+  validateGroups(plan, all, circles, groups);
+#endif
+  std::pair<std::vector<Message>, std::vector<int32_t>> out;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (involves(all[i], global_rank)) {
+      out.first.push_back(all[i]);
+      out.second.push_back(groups[i]);
+    }
   }
   return out;
 }

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "core/resharding/plan.h"
@@ -24,9 +26,8 @@ struct GroupLimits {
 /// every rank:
 ///
 /// - Above the numbers of what brings its sender what it sends: a group is packed before it moves.
-/// - Above the number of the message before of the same pair (sender and receiver): a group runs in passes, so the second message of a pair would
-/// wait
-///   for the first ones of all pairs. Or equal, and both travel as one, packed: up to joined_bytes, and not what leaves an accumulator.
+/// - Above the number of the message before of the same pair (sender and receiver), since a group runs in passes: the second message of a pair
+///   would wait for the first ones of all pairs. Or equal to it, and both travel as one, packed, up to joined_bytes. A partial sum travels alone.
 /// - Of what a rank receives for sums, and of the sums that it sends: not below the one before, since it works on one sum at a time.
 /// - What a rank needs for a group is bounded, on both ends.
 /// - A broadcast is an entry of the stream by itself: above all numbers so far, on each of its ranks, and below all later ones.
@@ -36,5 +37,10 @@ struct GroupLimits {
 /// one, and run them in one order; the messages of the first batch that has not ended have begun on both ends, and complete.
 std::vector<int32_t> messageGroups(const core::ReshardingPlan& plan, const std::vector<core::Message>& ordered, const std::vector<int32_t>& circle_of,
                                    const GroupLimits& limits);
+
+/// The messages that `global_rank` sends or receives, as orderedMessages gives them, and the group of each. `circle_of`: by message, as above.
+std::pair<std::vector<core::Message>, std::vector<int32_t>> groupedMessages(const core::ReshardingPlan& plan, int64_t global_rank,
+                                                                            int64_t max_message_bytes, const GroupLimits& limits,
+                                                                            const std::function<int32_t(const core::Message&)>& circle_of);
 
 }  // namespace xmesh::runtime

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -12,7 +13,6 @@
 #include "runtime/program/broadcast_stars.h"
 #include "runtime/program/plan_checks.h"
 #include "runtime/program/program_order.h"
-#include "runtime/program/validate_groups.h"
 
 namespace xmesh::runtime {
 namespace {
@@ -66,7 +66,14 @@ class Compiler {
   }
 
   std::shared_ptr<const Program> compile() {
-    const std::vector<Message> messages = options_.groups.has_value() ? groupedMessages() : orderedMessages(plan_, rank_, options_.max_message_bytes);
+    std::vector<Message> messages;
+    if (options_.groups.has_value()) {
+      program_->has_groups = true;
+      const auto circle_of = [this](const Message& message) { return circleOf(message); };
+      std::tie(messages, group_of_) = groupedMessages(plan_, rank_, options_.max_message_bytes, *options_.groups, circle_of);
+    } else {
+      messages = orderedMessages(plan_, rank_, options_.max_message_bytes);
+    }
     collectPeers(messages);
     if (stars_ != nullptr) {
       program_->circles = stars_->circles;
@@ -110,25 +117,6 @@ class Compiler {
            std::to_string(message.begin) + ", " + std::to_string(message.end) + ") of " + taskStr(plan_, message.task);
   }
 
-  /// This rank's messages, each with its group in group_of_.
-  std::vector<Message> groupedMessages() {
-    program_->has_groups = true;
-    const std::vector<Message> all = orderedMessages(plan_, kEveryRank, options_.max_message_bytes);
-    std::vector<int32_t> circles(all.size());
-    std::transform(all.begin(), all.end(), circles.begin(), [this](const Message& message) { return circleOf(message); });
-    const std::vector<int32_t> groups = messageGroups(plan_, all, circles, *options_.groups);
-#ifndef NDEBUG
-    validateGroups(plan_, all, circles, groups);
-#endif
-    std::vector<Message> own;
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (involves(all[i], rank_)) {
-        own.push_back(all[i]);
-        group_of_.push_back(groups[i]);
-      }
-    }
-    return own;
-  }
   int32_t groupOf(int64_t position) const { return group_of_.empty() ? 0 : group_of_[static_cast<size_t>(position)]; }
 
   void collectPeers(const std::vector<Message>& messages) {

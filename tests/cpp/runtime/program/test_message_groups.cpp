@@ -46,6 +46,16 @@ std::vector<int32_t> groupsOf(const core::ReshardingPlan& plan, int64_t max_mess
   return groups;
 }
 
+/// Of one tensor, among 10 ranks.
+core::ReshardingPlan hostilePlan(std::mt19937_64& rng, int64_t max_elements) {
+  layouts::LayoutOptions options;
+  options.num_ranks = 10;
+  options.max_elements = max_elements;
+  core::TensorPair pair = layouts::randomPair(rng, options);
+  drawDType(rng, pair);
+  return RandomPlanner({pair}, layouts::randomTopology(rng, 10), rng).plan();
+}
+
 TEST(MessageGroups, OfAPairComeOneAfterTheOther) {
   core::ReshardingPlan plan = chainPlan(12, 3, 1);
   EXPECT_EQ(groupsOf(plan, 1 << 20, {kMuch, 0}), (std::vector<int32_t>{0, 1, 2, 3}));
@@ -77,12 +87,7 @@ TEST(MessageGroups, OfARankAreThoseOfAll) {
   for (int64_t round = 0; round < 300; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     std::mt19937_64 rng(mix(7000 + static_cast<uint64_t>(round)));
-    layouts::LayoutOptions options;
-    options.num_ranks = 10;
-    options.max_elements = 200;
-    core::TensorPair pair = layouts::randomPair(rng, options);
-    drawDType(rng, pair);
-    const core::ReshardingPlan plan = RandomPlanner({pair}, layouts::randomTopology(rng, 10), rng).plan();
+    const core::ReshardingPlan plan = hostilePlan(rng, 200);
     const int64_t max_message_bytes = layouts::randomInt(rng, 1, 300);
     const std::vector<Message> all = orderedMessages(plan, kEveryRank, max_message_bytes);
     for (const int64_t rank : plan.participants()) {
@@ -133,12 +138,7 @@ TEST(ValidateGroups, RefusesWhatWouldNotRun) {
   for (int64_t round = 0; round < 1000; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     std::mt19937_64 rng(mix(9000 + static_cast<uint64_t>(round)));
-    layouts::LayoutOptions options;
-    options.num_ranks = 10;
-    options.max_elements = 100;
-    core::TensorPair pair = layouts::randomPair(rng, options);
-    drawDType(rng, pair);
-    const core::ReshardingPlan plan = RandomPlanner({pair}, layouts::randomTopology(rng, 10), rng).plan();
+    const core::ReshardingPlan plan = hostilePlan(rng, 100);
     const std::vector<Message> ordered = orderedMessages(plan, kEveryRank, 64);
     if (ordered.empty()) {
       continue;
