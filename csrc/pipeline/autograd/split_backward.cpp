@@ -1,6 +1,6 @@
 #include "pipeline/autograd/split_backward.h"
 
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -22,10 +22,12 @@ using torch::autograd::edge_list;
 using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
-/// What sets off a HeldGradients; its value means nothing.
-const at::Tensor& trigger() {
-  static const at::Tensor made = at::zeros({});
-  return made;
+/// What sets off a HeldGradients; its value means nothing. It is where the gradients are that the node holds: autograd runs a node on the thread of
+/// its inputs' device, and only nodes of one thread run in the order of a whole backward.
+at::Tensor triggerOf(const NodePtr& held) {
+  const variable_list& gradients = heldOf(held).gradients;
+  const auto on_device = std::find_if(gradients.begin(), gradients.end(), [](const at::Tensor& one) { return one.defined() && !one.is_cpu(); });
+  return at::empty({}, at::TensorOptions().device(on_device == gradients.end() ? at::kCPU : on_device->device()));
 }
 
 /// A whole backward gives inputs gradients of their own memory, since it accumulates them: so here, where one shares it with what weights still wait
@@ -178,8 +180,9 @@ InputBackward backwardInputs(edge_list roots, variable_list gradients, const std
     const std::vector<NodePtr> held = separated.finish();
     giveOwnMemory(out.gradients, held, gradients);
     for (const NodePtr& node : held) {
-      later_roots.emplace_back(node, node->add_input_metadata(trigger()));
-      later_gradients.push_back(trigger());
+      at::Tensor trigger = triggerOf(node);
+      later_roots.emplace_back(node, node->add_input_metadata(trigger));
+      later_gradients.push_back(std::move(trigger));
     }
   }
   out.weights = {std::move(later_roots), std::move(later_gradients)};
