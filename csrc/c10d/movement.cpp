@@ -90,7 +90,7 @@ CallMovement Movements::of(const std::shared_ptr<const runtime::PreparedPlan>& p
   use(*device);
   out.on_device = std::make_shared<CallOnDevice>(*device);
   const bool through_host = moveThroughHost(prepared->devices);
-  out.movement.route = {static_cast<int16_t>(device->type()), device->index(), 0, through_host};
+  out.movement.route = {static_cast<int16_t>(device->type()), device->index(), through_host};
   if (!through_host) {
     out.movement.caller = out.on_device;
     return out;

@@ -12,6 +12,7 @@
 #include "c10d/reshard_work.h"
 #include "core/error.h"
 #include "core/resharding/fingerprint.h"
+#include "runtime/agreement/messages.h"
 #include "runtime/host/host_executors.h"
 #include "runtime/host/mirrored_executors.h"
 #include "runtime/interrupts.h"
@@ -114,7 +115,8 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
       [make = options_.make_inner, store = store_](c10::Device device, const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
         TORCH_CHECK_NOT_IMPLEMENTED(make, "xmesh: nothing here carries tensors on ", device);
         return make(device, ownConnection(store), name, rank, global_ranks);
-      });
+      },
+      runtime::hashBytes(token));
   movements_ = std::make_unique<Movements>(lines_);
   service_ = std::make_unique<runtime::ReshardService>(
       runtime::ReshardService::Options{global_ranks_, group_rank_},

@@ -18,7 +18,6 @@ namespace xmesh::runtime {
 struct Route {
   int16_t device_kind = 0;    ///< c10::DeviceType's number; 0: host memory
   int16_t device_index = 0;   ///< of this rank's device; may differ from rank to rank
-  uint32_t line = 0;          ///< on a device: which in-order line of calls; those of different lines do not wait for each other
   bool through_host = false;  ///< host memory carries them, and mirrors there stand for the tensors on the device
   auto operator<=>(const Route&) const = default;
 };

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import test_reshard
@@ -340,18 +341,71 @@ def a_training_loop(rank: int, world_size: int) -> None:
     assert found[-1] < found[0]
 
 
-def staging_is_bounded(rank: int, world_size: int) -> None:
-    """Many times the bound is staged, in rounds. (One rank has nothing to stage.)"""
+def another_group(ranks: list[int] | None = None, **settings: Any) -> dist.ProcessGroup:
     options = xm.Options()
     options.inner = dict(backend_of().options.inner)
-    options.staging_bytes = 64 << 10
-    group = dist.new_group(backend=f"cpu:xmesh,{kind()}:xmesh", pg_options=options)
+    for name, value in settings.items():
+        setattr(options, name, value)
+    return dist.new_group(ranks, backend=f"cpu:xmesh,{kind()}:xmesh", pg_options=options)
+
+
+def staging_is_bounded(rank: int, world_size: int) -> None:
+    """Many times the bound is staged, in rounds. (One rank has nothing to stage.)"""
+    group = another_group(staging_bytes=64 << 10)
     source, target = meshes(world_size)
     layout = Layout((1024, 1024), torch.float32, source, (Shard(1),), target, (Shard(0),))
     whole = whole_tensor(layout.shape, layout.dtype)
     x = dtensor_of(local_part(whole, layout.src_mesh, layout.src, rank), layout.shape, layout.src_mesh, layout.src)
     y = xm.reshard(x, layout.dst_mesh, layout.dst, group=group)
     assert_same_bytes(y.to_local(), local_part(whole, layout.dst_mesh, layout.dst, rank), "staged")
+
+
+def lines() -> int:
+    """The threads of this process that enqueue calls on devices."""
+    return sum(name.read_text().strip() == "xmesh_stream" for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def several_groups(rank: int, world_size: int) -> None:
+    """Calls of three groups share a line, in whatever order a rank makes them. A group's end ends no other's."""
+    before = lines()
+    groups = [None, another_group(), another_group(list(range(max(1, world_size - 1))))]
+    for i, group in enumerate(groups):  # a group's first call waits on the host until all of its ranks have made it
+        source, target = meshes(world_size if i < 2 else max(1, world_size - 1))
+        if rank in source.ranks:
+            xm.reshard(_sharded(_whole(0), source, rank), target, (Replicate(),), group=group)
+    own = random.Random(rank)
+    placements = (Replicate(), Shard(0), Shard(1))
+    for turn in range(6):
+        left = {
+            i: [(_whole(10 * turn + i), one) for one in placements]
+            for i in range(len(groups))
+            if i < 2 or rank < world_size - 1
+        }
+        started = []
+        while left:
+            i = own.choice(list(left))
+            whole, placement = left[i].pop(0)
+            if not left[i]:
+                del left[i]
+            source, target = meshes(world_size if i < 2 else max(1, world_size - 1))
+            call = xm.reshard(_sharded(whole, source, rank), target, (placement,), async_op=True, group=groups[i])
+            started.append((call, local_part(whole, target, (placement,), rank)))
+        own.shuffle(started)
+        for (y, work), wanted in started:
+            work.wait()
+            assert_same_bytes(y.to_local(), wanted, turn)
+    assert lines() == max(before, 1)
+    source, target = meshes(world_size)
+    whole = _whole(0)
+    x = _sharded(whole, source, rank)
+    keep_busy()
+    y, work = xm.reshard(x, target, (Shard(1),), async_op=True)
+    dist.destroy_process_group(groups[1])
+    work.wait()
+    assert_same_bytes(y.to_local(), local_part(whole, target, (Shard(1),), rank), "beside the end of a group")
+    if rank < world_size - 1:
+        dist.destroy_process_group(groups[2])
+    assert lines() == max(before, 1)
 
 
 CALLS: list[Case] = [
@@ -363,6 +417,7 @@ CALLS: list[Case] = [
     into_out,
     gradients,
     a_training_loop,
+    several_groups,
     staging_is_bounded,
 ]
 

@@ -17,21 +17,22 @@ constexpr std::chrono::seconds kEndPatience{5};
 std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route& route, runtime::StreamExecutors::Post network) {
   const c10::Device device(static_cast<c10::DeviceType>(route.device_kind), static_cast<c10::DeviceIndex>(route.device_index));
   Line made;
-  made.line = std::make_shared<DeviceLine>(device);
-  const std::string prefix = c10::DeviceTypeName(device.type(), /*lower_case=*/true) + "/" + std::to_string(route.line) + "/";
+  made.use = std::make_unique<LineUse>(device);
+  const std::shared_ptr<DeviceLine>& line = made.use->line();
+  const std::string prefix = c10::DeviceTypeName(device.type(), /*lower_case=*/true) + "/";
   made.communicators = std::make_shared<BackendCommunicators>(
-      made.line, threads_, [make = make_inner_, device, prefix](const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
+      line, threads_, [make = make_inner_, device, prefix](const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
         return make(device, prefix + name, rank, global_ranks);
       });
-  made.kernels = kernelsOf(device);
   const auto allocate = [device](int64_t num_bytes) {
     // As an empty tensor would: on the line's stream, behind whose use of it the memory is free again.
     auto memory = std::make_shared<at::DataPtr>(c10::GetAllocator(device.type())->allocate(static_cast<size_t>(num_bytes)));
     return std::shared_ptr<void>(memory, memory->get());
   };
-  const auto on_line = [line = made.line](std::function<void()> task) { line->post(std::move(task)); };
-  auto out = std::make_unique<runtime::StreamExecutors>(made.communicators, *made.kernels, allocate,
-                                                        runtime::StreamExecutors::Threads{std::move(network), on_line});
+  const auto on_line = [line](std::function<void()> task) { line->post(std::move(task)); };
+  auto out =
+      std::make_unique<runtime::StreamExecutors>(runtime::StreamExecutors::Line{made.communicators, kernelsOf(device), made.use->order(), group_},
+                                                 allocate, runtime::StreamExecutors::Threads{std::move(network), on_line});
   const std::lock_guard lock(mutex_);
   lines_.emplace(route, std::move(made));
   return out;
@@ -51,7 +52,7 @@ void DeviceLines::close() noexcept {
   std::map<c10::DeviceType, std::shared_ptr<DeviceLine>> mirror_lines;
   {
     const std::lock_guard lock(mutex_);
-    lines = lines_;
+    lines = std::exchange(lines_, {});
     mirror_lines = mirror_lines_;
   }
   for (auto& [type, line] : mirror_lines) {
@@ -59,7 +60,7 @@ void DeviceLines::close() noexcept {
   }
   for (auto& [route, line] : lines) {
     line.communicators->abortAll({"the process group was closed", -1});
-    line.line->close();
+    line.use.reset();
   }
   threads_->ending.waitFor(kEndPatience);
 }

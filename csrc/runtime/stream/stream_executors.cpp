@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -15,11 +14,9 @@ namespace xmesh::runtime {
 /// What the stream uses of one call, until it has passed it.
 struct StreamExecutors::Call {
   // The network's thread's.
-  bool may_start = false;
-  StartTerms terms;                          ///< proposed; agreed once it may start
+  StartTerms terms;                          ///< proposed; then agreed
+  uint64_t place = 0;                        ///< in the line's order
   std::vector<std::shared_ptr<void>> holds;  ///< keep the proposed communicators, until the call has them
-  uint64_t held_turn = 0;                    ///< the turn of the last call that was found to wait for this one
-  bool is_launched = false;                  ///< given to the line's thread
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
 
@@ -32,10 +29,6 @@ struct StreamExecutors::Call {
 };
 
 namespace {
-
-/// The call's turn, then what it is called alike on every rank.
-using Turn = std::pair<uint64_t, uint64_t>;
-Turn turnOf(const StreamExecutors::Call& call) { return {call.terms.turn, call.execution.call}; }
 
 /// Those that a call uses on this rank, in the order in which all ranks make them; with their places in StartTerms::generations.
 template <typename Visit>
@@ -51,86 +44,52 @@ void forEachCommunicator(const PreparedPlan& prepared, Visit visit) {
 }  // namespace
 
 struct StreamExecutors::Shared {
-  Shared(std::shared_ptr<Communicators> own_communicators, const StreamKernels& own_kernels, Allocate own_allocate, Threads own_threads)
-      : communicators(std::move(own_communicators)),
-        kernels(own_kernels),
-        allocate(std::move(own_allocate)),
-        line(std::move(own_threads.line)),
-        network(std::move(own_threads.network)) {}
+  Shared(Line own_line, Allocate own_allocate, Threads own_threads)
+      : line(std::move(own_line)), allocate(std::move(own_allocate)), on_line(std::move(own_threads.line)), network(std::move(own_threads.network)) {}
 
-  const std::shared_ptr<Communicators> communicators;
-  const StreamKernels& kernels;
+  const Line line;
   const Allocate allocate;
-  const Post line;
+  const Post on_line;
   ClosablePost network;
-
-  // The network's thread only.
-  uint64_t last_turn = 0;                         ///< proposed or agreed
-  std::map<Turn, std::shared_ptr<Call>> waiting;  ///< not launched
 
   std::atomic<int64_t> staged_bytes = 0;
   std::atomic<int64_t> peak_staged_bytes = 0;
 
-  void propose(const std::shared_ptr<Call>& call);
-  void agree(const std::shared_ptr<Call>& call, const StartTerms& agreed);
-  void setTurn(const std::shared_ptr<Call>& call, uint64_t turn);
-  void launchWaiting(const std::shared_ptr<Shared>& self);
-  void tellHeld();
+  void propose(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
+  void launch(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
   void enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call);
   void end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure);
 };
 
-void StreamExecutors::Shared::propose(const std::shared_ptr<Call>& call) {
+void StreamExecutors::Shared::propose(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call) {
   const PreparedPlan& prepared = *call->execution.movement.prepared;
-  call->terms = {++last_turn, std::vector<uint64_t>(1 + prepared.circles.size())};
+  call->terms.generations.resize(1 + prepared.circles.size());
   forEachCommunicator(prepared, [&](size_t i, const Participants& ranks) {
-    Communicators::Proposal proposal = communicators->propose(ranks);
+    Communicators::Proposal proposal = line.communicators->propose(ranks);
     call->terms.generations[i] = proposal.generation;
     call->holds.push_back(std::move(proposal.hold));
   });
-  waiting.emplace(turnOf(*call), call);
-}
-
-void StreamExecutors::Shared::agree(const std::shared_ptr<Call>& call, const StartTerms& agreed) {
-  call->may_start = true;
-  call->terms.generations = agreed.generations;
-  setTurn(call, agreed.turn);
-}
-
-void StreamExecutors::Shared::setTurn(const std::shared_ptr<Call>& call, uint64_t turn) {
-  waiting.erase(turnOf(*call));
-  call->terms.turn = turn;
-  last_turn = std::max(last_turn, turn);
-  waiting.emplace(turnOf(*call), call);
-}
-
-/// Says so where the first call, not agreed, keeps calls that are.
-void StreamExecutors::Shared::tellHeld() {
-  const auto is_agreed = [](const auto& entry) { return entry.second->may_start; };
-  const auto last = std::find_if(waiting.rbegin(), waiting.rend(), is_agreed);
-  if (last != waiting.rend()) {
-    Call& first = *waiting.begin()->second;
-    if (const uint64_t turn = last->second->terms.turn; std::exchange(first.held_turn, turn) < turn && first.execution.on_held) {
-      first.execution.on_held(turn);
-    }
-  }
-}
-
-/// Launches what may start, up to the first that may not.
-void StreamExecutors::Shared::launchWaiting(const std::shared_ptr<Shared>& self) {
-  while (!waiting.empty() && waiting.begin()->second->may_start) {
-    const std::shared_ptr<Call> call = std::move(waiting.begin()->second);
-    waiting.erase(waiting.begin());
-    call->is_launched = true;
-    line([self, call] {
-      try {
-        self->enqueue(self, call);
-      } catch (const std::exception& error) {
-        self->end(call, transport::StreamFailure{error.what(), -1});
+  const auto held = [self, call](uint64_t turn) {
+    self->network([call, turn] {
+      if (!call->is_canceled && call->execution.on_held) {
+        call->execution.on_held(turn);
       }
     });
-  }
-  tellHeld();
+  };
+  const CallOrder::Place place = line.order->propose({line.group, call->execution.call}, {[self, call] { self->launch(self, call); }, held});
+  call->place = place.id;
+  call->terms.turn = place.turn;
+}
+
+/// Any thread: it is the call's turn.
+void StreamExecutors::Shared::launch(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call) {
+  on_line([self, call] {
+    try {
+      self->enqueue(self, call);
+    } catch (const std::exception& error) {
+      self->end(call, transport::StreamFailure{error.what(), -1});
+    }
+  });
 }
 
 void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const std::shared_ptr<Call>& call) {
@@ -146,15 +105,15 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
   }
   std::vector<transport::StreamTransport*> circles;
   call->transports.resize(1 + prepared.circles.size());
-  forEachCommunicator(prepared,
-                      [&](size_t i, const Participants& ranks) { call->transports[i] = communicators->of(ranks, call->terms.generations.at(i)); });
+  forEachCommunicator(
+      prepared, [&](size_t i, const Participants& ranks) { call->transports[i] = line.communicators->of(ranks, call->terms.generations.at(i)); });
   call->holds.clear();
   for (size_t i = 1; i < call->transports.size(); ++i) {
     circles.push_back(call->transports[i].get());
   }
   transport::StreamTransport& transport = *call->transports.front();
   call->executor =
-      std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, kernels, std::move(circles));
+      std::make_unique<StreamExecutor>(prepared.program, transport, std::move(peers), movement.src, movement.dst, *line.kernels, std::move(circles));
   const int64_t num_bytes = call->executor->stagingBytes();
   if (num_bytes > 0) {
     call->staging = allocate(num_bytes);
@@ -190,7 +149,7 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
 
 /// Any thread.
 void StreamExecutors::Shared::end(const std::shared_ptr<Call>& call, std::optional<transport::StreamFailure> failure) {
-  network([call, failure = std::move(failure), communicators = communicators] {
+  network([call, failure = std::move(failure), communicators = line.communicators] {
     call->is_done = true;
     call->staging.reset();
     Movement& movement = call->execution.movement;
@@ -227,30 +186,25 @@ class StreamRun final : public Executor {
 
   StartTerms proposal() const override { return call_->terms; }
   void start(const StartTerms& agreed) override {
-    shared_->agree(call_, agreed);
-    shared_->launchWaiting(shared_);
+    call_->terms.generations = agreed.generations;
+    shared_->line.order->agree(call_->place, agreed.turn);
   }
-  void comesAfter(uint64_t turn) override {
-    if (!call_->may_start && !call_->is_canceled && call_->terms.turn <= turn) {
-      shared_->setTurn(call_, turn + 1);
-      shared_->launchWaiting(shared_);
-    }
-  }
+  void comesAfter(uint64_t turn) override { shared_->line.order->comesAfter(call_->place, turn); }
   void cancel(const Failure& why) override {
     if (call_->is_done || call_->is_canceled) {
       return;
     }
     call_->is_canceled = true;
-    if (call_->is_launched) {
+    if (!shared_->line.order->leave(call_->place)) {
       forEachCommunicator(*call_->execution.movement.prepared, [this, &why](size_t i, const Participants& ranks) {
-        shared_->communicators->abort(ranks, call_->terms.generations.at(i), failureOfOthers(why, ranks));
+        shared_->line.communicators->abort(ranks, call_->terms.generations.at(i), failureOfOthers(why, ranks));
       });
-      return;
     }
-    shared_->waiting.erase(turnOf(*call_));
-    shared_->launchWaiting(shared_);
   }
-  void abandon() override { call_->is_canceled = true; }
+  void abandon() override {
+    call_->is_canceled = true;
+    shared_->line.order->leave(call_->place);
+  }
   std::vector<PeerProgress> progress() const override {
     std::vector<PeerProgress> out;
     const Program& program = *call_->execution.movement.prepared->program;
@@ -277,8 +231,8 @@ class StreamRun final : public Executor {
 
 }  // namespace
 
-StreamExecutors::StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads)
-    : shared_(std::make_shared<Shared>(std::move(communicators), kernels, std::move(allocate), std::move(threads))) {}
+StreamExecutors::StreamExecutors(Line line, Allocate allocate, Threads threads)
+    : shared_(std::make_shared<Shared>(std::move(line), std::move(allocate), std::move(threads))) {}
 
 StreamExecutors::~StreamExecutors() { disconnect(); }
 
@@ -286,11 +240,11 @@ std::unique_ptr<Executor> StreamExecutors::make(Execution execution) {
   execution.movement.prepared->program->checkLocalTensors(execution.movement.src, execution.movement.dst);
   auto call = std::make_shared<Call>();
   call->execution = std::move(execution);
-  shared_->propose(call);
+  shared_->propose(shared_, call);
   return std::make_unique<StreamRun>(shared_, std::move(call));
 }
 
-void StreamExecutors::promise(uint64_t turn) { shared_->last_turn = std::max(shared_->last_turn, turn); }
+void StreamExecutors::promise(uint64_t turn) { shared_->line.order->promise(turn); }
 
 void StreamExecutors::disconnect() { shared_->network.close(); }
 

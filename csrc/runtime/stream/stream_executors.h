@@ -6,12 +6,13 @@
 
 #include "runtime/agreement/participants.h"
 #include "runtime/executor.h"
+#include "runtime/stream/call_order.h"
 #include "runtime/stream/stream_kernels.h"
 #include "transport/stream_transport.h"
 
 namespace xmesh::runtime {
 
-/// The communicators of one line: each set of ranks has one of its own, all on the line's one in-order stream.
+/// The communicators of one group on a line: each set of ranks has one of its own, all on the line's one in-order stream.
 class Communicators {
  public:
   virtual ~Communicators() = default;
@@ -29,20 +30,14 @@ class Communicators {
   virtual void abort(const Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept = 0;
 };
 
-/// Executors of one line, on StreamTransports. What they enqueue meets its counterpart by order alone. So nothing is enqueued before the ranks have
-/// agreed on a call, and all enqueue their common calls in one order, however each of them made them: as backwards do, whose order is autograd's.
-///
-/// That order is the turns', by D. Skeen's total order (in K. Birman and T. Joseph, Reliable Communication in the Presence of Failures, ACM TOCS
-/// 5(1), 1987, section 5.2). A rank proposes one more than every turn that it has proposed or heard to be agreed; the most that a participant
-/// proposes is agreed; equal turns go by the call's name. A call is enqueued once nothing with an earlier turn, proposed or agreed, is left here:
-/// what comes later gets a later one. So that no call waits for one that a rank makes only later, perhaps when the first has ended, this rank then
-/// asks the others to put that one behind (Execution::on_held); who has not made it promises so.
+/// Executors of one group's rank on a device's line, on StreamTransports. Calls are enqueued in the line's CallOrder, which all groups share that use
+/// it.
 ///
 /// What is enqueued cannot be taken back. A call that fails then aborts its communicator, and with it all that is enqueued there: else its memory
 /// would stay for as long as the others do not come.
 ///
 /// Threading: the network's thread, and the line's, on which everything that may block for a peer or the device happens: communicators are made there
-/// and programs enqueued.
+/// and programs enqueued. Where other groups use the line, calls are launched on their networks' threads too.
 class StreamExecutors final : public Executors {
  public:
   /// Memory that the stream may use, freed with the last reference. The line's thread.
@@ -53,9 +48,15 @@ class StreamExecutors final : public Executors {
     Post network;
     Post line;
   };
+  /// Where calls are enqueued.
+  struct Line {
+    std::shared_ptr<Communicators> communicators;
+    std::shared_ptr<const StreamKernels> kernels;
+    std::shared_ptr<CallOrder> order;
+    uint64_t group = 0;  ///< the group's name in that order, alike on all of its ranks
+  };
 
-  /// `communicators` and `kernels` outlive what is enqueued.
-  StreamExecutors(std::shared_ptr<Communicators> communicators, const StreamKernels& kernels, Allocate allocate, Threads threads);
+  StreamExecutors(Line line, Allocate allocate, Threads threads);
   ~StreamExecutors() override;
 
   bool needsAgreement() const override { return true; }

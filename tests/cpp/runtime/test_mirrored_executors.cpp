@@ -100,7 +100,7 @@ class MirroredExecutorsTest : public testing::Test {
     request.movement.prepared = prepared;
     request.movement.writes_once_agreed = true;
     if (is_on_device) {
-      request.movement.route = {1, 0, 0, true};
+      request.movement.route = {1, 0, true};
       request.movement.mirrors = out.memory;
     }
     out.call = services_.at(static_cast<size_t>(rank))->reshard(std::move(request));

@@ -85,8 +85,9 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
         communicators_.push_back(std::make_shared<OneCommunicator>(streams_, rank));
         const auto inline_line = [](const std::function<void()>& task) { task(); };
         auto make = [this, rank, allocate, post, inline_line](const Route& /*route*/) {
-          return std::make_unique<StreamExecutors>(communicators_[static_cast<size_t>(rank)], kernels_, allocate,
-                                                   StreamExecutors::Threads{post, inline_line});
+          return std::make_unique<StreamExecutors>(
+              StreamExecutors::Line{communicators_[static_cast<size_t>(rank)], kernels_, std::make_shared<CallOrder>()}, allocate,
+              StreamExecutors::Threads{post, inline_line});
         };
         auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
         return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
@@ -112,7 +113,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement.dst = {localIn(made->dst, prepared->program->dstShape(0))};
     request.movement.keep_alive = made->alive;
     request.movement.prepared = prepared;
-    request.movement.route = {1, 0, 0};
+    request.movement.route = {1, 0};
     request.movement.caller = made->streams;
     request.lane = lane;
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
@@ -134,7 +135,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
 
   transport::FakeHostNetwork control_;
   transport::FakeStreamNetwork streams_;
-  HostKernels kernels_;
+  const std::shared_ptr<const HostKernels> kernels_ = std::make_shared<HostKernels>();
   std::mt19937_64 random_;
   int num_staged_ = 0;
   std::vector<std::shared_ptr<OneCommunicator>> communicators_;

@@ -215,8 +215,9 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
             return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [](void* memory) { ::operator delete(memory); });
           };
           const auto on_line = [line = lines_[static_cast<size_t>(rank)].get()](std::function<void()> task) { line->post(std::move(task)); };
-          return std::make_unique<StreamExecutors>(communicators_[static_cast<size_t>(rank)], kernels_, allocate,
-                                                   StreamExecutors::Threads{post, on_line});
+          return std::make_unique<StreamExecutors>(
+              StreamExecutors::Line{communicators_[static_cast<size_t>(rank)], kernels_, std::make_shared<CallOrder>()}, allocate,
+              StreamExecutors::Threads{post, on_line});
         };
         auto host = std::make_unique<HostExecutors>(*network, int64_t{1} << 20);
         const std::string address = network->address();
@@ -258,7 +259,7 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
     request.movement.dst = {localIn(made.tensors->dst, prepared->program->dstShape(0))};
     request.movement.keep_alive = made.tensors;
     request.movement.prepared = prepared;
-    request.movement.route = {1, 0, 0};
+    request.movement.route = {1, 0};
     std::iota(made.tensors->src.begin(), made.tensors->src.end(), rank == 1 ? kExtent / 2 : 0);
     made.call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
     return made;
@@ -276,7 +277,7 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
   }
 
   Device device_;
-  HostKernels kernels_;
+  const std::shared_ptr<const HostKernels> kernels_ = std::make_shared<HostKernels>();
   std::vector<std::shared_ptr<Generations>> communicators_;
   std::vector<std::unique_ptr<Line>> lines_;
   std::vector<std::unique_ptr<ReshardService>> services_;
