@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from device_cases import another_group
 from device_ranks import on_device, start
 from faults import leave, strike
 from layouts import Layout, expected_of, source_of
@@ -168,6 +169,43 @@ def test_a_rank_aborts_with_a_call_in_flight() -> None:
         outcomes = world.join(60)
         assert [outcome.error for outcome in outcomes] == [None] * 4
         assert [outcome.value for outcome in outcomes][1:] == ["gone", "(1,)", "(1,)"]  # rank 0's own part has moved
+
+
+def one_group_aborts_before_another(rank: int, world_size: int) -> str:
+    """On the stream that both share, the other group's call is behind the one that is aborted."""
+    start()
+    import emu_device
+
+    group = another_group()
+    source = source_of(FOUR)
+    wanted: Any = xm.reshard(source, FOUR.dst_mesh, FOUR.dst)
+    xm.reshard(source, FOUR.dst_mesh, FOUR.dst, group=group)
+    gate = emu_device.hold(max_ms=HELD_MS)
+    aborted = xm.reshard(source, FOUR.dst_mesh, FOUR.dst, group=group, async_op=True)[1]
+    y: Any
+    y, work = xm.reshard(source, FOUR.dst_mesh, FOUR.dst, async_op=True)
+    aborted.wait()
+    work.wait()  # both are enqueued here
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"enqueued/{rank}", "")
+    store.wait([f"enqueued/{other}" for other in range(world_size)])
+    if rank == 1:
+        backend_of(group).abort()
+    else:
+        with pytest.raises(xm.PeerError, match="rank 1"):
+            aborted.wait(datetime.timedelta(seconds=60))
+    gate.release()
+    work.wait(datetime.timedelta(seconds=60))
+    is_same = bool(torch.equal(y.to_local().cpu(), wanted.to_local().cpu()))
+    leave()
+    return f"{is_same}"
+
+
+def test_one_group_aborts_before_another() -> None:
+    with World(one_group_aborts_before_another, 4, backend=None) as world:
+        outcomes = world.join(60)
+        assert [outcome.error for outcome in outcomes] == [None] * 4
+        assert [outcome.value for outcome in outcomes] == ["True"] * 4
 
 
 def goes_on_after_a_mistake(rank: int, world_size: int) -> None:

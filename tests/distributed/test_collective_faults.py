@@ -102,7 +102,7 @@ def killed(victims: list[int], fn: Any, *args: Any) -> list[Any]:
         for outcome in outcomes:
             if outcome.rank not in victims:
                 assert outcome.error is None, outcome.error
-                assert outcome.exitcode == 0, outcome
+                assert outcome.exitcode == 0, outcome.output
         return [outcome.value for outcome in outcomes if outcome.rank not in victims]
 
 

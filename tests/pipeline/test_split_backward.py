@@ -316,6 +316,21 @@ def test_what_forward_left_goes_with_the_second_half() -> None:
     assert mine() is None
 
 
+def test_anomaly_mode_finds_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for NaN in all that a node gives, also in what sets off the second half."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            x = torch.randn(3, 4, requires_grad=True)
+            _, run_weight_grads = split_backward(module(x).sum(), None, x)
+            run_weight_grads()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(weight.grad is not None for weight in module.parameters())
+
+
 def test_second_half_runs_once() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     _, run_weight_grads = split_backward(nn.Linear(4, 4)(x).sum(), None, x)

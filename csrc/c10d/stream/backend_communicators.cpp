@@ -1,5 +1,6 @@
 #include "c10d/stream/backend_communicators.h"
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -112,8 +113,9 @@ void BackendCommunicators::abort(const runtime::Participants& participants, uint
   }
 }
 
-void BackendCommunicators::abortAll(const transport::StreamFailure& failure) noexcept {
+bool BackendCommunicators::abortAll(const transport::StreamFailure& failure) noexcept {
   Gone found;
+  bool is_making = false;
   {
     const std::lock_guard lock(mutex_);
     closed_ = failure;
@@ -123,13 +125,14 @@ void BackendCommunicators::abortAll(const transport::StreamFailure& failure) noe
         found.push_back(one.lock());
       }
       entry.newest.reset();
+      is_making = is_making || entry.is_making;
     }
   }
+  std::erase(found, nullptr);
   for (const std::shared_ptr<BackendTransport>& one : found) {
-    if (one != nullptr) {
-      one->abort(failure);
-    }
+    one->abort(failure);
   }
+  return is_making || std::any_of(found.begin(), found.end(), [](const auto& one) { return one.use_count() > 1; });
 }
 
 }  // namespace xmesh::c10d_backend

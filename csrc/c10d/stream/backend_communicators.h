@@ -16,8 +16,8 @@
 
 namespace xmesh::c10d_backend {
 
-/// The communicators of one line: inner c10d backends of the library's own, one per set of ranks, made when a call first needs one. As many as
-/// kMaxCommunicators stay; the least recently used one that no call counts on goes first. Threading: as Communicators.
+/// The communicators of one group on a line: inner c10d backends of the library's own, one per set of ranks, made when a call first needs one. As
+/// many as kMaxCommunicators stay; the least recently used one that no call counts on goes first. Threading: as Communicators.
 class BackendCommunicators final : public runtime::Communicators {
  public:
   static constexpr size_t kMaxCommunicators = 8;
@@ -32,8 +32,8 @@ class BackendCommunicators final : public runtime::Communicators {
   Proposal propose(const runtime::Participants& participants) override;
   std::shared_ptr<transport::StreamTransport> of(const runtime::Participants& participants, uint64_t generation) override;
   void abort(const runtime::Participants& participants, uint64_t generation, const transport::StreamFailure& failure) noexcept override;
-  /// Aborts every communicator; all are given up afterwards.
-  void abortAll(const transport::StreamFailure& failure) noexcept;
+  /// Aborts every communicator; all are given up afterwards. Whether any is still being made, or kept by what is in flight.
+  bool abortAll(const transport::StreamFailure& failure) noexcept;
 
  private:
   using Ranks = std::vector<int64_t>;

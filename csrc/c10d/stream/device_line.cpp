@@ -5,9 +5,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
 
 #include <chrono>
+#include <future>
 #include <utility>
 
 namespace xmesh::c10d_backend {
@@ -34,10 +36,23 @@ void DeviceLine::post(std::function<void()> task) {
   state_->woken.notify_one();
 }
 
-void DeviceLine::whenPassed(Told told) {
-  c10::Event event(device().type());
-  event.record(state_->stream);
-  state_->marks.push_back({std::move(event), std::move(told)});
+void DeviceLine::whenPassed(Told told) { state_->mark(std::move(told)); }
+
+void DeviceLine::waitPassed() noexcept {
+  try {
+    const auto passed = std::make_shared<std::promise<void>>();
+    const std::future<void> is_passed = passed->get_future();
+    post([state = state_.get(), passed] { state->mark([passed](const std::string* /*error*/) { passed->set_value(); }); });
+    is_passed.wait_for(2 * kPassPatience);
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "xmesh: " << error.what();
+  }
+}
+
+void DeviceLine::State::mark(Told told) {
+  c10::Event event(stream.device_type());
+  event.record(stream);
+  marks.push_back({std::move(event), std::move(told)});
 }
 
 void DeviceLine::State::tellPassed() {
@@ -88,6 +103,10 @@ void DeviceLine::State::run() {
   if (!marks.empty()) {
     new std::deque<Mark>(std::move(marks));  // NOLINT(bugprone-unused-raii): see close()
   }
+  lock.lock();
+  std::deque<std::function<void()>> never = std::exchange(tasks, {});  // they may hold the line, and so themselves
+  lock.unlock();
+  never.clear();
   lock.lock();
   has_ended = true;
   ended.notify_all();

@@ -31,8 +31,11 @@ class DeviceLine {
   /// Runs `told(nullptr)` on the line's thread once the stream has passed everything that is enqueued now, or with what the device failed with. The
   /// line's thread.
   void whenPassed(Told told);
+  /// Blocks until the tasks posted before have run and the stream has passed what they enqueued, for some seconds at most. Not on the line's thread.
+  void waitPassed() noexcept;
   /// Tells who waits in whenPassed() as long as the stream passes something within a few seconds, then ends the thread. What the stream has not
-  /// passed by then keeps its memory for ever: it may still use it. A task that blocks longer keeps the thread. Once.
+  /// passed by then keeps its memory for ever: it may still use it. Tasks that have not run never do. A task that blocks longer keeps the thread.
+  /// Once.
   void close() noexcept;
 
  private:
@@ -44,6 +47,7 @@ class DeviceLine {
   struct State {
     explicit State(c10::Stream own_stream) : stream(own_stream) {}
     void run();
+    void mark(Told told);
     void tellPassed();
 
     const c10::Stream stream;

@@ -59,7 +59,9 @@ void DeviceLines::close() noexcept {
     line->close();
   }
   for (auto& [route, line] : lines) {
-    line.communicators->abortAll({"the process group was closed", -1});
+    if (line.communicators->abortAll({"the process group was closed", -1}) && line.use->isShared()) {
+      line.use->line()->waitPassed();
+    }
     line.use.reset();
   }
   threads_->ending.waitFor(kEndPatience);

@@ -1,8 +1,11 @@
 #include "c10d/stream/line_use.h"
 
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <utility>
+
+#include "runtime/fork_mark.h"
 
 namespace xmesh::c10d_backend {
 namespace {
@@ -10,45 +13,68 @@ namespace {
 struct Used {
   std::shared_ptr<DeviceLine> line;
   std::shared_ptr<runtime::CallOrder> order;
-  int num_uses = 0;
+  int num_uses = 0;  ///< 0: it is being closed
 };
 
 struct Lines {
+  const runtime::ForkMark fork;
   std::mutex mutex;
+  std::condition_variable closed;
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, Used> used;
 };
 
-/// Never destroyed: a process may end with groups in use.
+/// This process's: a forked child, which has no thread of its parent's, begins anew. Never destroyed: a process may end with groups in use.
 Lines& lines() {
-  static Lines* const made = new Lines;
-  return *made;
+  static std::mutex making;
+  static Lines* current = nullptr;
+  const std::lock_guard lock(making);
+  if (current == nullptr || !current->fork.isHere()) {
+    current = new Lines;
+  }
+  return *current;
 }
 
 }  // namespace
 
 LineUse::LineUse(c10::Device device) : device_(device) {
   Lines& all = lines();
-  const std::lock_guard lock(all.mutex);
-  Used& used = all.used[{device.type(), device.index()}];
-  if (used.line == nullptr) {
-    used = {std::make_shared<DeviceLine>(device), std::make_shared<runtime::CallOrder>()};
+  const std::pair key(device.type(), device.index());
+  std::unique_lock lock(all.mutex);
+  all.closed.wait(lock, [&] {
+    const auto found = all.used.find(key);
+    return found == all.used.end() || found->second.num_uses > 0;
+  });
+  if (!all.used.contains(key)) {
+    all.used.emplace(key, Used{std::make_shared<DeviceLine>(device), std::make_shared<runtime::CallOrder>()});
   }
+  Used& used = all.used.at(key);
   ++used.num_uses;
   line_ = used.line;
   order_ = used.order;
 }
 
+bool LineUse::isShared() const {
+  Lines& all = lines();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.used.find({device_.type(), device_.index()});
+  return found != all.used.end() && found->second.line == line_ && found->second.num_uses > 1;
+}
+
 LineUse::~LineUse() {
   Lines& all = lines();
-  {
-    const std::lock_guard lock(all.mutex);
-    const auto found = all.used.find({device_.type(), device_.index()});
-    if (--found->second.num_uses > 0) {
-      return;
-    }
-    all.used.erase(found);
+  std::unique_lock lock(all.mutex);
+  const auto found = all.used.find({device_.type(), device_.index()});
+  if (found == all.used.end() || found->second.line != line_) {
+    return;  // a forked child ends what is its parent's
   }
+  if (--found->second.num_uses > 0) {
+    return;
+  }
+  lock.unlock();
   line_->close();
+  lock.lock();
+  all.used.erase(found);
+  all.closed.notify_all();
 }
 
 }  // namespace xmesh::c10d_backend

@@ -1,6 +1,6 @@
 #include "pipeline/autograd/split_backward.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -22,12 +22,12 @@ using torch::autograd::edge_list;
 using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
-/// What sets off a HeldGradients; its value means nothing. It is where the gradients are that the node holds: autograd runs a node on the thread of
-/// its inputs' device, and only nodes of one thread run in the order of a whole backward.
+/// What sets off a HeldGradients; its value means nothing, but anomaly mode looks at it. It is where the gradients are that the node holds: autograd
+/// runs a node on the thread of its inputs' device, and only nodes of one thread run in the order of a whole backward.
 at::Tensor triggerOf(const NodePtr& held) {
   const variable_list& gradients = heldOf(held).gradients;
   const auto on_device = std::find_if(gradients.begin(), gradients.end(), [](const at::Tensor& one) { return one.defined() && !one.is_cpu(); });
-  return at::empty({}, at::TensorOptions().device(on_device == gradients.end() ? at::kCPU : on_device->device()));
+  return at::zeros({}, at::TensorOptions().device(on_device == gradients.end() ? at::kCPU : on_device->device()));
 }
 
 /// A whole backward gives inputs gradients of their own memory, since it accumulates them: so here, where one shares it with what weights still wait

@@ -8,7 +8,7 @@ namespace xmesh::runtime {
 
 /// What the ranks agree on besides a call: of each number the most that one of them says. Plain value; zeros on the host.
 struct StartTerms {
-  uint64_t turn = 0;  ///< the call's place among those of one line: see StreamExecutors
+  uint64_t turn = 0;  ///< the call's place among those on its device: see CallOrder
   /// How many-th communicator it takes of its participants, then of each circle of its program; zero says nothing.
   std::vector<uint64_t> generations;
 

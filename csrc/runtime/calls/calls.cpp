@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
+
 namespace xmesh::runtime {
 namespace {
 
@@ -116,6 +118,8 @@ void Calls::makeExecutor(Call& call) {
   };
   Executors& executors = executors_->at(execution.movement.route);
   call.waits_for_agreement = executors.needsAgreement();
+  core::require(!call.waits_for_agreement || isCompared(call.kind),
+                "calls on a device start in an order that their ranks agree on: a transfer cannot");
   call.knows_progress = executors.knowsProgress();
   call.executor = executors.make(std::move(execution));
   call.start_terms = call.executor->proposal();

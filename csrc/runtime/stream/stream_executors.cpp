@@ -14,13 +14,13 @@ namespace xmesh::runtime {
 /// What the stream uses of one call, until it has passed it.
 struct StreamExecutors::Call {
   // The network's thread's.
-  StartTerms terms;                          ///< proposed; then agreed
+  StartTerms terms;                          ///< proposed; its generations, then agreed
   uint64_t place = 0;                        ///< in the line's order
   std::vector<std::shared_ptr<void>> holds;  ///< keep the proposed communicators, until the call has them
   bool is_done = false;
   std::atomic<bool> is_canceled = false;
 
-  // The line's thread's once the call is launched, then the network's again.
+  // The line's thread's once the call is launched, then the network's again. What is left of it after the network ends on either.
   Execution execution;
   std::unique_ptr<StreamExecutor> executor;
   /// The transport among the participants, then one for each circle of the program; null for a circle that this rank is not in.
@@ -140,11 +140,18 @@ void StreamExecutors::Shared::enqueue(const std::shared_ptr<Shared>& self, const
       }
     }
   }
-  transport.whenReached([self, call, num_bytes](const transport::StreamFailure* failure) {
+  const auto passed = [self, call, num_bytes](const transport::StreamFailure* failure) {
     self->staged_bytes -= num_bytes;
     call->transports.clear();  // here, not on the network's thread: the last one to hold a communicator ends it
     self->end(call, failure == nullptr ? std::nullopt : std::optional(*failure));
-  });
+  };
+  try {
+    transport.whenReached(passed);
+  } catch (const std::exception&) {
+    new std::shared_ptr<void>(call->execution.movement.keep_alive);  // NOLINT(bugprone-unused-raii): nobody can say when the device is done with them
+    new std::shared_ptr<void>(call->staging);                        // NOLINT(bugprone-unused-raii)
+    throw;
+  }
 }
 
 /// Any thread.

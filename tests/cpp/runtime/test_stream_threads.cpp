@@ -1,6 +1,7 @@
 // Calls on in-order streams with every thread that they have in earnest: callers, the network's, the line's, and a device that goes on by itself.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -33,6 +34,7 @@ namespace {
 using core::Placement;
 
 constexpr int32_t kNumRanks = 4;
+constexpr size_t kNumGroups = 2;
 constexpr int64_t kExtent = 96;
 
 core::ReshardingPlan planOf(const std::string& strategy) {
@@ -165,10 +167,10 @@ class End final : public transport::StreamTransport {
   std::optional<std::vector<std::function<void(StreamTransport&)>>> group_;
 };
 
-/// A communicator of all ranks for each generation.
+/// A communicator of all ranks for each generation of a group.
 class Generations final : public Communicators {
  public:
-  Generations(Device& device, int32_t rank) : device_(device), rank_(rank) {}
+  Generations(Device& device, int32_t rank, size_t group) : device_(device), rank_(rank), group_(group) {}
   Proposal propose(const Participants& /*participants*/) override {
     const std::lock_guard lock(mutex_);
     return {newest_, nullptr};
@@ -179,69 +181,84 @@ class Generations final : public Communicators {
     if (generation < newest_) {
       throw std::runtime_error("its communicator was given up");
     }
-    return std::make_shared<End>(device_, rank_, static_cast<int32_t>(generation));
+    return std::make_shared<End>(device_, rank_, communicator(generation));
   }
   void abort(const Participants& /*participants*/, uint64_t generation, const transport::StreamFailure& failure) noexcept override {
     {
       const std::lock_guard lock(mutex_);
       newest_ = std::max(newest_, generation + 1);
     }
-    End(device_, rank_, static_cast<int32_t>(generation)).abort(failure);
+    End(device_, rank_, communicator(generation)).abort(failure);
   }
 
  private:
+  int32_t communicator(uint64_t generation) const { return static_cast<int32_t>(generation * kNumGroups + group_); }
+
   Device& device_;
   const int32_t rank_;
+  const size_t group_;
   std::mutex mutex_;
   uint64_t newest_ = 0;
 };
 
+/// Ranks that are in several groups, whose calls share their rank's line and its order.
 class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
  protected:
   StreamThreadsTest() : device_(GetParam()) {
-    std::vector<int64_t> ranks(kNumRanks);
-    std::iota(ranks.begin(), ranks.end(), 0);
     for (int32_t rank = 0; rank < kNumRanks; ++rank) {
-      communicators_.push_back(std::make_shared<Generations>(device_, rank));
       lines_.push_back(std::make_unique<Line>());
-      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank](transport::PeerEvents& events) {
-        transport::TcpNetworkOptions options;
-        options.group_rank = rank;
-        options.group_size = kNumRanks;
-        auto network = std::make_unique<transport::TcpNetwork>(options, events);
-        const auto post = [network = network.get()](std::function<void()> task) { network->post(std::move(task)); };
-        auto make = [this, rank, post](const Route& /*route*/) {
-          const auto allocate = [](int64_t num_bytes) {
-            return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [](void* memory) { ::operator delete(memory); });
-          };
-          const auto on_line = [line = lines_[static_cast<size_t>(rank)].get()](std::function<void()> task) { line->post(std::move(task)); };
-          return std::make_unique<StreamExecutors>(
-              StreamExecutors::Line{communicators_[static_cast<size_t>(rank)], kernels_, std::make_shared<CallOrder>()}, allocate,
-              StreamExecutors::Threads{post, on_line});
-        };
-        auto host = std::make_unique<HostExecutors>(*network, int64_t{1} << 20);
-        const std::string address = network->address();
-        return ReshardService::Networks{std::move(network), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), address};
-      }));
+      orders_.push_back(std::make_shared<CallOrder>());
     }
-    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
-      for (int32_t peer = 0; peer < kNumRanks; ++peer) {
-        if (peer != rank) {
-          services_[static_cast<size_t>(rank)]->setAddress(peer, services_[static_cast<size_t>(peer)]->address());
+    for (size_t group = 0; group < kNumGroups; ++group) {
+      for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+        services_.at(group).push_back(makeService(rank, group));
+      }
+      for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+        for (int32_t peer = 0; peer < kNumRanks; ++peer) {
+          if (peer != rank) {
+            service(rank, group)->setAddress(peer, service(peer, group)->address());
+          }
         }
       }
     }
   }
   ~StreamThreadsTest() override {
     std::vector<std::thread> closing;  // as processes do: none waits for another
-    for (auto& service : services_) {
-      closing.emplace_back([&service] { service.reset(); });
+    for (auto& group : services_) {
+      for (auto& service : group) {
+        closing.emplace_back([&service] { service.reset(); });
+      }
     }
     for (std::thread& thread : closing) {
       thread.join();
     }
     lines_.clear();
   }
+
+  std::unique_ptr<ReshardService> makeService(int32_t rank, size_t group) {
+    std::vector<int64_t> ranks(kNumRanks);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank, group](transport::PeerEvents& events) {
+      transport::TcpNetworkOptions options;
+      options.group_rank = rank;
+      options.group_size = kNumRanks;
+      auto network = std::make_unique<transport::TcpNetwork>(options, events);
+      const auto post = [network = network.get()](std::function<void()> task) { network->post(std::move(task)); };
+      auto make = [this, rank, group, post](const Route& /*route*/) {
+        const auto allocate = [](int64_t num_bytes) {
+          return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [](void* memory) { ::operator delete(memory); });
+        };
+        const auto on_line = [line = lines_[static_cast<size_t>(rank)].get()](std::function<void()> task) { line->post(std::move(task)); };
+        return std::make_unique<StreamExecutors>(
+            StreamExecutors::Line{std::make_shared<Generations>(device_, rank, group), kernels_, orders_[static_cast<size_t>(rank)], group}, allocate,
+            StreamExecutors::Threads{post, on_line});
+      };
+      auto host = std::make_unique<HostExecutors>(*network, int64_t{1} << 20);
+      const std::string address = network->address();
+      return ReshardService::Networks{std::move(network), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), address};
+    });
+  }
+  std::unique_ptr<ReshardService>& service(int32_t rank, size_t group) { return services_.at(group).at(static_cast<size_t>(rank)); }
 
   struct Tensors {
     std::vector<int32_t> src;
@@ -252,7 +269,7 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
     std::shared_ptr<ReshardCall> call;
   };
 
-  Made begin(int32_t rank, const std::shared_ptr<const PreparedPlan>& prepared) {
+  Made begin(int32_t rank, const std::shared_ptr<const PreparedPlan>& prepared, size_t group = 0) {
     Made made;
     ReshardRequest request;
     request.movement.src = {localIn(made.tensors->src, prepared->program->srcShape(0))};
@@ -261,7 +278,7 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
     request.movement.prepared = prepared;
     request.movement.route = {1, 0};
     std::iota(made.tensors->src.begin(), made.tensors->src.end(), rank == 1 ? kExtent / 2 : 0);
-    made.call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
+    made.call = service(rank, group)->reshard(std::move(request));
     return made;
   }
 
@@ -278,9 +295,9 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
 
   Device device_;
   const std::shared_ptr<const HostKernels> kernels_ = std::make_shared<HostKernels>();
-  std::vector<std::shared_ptr<Generations>> communicators_;
-  std::vector<std::unique_ptr<Line>> lines_;
-  std::vector<std::unique_ptr<ReshardService>> services_;
+  std::vector<std::unique_ptr<Line>> lines_;        ///< by rank
+  std::vector<std::shared_ptr<CallOrder>> orders_;  ///< by rank
+  std::array<std::vector<std::unique_ptr<ReshardService>>, kNumGroups> services_;
 };
 
 std::vector<std::shared_ptr<const PreparedPlan>> preparedPlans(int32_t rank) {
@@ -298,7 +315,7 @@ TEST_P(StreamThreadsTest, CallsEndWithTheirValues) {
     std::mt19937_64 own(GetParam() * kNumRanks + static_cast<uint64_t>(rank));
     std::vector<Made> calls;
     for (int turn = 0; turn < 30; ++turn) {
-      calls.push_back(begin(rank, plans[draw() % plans.size()]));
+      calls.push_back(begin(rank, plans[draw() % plans.size()], draw() % kNumGroups));
       if (own() % 3 == 0) {
         EXPECT_TRUE(calls.back().call->waitEnqueued());
       }
@@ -327,9 +344,10 @@ TEST_P(StreamThreadsTest, CallsThatFailHoldUpNoOthers) {
     };
     std::vector<Made> calls;
     for (int turn = 0; turn < 30; ++turn) {
-      calls.push_back(begin(rank, plans[draw() % plans.size()]));
+      const size_t group = draw() % kNumGroups;
+      calls.push_back(begin(rank, plans[draw() % plans.size()], group));
       if (own() % 12 == 0) {
-        services_[static_cast<size_t>(rank)]->failCall(calls.back().call->key(), {FailureKind::kGroup, "given up", {}});
+        service(rank, group)->failCall(calls.back().call->key(), {FailureKind::kGroup, "given up", {}});
       }
       if (own() % 3 == 0) {
         ends(calls.back());
@@ -343,6 +361,48 @@ TEST_P(StreamThreadsTest, CallsThatFailHoldUpNoOthers) {
       has_ended = ends(begin(rank, plans.front()));
     }
     EXPECT_TRUE(has_ended);
+  });
+}
+
+/// Each rank makes the calls of the two groups in an order of its own, all before it waits for any.
+TEST_P(StreamThreadsTest, GroupsInAnyOrder) {
+  onAllRanks([this](int32_t rank) {
+    const auto plans = preparedPlans(rank);
+    std::mt19937_64 own(GetParam() * kNumRanks + static_cast<uint64_t>(rank));
+    std::vector<Made> calls;
+    std::array<size_t, kNumGroups> num_made = {};
+    while (calls.size() < 30) {
+      size_t group = own() % kNumGroups;
+      group = num_made.at(group) < 15 ? group : 1 - group;
+      calls.push_back(begin(rank, plans[num_made.at(group)++ % plans.size()], group));
+    }
+    std::vector<int32_t> whole(kExtent);
+    std::iota(whole.begin(), whole.end(), 0);
+    for (const Made& made : calls) {
+      EXPECT_TRUE(made.call->wait());
+      EXPECT_TRUE(made.tensors->dst.empty() || made.tensors->dst == whole);
+    }
+  });
+}
+
+/// Some ranks have made calls that the others never make, when their group ends: it holds up no call of the other group, before or after.
+TEST_P(StreamThreadsTest, AGroupEndsBeforeItsCallsAreAgreed) {
+  onAllRanks([this](int32_t rank) {
+    const auto plans = preparedPlans(rank);
+    std::mt19937_64 own(GetParam() * kNumRanks + static_cast<uint64_t>(rank));
+    std::vector<Made> calls;
+    for (size_t turn = 0; turn < 10; ++turn) {
+      if (rank > 0 && turn < 5 && own() % 2 == 0) {
+        begin(rank, plans[turn % plans.size()], 1);
+      }
+      if (turn == 5) {
+        service(rank, 1).reset();
+      }
+      calls.push_back(begin(rank, plans[turn % plans.size()]));
+    }
+    for (const Made& made : calls) {
+      EXPECT_TRUE(made.call->wait());
+    }
   });
 }
 
