@@ -1,4 +1,6 @@
 // What CollectiveFaults does, look after look, about calls on gloo that last.
+#include <c10/util/Logging.h>
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -92,7 +94,11 @@ void CollectiveFaults::look() noexcept {
       // Callbacks of futures may take as long as they like.
       std::thread([frees = std::move(frees)] {
         for (const std::function<void()>& free : frees) {
-          free();
+          try {
+            free();
+          } catch (const std::exception& error) {
+            LOG(WARNING) << "xmesh: a callback of a call that has failed has failed: " << error.what();
+          }
         }
       }).detach();
     }

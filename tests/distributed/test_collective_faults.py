@@ -168,7 +168,14 @@ def in_the_midst(rank: int, world_size: int, name: str) -> Any:
 @pytest.mark.parametrize("name", STREAMS)
 def test_of_a_message_of_which_a_part_has_come(name: str) -> None:
     """gloo itself leaves such a call to its timeout."""
-    assert killed([3], in_the_midst, name) == [(3,)] * 3
+    try:
+        blamed = killed([3], in_the_midst, name)
+    except AssertionError as error:
+        # At the end of a failed all_gather gloo frees memory that it is still sending, which may end the process.
+        if name != "all_gather" or "Bad address" not in str(error):
+            raise
+        blamed = killed([3], in_the_midst, name)
+    assert blamed == [(3,)] * 3
 
 
 def raises_in_the_midst(rank: int, world_size: int) -> Any:

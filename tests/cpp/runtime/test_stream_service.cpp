@@ -1,6 +1,7 @@
 // The service with its messages on one network and its tensors on in-order streams.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <memory>
@@ -69,31 +70,42 @@ struct NotedStreams final : CallerStreams {
 class StreamServiceTest : public testing::TestWithParam<uint64_t> {
  protected:
   StreamServiceTest() : control_(kNumRanks, GetParam()), streams_(kNumRanks, GetParam()), random_(GetParam()) {
+    for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+      communicators_.push_back(std::make_shared<OneCommunicator>(streams_, rank));
+      orders_.push_back(std::make_shared<CallOrder>());
+    }
+    services_ = makeServices(control_, 0);
+  }
+
+  /// Those of a group of all ranks, which has its messages on a network of its own, and its calls in each rank's order.
+  std::vector<std::unique_ptr<ReshardService>> makeServices(transport::FakeHostNetwork& control, uint64_t group) {
     std::vector<int64_t> ranks(kNumRanks);
     std::iota(ranks.begin(), ranks.end(), 0);
+    std::vector<std::unique_ptr<ReshardService>> out;
     for (int32_t rank = 0; rank < kNumRanks; ++rank) {
-      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank](transport::PeerEvents& events) {
-        std::unique_ptr<transport::PeerNetwork> joined = control_.join(rank, events);
-        const auto allocate = [this](int64_t num_bytes) {
-          ++num_staged_;
-          return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [this](void* memory) {
-            --num_staged_;
-            ::operator delete(memory);
-          });
-        };
-        const auto post = [network = joined.get()](std::function<void()> task) { network->post(std::move(task)); };
-        communicators_.push_back(std::make_shared<OneCommunicator>(streams_, rank));
-        const auto inline_line = [](const std::function<void()>& task) { task(); };
-        auto make = [this, rank, allocate, post, inline_line](const Route& /*route*/) {
-          return std::make_unique<StreamExecutors>(
-              StreamExecutors::Line{communicators_[static_cast<size_t>(rank)], kernels_, std::make_shared<CallOrder>()}, allocate,
-              StreamExecutors::Threads{post, inline_line});
-        };
-        auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
-        return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
-      }));
-      introduce(*services_.back(), rank, kNumRanks);
+      out.push_back(
+          std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank, group, &control](transport::PeerEvents& events) {
+            std::unique_ptr<transport::PeerNetwork> joined = control.join(rank, events);
+            const auto allocate = [this](int64_t num_bytes) {
+              ++num_staged_;
+              return std::shared_ptr<void>(::operator new(static_cast<size_t>(num_bytes)), [this](void* memory) {
+                --num_staged_;
+                ::operator delete(memory);
+              });
+            };
+            const auto post = [network = joined.get()](std::function<void()> task) { network->post(std::move(task)); };
+            const auto inline_line = [](const std::function<void()>& task) { task(); };
+            auto make = [this, rank, group, allocate, post, inline_line](const Route& /*route*/) {
+              return std::make_unique<StreamExecutors>(
+                  StreamExecutors::Line{communicators_[static_cast<size_t>(rank)], kernels_, orders_[static_cast<size_t>(rank)], group}, allocate,
+                  StreamExecutors::Threads{post, inline_line});
+            };
+            auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
+            return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
+          }));
+      introduce(*out.back(), rank, kNumRanks);
     }
+    return out;
   }
 
   struct Made {
@@ -105,6 +117,9 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
   };
 
   std::unique_ptr<Made> begin(int32_t rank, const core::ReshardingPlan& plan, uint64_t lane = 0) {
+    return begin(*services_[static_cast<size_t>(rank)], rank, plan, lane);
+  }
+  static std::unique_ptr<Made> begin(ReshardService& service, int32_t rank, const core::ReshardingPlan& plan, uint64_t lane = 0) {
     const auto prepared = preparedFor(plan, rank, {.groups = GroupLimits{256}});
     prepared->terms.fields = packFields({{"destination", core::placementsStr(plan.tensors[0].dst.placements)}});
     auto made = std::make_unique<Made>();
@@ -117,7 +132,7 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
     request.movement.caller = made->streams;
     request.lane = lane;
     std::iota(made->src.begin(), made->src.end(), rank == 1 ? kExtent / 2 : 0);
-    made->call = services_[static_cast<size_t>(rank)]->reshard(std::move(request));
+    made->call = service.reshard(std::move(request));
     return made;
   }
 
@@ -138,7 +153,8 @@ class StreamServiceTest : public testing::TestWithParam<uint64_t> {
   const std::shared_ptr<const HostKernels> kernels_ = std::make_shared<HostKernels>();
   std::mt19937_64 random_;
   int num_staged_ = 0;
-  std::vector<std::shared_ptr<OneCommunicator>> communicators_;
+  std::vector<std::shared_ptr<OneCommunicator>> communicators_;  ///< by rank, as what follows
+  std::vector<std::shared_ptr<CallOrder>> orders_;
   std::vector<std::unique_ptr<ReshardService>> services_;
 };
 
@@ -347,6 +363,40 @@ TEST_P(StreamServiceTest, ACommunicatorThatCannotBeMadeFailsTheCallOnAll) {
     ASSERT_TRUE(made->call->isCompleted());
     EXPECT_NE(made->call->failure()->text.find("it cannot be made"), std::string::npos) << made->call->failure()->text;
     EXPECT_EQ(made->alive.use_count(), 1);
+  }
+}
+
+/// Messages of one group may be early where those of the other are late. Both groups' calls meet their counterparts on the stream by order alone.
+TEST_P(StreamServiceTest, CallsOfTwoGroupsKeepOneOrder) {
+  transport::FakeHostNetwork other_control(kNumRanks, GetParam() + 1);
+  std::vector<std::unique_ptr<ReshardService>> others = makeServices(other_control, 1);
+  const std::vector<core::ReshardingPlan> plans = {planOf(Placement::replicate(), "broadcast"), planOf(Placement::shard(0), "send_recv")};
+  std::vector<std::unique_ptr<Made>> calls;
+  for (int32_t rank = 0; rank < kNumRanks; ++rank) {
+    std::vector<size_t> of_group = {0, 0, 0, 0, 1, 1, 1, 1};
+    std::shuffle(of_group.begin(), of_group.end(), random_);
+    for (const size_t group : of_group) {
+      calls.push_back(begin(*(group == 0 ? services_ : others)[static_cast<size_t>(rank)], rank, plans[group]));
+    }
+  }
+  for (int pause = 0; pause < 40; ++pause) {
+    const uint64_t first = random_() % 3;  // goes as far as it can before the others do
+    const auto step = [&](uint64_t which) { return which == 0 ? control_.step() : which == 1 ? other_control.step() : streams_.step(); };
+    for (uint64_t steps = random_() % 40; steps > 0 && step(first); --steps) {
+    }
+    if (pause >= 20) {
+      while (step(first) || step((first + 1) % 3) || step((first + 2) % 3)) {
+      }
+    }
+    control_.advance(milliseconds(10));
+    other_control.advance(milliseconds(10));
+  }
+  for (const auto& made : calls) {
+    ASSERT_TRUE(made->call->isCompleted());
+    EXPECT_FALSE(made->call->failure().has_value());
+    for (size_t i = 0; i < made->dst.size(); ++i) {
+      EXPECT_EQ(made->dst[i] % (kExtent / 2), static_cast<int32_t>(i) % (kExtent / 2));
+    }
   }
 }
 
