@@ -27,7 +27,8 @@ using torch::autograd::variable_list;
 at::Tensor triggerOf(const NodePtr& held) {
   const variable_list& gradients = heldOf(held).gradients;
   const auto on_device = std::find_if(gradients.begin(), gradients.end(), [](const at::Tensor& one) { return one.defined() && !one.is_cpu(); });
-  return at::zeros({}, at::TensorOptions().device(on_device == gradients.end() ? at::kCPU : on_device->device()));
+  static const at::Tensor on_host = at::zeros({});  // held until W runs: so it is no memory of the step's
+  return on_device == gradients.end() ? on_host : at::zeros({}, at::TensorOptions().device(on_device->device()));
 }
 
 /// A whole backward gives inputs gradients of their own memory, since it accumulates them: so here, where one shares it with what weights still wait
