@@ -171,7 +171,7 @@ def test_of_a_message_of_which_a_part_has_come(name: str) -> None:
     try:
         blamed = killed([3], in_the_midst, name)
     except AssertionError as error:
-        # At the end of a failed all_gather gloo frees memory that it is still sending, which may end the process.
+        # After a failed all_gather gloo's thread may still send from memory that is gone, which ends the process.
         if name != "all_gather" or "Bad address" not in str(error):
             raise
         blamed = killed([3], in_the_midst, name)

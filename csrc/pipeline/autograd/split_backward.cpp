@@ -22,13 +22,18 @@ using torch::autograd::edge_list;
 using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
-/// What sets off a HeldGradients; its value means nothing, but anomaly mode looks at it. It is where the gradients are that the node holds: autograd
-/// runs a node on the thread of its inputs' device, and only nodes of one thread run in the order of a whole backward.
-at::Tensor triggerOf(const NodePtr& held) {
-  const variable_list& gradients = heldOf(held).gradients;
-  const auto on_device = std::find_if(gradients.begin(), gradients.end(), [](const at::Tensor& one) { return one.defined() && !one.is_cpu(); });
+/// Where the gradients are that a HeldGradients holds.
+c10::Device deviceOf(const HeldGradients& held) {
+  const auto on_device =
+      std::find_if(held.gradients.begin(), held.gradients.end(), [](const at::Tensor& one) { return one.defined() && !one.is_cpu(); });
+  return on_device == held.gradients.end() ? c10::Device(c10::kCPU) : on_device->device();
+}
+
+/// What sets off HeldGradients on a device; its value means nothing, but anomaly mode looks at it. Autograd runs a node on the thread of its inputs'
+/// device, and only nodes of one thread run in the order of a whole backward.
+at::Tensor triggerOn(c10::Device device) {
   static const at::Tensor on_host = at::zeros({});  // held until W runs: so it is no memory of the step's
-  return on_device == gradients.end() ? on_host : at::zeros({}, at::TensorOptions().device(on_device->device()));
+  return device.is_cpu() ? on_host : at::zeros({}, at::TensorOptions().device(device));
 }
 
 /// A whole backward gives inputs gradients of their own memory, since it accumulates them: so here, where one shares it with what weights still wait
@@ -180,10 +185,13 @@ InputBackward backwardInputs(edge_list roots, variable_list gradients, const std
     out.gradients = separated.inputGradients();
     const std::vector<NodePtr> held = separated.finish();
     giveOwnMemory(out.gradients, held, gradients);
+    at::Tensor trigger;
     for (const NodePtr& node : held) {
-      at::Tensor trigger = triggerOf(node);
+      if (const c10::Device device = deviceOf(heldOf(node)); !trigger.defined() || trigger.device() != device) {
+        trigger = triggerOn(device);
+      }
       later_roots.emplace_back(node, node->add_input_metadata(trigger));
-      later_gradients.push_back(std::move(trigger));
+      later_gradients.push_back(trigger);
     }
   }
   out.weights = {std::move(later_roots), std::move(later_gradients)};
