@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/fork_mark.h"
+#include "runtime/per_process.h"
 
 namespace xmesh::c10d_backend {
 namespace {
@@ -13,22 +13,10 @@ namespace {
 constexpr std::chrono::milliseconds kLookEvery{500};
 
 struct Watch {
-  const runtime::ForkMark fork;
   std::mutex mutex;  ///< guards the two below
   std::vector<std::weak_ptr<CollectiveFaults>> groups;
   bool is_running = false;
 };
-
-/// This process's: a forked child, which has no thread of its parent's, begins anew. Never destroyed: its thread may outlast static objects.
-Watch& watch() {
-  static std::mutex making;
-  static Watch* current = nullptr;
-  const std::lock_guard lock(making);
-  if (current == nullptr || !current->fork.isHere()) {
-    current = new Watch;
-  }
-  return *current;
-}
 
 /// Those that are there; empty once, when none is, and then the thread ends.
 std::vector<std::shared_ptr<CollectiveFaults>> here(Watch& all) {
@@ -62,7 +50,7 @@ void run(Watch& all) {
 }  // namespace
 
 void watchCalls(const std::shared_ptr<CollectiveFaults>& group) {
-  Watch& all = watch();
+  Watch& all = runtime::ofThisProcess<Watch>();
   const std::lock_guard lock(all.mutex);
   all.groups.push_back(group);
   if (!all.is_running) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import device_cases
+import device_collectives
 import mixed_cases
 import pytest
 import test_reshard_autograd
@@ -27,7 +28,7 @@ def test_random_layouts(world_size: int, count: int) -> None:
 
 @pytest.mark.parametrize("world_size", [4, 2, 1])
 def test_cases_of_every_accelerator(world_size: int) -> None:
-    on_device(each, world_size, [device_cases.collectives, *device_cases.CALLS])
+    on_device(each, world_size, [device_collectives.collectives, *device_cases.CALLS])
 
 
 def late_mixed_layouts(rank: int, world_size: int, seed: int, count: int) -> None:

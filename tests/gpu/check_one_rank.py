@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import device_cases
+import device_collectives
 import mixed_cases
 from ranks import Case, run_cases
 
@@ -10,7 +11,7 @@ from ranks import Case, run_cases
 def cases(size: int) -> list[Case]:
     """Those that any number of ranks can run."""
     return [
-        Case("collectives", device_cases.collectives),
+        Case("collectives", device_collectives.collectives),
         *(Case(case.__name__, case) for case in device_cases.CALLS),
         *(Case(f"from cpu and back: {case.__name__}", case) for case in mixed_cases.CASES),
         Case("30 random layouts from cpu and back", mixed_cases.random_layouts, (2, 30)),

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <utility>
 
-#include "runtime/fork_mark.h"
+#include "runtime/per_process.h"
 
 namespace xmesh::c10d_backend {
 namespace {
@@ -17,27 +17,15 @@ struct Used {
 };
 
 struct Lines {
-  const runtime::ForkMark fork;
   std::mutex mutex;
   std::condition_variable closed;
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, Used> used;
 };
 
-/// This process's: a forked child, which has no thread of its parent's, begins anew. Never destroyed: a process may end with groups in use.
-Lines& lines() {
-  static std::mutex making;
-  static Lines* current = nullptr;
-  const std::lock_guard lock(making);
-  if (current == nullptr || !current->fork.isHere()) {
-    current = new Lines;
-  }
-  return *current;
-}
-
 }  // namespace
 
 LineUse::LineUse(c10::Device device) : device_(device) {
-  Lines& all = lines();
+  Lines& all = runtime::ofThisProcess<Lines>();
   const std::pair key(device.type(), device.index());
   std::unique_lock lock(all.mutex);
   all.closed.wait(lock, [&] {
@@ -54,14 +42,14 @@ LineUse::LineUse(c10::Device device) : device_(device) {
 }
 
 bool LineUse::isShared() const {
-  Lines& all = lines();
+  Lines& all = runtime::ofThisProcess<Lines>();
   const std::lock_guard lock(all.mutex);
   const auto found = all.used.find({device_.type(), device_.index()});
   return found != all.used.end() && found->second.line == line_ && found->second.num_uses > 1;
 }
 
 LineUse::~LineUse() {
-  Lines& all = lines();
+  Lines& all = runtime::ofThisProcess<Lines>();
   std::unique_lock lock(all.mutex);
   const auto found = all.used.find({device_.type(), device_.index()});
   if (found == all.used.end() || found->second.line != line_) {

@@ -282,6 +282,16 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
     return made;
   }
 
+  /// All end, and whoever receives has the whole tensor.
+  static void expectWhole(const std::vector<Made>& calls) {
+    std::vector<int32_t> whole(kExtent);
+    std::iota(whole.begin(), whole.end(), 0);
+    for (const Made& made : calls) {
+      EXPECT_TRUE(made.call->wait());
+      EXPECT_TRUE(made.tensors->dst.empty() || made.tensors->dst == whole);
+    }
+  }
+
   /// What each rank does, on a thread of its own.
   static void onAllRanks(const std::function<void(int32_t rank)>& body) {
     std::vector<std::thread> threads;
@@ -320,12 +330,7 @@ TEST_P(StreamThreadsTest, CallsEndWithTheirValues) {
         EXPECT_TRUE(calls.back().call->waitEnqueued());
       }
     }
-    std::vector<int32_t> whole(kExtent);
-    std::iota(whole.begin(), whole.end(), 0);
-    for (const Made& made : calls) {
-      EXPECT_TRUE(made.call->wait());
-      EXPECT_TRUE(made.tensors->dst.empty() || made.tensors->dst == whole);
-    }
+    expectWhole(calls);
   });
 }
 
@@ -376,12 +381,7 @@ TEST_P(StreamThreadsTest, GroupsInAnyOrder) {
       group = num_made.at(group) < 15 ? group : 1 - group;
       calls.push_back(begin(rank, plans[num_made.at(group)++ % plans.size()], group));
     }
-    std::vector<int32_t> whole(kExtent);
-    std::iota(whole.begin(), whole.end(), 0);
-    for (const Made& made : calls) {
-      EXPECT_TRUE(made.call->wait());
-      EXPECT_TRUE(made.tensors->dst.empty() || made.tensors->dst == whole);
-    }
+    expectWhole(calls);
   });
 }
 
@@ -400,9 +400,7 @@ TEST_P(StreamThreadsTest, AGroupEndsBeforeItsCallsAreAgreed) {
       }
       calls.push_back(begin(rank, plans[turn % plans.size()]));
     }
-    for (const Made& made : calls) {
-      EXPECT_TRUE(made.call->wait());
-    }
+    expectWhole(calls);
   });
 }
 

@@ -2,8 +2,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "pipeline/collective_watch.h"
 
@@ -55,6 +59,19 @@ TEST(CollectiveWatch, SeesItsOwnThreadWhileItLives) {
     EXPECT_TRUE(watch.hasSeen());
   }
   call("c10d::allreduce_");
+  const CollectiveWatch next;
+  EXPECT_FALSE(next.hasSeen());
+}
+
+/// More watches than there are slots: those that share one see too much rather than too little, and the next one begins anew.
+TEST(CollectiveWatch, ManyAtOnce) {
+  {
+    std::vector<std::unique_ptr<CollectiveWatch>> watches;
+    std::generate_n(std::back_inserter(watches), 40, [] { return std::make_unique<CollectiveWatch>(); });
+    EXPECT_TRUE(std::none_of(watches.begin(), watches.end(), [](const auto& watch) { return watch->hasSeen(); }));
+    call("c10d::allreduce_");
+    EXPECT_TRUE(std::all_of(watches.begin(), watches.end(), [](const auto& watch) { return watch->hasSeen(); }));
+  }
   const CollectiveWatch next;
   EXPECT_FALSE(next.hasSeen());
 }
