@@ -32,8 +32,8 @@ started=$SECONDS
 wants() { [[ ,$stages, == *,$1,* ]]; }
 extras=(plot)
 ! wants lint || extras+=(lint)
-! wants python || extras+=(test)
-! wants python || [ "$TORCH_VERSION" != "$DEFAULT_TORCH" ] || extras+=(models)  # libraries are pinned for one torch
+! wants lint && ! wants python || extras+=(test)  # annotations are checked against what tests import
+! wants lint && ! wants python || [ "$TORCH_VERSION" != "$DEFAULT_TORCH" ] || extras+=(models)  # libraries are pinned for one torch
 TORCH_PYTHON=  # with it the C++ tests of rooms that include torch are built too
 if wants lint || wants python; then setup_python "${extras[@]}" && TORCH_PYTHON=$PYTHON; fi
 if wants lint || wants cpp; then setup_cpp; fi

@@ -245,12 +245,14 @@ def a_training_loop(rank: int, world_size: int) -> None:
     assert found[-1] < found[0]
 
 
-def another_group(ranks: list[int] | None = None, **settings: Any) -> dist.ProcessGroup:
+def another_group(ranks: list[int] | None = None, **settings: Any) -> dist.ProcessGroup | None:
+    """None on a rank that is not in it."""
     options = xm.Options()
     options.inner = dict(backend_of().options.inner)
     for name, value in settings.items():
         setattr(options, name, value)
-    return dist.new_group(ranks, backend=f"cpu:xmesh,{kind()}:xmesh", pg_options=options)
+    group = dist.new_group(ranks, backend=f"cpu:xmesh,{kind()}:xmesh", pg_options=options)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def staging_is_bounded(rank: int, world_size: int) -> None:
