@@ -16,36 +16,33 @@ from torch_xmesh.parallelism.running.called_modules import check_buffers
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn_of_own_parameters
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
+from torch_xmesh.parallelism.running.planned_model import PlannedModel
 from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_groups import StageGroups, parameter_meshes
 from torch_xmesh.parallelism.running.stage_parts import stage_parts
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
-from torch_xmesh.pipeline.cut.ways import Ways
-from torch_xmesh.pipeline.engine.live_model import LiveModel
-from torch_xmesh.pipeline.engine.setup import check_model
-from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.stages.batch_parts import ByRank
+from torch_xmesh.pipeline.stages.live_model import LiveModel
+from torch_xmesh.pipeline.stages.model_checks import check_model
+from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
 from torch_xmesh.spec import Mesh
 
 
-class PlannedStages:
-    """What an engine is given where a plan says how a model runs: meshes, a schedule, and once all ranks have agreed
-    the stages themselves. What crosses between stages lies on each as the plan says.
-
-    Args:
-        from_plan: what a user may not give beside a plan, by name.
+class PlannedStages(StageSource):
+    """The stages of a plan, with its meshes and its schedule. What crosses between stages lies on each as the plan
+    says.
 
     Attributes:
         meshes: by stage.
-        placements: placements of values that cross stages, by name and stage.
-        digest: equal for equal plans.
-        ways: what the model's forward computes, in the modes in which it can be run.
-        live: the model, as long as it is there.
 
     Raises:
         ValueError: the plan is for another model, other sizes or other ranks, or something of it cannot be run.
     """
+
+    parts = ByRank()
+    sums_gradients = True
 
     def __init__(
         self,
@@ -53,23 +50,19 @@ class PlannedStages:
         model: Any,
         example_args: Sequence[Any],
         example_kwargs: Mapping[str, Any] | None,
-        from_plan: Mapping[str, Any],
     ) -> None:
-        given = [name for name, argument in from_plan.items() if argument is not None]
-        if given:
-            raise ValueError(f"{given[0]} follows from the plan: leave it out")
+        super().__init__()
         if not isinstance(plan, ParallelPlan):
             raise ValueError(f"plan is an xm.ParallelPlan, got {plan!r} ({type(plan).__name__})")
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_model(model, "model")
         self._plan = plan
-        self._model: nn.Module | None = model
-        self.live = LiveModel(model, [name for name, _ in model.named_modules()], is_planned=True)
+        self._whole: nn.Module | None = model
+        self._live = PlannedModel(model)
         self._arguments = sorted_arguments(example_args, example_kwargs)
         self._turns = runnable(model, *self._arguments)
         self._recorded = self._turns.recorded
-        self.ways = Ways()
         for number, turn in enumerate(self._turns.runnable):
             self.ways.add(f"turn {number}", turn.recording)
         self._check()
@@ -78,13 +71,14 @@ class PlannedStages:
         self.placements = crossing_placements(plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
         self.num_microbatches = plan.num_microbatches
-        self.digest = digest_of(plan.to_json())
+        self._digest = digest_of(plan.to_json())
+        self._num_samples: int | None = None
         self._stages: dict[int, ShardedStage] = {}
         self._optimizers: OptimizerWatch | None = None
         self._groups: list[StageGroups | None] = []
 
     def _check(self) -> None:
-        assert self._model is not None
+        assert self._whole is not None
         plan, operators = self._plan, self._recorded.forward.operators
         found = fingerprint_of(
             [operator.name for operator in operators], [operator.makes[0].shape for operator in operators]
@@ -95,36 +89,49 @@ class PlannedStages:
                 f"({plan.fingerprint}), this is {found}"
             )
         by_stage = [ports.operators for ports in stage_parts(self._recorded, plan)]
-        check_buffers(self._model, self._recorded, by_stage)
+        check_buffers(self._whole, self._recorded, by_stage)
         ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
         if ranks != list(range(dist.get_world_size())):
             raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")
 
-    def modules(self, transfers: Transfers, chunk_specs: Mapping[str, Any], is_mean: bool) -> list[nn.Module | None]:
-        """By stage this rank's modules. Called by all ranks together.
+    def fields(self) -> list[tuple[str, str]]:
+        """What of it must be equal on all ranks, by name."""
+        return [("the model", "a module"), ("split", "None"), ("plan", self._digest)]
 
-        Args:
-            is_mean: losses are means over samples, which parts of them can share.
+    def partition(self, request: StageRequest) -> Partition:
+        """The stages. The model is let go of.
 
         Raises:
             ValueError: the ranks' models have other values.
         """
-        assert self._model is not None
-        told = transfers.gather("the model's values", _digest_of(self._model))
+        assert self._whole is not None
+        modules = self._modules(self._whole, request)
+        out = planned_partition(self._whole, self._turns, self._plan, modules, self._arguments, request.chunk_specs)
+        self._whole, self._num_samples = None, out.batch_size
+        return out
+
+    def live(self, partition: Partition) -> LiveModel | None:
+        """The model, as long as it is there."""
+        return self._live
+
+    def _modules(self, model: nn.Module, request: StageRequest) -> list[nn.Module | None]:
+        """By stage this rank's modules."""
+        transfers = request.transfers
+        told = transfers.gather("the model's values", _digest_of(model))
         others = [rank for rank, digest in zip(transfers.ranks, told, strict=True) if digest != told[0]]
         if others:
             raise ValueError(
                 f"ranks disagree on the model's values: rank {others[0]} has others than rank {transfers.ranks[0]}; "
                 "with a plan each takes its parts of its own model: seed them alike, or load the same state"
             )
-        by_samples = is_mean and all(_is_along_first(specs) for specs in chunk_specs.values())
+        by_samples = request.is_mean and all(_is_along_first(specs) for specs in request.chunk_specs.values())
         num_samples = samples_of(*self._arguments) if by_samples else 0
         meshes = parameter_meshes(self._grids)
         self._groups = StageGroups.make(self._grids, transfers)
         transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {
             number: ShardedStage(
-                self._model,
+                model,
                 self._turns,
                 self._plan,
                 number,
@@ -141,20 +148,20 @@ class PlannedStages:
             warn_of_own_parameters()
         return [self._stages.get(number) for number in range(len(self._plan.stages))]
 
-    def partition(self, modules: Sequence[nn.Module | None], chunk_specs: Mapping[str, Any]) -> Partition:
-        """The stages with what goes in and out of each. The model is let go of."""
-        assert self._model is not None
-        out = planned_partition(self._model, self._turns, self._plan, modules, self._arguments, chunk_specs)
-        self._model = None
-        return out
-
-    def check_step(self, is_sync: bool, is_train: bool) -> None:
+    def check_step(self, samples: int | None, *, is_sync: bool, is_train: bool) -> None:
         """Whether a step may begin; nothing is changed.
 
         Raises:
-            ValueError: in no_sync(), in a mode in which the stages cannot be run, where parameters were frozen or
-                unfrozen, or have hooks.
+            ValueError: for another number of samples than the plan's, in no_sync(), in a mode in which the stages
+                cannot be run, where parameters were frozen or unfrozen, or have hooks.
         """
+        each, number = self._num_samples, self.num_microbatches
+        if samples is not None and each and samples != each * number:
+            raise ValueError(
+                f"a step of this plan takes {each * number} samples, {number} microbatches of {each} as in the "
+                f"example, and got {samples}. Every rank passes the whole batch, or with sharded=True an equal part of "
+                "it; a DataLoader with drop_last=True gives no short batch"
+            )
         if is_train and not is_sync:
             raise ValueError("no_sync() cannot be used with a plan")
         for stage in self._stages.values():

@@ -3,26 +3,16 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from torch_xmesh import _C
 from torch_xmesh.pipeline.capture.library_models import own_init_fn
-from torch_xmesh.pipeline.cut.partition import Partition, partition
-from torch_xmesh.pipeline.cut.split_choice import check_limit, choose_split
-from torch_xmesh.pipeline.cut.ways import Ways
+from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge, Placed, edges_of
-from torch_xmesh.pipeline.engine.building_agreement import (
-    compare_losses,
-    exchange_of,
-    model_fields,
-    options_fields,
-    with_agreed_ties,
-)
-from torch_xmesh.pipeline.engine.live_model import LiveModel
+from torch_xmesh.pipeline.engine.building_agreement import compare_losses, model_fields, options_fields
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.place import EnginePlace
@@ -32,6 +22,7 @@ from torch_xmesh.pipeline.engine.way_comparison import WayComparison
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
 from torch_xmesh.pipeline.state.checkpoint import state_names
 from torch_xmesh.pipeline.state.fully_sharded import FullySharded
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync, Tied, check_ties, plain_name, ties_of
@@ -49,57 +40,46 @@ from torch_xmesh.spec import device_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a user gave: the model with an example of its inputs, and on which meshes its stages are."""
+    """What a user gave: where stages come from, and on which meshes they are."""
 
-    model: Any
-    """An nn.Module, or a list with one module per stage: None for those of other ranks."""
-    example_args: Sequence[Any]
-    example_kwargs: Mapping[str, Any] | None
+    source: StageSource
     meshes: Sequence[StageMesh]
     places: list[int]
     """By stage, its place in the schedule."""
     options: PlaceOptions
-    planned: Any = None
-    """The stages of a plan, which are made once all ranks have the same."""
 
     @property
     def init_fn(self) -> InitFn | None:
         """What initializes a module that was on meta, None for its ``reset_parameters``."""
-        return self.options.init_fn or own_init_fn(self.model)
-
-    @property
-    def is_list(self) -> bool:
-        """The stages are modules of their own."""
-        return not isinstance(self.model, nn.Module)
-
-    @property
-    def names_stages(self) -> bool:
-        """Parameters are named by stage: there is no one model that names them."""
-        return self.is_list and self.planned is None
+        return self.options.init_fn or own_init_fn(self.source.model)
 
 
 def build_place(given: Given, transfers: Transfers) -> EnginePlace:
     """Called by every rank of the meshes; those that disagree get a ValueError, all of them.
 
-    Four times all of them meet: over what a planned model does, over what they were given, over the model as it was
-    cut, and at the end.
+    Four times all of them meet: over what recordings compute that are there already, over what they were given, over
+    the model as it was cut, and at the end.
     """
-    options, meshes = given.options, given.meshes
-    WayComparison(transfers, Ways() if given.planned is None else given.planned.ways).compare()
+    options, meshes, source = given.options, given.meshes, given.source
+    WayComparison(transfers, source.ways).compare()
     plan_options = PlanOptions.of(options.strategy, options.topology)
     schedule, auto = _agree_on_options(given, transfers, plan_options)
-    live = None if given.planned is None else given.planned.live
-    of_model = state_names(given.model) if isinstance(given.model, nn.Module) else set[str]()
-    if given.planned is not None:
-        given = dataclasses.replace(
-            given, model=given.planned.modules(transfers, options.chunk_specs, options.scale_grads)
+    of_model = set[str]() if source.model is None else state_names(source.model)
+    partition = source.partition(
+        StageRequest(
+            transfers=transfers,
+            meshes=meshes,
+            chunk_specs=options.chunk_specs,
+            is_mean=options.scale_grads,
+            memory_limit_bytes=options.memory_limit_bytes,
+            is_auto=auto is not None,
+            in_flight=schedule.peak_in_flight,
         )
-    partition = _cut(given, transfers, schedule, is_auto=auto is not None)
+    )
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
     ways = WayComparison(transfers, partition.ways)
     ways.compare()
-    if partition.opened:
-        live = LiveModel(given.model, partition.opened)
+    live = source.live(partition)
     made = _make_stages(given, transfers, partition, boundaries)
     for stage, module in made.modules.items():
         if live is not None:
@@ -114,7 +94,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         made.modules,
         named=made.named,
         tied=tied,
-        names_stages=given.names_stages,
+        names_stages=source.names_stages,
         unused=made.unused,
         unset=made.unset,
         model_names=frozenset(of_model),
@@ -148,10 +128,11 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
         core=_make_core(made.stages, edges, transfers, boundaries, partition, options.overlap),
         own=own,
         sharded=sharded,
-        planned=given.planned,
+        source=source,
         sync=sync,
         buffers=BufferSync(transfers, made.modules, meshes),
     )
+    source.release()
     transfers.traffic.meet([])  # every rank has made its place
     return place
 
@@ -161,7 +142,8 @@ def _agree_on_options(
 ) -> tuple[Schedule, AutoSchedule | None]:
     """The schedule to begin with, and who chooses another: all ranks were given the same."""
     options, places = given.options, given.places
-    check_options(given.model, given.example_args, given.example_kwargs, options)
+    given.source.check()
+    check_options(options)
     number = None if isinstance(options.num_microbatches, str) else options.num_microbatches
     first_number = number or 2 * (max(places) + 1)
     auto = None
@@ -171,49 +153,11 @@ def _agree_on_options(
     else:
         schedule = schedule_of(options.schedule, places, first_number)
     transfers.traffic.meet(
-        [
-            *options_fields(given.meshes, schedule, model=given.model, options=options, plan_options=plan_options),
-            ("plan", "none" if given.planned is None else given.planned.digest),
-        ]
+        options_fields(given.meshes, schedule, source=given.source, options=options, plan=plan_options)
     )
     compare_losses(transfers, given.meshes[-1], options.loss_fn)
     transfers.plans.topology(transfers.ranks, plan_options.topology)  # it knows all ranks
     return schedule, auto
-
-
-def _cut(given: Given, transfers: Transfers, schedule: Schedule, *, is_auto: bool) -> Partition:
-    """The model as stages. A split="auto" is found by the first rank, for all."""
-    model, options, split = given.model, given.options, given.options.split
-    if given.planned is not None:
-        planned: Partition = given.planned.partition(model, options.chunk_specs)
-        return planned
-    check_limit(split, None if is_auto else options.memory_limit_bytes)
-    num_stages = len(given.meshes)
-    specs = {"args_chunk_spec": options.chunk_specs["args"], "kwargs_chunk_spec": options.chunk_specs["kwargs"]}
-    if isinstance(model, nn.Module) and split == "auto":
-        leader = transfers.ranks[0]
-        chosen: Any = None
-        if transfers.rank == leader:
-            chosen = choose_split(
-                model,
-                given.example_args,
-                given.example_kwargs,
-                num_stages,
-                memory_limit_bytes=options.memory_limit_bytes,
-                microbatches_in_flight=schedule.peak_in_flight,
-                **specs,
-            )
-        split = transfers.broadcast("split", leader, chosen)
-    cut = partition(
-        model,
-        given.example_args,
-        given.example_kwargs,
-        split,
-        num_stages=num_stages,
-        exchange=exchange_of(transfers, given.meshes) if given.is_list else None,
-        **specs,
-    )
-    return with_agreed_ties(cut, transfers, given.meshes)
 
 
 def _agree_on_model(
@@ -227,10 +171,9 @@ def _agree_on_model(
                 "each would write other values; give the stage a mesh without a data axis (data_axis=None)"
             )
     placed = _checked(given.options.boundary_placements, cut)
-    by_stage = None if given.planned is None else given.planned.placements
-    boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options, by_stage)
+    boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options, given.source.placements)
     schedule.validate([(edge.from_stage, edge.to_stage) for edge in boundaries.edges])
-    transfers.traffic.meet(model_fields(cut, boundaries, given.model))
+    transfers.traffic.meet(model_fields(cut, boundaries, given.source.model))
     return boundaries
 
 
@@ -262,7 +205,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
     unused = _unused_parameters(given, rank, cut, stages, unset)
     check_option(options.init_sync)
     modules = {stage: cut.stages[stage].module for stage in stages}
-    if not given.is_list:
+    if given.source.model is not None:
         before = [copy for stage, module in modules.items() for copy in copies_on_mesh(stage, module, meshes[stage])]
         make_equal(transfers, before, options.init_sync)
     ties = ties_of(modules)
@@ -292,7 +235,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
     }
     check_ties(ties, modules)
     # Without parallelize a stage is equal on its whole mesh: again, for what was on meta till now.
-    is_whole = options.parallelize is None and not given.is_list
+    is_whole = options.parallelize is None and given.source.model is not None
     find = copies_on_mesh if is_whole else copies_of_parts
     parts = [copy for stage, module in modules.items() for copy in find(stage, module, meshes[stage])]
     make_equal(transfers, parts, options.init_sync)
@@ -300,7 +243,7 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
 
 
 def _parts_of_loss(given: Given, stage: int) -> int:
-    shares = None if given.planned is None else given.planned.loss_shares(stage)
+    shares = given.source.loss_shares(stage)
     return 1 if shares is None else shares.number
 
 
@@ -309,13 +252,16 @@ def _unused_parameters(
 ) -> dict[str, tuple[nn.Parameter, StageMesh]]:
     """Parameters of the model that no stage has: stage 0 keeps them, for checkpoints. Adds to `unset` those without
     values."""
-    names = cut.unused_parameters if 0 in stages else ()
-    was_meta = {name: given.model.get_parameter(name).is_meta for name in names}
-    owners = {name: given.model.get_submodule(name.rpartition(".")[0]) for name in names}
+    model = given.source.model
+    if 0 not in stages or model is None:
+        return {}
+    names = cut.unused_parameters
+    was_meta = {name: model.get_parameter(name).is_meta for name in names}
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     init_fn, seed = given.init_fn, given.options.seed
     for module in owners.values():
         materialize({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=rank)
-    found = {name: (given.model.get_parameter(name), given.meshes[0]) for name in names}
+    found = {name: (model.get_parameter(name), given.meshes[0]) for name in names}
     unset.update((name, parameter) for name, (parameter, _) in found.items() if was_meta[name] and is_unset(parameter))
     return found
 
@@ -354,7 +300,7 @@ def _tied_parameters(
         for stage, name in group:
             by_ranks.setdefault(frozenset(meshes[stage].ranks), (stage, name))
         stage, name = group[0]
-        full = f"{stage}.{name}" if given.names_stages else name
+        full = f"{stage}.{name}" if given.source.names_stages else name
         held = sorted(by_ranks.values())
         for (first, _), (other, _) in itertools.combinations(held, 2):
             if shared := set(meshes[first].ranks) & set(meshes[other].ranks):

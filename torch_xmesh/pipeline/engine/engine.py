@@ -27,6 +27,7 @@ from torch_xmesh.pipeline.ranks.stage_mesh import DEFAULT_AXIS, places_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, StageCosts
+from torch_xmesh.pipeline.stages.sources import Arrangement, source_of
 from torch_xmesh.pipeline.state.checkpoint import optimizer_state
 from torch_xmesh.pipeline.state.clipping import Clipping, clip_gradients
 from torch_xmesh.pipeline.state.init_sync import InitSync
@@ -143,34 +144,28 @@ class PipelineEngine:
         self._reshards = reshards_of(group)
         self._is_closed = False
         self._ended: BaseException | None = None  # by this; see _guarded
-        planned = None
         with telling(self._reshards, meshes):
-            if plan is not None:
-                from torch_xmesh.parallelism.running.planned import PlannedStages
-
-                from_plan = {
-                    "meshes": meshes,
-                    "split": split,
-                    "schedule": None if schedule == "auto" else schedule,
-                    "num_microbatches": num_microbatches,
-                    "parallelize": parallelize,
-                    "data_axis": None if data_axis is DEFAULT_AXIS else [data_axis],
-                    "boundary_placements": boundary_placements,
-                    "group": group,
-                }
-                planned = PlannedStages(plan, model, example_args, example_kwargs, from_plan)
-                meshes, schedule, num_microbatches = planned.meshes, planned.schedule, planned.num_microbatches
-                data_axis, model = None, [None] * len(meshes)
-            if num_microbatches is None:
+            arrangement = Arrangement(
+                meshes=meshes,
+                schedule=schedule,
+                num_microbatches=num_microbatches,
+                data_axis=data_axis,
+                others={"parallelize": parallelize, "boundary_placements": boundary_placements, "group": group},
+            )
+            source, arrangement = source_of(
+                model, example_args, example_kwargs, split=split, plan=plan, arrangement=arrangement
+            )
+            if arrangement.num_microbatches is None:
                 raise ValueError("num_microbatches is missing")
-            stages, ranks = stage_meshes_of(self._reshards, meshes, data_axis, parallelize is not None)
+            stages, ranks = stage_meshes_of(
+                self._reshards, arrangement.meshes, arrangement.data_axis, parallelize is not None
+            )
             places = places_of(stages)
         self._transfers = Transfers(self._reshards, ranks)
         specs = {"args": args_chunk_spec, "kwargs": kwargs_chunk_spec, "target": target_chunk_spec}
         options = PlaceOptions(
-            split=split,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
+            schedule=arrangement.schedule,
+            num_microbatches=arrangement.num_microbatches,
             loss_fn=loss_fn,
             parallelize=parallelize,
             boundary_placements=boundary_placements,
@@ -187,15 +182,7 @@ class PipelineEngine:
             topology=topology,
         )
         with abandoning(self._transfers):
-            given = Given(
-                model=model,
-                example_args=example_args,
-                example_kwargs=example_kwargs,
-                meshes=stages,
-                places=places,
-                options=options,
-                planned=planned,
-            )
+            given = Given(source=source, meshes=stages, places=places, options=options)
             self._place = build_place(given, self._transfers)
             self._steps = EngineSteps(self._place, output_merge_spec, compare_batches)
             self._report = StepReport(self._place, self._steps)
@@ -539,8 +526,7 @@ class PipelineEngine:
         if not self._is_closed:
             self._is_closed = True
             self._transfers.traffic.close()
-            if self._place.planned is not None:
-                self._place.planned.close()
+            self._place.source.close()
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise TypeError(

@@ -77,19 +77,16 @@ class Pairing:
     def _num_parts(self, batch: "StepBatch", stage: int) -> int:
         """Into how many parts a stage's ranks cut the batch."""
         mesh = self._place.meshes[stage]
-        return 1 if not batch.is_sharded else mesh.num_shards if self._place.planned is None else len(mesh.ranks)
+        return self._place.source.parts.number(mesh) if batch.is_sharded else 1
 
     def _part(self, batch: "StepBatch", stage: int) -> int:
         """Which of them this rank has, of a stage of its own."""
-        mesh = self._place.meshes[stage]
-        if not batch.is_sharded:
-            return 0
-        return mesh.shard if self._place.planned is None else sorted(mesh.ranks).index(self._place.transfers.rank)
+        return self._place.source.parts.index(self._place.meshes[stage]) if batch.is_sharded else 0
 
     def _advice(self, batch: "StepBatch") -> str:
         if not batch.is_sharded:
             return f"pass the same batch on every rank, its order drawn from one seed{_OFF}"
-        counted = "data shards of a stage" if self._place.planned is None else "ranks of a stage"
+        counted = self._place.source.parts.counted
         return f"count the {counted} in the sampler (DistributedSampler's num_replicas and rank), not the job's{_OFF}"
 
 

@@ -11,7 +11,6 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, Cuts, StepPlan
 from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge
-from torch_xmesh.pipeline.engine.live_model import LiveModel
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
@@ -19,6 +18,8 @@ from torch_xmesh.pipeline.engine.way_comparison import WayComparison
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.stages.live_model import LiveModel
+from torch_xmesh.pipeline.stages.source import StageSource
 from torch_xmesh.pipeline.state.fully_sharded import FullySharded
 from torch_xmesh.pipeline.state.gradient_sync import GradientSync
 
@@ -42,6 +43,7 @@ class EnginePlace:
         forward: what `core` calls to compute a forward.
         live: the user's model, if it was recorded.
         own: the stages of this rank as a user sees them.
+        source: where the stages come from.
         unset: tensors of a model on meta that still have no values, by name.
     """
 
@@ -68,7 +70,7 @@ class EnginePlace:
     core: "_C.PipelinePlace"
     own: OwnStages
     sharded: FullySharded
-    planned: Any
+    source: StageSource
     sync: GradientSync
     buffers: BufferSync
 

@@ -1,16 +1,14 @@
 """What a pipeline engine works out before its first step."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_xmesh.arguments import flag, instance_of, memory_limit, no_inference_tensors
-from torch_xmesh.pipeline.capture.wrappers import averaging_wrappers
-from torch_xmesh.pipeline.cut.partition import Partition, SplitAt, check_example
+from torch_xmesh.arguments import flag, instance_of, memory_limit
+from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.engine.boundary import Placed
 from torch_xmesh.pipeline.schedule.schedule import Schedule, schedule_name
 from torch_xmesh.pipeline.state.init_sync import InitSync
@@ -25,7 +23,6 @@ LOOKAHEAD = 4
 class PlaceOptions:
     """What a user says of a pipeline besides its model and meshes; see PipelineEngine."""
 
-    split: SplitAt | str | None
     schedule: str | type[Any] | Schedule
     num_microbatches: int | str
     loss_fn: Callable[..., torch.Tensor] | None
@@ -44,8 +41,8 @@ class PlaceOptions:
     topology: Topology | None
 
 
-def check_options(model: Any, example_args: Any, example_kwargs: Any, options: PlaceOptions) -> None:
-    """Raises ValueError for an argument of another type than the engine's, and for a wrapped model."""
+def check_options(options: PlaceOptions) -> None:
+    """Raises ValueError for an argument of another type than the engine's."""
     count = options.num_microbatches
     if count == "auto":
         if options.schedule != "auto":
@@ -53,10 +50,6 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
     elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f'num_microbatches is an int of at least 1 or "auto", got {count!r} ({type(count).__name__})')
     memory_limit(options.memory_limit_bytes)
-    check_model(model, "model")
-    check_example(model, example_args, example_kwargs, options.split)
-    if options.split is not None and not isinstance(options.split, SplitAt | str):
-        raise ValueError(f"split is xm.split_at(...), 'auto' or None, got {options.split!r}")
     functions = {"loss_fn": options.loss_fn, "parallelize": options.parallelize, "init_fn": options.init_fn}
     for name, given in functions.items():
         if given is not None and not callable(given):
@@ -66,34 +59,6 @@ def check_options(model: Any, example_args: Any, example_kwargs: Any, options: P
     if options.boundary_placements is not None:
         what = "a dict from value names to (placements, as_dtensor)"
         instance_of("boundary_placements", options.boundary_placements, Mapping, what)  # type: ignore[type-abstract]
-
-
-def check_model(model: Any, what: str) -> None:
-    """Raises ValueError for what is no module nor a list of them, averages gradients itself, or is not on cpu."""
-    if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
-        for stage, module in enumerate(model):
-            if module is not None:
-                check_model(module, f"stage {stage}'s module")
-    elif not isinstance(model, nn.Module):
-        raise ValueError(f"{what} is an nn.Module, or a list of stage modules, got {type(model).__name__}")
-    elif isinstance(model, averaging_wrappers()):
-        raise ValueError(
-            f"{what} is wrapped in {type(model).__name__}: pass the plain module; data_axis= says over which mesh axis "
-            "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
-        )
-    else:
-        _check_device(model, what)
-        no_inference_tensors(model)
-
-
-def _check_device(model: nn.Module, what: str) -> None:
-    """Messages between stages are cpu tensors."""
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{what} is on {tensor.device} ({name}): so far an engine's stages are on cpu, reshards alone move "
-                "tensors on other devices"
-            )
 
 
 def schedule_of(given: str | type[Any] | Schedule, places: list[int], num_microbatches: int) -> Schedule:

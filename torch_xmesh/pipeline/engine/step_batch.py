@@ -24,6 +24,7 @@ from torch_xmesh.pipeline.engine.rank_shards import RankShards, number_of_shapes
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.sizes import SizedPlace
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.stages.source import LossShares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ class StepBatch:
         target, name = call.target if place.has_last else None, "target"
         specs = [] if target is None else leaf_specs(target, place.chunk_specs["target"], name)
         self.target = Side(target, specs, [meshes[-1]], name, name)
-        self.is_part = call.is_sharded and place.planned is not None
+        self.is_part = call.is_sharded and place.source.parts.are_gathered
         sides = (self.arguments, self.target)
         for side in sides if call.is_sharded else ():
             if self.is_part:
@@ -216,7 +217,7 @@ class StepBatch:
         found = partition.named_tensors(leaves)
         return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in found.items()}
 
-    def cut(self, order: SampleOrder, loss_shares: Any) -> None:
+    def cut(self, order: SampleOrder, loss_shares: LossShares | None) -> None:
         """Cuts it into microbatches. ValueError where that cannot be."""
         if self.order == order:
             return

@@ -66,8 +66,7 @@ class EngineSteps:
         self._comparison = StepComparison(place, compare_batches)
         self._agreement = StepAgreement(place.transfers, {**self._inputs.texts, **self._comparison.texts})
         self._shared_losses: dict[int, TensorExchange] = {}  # by number of microbatches
-        has_shares = place.planned is not None and place.has_last
-        self._loss_shares = place.planned.loss_shares(len(place.meshes) - 1) if has_shares else None
+        self._loss_shares = place.source.loss_shares(len(place.meshes) - 1) if place.has_last else None
         self._settled: dict[Any, None] = {}  # for which ranks have compared what they run
         self._rank_shards = RankShards(place.transfers)
 
@@ -109,8 +108,7 @@ class EngineSteps:
         state.meter = (
             None if auto is None else MemoryMeter(place, tensors_of((batch.arguments.tree, batch.target.tree)))
         )
-        if place.planned is not None:
-            place.planned.begin_step(is_train)
+        place.source.begin_step(is_train)
         if is_train:
             place.sharded.begin_step(self.is_sync)
             place.sync.begin_step(self.is_sync)
@@ -171,10 +169,10 @@ class EngineSteps:
         return hash((order.sizes, self._sized.last_key, trained)) & (2**63 - 1)
 
     def _end_gradients(self) -> None:
-        sharded, sync = self._place.sharded, self._place.sync
-        if self._place.planned is not None:
+        sharded, sync, source = self._place.sharded, self._place.sync, self._place.source
+        if source.sums_gradients:
             with self._timed("gradients"):
-                self._place.planned.end_step()
+                source.end_step()
         if sharded.is_needed or (self.is_sync and sync.has_shards):
             with self._timed("gradients"):
                 sharded.end_step(self.is_sync)
@@ -230,9 +228,7 @@ class EngineSteps:
         self._check(call)
         place = self._place
         batch = StepBatch(place, call, self._rank_shards)
-        if place.planned is not None:
-            self._check_planned_samples(batch.samples)
-            place.planned.check_step(self.is_sync, call.is_train)
+        place.source.check_step(batch.samples, is_sync=self.is_sync, is_train=call.is_train)
         batch.check_part()
         numbers = {**self._inputs.told(batch.shapes), **self._comparison.modes(), **self._comparison.values(batch)}
         if call.is_train:
@@ -302,15 +298,6 @@ class EngineSteps:
                 del self._settled[next(iter(self._settled))]
         elif failure is not None:
             raise failure
-
-    def _check_planned_samples(self, samples: int | None) -> None:
-        each, number = self._place.partition.batch_size, self._place.schedule.num_microbatches
-        if samples is not None and each and samples != each * number:
-            raise ValueError(
-                f"a step of this plan takes {each * number} samples, {number} microbatches of {each} as in the "
-                f"example, and got {samples}. Every rank passes the whole batch, or with sharded=True an equal part of "
-                "it; a DataLoader with drop_last=True gives no short batch"
-            )
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()

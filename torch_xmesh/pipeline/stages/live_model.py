@@ -5,25 +5,21 @@ from collections.abc import Collection
 
 from torch import nn
 
-from torch_xmesh.pipeline.capture.hooks import check_no_hook_on_all, has_gradient_hooks, has_hooks, hooks_of
+from torch_xmesh.pipeline.capture.hooks import check_no_hook_on_all, has_hooks, hooks_of
 from torch_xmesh.pipeline.capture.opened import numbers_of
 
 
 class LiveModel:
     """The model of which an engine was made, as long as it is there."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        opened: Collection[str],
-        *,
-        is_planned: bool = False,
-    ) -> None:
-        """`opened`: the modules that were looked into, of which stages have no copy that the user knows. `is_planned`:
-        a plan says how the model runs: its stages have parameters of their own."""
+    reaches = "reaches parts of a stage only"
+    """What train() and eval() of the model do."""
+    hook_advice = "a stage begins inside, so that stages would not notice: register it on the modules inside"
+
+    def __init__(self, model: nn.Module, opened: Collection[str]) -> None:
+        """`opened`: the modules that were looked into, of which stages have no copy that the user knows."""
         self._stand_ins: list[tuple[str, nn.Module]] = []
         self._model = weakref.ref(model)
-        self._is_planned = is_planned
         self._opened = [(name, weakref.ref(model.get_submodule(name))) for name in sorted(opened)]
         self._numbers = self._now()
         self._hooks = {name: hooks_of(module) for name, module in self._there().items()}
@@ -52,8 +48,7 @@ class LiveModel:
             return
         if model.training != self._training:
             called = "train()" if model.training else "eval()"
-            what = "has nothing to do with the engine's stages" if self._is_planned else "reaches parts of a stage only"
-            raise ValueError(f"{called} was called on the model, which {what}: call engine.{called}")
+            raise ValueError(f"{called} was called on the model, which {self.reaches}: call engine.{called}")
         self._check_hooks(model)
         now = self._now()
         for name, value in self._numbers.items():
@@ -67,17 +62,14 @@ class LiveModel:
         for name, module in self._there().items():
             if hooks_of(module) != self._hooks[name]:
                 where = f"module {name!r}" if name else "the model"
-                helps = "make a new engine" if self._is_planned else "register it on the modules inside"
-                why = "a plan has it as it was then" if self._is_planned else "a stage begins inside"
                 raise ValueError(
-                    f"{where} has a hook since the engine was made, or has it no more, and {why}, so that stages would "
-                    f"not notice: {helps}"
+                    f"{where} has a hook since the engine was made, or has it no more, and {self.hook_advice}"
                 )
         for where, submodule in self._stand_ins:
             if has_hooks(submodule):
                 raise ValueError(f"module {where} has a hook, but is never called: it only holds others")
-        if self._is_planned:
-            for name, parameter in model.named_parameters():
-                if has_gradient_hooks(parameter):
-                    raise ValueError(f"parameter {name} has a hook: with a plan stages have parameters of their own")
+        self._check_parameters(model)
         check_no_hook_on_all()
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        """Raises ValueError for a hook on a parameter that is none of the stages'."""
