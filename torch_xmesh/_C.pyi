@@ -407,10 +407,17 @@ class PipelineTraffic:
     def close(self) -> None: ...
 
 class StageValues:
-    """What a stage takes and gives: values by name, and which inputs the user passes."""
+    """What a stage takes and gives: values by name, which inputs the user passes, and why its backward is never split
+    (empty where its graph decides)."""
 
     def __init__(
-        self, stage: int, inputs: Sequence[str], outputs: Sequence[str], model_positions: Sequence[int], is_alone: bool
+        self,
+        stage: int,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        model_positions: Sequence[int],
+        is_alone: bool,
+        whole_because: str,
     ) -> None: ...
 
 class EdgeValues:

@@ -32,6 +32,7 @@ struct StageValues {
   std::vector<std::string> outputs;      ///< names of its output values
   std::vector<int64_t> model_positions;  ///< those inputs that the user passes
   bool is_alone = false;                 ///< its mesh is this rank only
+  std::string whole_because{};           ///< why its backward is never split; empty where that depends on the graph
 };
 
 }  // namespace xmesh::pipeline

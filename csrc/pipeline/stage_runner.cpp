@@ -154,7 +154,7 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
     }
   }
   Roots roots = takeRoots(stage, microbatch);
-  InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs);
+  InputBackward done = backwardInputs(std::move(roots.edges), std::move(roots.gradients), inputs, flights_.stage(stage).whole_because);
   flight.weights = std::move(done.weights);
   if (step_.is_measured) {
     weight_storages_[stage] = flight.weights.heldStorages();

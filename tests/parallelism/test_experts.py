@@ -27,7 +27,6 @@ from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.recorded_forwards import forward_of
-from torch_xmesh.parallelism.running.experts import RunsAtOnce
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
@@ -289,10 +288,24 @@ def test_a_module_that_is_called_as_one_runs_whole() -> None:
     spawn(trains_called, 4, range(8), timeout=240)
 
 
+def runs_whole(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(16, 16), Mixture(4, is_lopsided=True)).double(), torch.randn(4, 6, 16).double()
+    options = {**OPTIONS, "num_layers": 2, "schedule": "zb_h1"}
+    plan = xm.presets.pipeline(model, (x,), devices=xm.Mesh(range(2)), num_stages=2, **options)
+    batch = torch.cat([x, x.flip(0)])
+    with xm.PipelineEngine(copy.deepcopy(model), (x,), plan=plan, loss_fn=F.mse_loss) as engine:
+        engine.step(batch, target=batch)
+        found, text = dict(engine.named_parameters()), engine.summary()
+    assert "stage 1: I is the whole backward and W nothing, since a planned stage with experts" in text, text
+    F.mse_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if name in found:
+            mine = found[name].grad
+            assert isinstance(mine, DTensor), name
+            torch.testing.assert_close(mine.full_tensor(), parameter.grad, msg=name)
+
+
 def test_the_backward_of_a_stage_with_experts_is_not_split() -> None:
     """Devices would split it in different ways: with no tokens for its experts one has nothing to compute later."""
-    x = torch.randn(4, 8, requires_grad=True)
-    made = nn.Linear(8, 8)(RunsAtOnce.apply(x))  # type: ignore[no-untyped-call]
-    _, weights = xm.split_backward(made, torch.ones(4, 8), x)
-    assert "a planned stage with experts" in (weights.whole_because or "")
-    weights()
+    spawn(runs_whole, 2, timeout=240)

@@ -149,9 +149,6 @@ std::string whyNotSplit(Node& node) {
   if (name == "RegisterPostBackwardFunctionBackward") {
     return name + " (fully_shard) reduces a module's weight gradients as soon as its input gradients are there";
   }
-  if (name == "RunsAtOnceBackward") {
-    return name + " (a planned stage with experts) runs alike on all devices of a mesh, whichever experts are given tokens";
-  }
   if (name == "_DDPSinkBackward") {
     return name + " (DistributedDataParallel with static_graph) reduces at the end of the backward that reaches it";
   }

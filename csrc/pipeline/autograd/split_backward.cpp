@@ -145,7 +145,7 @@ std::map<const void*, int64_t> WeightBackward::heldStorages() const {
   return out;
 }
 
-InputBackward backwardInputs(edge_list roots, variable_list gradients, const std::vector<at::Tensor>& inputs) {
+InputBackward backwardInputs(edge_list roots, variable_list gradients, const std::vector<at::Tensor>& inputs, const std::string& whole_because) {
   edge_list wanted;
   wanted.reserve(inputs.size());
   for (const at::Tensor& input : inputs) {
@@ -156,7 +156,7 @@ InputBackward backwardInputs(edge_list roots, variable_list gradients, const std
   for (const Edge& root : roots) {
     path.visit(root);
   }
-  std::string reason = whyWhole(path);
+  std::string reason = inputs.empty() || whole_because.empty() ? whyWhole(path) : whole_because;
   if (!reason.empty()) {
     return wholeBackward(roots, gradients, inputs, std::move(reason));
   }

@@ -51,7 +51,10 @@ struct InputBackward {
 ///
 /// Roots off the path belong to the second half altogether. Every other node on the path releases what it saved as soon as it has run.
 ///
+/// `whole_because`: why a backward that reaches an input has to be whole, whatever the graph is; empty where the graph decides.
+///
 /// Throws InvalidArgument for inputs that depend on one another, and where the backward has to be whole for inputs that are no leaves.
-InputBackward backwardInputs(torch::autograd::edge_list roots, torch::autograd::variable_list gradients, const std::vector<at::Tensor>& inputs);
+InputBackward backwardInputs(torch::autograd::edge_list roots, torch::autograd::variable_list gradients, const std::vector<at::Tensor>& inputs,
+                             const std::string& whole_because = {});
 
 }  // namespace xmesh::pipeline

@@ -187,6 +187,28 @@ TEST(SplitBackward, NoOtherBackwardGoesThroughTheGraph) {
   expectSame(w[0].grad(), at::ones({4, 4}), "the weight");
 }
 
+TEST(SplitBackward, IsWholeWhereTheCallerSaysSo) {
+  const Tensors x = leaves(random(1));
+  const Tensors w = leaves(random(2));
+  const Tensor output = x[0].mm(w[0]);
+  InputBackward found = backwardInputs({gradient_edge(output), gradient_edge(w[1])}, {at::ones({4, 4}), at::ones({4, 4})}, x, "it says so");
+  EXPECT_EQ(found.whole_because, "it says so");
+  expectSame(found.gradients[0], at::ones({4, 4}).mm(w[0].t()), "the input");
+  expectSame(w[0].grad(), x[0].t().mm(at::ones({4, 4})), "the weight, at once");
+  expectSame(w[1].grad(), at::ones({4, 4}), "what is off the path, at once");
+  found.weights.run();
+  expectSame(w[0].grad(), x[0].t().mm(at::ones({4, 4})), "the weight, once");
+}
+
+TEST(SplitBackward, IsNotWholeForTheCallersReasonWithoutInputs) {
+  const Tensors w = leaves(random(1));
+  InputBackward found = backwardInputs({gradient_edge(w[0])}, {at::ones({4, 4})}, {}, "it says so");
+  EXPECT_EQ(found.whole_because, "");
+  EXPECT_FALSE(w[0].grad().defined());
+  found.weights.run();
+  expectSame(w[0].grad(), at::ones({4, 4}), "the weight, later");
+}
+
 TEST(SplitBackward, InputsThatDependOnOneAnotherAreRefused) {
   const Tensors x = leaves(random(1));
   const Tensor hidden = x[0].tanh();

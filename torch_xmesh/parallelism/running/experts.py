@@ -34,17 +34,9 @@ class _Exchanged(torch.autograd.Function):
         return rows, None, None, None, None
 
 
-class RunsAtOnce(torch.autograd.Function):
-    """What enters a stage with experts. Its backward is not split: devices would do that in different ways, since only
-    those whose experts are given tokens have parameters' gradients to compute later. (The engine knows the name.)"""
-
-    @staticmethod
-    def forward(ctx: Any, entering: torch.Tensor) -> torch.Tensor:
-        return entering.view_as(entering)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
+WHOLE_BECAUSE = "a planned stage with experts runs alike on all devices of a mesh, whichever experts are given tokens"
+"""Why the backward of a stage with experts is not split: devices would do that in different ways, since only those
+whose experts are given tokens have parameters' gradients to compute later."""
 
 
 class _Reached(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.calls import OperatorCall, Way
 from torch_xmesh.parallelism.running.collectives import Conversions, Moves
 from torch_xmesh.parallelism.running.compiled import CompiledRun, Compiler
-from torch_xmesh.parallelism.running.experts import RunsAtOnce
+from torch_xmesh.parallelism.running.experts import WHOLE_BECAUSE
 from torch_xmesh.parallelism.running.fetching import not_kept
 from torch_xmesh.parallelism.running.loss import LossShares, has_samples, sample_axes
 from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
@@ -53,6 +53,7 @@ class ShardedForward:
     Attributes:
         gradients: by name, how a parameter's gradient lies behind the operators that read it.
         loss_shares: how devices share the loss, on the last stage, if each computes the loss of its samples; else None.
+        whole_because: why its backward is never split; empty where that depends on the graph.
 
     Raises:
         ValueError: something of it cannot be run in parts.
@@ -79,14 +80,32 @@ class ShardedForward:
         self._left = self._left_states(number + 1 == len(plan.stages) and num_samples is not None, num_samples)
         self.gradients: dict[str, State] = {}
         self._calls = {operator: self._call(operator) for operator in self._choices}
-        self._has_experts = any(recorded.forward.operators[i].kind in CLASSES for i in self._calls)
+        has_experts = any(recorded.forward.operators[i].kind in CLASSES for i in self._calls)
+        self.whole_because = WHOLE_BECAUSE if has_experts else ""
         self._dead_after = self._last_reads()
         self._ways_out = {value: self._way(value, self._end_of(value), end) for value, end in self._left.items()}
         in_turn = in_turn_of(planned)
         self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._choices}
         self._layers = self._fetched_together(planned)
+        self._constants, self._own = self._read_of_model(planned)
         self._turns, self._regions = self._in_regions()
         self._segments: dict[int, CompiledRun] = {}
+
+    def _read_of_model(self, planned: PlannedStage) -> tuple[dict[Value, torch.Tensor], list[Value]]:
+        """What its operators read, or it leaves, that the model holds: constants, and the parameters and buffers that
+        are there before the first operator."""
+        read = {source for number in self._calls for source in self.recorded.sites[number].sources} | self._left.keys()
+        kept = {parameter.name for parameter in planned.parameters} - in_turn_of(planned)
+        constants = {}
+        own = []
+        for node, value in self.recorded.given.items():
+            if node.op != "get_attr" or value not in read:
+                continue
+            if not value.is_parameter:
+                constants[value] = self.recorded.recording.constants[str(node.target)]
+            elif value.name in kept:
+                own.append(value)
+        return constants, own
 
     def left_states(self) -> dict[str, State]:
         """How what leaves is left, by value."""
@@ -109,14 +128,8 @@ class ShardedForward:
         """A microbatch."""
         taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
-        if self._has_experts:
-            for value, part in parts.items():
-                parts[value] = RunsAtOnce.apply(part) if part.requires_grad else part  # type: ignore[no-untyped-call]
-        for node, value in self.recorded.given.items():
-            if node.op == "get_attr" and not value.is_parameter:
-                parts[value] = self.recorded.recording.constants[str(node.target)]
-            elif node.op == "get_attr" and (read := own.read(value)) is not None:
-                parts[value] = read
+        parts.update(self._constants)
+        parts.update((value, own.read(value)) for value in self._own)
         fetched: InTurnKnown = {}
         for numbers in self._turns:
             region = self._regions.get(numbers[0])

@@ -129,11 +129,9 @@ class StageParameters:
 
     # What a microbatch reads.
 
-    def read(self, value: Value) -> torch.Tensor | None:
-        """This device's part of a parameter or a buffer, as operators take it; None: not the stage's, or fetched before
-        its first reader."""
-        if value.name not in self._own or value.name in self._in_turn:
-            return None
+    def read(self, value: Value) -> torch.Tensor:
+        """This device's part of a parameter or a buffer of the stage, as operators take it; none that each microbatch
+        fetches."""
         return self._read.get(value.name, local_of(self._own[value.name]))
 
     def fetch(self, values: Sequence[Value], parts: dict[Value, Any], known: InTurnKnown) -> None:

@@ -13,6 +13,7 @@ from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.recorded_forwards import recorded_forward
 from torch_xmesh.parallelism.running.refusals import ForwardModes
+from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_parts import StagePart, outputs_of, stage_parts
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
@@ -32,7 +33,7 @@ def planned_partition(
     model: nn.Module,
     turns: ForwardModes,
     plan: ParallelPlan,
-    modules: Sequence[nn.Module | None],
+    modules: Sequence[ShardedStage | None],
     arguments: Arguments,
     chunk_specs: Mapping[str, Any],
 ) -> Partition:
@@ -129,7 +130,7 @@ def _tensor_specs(arguments: Arguments, specs: Sequence[Any]) -> list[Any]:
 
 
 def _program(
-    stage: int, ports: StagePart, module: nn.Module | None, turns: ForwardModes, names: Mapping[Value, str]
+    stage: int, ports: StagePart, module: ShardedStage | None, turns: ForwardModes, names: Mapping[Value, str]
 ) -> StageProgram:
     taken = (*ports.arguments, *ports.entering)
     own = {turns.recorded.forward.operators[number].name for number in ports.operators}
@@ -153,6 +154,7 @@ def _program(
         ),
         adapter,
         is_always_seeded=True,  # devices of a stage draw alike
+        whole_because="" if module is None else module.whole_because,
     )
 
 

@@ -114,7 +114,7 @@ class PlannedStages(StageSource):
         """The model, as long as it is there."""
         return self._live
 
-    def _modules(self, model: nn.Module, request: StageRequest) -> list[nn.Module | None]:
+    def _modules(self, model: nn.Module, request: StageRequest) -> list[ShardedStage | None]:
         """By stage this rank's modules."""
         transfers = request.transfers
         told = transfers.gather("the model's values", _digest_of(model))

@@ -114,6 +114,11 @@ class ShardedStage(nn.Module):
         return self._moves.coordinate
 
     @property
+    def whole_because(self) -> str:
+        """Why its backward is never split; empty where that depends on the graph."""
+        return self.first.whole_because
+
+    @property
     def loss_shares(self) -> LossShares | None:
         """How devices share the loss, if this is the last stage and each device computes the loss of its samples; else
         None."""

@@ -27,6 +27,7 @@ class StageProgram:
         adapter: how a ready module is called, None for a recorded one.
         codes: what a recorded one may run.
         infos: what is known of its input values.
+        whole_because: why its backward is never split; empty where that depends on what it computes.
         inner: the module that runs the codes, within what may be around it.
     """
 
@@ -41,6 +42,7 @@ class StageProgram:
     infos: Sequence[ValueInfo] = dataclasses.field(default=(), repr=False)
     inner: StageModule | None = dataclasses.field(default=None, repr=False)
     is_always_seeded: bool = False
+    whole_because: str = ""
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the stage.

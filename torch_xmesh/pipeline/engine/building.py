@@ -277,10 +277,15 @@ def _make_core(
     values = []
     for stage in stages:
         program = cut.stages[stage]
-        positions = [program.input_values.index(name) for name in program.model_inputs]
-        is_alone = len(boundaries.meshes[stage].ranks) == 1
         values.append(
-            _C.StageValues(stage, list(program.input_values), list(program.output_values), positions, is_alone)
+            _C.StageValues(
+                stage,
+                list(program.input_values),
+                list(program.output_values),
+                [program.input_values.index(name) for name in program.model_inputs],
+                is_alone=len(boundaries.meshes[stage].ranks) == 1,
+                whole_because=program.whole_because,
+            )
         )
     edge_values = [
         boundaries.edge_values(edge, cut.stages[edge.from_stage].output_values, cut.stages[edge.to_stage].input_values)
