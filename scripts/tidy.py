@@ -3,7 +3,8 @@
     python scripts/tidy.py BUILD_FOLDER [--checks=X] SOURCES...
 
 BUILD_FOLDER has compile_commands.json. What was found clean is remembered in build/tidy; without that folder, as on a
-fresh clone, all sources are looked at.
+fresh clone, all sources are looked at. Sources that are compiled as one unit (setup.py) are looked at as one, which
+takes less than half the time, where all of them have changed.
 """
 
 import functools
@@ -43,17 +44,22 @@ def _stamp(source: Path, words: str) -> Path:
     return STAMPS / digest.hexdigest()[:32]
 
 
-def _each_source(built: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The compile commands, with one for each source that a unit includes (setup.py) in place of the unit's."""
-    out = []
+def _units(built: list[dict[str, str]]) -> dict[Path, tuple[Path, ...]]:
+    """By unit the sources that it includes."""
+    units = (Path(one["directory"]) / one["file"] for one in built)
+    return {
+        unit: tuple((ROOT / "csrc" / name).resolve() for name in _INCLUDE.findall(unit.read_text()))
+        for unit in units
+        if unit.parent.name == "units"
+    }
+
+
+def _with_sources(built: list[dict[str, str]], units: dict[Path, tuple[Path, ...]]) -> list[dict[str, str]]:
+    """The compile commands, with one more for each source of a unit."""
+    out = list(built)
     for one in built:
-        unit = Path(one["directory"]) / one["file"]
-        if unit.parent.name != "units":
-            out.append(one)
-            continue
-        for name in _INCLUDE.findall(unit.read_text()):
-            source = str(ROOT / "csrc" / name)
-            out.append({**one, "file": source, "command": one["command"].replace(one["file"], source)})
+        for source in units.get(Path(one["directory"]) / one["file"], ()):
+            out.append({**one, "file": str(source), "command": one["command"].replace(one["file"], str(source))})
     return out
 
 
@@ -62,25 +68,34 @@ def main(folder: str, arguments: list[str]) -> int:
     sources = [Path(one).resolve() for one in arguments if not one.startswith("--")]
     version = subprocess.run(["clang-tidy", "--version"], capture_output=True, text=True, check=True).stdout
     path = Path(folder) / "compile_commands.json"
-    built = _each_source(json.loads(path.read_text()))
-    path.write_text(json.dumps(built))
-    commands = {(Path(one["directory"]) / one["file"]).resolve(): one["command"] for one in built}
-    stamps = {source: _stamp(source, f"{version} {options} {commands.get(source)}") for source in sources}
+    built = json.loads(path.read_text())
+    units = _units(built)
+    commands = _with_sources(built, units)
+    path.write_text(json.dumps(commands))
+    command_of = {(Path(one["directory"]) / one["file"]).resolve(): one["command"] for one in commands}
+    stamps = {source: _stamp(source, f"{version} {options} {command_of.get(source)}") for source in sources}
     STAMPS.mkdir(parents=True, exist_ok=True)
 
-    def is_clean(source: Path) -> bool:
-        command = ["clang-tidy", "--quiet", "-p", folder, "--warnings-as-errors=*", *options, str(source)]
+    def is_clean(looked_at: Path, of: tuple[Path, ...]) -> bool:
+        checks = next((option for option in options if option.startswith("--checks=")), "--checks=")
+        if looked_at not in of:
+            checks += ",-bugprone-suspicious-include"  # what a unit is made of
+        others = [option for option in options if not option.startswith("--checks=")]
+        command = ["clang-tidy", "--quiet", "-p", folder, "--warnings-as-errors=*", checks, *others, str(looked_at)]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
         if run.returncode != 0:
-            print(run.stdout, end="", flush=True)
+            print(run.stdout or f"clang-tidy ended with {run.returncode} on {looked_at}\n", end="", flush=True)
             return False
-        stamps[source].touch()
+        for source in of:
+            stamps[source].touch()
         return True
 
-    todo = [source for source, stamp in stamps.items() if not stamp.exists()]
-    print(f"clang-tidy: {len(todo)} of {len(sources)} sources have changed", flush=True)
+    changed = {source for source, stamp in stamps.items() if not stamp.exists()}
+    print(f"clang-tidy: {len(changed)} of {len(sources)} sources have changed", flush=True)
+    todo = [(unit, of) for unit, of in units.items() if changed.issuperset(of)]
+    todo += [(source, (source,)) for source in stamps if source in changed.difference(*(of for _, of in todo))]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
-        return 0 if all(list(pool.map(is_clean, todo))) else 1
+        return 0 if all(list(pool.map(lambda item: is_clean(*item), todo))) else 1
 
 
 if __name__ == "__main__":
