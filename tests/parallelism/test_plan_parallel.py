@@ -12,6 +12,7 @@ import re
 import signal
 import types
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch_xmesh import _C
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.step_plot import at_end_of, simulated
 from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.parallelism.stretch_tables import StretchTables, parameter_bytes
 from torch_xmesh.parallelism.zero import with_zero
@@ -92,6 +94,26 @@ def test_a_plan_from_end_to_end(tmp_path: Path) -> None:
         read.explain("layers.1.query")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("preset", ["found", "zero_3", "pipeline"])
+@pytest.mark.parametrize("schedule", ["auto", "zb_h1"])
+def test_a_picture_shows_the_step_that_was_predicted(preset: str, schedule: str) -> None:
+    """ZeRO-3's backward is not split, whatever the schedule says."""
+    options: dict[str, Any] = {"devices": mesh(2, 2), "num_microbatches": 4, "compute": RATES, "schedule": schedule}
+    options["topology"] = slow_network(2)
+    model = Gpt(num_layers=4)
+    plans: dict[str, Callable[[], xm.ParallelPlan]] = {
+        "found": lambda: xm.plan_parallel(model, (TOKENS,), **options),
+        "zero_3": lambda: xm.presets.zero_3(model, (TOKENS,), **options),
+        "pipeline": lambda: xm.presets.pipeline(model, (TOKENS,), num_stages=4, **options),
+    }
+    plan = plans[preset]()
+    ends = dict.fromkeys(range(len(plan.stages)), 0.0)
+    for action in simulated(plan).actions:
+        ends[action.place] = max(ends[action.place], action.end_seconds)
+    step = max(end + at_end_of(plan, number) for number, end in ends.items())
+    assert step == pytest.approx(plan.predicted_seconds, rel=1e-9)
 
 
 def test_a_slow_network_makes_stages_and_a_fast_one_does_not() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 
 from torch_xmesh.parallelism.cluster import Cluster
-from torch_xmesh.parallelism.judge import Judged
+from torch_xmesh.parallelism.judge import Judged, is_whole
 from torch_xmesh.parallelism.layers import Layers
 from torch_xmesh.parallelism.plan import (
     ParallelPlan,
@@ -120,6 +120,7 @@ def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes:
         tuple(axis[1:] for axis in stage.space.axes),
         tuple(PlannedHeld(value.name, why, end.value, end.gradient) for why, value, end in sharded.held),
         stage.gap,
+        is_whole(stage),
     )
 
 

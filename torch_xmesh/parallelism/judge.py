@@ -301,20 +301,16 @@ def edges_between(num_stages: int, moves: Sequence[Move]) -> dict[tuple[int, int
 
 
 def stage_costs(stage: FoundStage, extra_bytes: int = 0) -> StageCosts:
-    """A stage's costs, with times and activations of one microbatch. Collectives in backward are counted with the
-    inputs' gradients, and so are the parameters' gradients where the backward cannot be split."""
-    seconds, held = stage.sharded.seconds, stage.sharded.bytes
-    later = 0.0 if _is_whole(stage) else seconds.backward_weight
-    return StageCosts(
-        forward_seconds=seconds.forward + seconds.forward_collectives,
-        backward_input_seconds=seconds.backward + seconds.backward_collectives - later,
-        backward_weight_seconds=later,
+    """A stage's costs, with times and activations of one microbatch."""
+    held = stage.sharded.bytes
+    return stage.sharded.seconds.costs(
+        is_whole=is_whole(stage),
         activation_bytes=round(held.per_microbatch),
         fixed_bytes=round(held.fixed) + extra_bytes,
     )
 
 
-def _is_whole(stage: FoundStage) -> bool:
+def is_whole(stage: FoundStage) -> bool:
     """Whether its backward runs at once: an activation checkpoint is computed anew for both halves, as are parameters
     fetched (ZeRO-3); experts are given tokens, or none, on some devices alone."""
     sharded = stage.sharded

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from torch_xmesh.pipeline.schedule.simulation import StageCosts
+
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
@@ -42,6 +44,18 @@ class Seconds:
             -self.forward_collectives,
             -self.backward_collectives,
             -self.step_collectives,
+        )
+
+    def costs(self, *, is_whole: bool, activation_bytes: int = 0, fixed_bytes: int = 0) -> StageCosts:
+        """What actions on one microbatch take. Collectives in backward are counted with the inputs' gradients, and so
+        are the parameters' gradients of a backward that `is_whole`: not split."""
+        later = 0.0 if is_whole else self.backward_weight
+        return StageCosts(
+            forward_seconds=self.forward + self.forward_collectives,
+            backward_input_seconds=self.backward + self.backward_collectives - later,
+            backward_weight_seconds=later,
+            activation_bytes=activation_bytes,
+            fixed_bytes=fixed_bytes,
         )
 
     @property

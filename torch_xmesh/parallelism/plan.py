@@ -134,6 +134,7 @@ class PlannedStage:
             and, if that is more, one where all send to all. The ways between shardings were chosen by these.
         held: values that are held otherwise than who makes them leaves them.
         gap: by which part of a microbatch's seconds another sharding of the stage that fits may be faster; 0: none is.
+        is_whole: its backward is not split: I takes all of its seconds, and W none.
     """
 
     ranks: tuple[int, ...]
@@ -149,6 +150,7 @@ class PlannedStage:
     links: tuple[tuple[float, ...], ...] = ()
     held: tuple[PlannedHeld, ...] = ()
     gap: float = 0.0
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

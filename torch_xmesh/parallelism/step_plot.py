@@ -7,25 +7,25 @@ from torch_xmesh.parallelism.judge import edges_between
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.plan_text import parallelism_of, seconds_text
 from torch_xmesh.pipeline.schedule.schedule import Schedule
-from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, StageCosts, simulate
+from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
 
 
 def simulated(plan: ParallelPlan) -> Simulation:
-    """The plan's schedule, played again with what the plan says that stages and values take."""
+    """The plan's schedule, played as it was when the plan was judged."""
     moves = [
         (value.from_stage, value.to_stage, (value.forward_seconds, value.backward_seconds), value.has_gradient)
         for value in plan.values
     ]
-    stages = [
-        StageCosts(
-            forward_seconds=stage.seconds.forward + stage.seconds.forward_collectives,
-            backward_input_seconds=stage.seconds.backward_input + stage.seconds.backward_collectives,
-            backward_weight_seconds=stage.seconds.backward_weight,
-        )
-        for stage in plan.stages
-    ]
+    stages = [stage.seconds.costs(is_whole=stage.is_whole) for stage in plan.stages]
     schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
     return simulate(schedule, Costs(stages=stages, edges=edges_between(len(stages), moves), blocks_receiver=False))
+
+
+def at_end_of(plan: ParallelPlan, number: int) -> float:
+    """Seconds that a stage spends on gradients and parameters at the end of a step, those that it shares with others
+    among them."""
+    shared = sum(tie.seconds for tie in plan.ties if number in tie.stages)
+    return plan.stages[number].seconds.step_collectives + shared
 
 
 _ALPHA = {True: 0.45, False: 0.9}
@@ -64,7 +64,7 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
             )
     at_end = ACTIONS["gradients"][1]
     for number, stage in enumerate(plan.stages):
-        width, left = stage.seconds.step_collectives * scale, ends[number] * scale
+        width, left = at_end_of(plan, number) * scale, ends[number] * scale
         axes.barh(_place(plan, stage), width, left=left, height=0.8 * _height(plan, stage), color=at_end, linewidth=0)
     axes.set_yticks([_place(plan, stage) for stage in plan.stages])
     axes.set_yticklabels([f"stage {i}, on\n{_devices(stage)}" for i, stage in enumerate(plan.stages)])

@@ -34,9 +34,12 @@ struct StrategyInfo {
   std::string summary;
   std::vector<WordSlot> words;
   std::vector<IntegerOption> options;
-  bool is_candidate = false;  ///< "auto" tries it
+  bool (*is_candidate)(const ReshardingPlan& plan) = nullptr;  ///< whether "auto" tries it for a plan with tasks; null: for none
   void (*plan)(ReshardingPlan& plan, const Strategy& strategy) = nullptr;
 };
+
+/// A candidate for every plan.
+inline bool isAlwaysCandidate(const ReshardingPlan& /*plan*/) { return true; }
 
 /// All strategies; "auto" itself is not among them. It tries its candidates in this order, and looks at the first one alone where that one's plan is
 /// large (planResharding).

@@ -75,7 +75,7 @@ TEST(Planner, AutoIsAsFastAsTheFastestCandidate) {
     const auto tensors = std::vector{layouts::pairOf(published)};
     const ReshardingPlan chosen = planResharding(tensors, layouts::topologyOf(published), parseStrategy("auto"));
     for (const StrategyInfo& info : strategies()) {
-      if (!info.is_candidate) {
+      if (info.is_candidate == nullptr || !info.is_candidate(chosen)) {
         continue;
       }
       const ReshardingPlan plan = planResharding(tensors, layouts::topologyOf(published), parseStrategy(info.name));
@@ -98,6 +98,34 @@ TEST(Planner, AutoTakesFewerStreamsWherePredictionsAreATie) {
   ASSERT_LT(striped, broadcast.predicted_seconds) << "else the rule is not what is seen";
   ASSERT_LT(broadcast.predicted_seconds, striped / 0.99);
   EXPECT_EQ(planResharding({pair}, topology, parseStrategy("auto")).messages, broadcast.messages);
+}
+
+TEST(Planner, AutoDividesALargeSumAmongTheRanksOfOneHost) {
+  const DType dtype = DType::parse("float32");
+  const auto sumOf = [&](int64_t num_elements, const std::vector<int64_t>& ranks, const Placement& to) {
+    const Mesh mesh({static_cast<int64_t>(ranks.size())}, ranks);
+    return std::vector{TensorPair{{{num_elements}, dtype, mesh, {Placement::partial(ReduceOp::kSum)}}, {{num_elements}, dtype, mesh, {to}}}};
+  };
+  const auto sentBy = [](const ReshardingPlan& plan, int32_t rank) {
+    int64_t num_bytes = 0;
+    for (const Message& message : plan.messages) {
+      num_bytes += message.src_rank == rank ? 4 * (message.end - message.begin) : 0;
+    }
+    return num_bytes;
+  };
+  const Topology topology = Topology::uniform(8, 4);
+  const int64_t num_elements = int64_t{1} << 22;
+  const ReshardingPlan large = planResharding(sumOf(num_elements, {0, 1, 2, 3}, Placement::replicate()), topology, parseStrategy("auto"));
+  EXPECT_NO_THROW(validatePlan(large));
+  for (int32_t rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(sentBy(large, rank), 4 * num_elements * 2 * 3 / 4) << "as a reduce-scatter and an all-gather send";
+  }
+  const ReshardingPlan small = planResharding(sumOf(64, {0, 1, 2, 3}, Placement::replicate()), topology, parseStrategy("auto"));
+  EXPECT_EQ(small.strategy, "send_recv") << "one latency";
+  const StrategyInfo& divided = strategyInfo("local_allgather");
+  EXPECT_TRUE(divided.is_candidate(large));
+  EXPECT_FALSE(divided.is_candidate(planResharding(sumOf(64, {0, 1, 2, 3}, Placement::shard(0)), topology, parseStrategy("auto"))));
+  EXPECT_FALSE(divided.is_candidate(planResharding(sumOf(64, {0, 1, 4, 5}, Placement::replicate()), topology, parseStrategy("auto"))));
 }
 
 TEST(Planner, PublishedCasesDecomposeAndBroadcastReceivesOnce) {

@@ -244,7 +244,7 @@ StrategyInfo broadcastStrategy() {
           "one sender per slice, a chunked chain over the receiving hosts, then over the devices of each",
           {{"senders", {"size", "naive"}}, {"order", {"best", "naive", "dfs", "greedy"}}},
           {{"seed", 0, 0}, {"node_budget", 20'000, 0}, {"num_chunks", 0, 0}, {"collective", 0, 0}},
-          true,
+          isAlwaysCandidate,
           planBroadcast};
 }
 

@@ -28,7 +28,7 @@ void planAlpa(ReshardingPlan& plan, const Strategy& /*strategy*/) {
 }  // namespace
 
 StrategyInfo alpaStrategy() {
-  return {"alpa", "an all-gather over all receivers of a slice where it divides evenly, else one message per receiver", {}, {}, false, planAlpa};
+  return {"alpa", "an all-gather over all receivers of a slice where it divides evenly, else one message per receiver", {}, {}, nullptr, planAlpa};
 }
 
 }  // namespace xmesh::core

@@ -15,7 +15,7 @@ void planGlobalAllgather(ReshardingPlan& plan, const Strategy& /*strategy*/) {
 }  // namespace
 
 StrategyInfo globalAllgatherStrategy() {
-  return {"global_allgather", "a slice in parts over all its receivers, then a ring over all of them", {}, {}, false, planGlobalAllgather};
+  return {"global_allgather", "a slice in parts over all its receivers, then a ring over all of them", {}, {}, nullptr, planGlobalAllgather};
 }
 
 }  // namespace xmesh::core

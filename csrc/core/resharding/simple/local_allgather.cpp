@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -22,10 +23,19 @@ void planLocalAllgather(ReshardingPlan& plan, const Strategy& /*strategy*/) {
   messenger.finish();
 }
 
+/// Whether the plan reduces something for several ranks, all within one host: they divide the sum among them, where striped, which divides among
+/// hosts, has one rank do all of it.
+bool sumsOnOneHost(const ReshardingPlan& plan) {
+  return Network(plan).numHosts() == 1 && std::any_of(plan.tasks.begin(), plan.tasks.end(), [&](const UnitTask& task) {
+           return plan.holders[static_cast<size_t>(task.holders)].contributions.size() > 1 &&
+                  plan.needers[static_cast<size_t>(task.needers)].size() > 1;
+         });
+}
+
 }  // namespace
 
 StrategyInfo localAllgatherStrategy() {
-  return {"local_allgather", "each receiving host gets a slice once, in parts, and gathers them over its own links", {}, {}, false,
+  return {"local_allgather", "each receiving host gets a slice once, in parts, and gathers them over its own links", {}, {}, sumsOnOneHost,
           planLocalAllgather};
 }
 

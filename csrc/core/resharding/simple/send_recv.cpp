@@ -16,6 +16,8 @@ void planSendRecv(ReshardingPlan& plan, const Strategy& /*strategy*/) {
 
 }  // namespace
 
-StrategyInfo sendRecvStrategy() { return {"send_recv", "one message per needer and slice from one of its holders", {}, {}, true, planSendRecv}; }
+StrategyInfo sendRecvStrategy() {
+  return {"send_recv", "one message per needer and slice from one of its holders", {}, {}, isAlwaysCandidate, planSendRecv};
+}
 
 }  // namespace xmesh::core

@@ -161,9 +161,12 @@ void planStriped(ReshardingPlan& plan, const Strategy& strategy) { StripedSearch
 }  // namespace
 
 StrategyInfo stripedStrategy() {
-  return {"striped", "slices split over all their holders, chunks passed on by receivers, in an order decided chunk by chunk",
-          {},        {{"num_chunks", 0, 0}},
-          true,      planStriped};
+  return {"striped",
+          "slices split over all their holders, chunks passed on by receivers, in an order decided chunk by chunk",
+          {},
+          {{"num_chunks", 0, 0}},
+          isAlwaysCandidate,
+          planStriped};
 }
 
 }  // namespace xmesh::core
