@@ -42,6 +42,7 @@ def namespaces_of(pid: int) -> list[str]:
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"xmesh-{pid}-")]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.skipif(network.unavailable_reason() is not None, reason="runs on Linux as root, with iproute2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:

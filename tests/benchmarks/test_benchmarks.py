@@ -209,6 +209,7 @@ def run_suite(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     return list(json.loads(out.read_text())["records"])
 
 
+@pytest.mark.in_turn(2)
 def test_a_suite_end_to_end(tmp_path: Path) -> None:
     rate = "none" if unavailable_reason() else "400mbit"
     records = run_suite(
@@ -232,6 +233,7 @@ def test_a_suite_end_to_end(tmp_path: Path) -> None:
     assert ("message_us" in costs) == (rate != "none"), "on plain localhost there is one host"
 
 
+@pytest.mark.in_turn(2)
 def test_a_case_file_under_every_strategy(tmp_path: Path) -> None:
     """c7 and c9 on smaller meshes, with a dim that two ranks share unevenly, and a mesh onto itself; without a budget
     only `auto` is timed again."""

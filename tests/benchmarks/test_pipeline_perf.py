@@ -185,11 +185,13 @@ def test_suite_paced_end_to_end(tmp_path: Path) -> None:
     assert records[-1]["peak_in_flight"] <= 2
 
 
+@pytest.mark.in_turn(2)
 def test_suite_meshes_end_to_end(tmp_path: Path) -> None:
     records = run_suite(tmp_path, *("--suite", "meshes", "--microbatches", "2", "--forward-ms", "1"))
     assert {record["case"] for record in records} == {"2x1->1x2", "2->1", "1->2"}
 
 
+@pytest.mark.in_turn(2)
 def test_suite_real_end_to_end(tmp_path: Path) -> None:
     tiny = ("--models", "unet", "--microbatches", "2", "--methods", "torch_1f1b,broadcast")
     records = run_suite(tmp_path, "--suite", "real", *tiny)

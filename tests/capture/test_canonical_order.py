@@ -47,6 +47,7 @@ def lines_here() -> list[list[str]]:
     return [loops.lines, kinds.lines, [loops.way], [kinds.way]]
 
 
+@pytest.mark.in_turn(3)
 def test_loops_over_sets_are_alike_in_every_process() -> None:
     """In processes of eight hash seeds, in which the sets have at least three orders."""
     script = "import json, test_canonical_order as t; print(json.dumps([t.lines_here(), list(set(t.KINDS))]))"

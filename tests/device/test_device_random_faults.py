@@ -71,6 +71,7 @@ def until_one_is_gone(rank: int, world_size: int, seed: int, victim: int, how: s
     return "went on"
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("seed", [*range(8), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 200)]])
 def test_the_others_go_on(seed: int) -> None:
     draw = random.Random(1000 + seed)  # rank 0 has the store, without which no communicator can be made

@@ -45,6 +45,7 @@ for run in range(runs):
 """
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("runs", [3, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(6000)])])
 @pytest.mark.parametrize("how", ["destroy", "leave"])
 def test_ranks_end_with_zero(how: str, runs: int) -> None:

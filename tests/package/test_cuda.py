@@ -165,6 +165,7 @@ def _nccl_program() -> Path:
     return program
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.version.cuda is None, reason="runs with a torch that has CUDA")
 @pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="runs from a clone of the repository")

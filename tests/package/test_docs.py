@@ -59,6 +59,7 @@ def run_as_typed(rank: int, world_size: int, page: str, script: str, folder: str
     return printed.getvalue()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("page", having("python"))
 def test_python_runs_as_typed(page: str, tmp_path: Path) -> None:
     script = script_of(page)

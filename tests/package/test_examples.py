@@ -78,6 +78,7 @@ def test_without_matplotlib_the_pictures_are_left_out(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("options", [(), ("--checkpointing",)])
 def test_a_llama_of_transformers_trains_as_in_one_process(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("transformers")
@@ -130,6 +131,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict
     return {}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("script", FROM_DDP[1:])
 def test_without_ddp_the_losses_stay(
     tmp_path_factory: pytest.TempPathFactory, runs: dict[str, Any], ddp_losses: dict[str, float], script: str

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 RESULTS = Path(__file__).with_name("library_sweep.json")
 ROOT = Path(__file__).resolve().parents[2]
 _TRAINED_TOGETHER = 6
-PARTS = 22
+PARTS = 44
 """Three models or four are tried with each commit, all of them with --soak."""
 
 

@@ -89,6 +89,7 @@ def test_compiled_copies_have_memory_of_their_own() -> None:
     spawn(writes, 4)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("plan", ["data", "megatron", "pipeline with ZeRO-3"])
 @pytest.mark.parametrize("name", ["gpt", "checkpointed"])
 def test_stages_are_compiled(name: str, plan: str) -> None:

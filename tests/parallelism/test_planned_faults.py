@@ -93,6 +93,7 @@ def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
     return told
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_raises_at_any_collective(name: str) -> None:
@@ -154,6 +155,7 @@ def meets_its_end(rank: int, world_size: int, name: str, part: float, number: in
     return caught.value.ranks, str(caught.value)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["megatron", "2x2"])

@@ -256,6 +256,7 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 100))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("flops", [1e11, 1e13])
 @pytest.mark.parametrize(("num_hosts", "num_devices"), [(2, 2), (2, 3), (1, 4)])
 @pytest.mark.parametrize("name", ["convolutions", "gpt", "mlp"])

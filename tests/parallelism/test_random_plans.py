@@ -61,6 +61,7 @@ def trains(rank: int, world_size: int, seeds: range) -> None:
             raise AssertionError(f"seed {seed}: {error}\n{case.plan}") from error
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("first", [0, 20])
 def test_random_plans_train_as_one_process(first: int) -> None:
     spawn(trains, 4, range(first, first + 20), timeout=300)

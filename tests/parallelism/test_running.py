@@ -157,6 +157,7 @@ def runs_any(rank: int, world_size: int, name: str, seeds: range) -> None:
             ) from error
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", RANDOM)
 def test_any_sharding_is_the_model(name: str) -> None:
     spawn(runs_any, 4, name, range(8), timeout=300)
@@ -215,6 +216,7 @@ def trains(rank: int, world_size: int, name: str, plan_of: str) -> None:
     engine.close()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("plan", ["found", "pipeline", "pipeline 4", "pipeline with ZeRO-2", "pipeline with ZeRO-3"])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "checkpointed alike"])
 def test_stages_of_a_plan_train(name: str, plan: str) -> None:

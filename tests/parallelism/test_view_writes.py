@@ -39,6 +39,7 @@ def train_write(name: str, num_samples: int) -> None:
             raise AssertionError(f"{name}, {key}: {error}") from error
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("first", range(0, len(WRITES), TOGETHER))
 def test_writes_train(first: int) -> None:
     spawn(trains, 4, [*WRITES][first : first + TOGETHER], 16, timeout=150)

@@ -182,6 +182,7 @@ def test_examples_train_as_one_process(plan: str) -> None:
     spawn(in_turn, 4, [(trains, (name, plan, 1e11)) for name in ("gpt", "moe", "wide_resnet")], timeout=160)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", [["BERT", "Llama", "Llama with checkpoints", "T5", "GPT-2"], ["ResNet-50", "ViT"]])
 def test_models_of_libraries_train_as_one_process(names: Sequence[str]) -> None:

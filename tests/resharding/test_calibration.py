@@ -156,6 +156,7 @@ def test_a_call_that_costs_much_adds_nothing_to_a_hop() -> None:
     assert costs == {"latency_us": 0, "message_us": 0, "local_latency_us": 0, "local_bytes_per_s": bytes_per_s}
 
 
+@pytest.mark.in_turn(2)
 def test_shaped_links_are_measured_as_they_are(tmp_path: Path) -> None:
     megabits = {0: 120, 1: 200, 2: 120}  # the fast one is slower than both others together
     rate_of = {host: f"{rate}mbit" for host, rate in megabits.items()}

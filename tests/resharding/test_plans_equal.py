@@ -32,6 +32,7 @@ def plans(program: Path, seed: int) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_plans_do_not_depend_on_the_build(tmp_path: Path) -> None:
