@@ -30,7 +30,7 @@ RESULTS = Path(__file__).with_name("library_sweep.json")
 ROOT = Path(__file__).resolve().parents[2]
 _TRAINED_TOGETHER = 6
 PARTS = 44
-"""Three models or four are tried with each commit, all of them with --soak."""
+"""One model or two are tried with each commit, all of them with --soak."""
 
 
 def sweep(names: Sequence[str]) -> dict[str, dict[str, str]]:
