@@ -1,0 +1,1 @@
+"""Collectives on one mesh, by reshards and by gloo."""
