@@ -1,6 +1,6 @@
 #!/bin/bash
 # The lint command: clang-format, clang-tidy (on what has changed; a fresh clone: on all), ruff, mypy --strict, stubtest, codespell.
-# --fix formats in place; --analyze adds clang's static analyzer, which takes four times as long; --no-mypy leaves mypy out: torch's annotations
+# --fix formats in place; --each looks at every source by itself, not at those of a unit as one; --analyze adds clang's static analyzer, which takes four times as long; --no-mypy leaves mypy out: torch's annotations
 # change from version to version, and ours are written for the default one.
 # Tools are those of PYTHON's environment (pyproject.toml's extra "lint"), compile commands those of build/cpp-plain.
 set -uo pipefail
@@ -12,8 +12,9 @@ for arg in "$@"; do
   case $arg in
   --fix) fix=1 ;;
   --no-mypy) mypy=0 ;;
-  --analyze) tidy_args=(--checks=clang-analyzer-*) ;;
-  *) echo "usage: $0 [--fix] [--analyze] [--no-mypy]" && exit 2 ;;
+  --each) tidy_args+=(--each) ;;
+  --analyze) tidy_args+=(--checks=clang-analyzer-*) ;;
+  *) echo "usage: $0 [--fix] [--each] [--analyze] [--no-mypy]" && exit 2 ;;
   esac
 done
 failed=()

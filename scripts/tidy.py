@@ -4,7 +4,8 @@
 
 BUILD_FOLDER has compile_commands.json. What was found clean is remembered in build/tidy; without that folder, as on a
 fresh clone, all sources are looked at. Sources that are compiled as one unit (setup.py) are looked at as one, which
-takes less than half the time, where all of them have changed.
+takes less than half the time, where all of them have changed; with --each never. What only a source by itself shows is
+found with --each, or when it has changed alone: an include that it lacks, an alias that it does not use.
 """
 
 import functools
@@ -55,16 +56,17 @@ def _units(built: list[dict[str, str]]) -> dict[Path, tuple[Path, ...]]:
 
 
 def _with_sources(built: list[dict[str, str]], units: dict[Path, tuple[Path, ...]]) -> list[dict[str, str]]:
-    """The compile commands, with one more for each source of a unit."""
-    out = list(built)
+    """The compile commands, with one for each source of a unit."""
+    out = {one["file"]: one for one in built}
     for one in built:
-        for source in units.get(Path(one["directory"]) / one["file"], ()):
-            out.append({**one, "file": str(source), "command": one["command"].replace(one["file"], str(source))})
-    return out
+        for source in map(str, units.get(Path(one["directory"]) / one["file"], ())):
+            out[source] = {**one, "file": source, "command": one["command"].replace(one["file"], source)}
+    return list(out.values())
 
 
 def main(folder: str, arguments: list[str]) -> int:
-    options = [one for one in arguments if one.startswith("--")]
+    options = [one for one in arguments if one.startswith("--") and one != "--each"]
+    checks = next((option.removeprefix("--checks=") for option in options if option.startswith("--checks=")), "")
     sources = [Path(one).resolve() for one in arguments if not one.startswith("--")]
     version = subprocess.run(["clang-tidy", "--version"], capture_output=True, text=True, check=True).stdout
     path = Path(folder) / "compile_commands.json"
@@ -76,12 +78,10 @@ def main(folder: str, arguments: list[str]) -> int:
     stamps = {source: _stamp(source, f"{version} {options} {command_of.get(source)}") for source in sources}
     STAMPS.mkdir(parents=True, exist_ok=True)
 
-    def is_clean(looked_at: Path, of: tuple[Path, ...]) -> bool:
-        checks = next((option for option in options if option.startswith("--checks=")), "--checks=")
-        if looked_at not in of:
-            checks += ",-bugprone-suspicious-include"  # what a unit is made of
-        others = [option for option in options if not option.startswith("--checks=")]
-        command = ["clang-tidy", "--quiet", "-p", folder, "--warnings-as-errors=*", checks, *others, str(looked_at)]
+    def is_clean(looked_at: Path, of: tuple[Path, ...], checks: str) -> bool:
+        """Of a source, or of a unit of some."""
+        command = ["clang-tidy", "--quiet", "-p", folder, "--warnings-as-errors=*", f"--checks={checks}"]
+        command.append(str(looked_at))
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
         if run.returncode != 0:
             print(run.stdout or f"clang-tidy ended with {run.returncode} on {looked_at}\n", end="", flush=True)
@@ -92,8 +92,11 @@ def main(folder: str, arguments: list[str]) -> int:
 
     changed = {source for source, stamp in stamps.items() if not stamp.exists()}
     print(f"clang-tidy: {len(changed)} of {len(sources)} sources have changed", flush=True)
-    todo = [(unit, of) for unit, of in units.items() if changed.issuperset(of)]
-    todo += [(source, (source,)) for source in stamps if source in changed.difference(*(of for _, of in todo))]
+    as_one = {unit: of for unit, of in units.items() if changed.issuperset(of) and "--each" not in arguments}
+    alone = changed.difference(*as_one.values())
+    of_units = f"{checks},-bugprone-suspicious-include"  # a unit is made of those
+    todo = [(unit, of, of_units) for unit, of in as_one.items()]
+    todo += [(source, (source,), checks) for source in stamps if source in alone]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
         return 0 if all(list(pool.map(lambda item: is_clean(*item), todo))) else 1
 

@@ -93,7 +93,7 @@ def test_compiled_copies_have_memory_of_their_own() -> None:
 @pytest.mark.parametrize("plan", ["data", "megatron", "pipeline with ZeRO-3"])
 @pytest.mark.parametrize("name", ["gpt", "checkpointed"])
 def test_stages_are_compiled(name: str, plan: str) -> None:
-    """They do as before; a graph for each kind of segment, not for each layer."""
+    """They do as before; a graph for each kind of run, not for each layer."""
     for num_compiled, num_ran in spawn(trains, 4, name, plan, timeout=240):
         assert 0 < num_compiled < 30, num_compiled
         assert num_ran > num_compiled

@@ -102,7 +102,7 @@ void runCandidates(ReshardingPlan& plan, const Network& network) {
   std::vector<Candidate> candidates;
   for (const StrategyInfo& info : strategies()) {
     const bool is_large = !candidates.empty() && candidates.front().messages.size() > kLargePlan;
-    if (info.is_candidate != nullptr && !is_large && info.is_candidate(plan)) {
+    if (info.is_candidate != nullptr && !is_large && info.is_candidate(plan, network)) {
       runStrategy(plan, parseStrategy(info.name), network);
       candidates.push_back({std::move(plan.strategy), std::move(plan.messages), plan.predicted_seconds});
     }

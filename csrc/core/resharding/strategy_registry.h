@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/resharding/network.h"
 #include "core/resharding/plan.h"
 #include "core/resharding/strategy.h"
 
@@ -34,12 +35,13 @@ struct StrategyInfo {
   std::string summary;
   std::vector<WordSlot> words;
   std::vector<IntegerOption> options;
-  bool (*is_candidate)(const ReshardingPlan& plan) = nullptr;  ///< whether "auto" tries it for a plan with tasks; null: for none
+  bool (*is_candidate)(const ReshardingPlan& plan,
+                       const Network& network) = nullptr;  ///< whether "auto" tries it for a plan with tasks; null: for none
   void (*plan)(ReshardingPlan& plan, const Strategy& strategy) = nullptr;
 };
 
 /// A candidate for every plan.
-inline bool isAlwaysCandidate(const ReshardingPlan& /*plan*/) { return true; }
+inline bool isAlwaysCandidate(const ReshardingPlan& /*plan*/, const Network& /*network*/) { return true; }
 
 /// All strategies; "auto" itself is not among them. It tries its candidates in this order, and looks at the first one alone where that one's plan is
 /// large (planResharding).

@@ -75,7 +75,7 @@ TEST(Planner, AutoIsAsFastAsTheFastestCandidate) {
     const auto tensors = std::vector{layouts::pairOf(published)};
     const ReshardingPlan chosen = planResharding(tensors, layouts::topologyOf(published), parseStrategy("auto"));
     for (const StrategyInfo& info : strategies()) {
-      if (info.is_candidate == nullptr || !info.is_candidate(chosen)) {
+      if (info.is_candidate == nullptr || !info.is_candidate(chosen, Network(chosen))) {
         continue;
       }
       const ReshardingPlan plan = planResharding(tensors, layouts::topologyOf(published), parseStrategy(info.name));
@@ -123,9 +123,19 @@ TEST(Planner, AutoDividesALargeSumAmongTheRanksOfOneHost) {
   const ReshardingPlan small = planResharding(sumOf(64, {0, 1, 2, 3}, Placement::replicate()), topology, parseStrategy("auto"));
   EXPECT_EQ(small.strategy, "send_recv") << "one latency";
   const StrategyInfo& divided = strategyInfo("local_allgather");
-  EXPECT_TRUE(divided.is_candidate(large));
-  EXPECT_FALSE(divided.is_candidate(planResharding(sumOf(64, {0, 1, 2, 3}, Placement::shard(0)), topology, parseStrategy("auto"))));
-  EXPECT_FALSE(divided.is_candidate(planResharding(sumOf(64, {0, 1, 4, 5}, Placement::replicate()), topology, parseStrategy("auto"))));
+  EXPECT_TRUE(divided.is_candidate(large, Network(large)));
+  const auto isCandidate = [&](const std::vector<TensorPair>& tensors) {
+    const ReshardingPlan plan = planResharding(tensors, topology, parseStrategy("auto"));
+    return divided.is_candidate(plan, Network(plan));
+  };
+  EXPECT_FALSE(isCandidate(sumOf(64, {0, 1, 2, 3}, Placement::shard(0)))) << "each has a part of its own";
+  EXPECT_FALSE(isCandidate(sumOf(64, {0, 1, 4, 5}, Placement::replicate()))) << "on two hosts";
+  // Two hosts, each with a sum of its own.
+  const Mesh mesh({2, 4}, {0, 1, 2, 3, 4, 5, 6, 7});
+  const TensorPair apart{{{num_elements}, dtype, mesh, {Placement::shard(0), Placement::partial(ReduceOp::kSum)}},
+                         {{num_elements}, dtype, mesh, {Placement::shard(0), Placement::replicate()}}};
+  EXPECT_TRUE(isCandidate({apart}));
+  EXPECT_EQ(sentBy(planResharding({apart}, topology, parseStrategy("auto")), 5), 4 * num_elements / 2 * 2 * 3 / 4);
 }
 
 TEST(Planner, PublishedCasesDecomposeAndBroadcastReceivesOnce) {

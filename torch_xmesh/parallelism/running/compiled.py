@@ -36,7 +36,7 @@ class CompiledRun:
 
 
 class Compiler:
-    """Makes segments; equal ones share what is compiled.
+    """Makes runs; equal ones share what is compiled.
 
     Args:
         options: keyword arguments for torch.compile.
@@ -46,10 +46,10 @@ class Compiler:
         self._options = options
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def segments(
+    def runs(
         self, numbers: Sequence[int], calls: Mapping[int, OperatorCall], dead_after: Mapping[int, Collection[Value]]
     ) -> list[CompiledRun]:
-        """Segments to compile: two or more of the operators, in a row, whose calls run no collective."""
+        """Runs to compile: two or more of the operators, in a row, whose calls run no collective."""
         out: list[CompiledRun] = []
         row: list[int] = []
         for number in (*numbers, None):
@@ -57,11 +57,11 @@ class Compiler:
                 row.append(number)
                 continue
             if len(row) >= _LEAST_CALLS:
-                out.append(self._segment(row, calls, dead_after))
+                out.append(self._run(row, calls, dead_after))
             row = []
         return out
 
-    def _segment(
+    def _run(
         self, numbers: Sequence[int], calls: Mapping[int, OperatorCall], dead_after: Mapping[int, Collection[Value]]
     ) -> CompiledRun:
         made = {value for number in numbers for value in calls[number].makes}

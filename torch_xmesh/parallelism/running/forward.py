@@ -87,9 +87,9 @@ class ShardedForward:
         in_turn = in_turn_of(planned)
         self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._choices}
         self._layers = self._fetched_together(planned)
-        self._constants, self._own = self._read_of_model(planned)
+        self._constants, self._kept = self._read_of_model(planned)
         self._turns, self._regions = self._in_regions()
-        self._segments: dict[int, CompiledRun] = {}
+        self._compiled: dict[int, CompiledRun] = {}  # by its first operator
 
     def _read_of_model(self, planned: PlannedStage) -> tuple[dict[Value, torch.Tensor], list[Value]]:
         """What its operators read, or it leaves, that the model holds: constants, and the parameters and buffers that
@@ -129,7 +129,7 @@ class ShardedForward:
         taken = zip((*self._ports.arguments, *self._ports.entering), given, strict=True)
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
         parts.update(self._constants)
-        parts.update((value, own.read(value)) for value in self._own)
+        parts.update((value, own.read(value)) for value in self._kept)
         fetched: InTurnKnown = {}
         for numbers in self._turns:
             region = self._regions.get(numbers[0])
@@ -149,11 +149,11 @@ class ShardedForward:
         is_region: bool = False,
     ) -> None:
         """Operators in order; of a checkpoint nothing is kept anyhow."""
-        inside = 0  # operators left of a segment that has run
+        inside = 0  # operators left of a compiled run that is through
         for number in numbers:
-            if number in self._segments:
-                self._segments[number].run(parts)
-                inside = len(self._segments[number].numbers)
+            if number in self._compiled:
+                self._compiled[number].run(parts)
+                inside = len(self._compiled[number].numbers)
             if inside:
                 inside -= 1
                 self._drop_dead(number, parts)
@@ -179,12 +179,12 @@ class ShardedForward:
     def compile(self, compiler: Compiler) -> None:
         """From now on what is between collectives runs compiled; but what reads parameters that each microbatch
         fetches."""
-        self._segments = {}
+        self._compiled = {}
         for turn in self._turns:
             for is_fetched, numbers in itertools.groupby(turn, key=lambda number: bool(self._in_turn[number])):
                 if not is_fetched:
-                    for segment in compiler.segments([*numbers], self._calls, self._dead_after):
-                        self._segments[segment.numbers[0]] = segment
+                    for run in compiler.runs([*numbers], self._calls, self._dead_after):
+                        self._compiled[run.numbers[0]] = run
 
     def _run_region(
         self, numbers: Sequence[int], region: "_Region", parts: dict[Value, Any], own: StageParameters

@@ -25,7 +25,7 @@ from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.stages.batch_parts import ByRank
 from torch_xmesh.pipeline.stages.live_model import LiveModel
-from torch_xmesh.pipeline.stages.model_checks import check_model
+from torch_xmesh.pipeline.stages.model_checks import check_given
 from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
 from torch_xmesh.spec import Mesh
 
@@ -56,9 +56,9 @@ class PlannedStages(StageSource):
             raise ValueError(f"plan is an xm.ParallelPlan, got {plan!r} ({type(plan).__name__})")
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
-        check_model(model, "model")
+        check_given(model, example_args, example_kwargs, None)
         self._plan = plan
-        self._whole: nn.Module | None = model
+        self._given: nn.Module | None = model
         self._live = PlannedModel(model)
         self._arguments = sorted_arguments(example_args, example_kwargs)
         self._turns = runnable(model, *self._arguments)
@@ -78,7 +78,7 @@ class PlannedStages(StageSource):
         self._groups: list[StageGroups | None] = []
 
     def _check(self) -> None:
-        assert self._whole is not None
+        assert self._given is not None
         plan, operators = self._plan, self._recorded.forward.operators
         found = fingerprint_of(
             [operator.name for operator in operators], [operator.makes[0].shape for operator in operators]
@@ -89,7 +89,7 @@ class PlannedStages(StageSource):
                 f"({plan.fingerprint}), this is {found}"
             )
         by_stage = [ports.operators for ports in stage_parts(self._recorded, plan)]
-        check_buffers(self._whole, self._recorded, by_stage)
+        check_buffers(self._given, self._recorded, by_stage)
         ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
         if ranks != list(range(dist.get_world_size())):
             raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")
@@ -99,16 +99,21 @@ class PlannedStages(StageSource):
         return [("the model", "a module"), ("split", "None"), ("plan", self._digest)]
 
     def partition(self, request: StageRequest) -> Partition:
-        """The stages. The model is let go of.
+        """The stages.
 
         Raises:
             ValueError: the ranks' models have other values.
         """
-        assert self._whole is not None
-        modules = self._modules(self._whole, request)
-        out = planned_partition(self._whole, self._turns, self._plan, modules, self._arguments, request.chunk_specs)
-        self._whole, self._num_samples = None, out.batch_size
+        assert self._given is not None
+        modules = self._modules(self._given, request)
+        out = planned_partition(self._given, self._turns, self._plan, modules, self._arguments, request.chunk_specs)
+        self._num_samples = out.batch_size
         return out
+
+    def release(self) -> None:
+        """The model and its example are let go of."""
+        super().release()
+        self._given, self._arguments = None, ((), {})
 
     def live(self, partition: Partition) -> LiveModel | None:
         """The model, as long as it is there."""

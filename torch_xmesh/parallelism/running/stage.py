@@ -116,7 +116,8 @@ class ShardedStage(nn.Module):
     @property
     def whole_because(self) -> str:
         """Why its backward is never split; empty where that depends on the graph."""
-        return self.first.whole_because
+        other = "" if isinstance(self._other, ValueError) else self._other.whole_because
+        return self.first.whole_because or other
 
     @property
     def loss_shares(self) -> LossShares | None:

@@ -1,6 +1,7 @@
 """Which values go from stage to stage, and which operators are whose."""
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 
 from torch import fx
@@ -27,8 +28,19 @@ class StagePart:
     leaving: tuple[Value, ...]
 
 
+_known: "weakref.WeakKeyDictionary[Recorded, tuple[ParallelPlan, tuple[StagePart, ...]]]" = weakref.WeakKeyDictionary()
+"""What was found last for a recording: all of a rank's stages ask for it."""
+
+
 def stage_parts(recorded: Recorded, plan: ParallelPlan) -> tuple[StagePart, ...]:
     """By stage. Raises ValueError for a plan of another model."""
+    known = _known.get(recorded)
+    if known is None or known[0] is not plan:
+        known = _known[recorded] = plan, _found(recorded, plan)
+    return known[1]
+
+
+def _found(recorded: Recorded, plan: ParallelPlan) -> tuple[StagePart, ...]:
     named = [{operator.name for operator in stage.operators} for stage in plan.stages]
     own = [{operator.name for operator in stage.operators if operator.layer is not None} for stage in plan.stages]
     operators = recorded.forward.operators

@@ -24,7 +24,7 @@ from torch_xmesh.pipeline.engine.rank_shards import RankShards, number_of_shapes
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.sizes import SizedPlace
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.pipeline.stages.source import LossShares
+from torch_xmesh.pipeline.stages.source import SharedLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,7 @@ class StepBatch:
         found = partition.named_tensors(leaves)
         return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in found.items()}
 
-    def cut(self, order: SampleOrder, loss_shares: LossShares | None) -> None:
+    def cut(self, order: SampleOrder, loss_shares: SharedLoss | None) -> None:
         """Cuts it into microbatches. ValueError where that cannot be."""
         if self.order == order:
             return

@@ -1,4 +1,5 @@
-"""What an engine asks of a source of stages. There are three: a model that is cut, a list of ready modules, a plan."""
+"""What an engine asks of a source of stages, and what most sources answer. There are three: a model that is cut, a list
+of ready modules, a plan."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class StageRequest:
     in_flight: Sequence[int]
 
 
-class LossShares(Protocol):
+class SharedLoss(Protocol):
     """How the devices of the last stage share a loss that is computed outside of the model."""
 
     @property
@@ -63,11 +64,11 @@ class StageSource:
     is last.
 
     Attributes:
-        model: the one model that names the stages' parameters, and of which each rank that has a stage begins with the
-            same tensors; None where there is none, and once it is let go of.
+        model: the model whose own tensors the stages have, under its names; copies of a stage begin with the same. None
+            where stages have others, and once it is let go of.
         names_stages: the parameters' names begin with the stage's number, there being no one model that names them.
         parts: who gives a part of a batch with ``sharded=True``.
-        sums_gradients: stages bring their gradients home themselves, in `end_step`.
+        sums_gradients: stages bring their gradients home themselves, in `end_step`, which is not called otherwise.
         ways: what recordings compute that are there before any stage is made.
         placements: by value and stage, where a value that crosses lies on the stage, if the source says so.
     """
@@ -104,7 +105,7 @@ class StageSource:
         """The user's model, of which stages would not notice some changes; None where they notice all."""
         return None
 
-    def loss_shares(self, stage: int) -> LossShares | None:
+    def loss_shares(self, stage: int) -> SharedLoss | None:
         """How the devices of a stage of this rank share the loss; None where each computes that of its data shard."""
         return None
 

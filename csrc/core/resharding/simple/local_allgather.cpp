@@ -23,20 +23,28 @@ void planLocalAllgather(ReshardingPlan& plan, const Strategy& /*strategy*/) {
   messenger.finish();
 }
 
-/// Whether the plan reduces something for several ranks, all within one host: they divide the sum among them, where striped, which divides among
-/// hosts, has one rank do all of it.
-bool sumsOnOneHost(const ReshardingPlan& plan) {
-  return Network(plan).numHosts() == 1 && std::any_of(plan.tasks.begin(), plan.tasks.end(), [&](const UnitTask& task) {
-           return plan.holders[static_cast<size_t>(task.holders)].contributions.size() > 1 &&
-                  plan.needers[static_cast<size_t>(task.needers)].size() > 1;
-         });
+/// Whether something is added up within one host for several of its ranks: they divide the sum among them, where striped, which divides among hosts,
+/// has one rank do all of it.
+bool sumsWithinAHost(const ReshardingPlan& plan, const Network& network) {
+  return std::any_of(plan.tasks.begin(), plan.tasks.end(), [&](const UnitTask& task) {
+    const std::vector<std::vector<int64_t>>& contributions = plan.holders[static_cast<size_t>(task.holders)].contributions;
+    const std::vector<int64_t>& needers = plan.needers[static_cast<size_t>(task.needers)];
+    if (contributions.size() < 2 || needers.size() < 2) {
+      return false;
+    }
+    const auto isHere = [&](int64_t rank) { return network.hostOfGlobal(rank) == network.hostOfGlobal(needers.front()); };
+    return std::all_of(needers.begin(), needers.end(), isHere) && std::all_of(contributions.begin(), contributions.end(), [&](const auto& holders) {
+             return std::any_of(holders.begin(), holders.end(), isHere);
+           });
+  });
 }
 
 }  // namespace
 
 StrategyInfo localAllgatherStrategy() {
-  return {"local_allgather", "each receiving host gets a slice once, in parts, and gathers them over its own links", {}, {}, sumsOnOneHost,
-          planLocalAllgather};
+  return {
+      "local_allgather", "each receiving host gets (or adds up) a slice once, in parts, and gathers them over its own links", {}, {}, sumsWithinAHost,
+      planLocalAllgather};
 }
 
 }  // namespace xmesh::core
