@@ -554,6 +554,33 @@ def conversion_table(
     """Between the choices of who makes a value and of who takes it: pairs of the value's state and the gradient's. The
     value goes that way `times` times, its gradient back once."""
 
+_End = tuple[Sequence[int], Sequence[int]]
+_Moves = Sequence[tuple[int, int, int]]
+_Read = tuple[int, _End, _Moves, _Moves, bool]
+_Result = tuple[int, _End, _Moves, _Moves]
+_DimLoops = Sequence[Sequence[int]]
+_LoopNest = tuple[Sequence[str], Sequence[int], Sequence[_DimLoops], Sequence[_DimLoops], bool, Sequence[int]]
+
+class Program:
+    """What the devices of a stage do with a microbatch, as data. A state has per axis a dim, -1 (replicated) or -2 (a
+    partial sum); an end is a value's and its gradient's; a move is an axis with its state before and after."""
+
+    def __init__(self, mesh_shape: Sequence[int]) -> None: ...
+    def add_value(self, name: str, shape: Sequence[int], held: _End, *, has_gradient: bool, enters: bool) -> int:
+        """Its number. `held`: how readers find it. `enters`: it is there from the beginning."""
+    def add_operator(
+        self, name: str, loops: _LoopNest, axes: Sequence[int], reads: Sequence[_Read], results: Sequence[_Result]
+    ) -> None:
+        """`loops`: names, extents, by input and by output the loops over each dim, whether it is linear, inputs that
+        are added once. `axes`: by mesh axis a loop's number, -1 (whole), -2 (partial sums pass) or -3 (those of
+        gradients do). Reads: (value, taken, moves there, moves of the gradient back, gives a gradient); results:
+        (value, made, moves to where it is held, moves of the gradient back)."""
+    def add_leaving(self, read: _Read) -> None: ...
+    def validate(self) -> None:
+        """Raises ValueError that names the operator and the value that do not fit."""
+    def segments(self) -> list[int]:
+        """The operators with which segments begin: what is computed between two collectives."""
+
 class StrategyGraph:
     """Sharding choices of operators, and what they cost alone and in pairs."""
 

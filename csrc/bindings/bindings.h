@@ -16,6 +16,7 @@ void bindReshardCall(pybind11::module_& module);
 void bindPipelineCore(pybind11::module_& module);
 /// The search for automatic plans: costs, strategy graphs, their least cost. Defined in bind_parallelism.cpp.
 void bindParallelism(pybind11::module_& module);
+void bindProgram(pybind11::module_& module);
 /// Cutting a model into layers and stages. Defined in bind_stage_search.cpp.
 void bindStageSearch(pybind11::module_& module);
 /// A backward in two halves, without a pipeline. Defined in bind_split_backward.cpp.

@@ -11,6 +11,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   xmesh::bindings::bindReshardCall(module);
   xmesh::bindings::bindPipelineCore(module);
   xmesh::bindings::bindParallelism(module);
+  xmesh::bindings::bindProgram(module);
   xmesh::bindings::bindStageSearch(module);
   xmesh::bindings::bindSplitBackward(module);
   xmesh::bindings::bindPipeline(module);

@@ -8,13 +8,14 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import Choice, Loops
 from torch_xmesh.parallelism.operators import Operator, Site, Value
 from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.attention import attention
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
 from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
-from torch_xmesh.parallelism.running.collectives import AxisMove, Moved, Moves
+from torch_xmesh.parallelism.running.collectives import Moved, Moves
 from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, Rule, is_plain, rules, shape_made

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from torch_xmesh.parallelism.running.collectives import AxisMove, Moves
+from torch_xmesh.parallelism.conversions import AxisMove
+from torch_xmesh.parallelism.running.collectives import Moves
 
 
 @dataclasses.dataclass(frozen=True)

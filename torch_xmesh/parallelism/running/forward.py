@@ -14,12 +14,13 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from torch_xmesh.parallelism.conversions import Conversions
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, State, choice_along
 from torch_xmesh.parallelism.operators import Recorded, Site, Value
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.calls import OperatorCall, Way
-from torch_xmesh.parallelism.running.collectives import Conversions, Moves
+from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.compiled import CompiledRun, Compiler
 from torch_xmesh.parallelism.running.experts import WHOLE_BECAUSE
 from torch_xmesh.parallelism.running.fetching import not_kept

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import REPLICATED, State
 from torch_xmesh.parallelism.operators import Value
-from torch_xmesh.parallelism.running.collectives import AxisMove, Moves
+from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 
 

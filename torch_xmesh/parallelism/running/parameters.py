@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torch_xmesh.parallelism.conversions import Conversions
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.loops import REPLICATED, State
 from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import PlannedStage
-from torch_xmesh.parallelism.running.collectives import Conversions, Moves
+from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn
 from torch_xmesh.pipeline.state.gradient_sync import local_of
 

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_xmesh.parallelism.conversions import Conversions
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.running.called_modules import called_modules, names_called
-from torch_xmesh.parallelism.running.collectives import Conversions, Moves, Seen
+from torch_xmesh.parallelism.running.collectives import Moves, Seen
 from torch_xmesh.parallelism.running.compiled import Compiler
 from torch_xmesh.parallelism.running.forward import ShardedForward
 from torch_xmesh.parallelism.running.loss import LossShares
