@@ -12,6 +12,8 @@ from random_plans import any_sharding
 from running_models import RANDOM
 
 import torch_xmesh as xm
+from torch_xmesh.parallelism.assembly import check_stage
+from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.loops import PARTIAL, End
 from torch_xmesh.parallelism.operators import Forward
@@ -19,6 +21,7 @@ from torch_xmesh.parallelism.program import program_of
 from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
+from torch_xmesh.parallelism.stages import FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
 
 
@@ -100,7 +103,12 @@ def test_what_was_not_found_so_is_refused() -> None:
         end = End((PARTIAL,), value.gradient)
         if value.value == end.value:
             continue
+        wrong = with_choice(place, dataclasses.replace(choice, outputs=(end, *others)))
         with pytest.raises(ValueError, match=sharded.operators[place].name):
-            program_of(with_choice(place, dataclasses.replace(choice, outputs=(end, *others)))).validate()
+            program_of(wrong).validate()
         refused += 1
     assert refused > 20
+    shape = Shape((), HostKind(4, xm.Compute(1e11, 1e10), None, 1e8), (graph.space,))
+    check_stage(FoundStage(0, 1, shape, (0, 1, 2, 3), graph.space, sharded, 1), 3)
+    with pytest.raises(RuntimeError, match="stage 3 of the plan that was found does not fit together"):
+        check_stage(FoundStage(0, 1, shape, (0, 1, 2, 3), graph.space, wrong, 1), 3)

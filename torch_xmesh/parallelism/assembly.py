@@ -18,6 +18,7 @@ from torch_xmesh.parallelism.plan import (
     PredictedStep,
     fingerprint_of,
 )
+from torch_xmesh.parallelism.program import program_of
 from torch_xmesh.parallelism.stages import FoundStage
 
 
@@ -38,7 +39,13 @@ class Subject:
 
 
 def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
-    """The plan as data."""
+    """The plan as data.
+
+    Raises:
+        RuntimeError: a value would lie otherwise than its reader takes it: a fault of the search.
+    """
+    for number, found in enumerate(judged.plan.stages):
+        check_stage(found, number)
     layers = subject.layers
     operators = layers.forward.operators
     stages = tuple(
@@ -77,6 +84,16 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         ties=tuple(PlannedTie(tie.name, tie.stages, tie.seconds) for tie in judged.ties),
         notes=_notes(subject, judged),
     )
+
+
+def check_stage(stage: FoundStage, number: int) -> None:
+    """Follows every value and gradient through what was found. Raises RuntimeError where they do not fit."""
+    try:
+        program_of(stage.sharded).validate()
+    except ValueError as error:
+        raise RuntimeError(
+            f"stage {number} of the plan that was found does not fit together, which is a fault of the search: {error}"
+        ) from error
 
 
 def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -> PlannedStage:
