@@ -10,33 +10,19 @@
 
 #include "core/error.h"
 #include "core/parallelism/conversion_cost.h"
+#include "core/parallelism/program_run.h"
 
 namespace xmesh::core {
 namespace {
 
 using Elements = std::set<std::vector<int64_t>>;
 using Coordinate = std::vector<int64_t>;
+using program_run::grid;
 
 std::vector<AxisLinks> linksOf(const std::vector<int64_t>& shape) {
   std::vector<AxisLinks> out;
   for (size_t axis = 0; axis < shape.size(); ++axis) {
     out.push_back({shape[axis], 1.0, axis == 0 ? 1.0 : 0.125});
-  }
-  return out;
-}
-
-/// All points of a grid.
-std::vector<Coordinate> grid(const std::vector<int64_t>& shape) {
-  std::vector<Coordinate> out{{}};
-  for (const int64_t extent : shape) {
-    std::vector<Coordinate> longer;
-    for (const Coordinate& point : out) {
-      for (int64_t i = 0; i < extent; ++i) {
-        longer.push_back(point);
-        longer.back().push_back(i);
-      }
-    }
-    out = std::move(longer);
   }
   return out;
 }
