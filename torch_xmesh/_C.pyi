@@ -575,6 +575,8 @@ class Program:
         are added once. `axes`: by mesh axis a loop's number, -1 (whole), -2 (partial sums pass) or -3 (those of
         gradients do). Reads: (value, taken, moves there, moves of the gradient back, gives a gradient); results:
         (value, made, moves to where it is held, moves of the gradient back)."""
+    def add_fetch(self, value: int, kept: Sequence[int], there: _Moves, back: _Moves) -> None:
+        """A parameter as it is kept between steps, with the moves to where readers find it, its gradient's back."""
     def add_leaving(self, read: _Read) -> None: ...
     def validate(self) -> None:
         """Raises ValueError that names the operator and the value that do not fit."""

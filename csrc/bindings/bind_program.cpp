@@ -73,6 +73,12 @@ void bindProgram(py::module_& module) {
           py::arg("name"), py::arg("shape"), py::arg("held"), py::kw_only(), py::arg("has_gradient"), py::arg("enters"), "Its number.")
       .def("add_operator", &addOperator, py::arg("name"), py::arg("loops"), py::arg("axes"), py::arg("reads"), py::arg("results"))
       .def(
+          "add_fetch",
+          [](core::Program& program, size_t value, core::ValueState kept, const std::vector<Move>& there, const std::vector<Move>& back) {
+            program.fetches.push_back({value, std::move(kept), wayOf(there, back)});
+          },
+          py::arg("value"), py::arg("kept"), py::arg("there"), py::arg("back"))
+      .def(
           "add_leaving", [](core::Program& program, const Read& read) { program.leaving.push_back(readOf(read)); }, py::arg("read"))
       .def("validate", &core::validateProgram, py::call_guard<py::gil_scoped_release>(),
            "Raises ValueError that names the operator and the value that do not fit.")

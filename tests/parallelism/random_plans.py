@@ -15,10 +15,11 @@ from torch.nn import functional as F
 import torch_xmesh as xm
 from torch_xmesh.parallelism.assembly import Subject, assembled
 from torch_xmesh.parallelism.cluster import Cluster, cluster_of
+from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.layers import Layers, layers_of
-from torch_xmesh.parallelism.recorded_forwards import forward_of
+from torch_xmesh.parallelism.recorded_forwards import samples_of
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
@@ -110,7 +111,9 @@ def random_plan(
 ) -> xm.ParallelPlan:
     """Stages that begin anywhere, in any order of devices, each sharded anyhow."""
     meshes = random.choice(MESHES[num_devices])
-    layers = layers_of(forward_of(model, args, kwargs), 6)
+    modes = runnable(model, args, kwargs, checks_next=False)
+    forward = dataclasses.replace(modes.recorded.forward, num_samples=samples_of(args, kwargs))
+    layers = layers_of(forward, 6)
     topology = xm.Topology(devices_per_host=2, nic_bytes_per_s=10**8, local_bytes_per_s=10**10)
     devices = xm.Mesh(torch.arange(num_devices).view(-1, 2))
     cluster = cluster_of(devices, topology, xm.Compute(1e11, 1e10), None)
@@ -118,7 +121,7 @@ def random_plan(
     name = random.choice(["1f1b", "gpipe", "zb_h1", "eager_1f1b"])
     judged = Judge(cluster, 2, name).judged(FoundPlan(tuple(stages), is_proven=False))
     assert judged is not None
-    return assembled(Subject(type(model).__name__, layers, cluster, 2, "ring"), judged)
+    return assembled(Subject(type(model).__name__, modes, layers, cluster, 2, "ring"), judged)
 
 
 def _stages(layers: Layers, cluster: Cluster, meshes: Sequence[tuple[int, ...]], random: Random) -> list[FoundStage]:

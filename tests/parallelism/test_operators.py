@@ -41,7 +41,7 @@ class Unread(nn.Module):
 def test_what_nobody_reads_is_left_out() -> None:
     """But for what draws random numbers, in either mode, and what changes buffers; names are those of both modes."""
     model = Unread()
-    first, again, other = recorded_turns(model, (torch.zeros(4, 8),))
+    (first, again), other = recorded_turns(model, (torch.zeros(4, 8),), None, 2)
     assert isinstance(other, Recorded)
     names = [one.name for one in first.forward.operators]
     assert names == [one.name for one in again.forward.operators]

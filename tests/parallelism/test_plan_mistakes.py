@@ -182,7 +182,7 @@ def whole_plan() -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(plan.to_json())
     assert fields["values"]
     assert fields["ties"]
-    assert all(stage["collectives"] and stage["held"] for stage in fields["stages"])
+    assert all(stage["collectives"] and stage["programs"] for stage in fields["stages"])
     assert xm.ParallelPlan.from_json(json.dumps(fields)) == plan
     return fields
 
@@ -230,7 +230,8 @@ def test_words_of_a_plan_are_known() -> None:
     fields = whole_plan()
     words = 0
     for path, value in leaves(fields):
-        if path[-1] in ("why", "collective", "dtype", "collectives", "schedule_csv") or "axes" in path:
+        known = ("why", "collective", "dtype", "collectives", "schedule_csv", "source", "mode")
+        if path[-1] in known or "axes" in path or "within" in path:
             words += 1
             assert refused(with_leaf(fields, path, "zz")), f"{path}: zz for {value!r}"
     assert words > 15
@@ -246,7 +247,7 @@ def test_fields_of_a_plan_fit_each_other() -> None:
     operators: list[dict[str, Any]] = fields["stages"][0]["operators"]
     number = next(i for i, one in enumerate(operators) if one["is_heavy"])
     loops = dict(map(tuple, operators[number]["loops"]))
-    operator = (*stage, "operators", number)
+    operator, program = (*stage, "operators", number), (*stage, "programs", 0)
     parameters = fields["stages"][0]["parameters"]
     in_parts = next(i for i, one in enumerate(parameters) if len(one["shape"]) > 1)
     first = operators[0]["name"]
@@ -255,6 +256,14 @@ def test_fields_of_a_plan_fit_each_other() -> None:
             change(*operator, "axes", 0, to="zz"),
             rf"shard 'zz': expected one of its loops \({', '.join(loops)}\), - \+ or ~",
         ),
+        (change(*program, "operators", 0, "axes", 0, to="-"), r"shards \('-',\), the plan's \('b0',\)"),
+        (change(*program, "mode", to="training"), "programs of .*, expected of every stage one of both modes"),
+        (change(*program, "values", 0, "source", to="stage"), "enters, and leaves no stage before"),
+        (change(*program, "operators", 1, "reads", 0, "value", to=99), "value number 99 of"),
+        (change(*program, "operators", 1, "reads", 0, "state", to=[-1]), r"operator .*: value .* forward comes as"),
+        (change(*program, "operators", 1, "name", to=first), rf"operators: '{first}' is there twice"),
+        (change(*program, "leaving", to=[]), "enters, and leaves no stage before"),
+        (change(*stage, "parameters", in_parts, "fetch", to=[]), "what is fetched: value .* forward comes as"),
         (change(*operator, "axes", 0, to="+"), r"output 0 is held as 0 along axis 0, whose choice is '\+'"),
         (change(*operator, "axes", 0, to="-"), r"output 0 is held as 0 along axis 0, whose choice is '-'"),
         (change(*operator, "loops", 0, 1, to=7), r"loop \w+ of 7 in 2 parts"),
@@ -269,7 +278,6 @@ def test_fields_of_a_plan_fit_each_other() -> None:
             change(*stage, "collectives", 0, "why", to="zz"),
             "why: expected one of forward, backward, gradient, parameter",
         ),
-        (change(*stage, "held", 0, "why", to="zz"), "why: expected one of readers, entering, leaving, parameter"),
         (change("values", 0, "dtype", to="float33"), "dtype: expected the name of a torch.dtype, got 'float33'"),
         (change("values", 0, "dst", to=[-2]), "has no dim -2"),
         (change("ties", 0, "name", to="zz"), r"plan.ties\[0\]: stage 0 has no parameter 'zz'"),

@@ -183,10 +183,10 @@ def refuses(rank: int, world_size: int) -> None:
         (Chooses, "the forward depends on values"),
         (Remembers, "buffer mean is changed by the forward, and not by one operator alone"),
         (CountsInABuffer, "buffer number is changed by the forward"),
+        (ReturnsItsWeight, "output a.weight follows from a.weight alone"),
     ]
     cases: list[tuple[type[nn.Module], str]] = [
         (Counts, "the forward does something else the next time"),
-        (ReturnsItsWeight, "output a.weight follows from a.weight alone"),
     ]
     options = {**OPTIONS, "num_layers": 1}
     for kind, message in unplanned:

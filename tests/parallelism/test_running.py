@@ -22,11 +22,12 @@ from torch.nn import functional as F
 import torch_xmesh as xm
 from torch_xmesh.parallelism.assembly import planned_stage
 from torch_xmesh.parallelism.cluster import HostKind
+from torch_xmesh.parallelism.forward_modes import ForwardModes
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
+from torch_xmesh.parallelism.program_writer import with_programs
 from torch_xmesh.parallelism.recorded_forwards import forward_of, recorded_forward
-from torch_xmesh.parallelism.running.refusals import ForwardModes
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.space import CollectiveUse, Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
@@ -63,8 +64,9 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     whole = copy.deepcopy(model)
     seen: list[CollectiveUse] = []
     (planned,) = plan.stages
-    recorded = recorded_forward(model, (x,))
-    stage = ShardedStage(model, ForwardModes(recorded, None), plan, 0, mesh, on_collective=seen.append)
+    modes = ForwardModes(recorded_forward(model, (x,)), None)
+    plan = plan if planned.programs else with_programs(plan, modes, None)
+    stage = ShardedStage(model, modes, plan, 0, mesh, on_collective=seen.append)
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
     assert set(parameters) == {name for name, _ in model.named_parameters()}
@@ -80,7 +82,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
             seen[:] = [use for use in seen if use.why == "parameter"]  # once a step
         torch.manual_seed(number)
         (made,) = stage(one)
-        ((_, state),) = stage.first.left_states().items()
+        (state,) = stage.first.left_states.values()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
     stage.own.finish_gradients()
@@ -241,9 +243,8 @@ def runs_in_low_precision(rank: int, world_size: int) -> None:
 
     plan = xm.presets.megatron(Cast(model), (x,), tensor_parallel=4, devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
     mesh = init_device_mesh("cpu", plan.stages[0].mesh_shape)
-    stage = ShardedStage(
-        Cast(model), ForwardModes(recorded_forward(Cast(model), (x,)), None), plan, 0, mesh, num_samples=0
-    )
+    modes = ForwardModes(recorded_forward(Cast(model), (x,)), None)
+    stage = ShardedStage(Cast(model), modes, plan, 0, mesh, is_by_samples=False)
     (made,), wanted = stage(x), Cast(whole)(x)
     torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
     made.sum().backward()

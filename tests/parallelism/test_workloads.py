@@ -127,7 +127,7 @@ def check_collectives(planned: PlannedStage, part: nn.Module, uses: list[Collect
     assert isinstance(part, ShardedStage)
     counted: Counter[tuple[str, str, int]] = Counter()
     num_bytes: Counter[tuple[str, str, int]] = Counter()
-    left = part.first.left_states()
+    left = part.first.left_states
     for use in uses:
         if use.why == "backward" and use.value in left and use.num_bytes <= 8:
             continue

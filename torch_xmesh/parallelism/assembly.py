@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 
 from torch_xmesh.parallelism.cluster import Cluster
+from torch_xmesh.parallelism.forward_modes import ForwardModes
 from torch_xmesh.parallelism.judge import Judged, is_whole
 from torch_xmesh.parallelism.layers import Layers
 from torch_xmesh.parallelism.plan import (
@@ -18,7 +19,8 @@ from torch_xmesh.parallelism.plan import (
     PredictedStep,
     fingerprint_of,
 )
-from torch_xmesh.parallelism.program import program_of
+from torch_xmesh.parallelism.plan_checks import check_programs
+from torch_xmesh.parallelism.program_writer import with_programs
 from torch_xmesh.parallelism.stages import FoundStage
 
 
@@ -27,10 +29,12 @@ class Subject:
     """What is planned.
 
     Attributes:
+        modes: the model's forward; that in the mode in which it came is what `layers` are of.
         title: what kind of plan it is.
     """
 
     model: str
+    modes: ForwardModes
     layers: Layers
     cluster: Cluster
     num_microbatches: int
@@ -42,10 +46,9 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
     """The plan as data.
 
     Raises:
+        ValueError: the model cannot be run in such stages.
         RuntimeError: a value would lie otherwise than its reader takes it: a fault of the search.
     """
-    for number, found in enumerate(judged.plan.stages):
-        check_stage(found, number)
     layers = subject.layers
     operators = layers.forward.operators
     stages = tuple(
@@ -66,7 +69,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         )
         for transfer in judged.transfers
     )
-    return ParallelPlan(
+    plan = ParallelPlan(
         model=subject.model,
         fingerprint=fingerprint_of(
             [operator.name for operator in operators], [operator.makes[0].shape for operator in operators]
@@ -84,16 +87,14 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         ties=tuple(PlannedTie(tie.name, tie.stages, tie.seconds) for tie in judged.ties),
         notes=_notes(subject, judged),
     )
-
-
-def check_stage(stage: FoundStage, number: int) -> None:
-    """Follows every value and gradient through what was found. Raises RuntimeError where they do not fit."""
+    out = with_programs(plan, subject.modes, layers.forward.num_samples)
     try:
-        program_of(stage.sharded).validate()
+        check_programs(out)
     except ValueError as error:
         raise RuntimeError(
-            f"stage {number} of the plan that was found does not fit together, which is a fault of the search: {error}"
+            f"the plan that was found does not fit together, which is a fault of the search: {error}"
         ) from error
+    return out
 
 
 def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -> PlannedStage:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch_xmesh.arguments import instance_of, read_text
+from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import State
 from torch_xmesh.parallelism.memory import Bytes
 from torch_xmesh.parallelism.objective import Seconds
 from torch_xmesh.parallelism.plan_json import plan_from_json, plan_to_json
 from torch_xmesh.parallelism.plan_text import diff_text, plan_text
+from torch_xmesh.parallelism.program import PlannedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,9 @@ class PlannedParameter:
         state: per mesh axis the dim that it shards, -1 where it is whole.
         zero_level: 1: optimizer states are in parts; 2: gradients too; 3: the parameter too; 0: none.
         zero_state: how these parts lie.
+        fetch: the moves that bring it from where it is kept to where operators read it: once a step, at level 3 in
+            each microbatch, and once more where backward reads it.
+        sum: those that bring its gradient home: at the end of a step, at levels 2 and 3 in each backward.
     """
 
     name: str
@@ -55,6 +60,13 @@ class PlannedParameter:
     state: State
     zero_level: int = 0
     zero_state: State | None = None
+    fetch: tuple[AxisMove, ...] = ()
+    sum: tuple[AxisMove, ...] = ()
+
+    @property
+    def kept_state(self) -> State:
+        """How it lies between steps."""
+        return self.state if self.zero_state is None else self.zero_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +142,13 @@ class PlannedStage:
         bytes: what a device holds.
         in_flight: the most microbatches that it holds at once, with the plan's schedule.
         peak_bytes: the most bytes that a device holds at once.
-        links: for each mesh axis the latency of a message, what a byte takes one device that sends to its neighbor,
-            and, if that is more, one where all send to all. The ways between shardings were chosen by these.
-        held: values that are held otherwise than who makes them leaves them.
+        links, held: what programs are written from, where there are none yet: for each mesh axis the latency of a
+            message, what a byte takes one device that sends to its neighbor, and, if that is more, one where all send
+            to all; and values that are held otherwise than who makes them leaves them.
         gap: by which part of a microbatch's seconds another sharding of the stage that fits may be faster; 0: none is.
         is_whole: its backward is not split: I takes all of its seconds, and W none.
+        programs: what it does with a microbatch, move by move: one for both modes of the model, or the one of the mode
+            in which the model came, and that of the other mode if it can be run in that. Files of version 1 have none.
     """
 
     ranks: tuple[int, ...]
@@ -151,6 +165,7 @@ class PlannedStage:
     held: tuple[PlannedHeld, ...] = ()
     gap: float = 0.0
     is_whole: bool = False
+    programs: tuple[PlannedProgram, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +211,8 @@ class ParallelPlan:
         collectives: name of the cost model of collectives.
         ties: parameters that several stages have.
         notes: what a reader of the plan should know: what was assumed, what is not sharded.
+        one_mode_because: why it does not run in the mode, of training and evaluation, in which the model was not when
+            it was planned; empty where it does.
     """
 
     model: str
@@ -212,6 +229,7 @@ class ParallelPlan:
     title: str = "found"
     ties: tuple[PlannedTie, ...] = ()
     notes: tuple[str, ...] = ()
+    one_mode_because: str = ""
     _explainer: Callable[["ParallelPlan", str], str] | None = dataclasses.field(
         default=None, repr=False, compare=False, kw_only=True
     )

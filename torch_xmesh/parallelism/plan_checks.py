@@ -10,12 +10,15 @@ import torch
 
 from torch_xmesh import _C
 from torch_xmesh.parallelism.loops import COLLECTIVES, LATER, PARTIAL, PASS, REPLICATED, WHOLE
+from torch_xmesh.parallelism.program import BOTH, EVALUATION, SOURCES, STAGE, TRAINING, validate
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from torch_xmesh.parallelism.plan import ParallelPlan, PlannedOperator, PlannedParameter, PlannedStage
+    from torch_xmesh.parallelism.program import PlannedProgram, ProgramRead, ProgramResult, ProgramValue
 
 _COLLECTIVES_FOR = ("forward", "backward", "gradient", "parameter")
+_MODES = ((BOTH,), (TRAINING,), (EVALUATION,), (TRAINING, EVALUATION), (EVALUATION, TRAINING))
 _HELD_FOR = ("readers", "entering", "leaving", "parameter")
 
 
@@ -42,6 +45,80 @@ def check_plan(plan: "ParallelPlan") -> None:
     _check_values(plan)
     _check_ties(plan)
     _check_schedule(plan)
+    if any(stage.programs for stage in plan.stages):
+        check_programs(plan)
+
+
+def check_programs(plan: "ParallelPlan") -> None:
+    """Raises ValueError for programs that do not fit: themselves, the plan's tables, or each other."""
+    modes = [tuple(program.mode for program in stage.programs) for stage in plan.stages]
+    if modes[0] not in _MODES or any(other != modes[0] for other in modes):
+        raise ValueError(f"plan: programs of {modes}, expected of every stage one of both modes, or one of each")
+    for number, stage in enumerate(plan.stages):
+        for program in stage.programs:
+            where = f"plan.stages[{number}]: program of {program.mode}"
+            _check_program(program, stage, where)
+            try:
+                validate(program, stage.mesh_shape, stage.parameters)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{where}: {error}") from None
+    for at in range(len(modes[0])):
+        _check_crossing(plan, [stage.programs[at] for stage in plan.stages])
+
+
+def _check_program(program: "PlannedProgram", stage: "PlannedStage", where: str) -> None:
+    """Operators are sharded as the plan's tables say, every tensor has a source, and states are states."""
+    for value in program.values:
+        at = f"{where}: value {value.name}"
+        _check_one_of(f"{at}: source", value.source, SOURCES)
+        _check_shape(f"{at}: shape", value.shape)
+        _check_ends(value, value.shape, stage, at)
+    ends: list[ProgramRead | ProgramResult] = [*program.leaving, *program.leaving_whole]
+    for operator in program.operators:
+        ends += [*operator.reads, *operator.results]
+    for end in ends:
+        if not 0 <= end.value < len(program.values):
+            raise ValueError(f"{where}: value number {end.value} of {len(program.values)}")
+        value = program.values[end.value]
+        _check_ends(end, value.shape, stage, f"{where}: value {value.name}")
+    axes = {operator.name: operator.axes for operator in stage.operators}
+    for operator in program.operators:
+        if operator.axes != axes.get(operator.name, operator.axes):
+            raise ValueError(
+                f"{where}: operator {operator.name} shards {operator.axes}, the plan's {axes[operator.name]}"
+            )
+        for label in operator.loops.within:
+            _check_one_of(f"{where}: operator {operator.name}: within", label, [*dict(operator.loops.extents)])
+    _check_distinct(f"{where}.operators", (operator.name for operator in program.operators))
+    for source in SOURCES:
+        _check_distinct(f"{where}: values of source {source}", (value.name for value in program.given(source)))
+
+
+def _check_ends(
+    end: "ProgramValue | ProgramRead | ProgramResult", shape: Sequence[int], stage: "PlannedStage", where: str
+) -> None:
+    for state in (end.state, end.gradient):
+        _check_state(state, shape, stage.mesh_shape, where)
+
+
+def _check_crossing(plan: "ParallelPlan", programs: "Sequence[PlannedProgram]") -> None:
+    """What enters a stage leaves an earlier one, each as the plan says that it crosses."""
+    left: dict[str, int] = {}
+    ends = {(value.name, value.to_stage): (value.src, value.dst) for value in plan.values}
+    for number, program in enumerate(programs):
+        for value in program.given(STAGE):
+            where = f"plan.stages[{number}]: value {value.name}"
+            if value.name not in left:
+                raise ValueError(f"{where} enters, and leaves no stage before")
+            before = programs[left[value.name]]
+            src = next(read.state for read in before.leaving if before.values[read.value].name == value.name)
+            if (value.name, number) in ends and ends[value.name, number] != (src, value.state):
+                raise ValueError(
+                    f"{where} comes as {list(src)} and is taken as {list(value.state)}, the plan's as "
+                    f"{list(ends[value.name, number][0])} and {list(ends[value.name, number][1])}"
+                )
+        if program is not programs[-1]:
+            left.update((program.values[read.value].name, number) for read in program.leaving)
 
 
 def _check_least(where: str, number: int, least: int) -> None:
@@ -126,7 +203,8 @@ def _check_stage(stage: "PlannedStage", num_microbatches: int, where: str) -> No
     if not 1 <= stage.in_flight <= num_microbatches:
         raise ValueError(f"{where}.in_flight: expected 1 to {num_microbatches} microbatches, got {stage.in_flight}")
     _check_least(f"{where}.peak_bytes", stage.peak_bytes, 0)
-    if len(stage.links) != len(mesh) or not all(len(links) in (2, 3) for links in stage.links):
+    has_links = len(stage.links) == len(mesh) and all(len(links) in (2, 3) for links in stage.links)
+    if not has_links and not stage.programs:
         raise ValueError(f"{where}: links of {len(stage.links)} axes on a mesh of {len(mesh)}")
     for held in stage.held:
         at = f"{where}: value {held.name}"

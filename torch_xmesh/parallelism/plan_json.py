@@ -1,7 +1,9 @@
 """Plans as JSON: every field by its name, and what is read is checked against the classes' types and against itself."""
 
 import dataclasses
+import functools
 import json
+import re
 import sys
 import types
 import typing
@@ -12,13 +14,17 @@ from torch_xmesh.parallelism.plan_checks import check_plan
 if TYPE_CHECKING:
     from torch_xmesh.parallelism.plan import ParallelPlan
 
-_VERSION = 1
+_VERSION = 2
+_READ = (1, 2)
+"""Versions that are read. In 1 there are no programs."""
+_ROW = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
+"""A list of numbers and names: it is written in one line."""
 _ROUNDING = 1e-9
 """That a difference of sums may be below 0."""
 
 
 def plan_to_json(plan: "ParallelPlan") -> str:
-    return json.dumps({"version": _VERSION, **_plain(plan)}, indent=1)
+    return _ROW.sub(_in_a_row, json.dumps({"version": _VERSION, **_plain(plan)}, indent=1))
 
 
 def plan_from_json(kind: "type[ParallelPlan]", text: str) -> "ParallelPlan":
@@ -27,11 +33,16 @@ def plan_from_json(kind: "type[ParallelPlan]", text: str) -> "ParallelPlan":
         fields = json.loads(text, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
         raise ValueError(f"plan: not JSON: {error}") from None
-    if not isinstance(fields, dict) or fields.pop("version", None) != _VERSION:
-        raise ValueError(f"plan: expected a JSON object of version {_VERSION}")
+    version = fields.pop("version", None) if isinstance(fields, dict) else None
+    if type(version) is not int or version not in _READ:
+        raise ValueError(f"plan: expected a JSON object of version {' or '.join(map(str, _READ))}")
     made: ParallelPlan = _object(kind, fields, "plan")
     check_plan(made)
     return made
+
+
+def _in_a_row(match: re.Match[str]) -> str:
+    return "[" + re.sub(r"\n\s*", " ", match[1]) + "]"
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -65,8 +76,13 @@ def _object(kind: Any, fields: Any, where: str) -> Any:
     if unknown or missing:
         what = f"an unknown field {unknown[0]!r}" if unknown else f"no field {missing[0]!r}"
         raise ValueError(f"{where}: {what}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in fields.items()})
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

@@ -18,11 +18,11 @@ from torch_xmesh.parallelism.by_hand import plans_by_hand
 from torch_xmesh.parallelism.cluster import cluster_of
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.explanation import Explainer
+from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import layers_of
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.recorded_forwards import recorded_forward, samples_of
-from torch_xmesh.parallelism.running.refusals import check_runnable
+from torch_xmesh.parallelism.recorded_forwards import samples_of
 from torch_xmesh.parallelism.stages import NoPlan, StageSearch, in_flight_of
 from torch_xmesh.pipeline.cut.partition import check_example
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
@@ -135,11 +135,10 @@ def subject_of(
     cluster = cluster_of(devices, topology, compute, memory_limit_bytes)
     costs = _collectives(collectives, devices)
     arguments = tuple(example_args), dict(example_kwargs or {})
-    recorded = recorded_forward(model, *arguments)
-    check_runnable(recorded, model)
-    forward = dataclasses.replace(recorded.forward, num_samples=samples_of(*arguments))
+    modes = runnable(model, *arguments, checks_next=False)
+    forward = dataclasses.replace(modes.recorded.forward, num_samples=samples_of(*arguments))
     layers = layers_of(forward, num_layers)
-    return Subject(type(model).__name__, layers, cluster, num_microbatches, costs), name
+    return Subject(type(model).__name__, modes, layers, cluster, num_microbatches, costs), name
 
 
 def _explained(subject: Subject, judged: Judged) -> ParallelPlan:

@@ -1,111 +1,216 @@
-"""What was found for a stage, as a program: every value and its gradient, from where it is made to where it is read.
+"""What the devices of a stage do with a microbatch, as data: operators in order, and how each value and its gradient
+lie where they are made, in between, and where they are read.
 
-operators with choices, values with how they are held --> Program (C++), which is validated apart from the search
+ParallelPlan --> PlannedProgram, one per stage and mode --> the runner, which follows it
+                                                        --> C++, which validates it apart from the search
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.conversions import AxisMove, Conversions
-from torch_xmesh.parallelism.loops import LATER, PASS, REPLICATED, WHOLE, Choice, End, Labels, Loops
-from torch_xmesh.parallelism.operators import Operator, Value
-from torch_xmesh.parallelism.sharded import Sharded
+from torch_xmesh.parallelism.conversions import AxisMove
+from torch_xmesh.parallelism.loops import LATER, PASS, WHOLE, State
 
+if TYPE_CHECKING:
+    from torch_xmesh.parallelism.plan import PlannedParameter
+
+BOTH, TRAINING, EVALUATION = "both", "training", "evaluation"
+MODES = (BOTH, TRAINING, EVALUATION)
+ARGUMENT, STAGE, PARAMETER, CONSTANT, OPERATOR = "argument", "stage", "parameter", "constant", "operator"
+SOURCES = (ARGUMENT, STAGE, PARAMETER, CONSTANT, OPERATOR)
+
+Moves = tuple[AxisMove, ...]
 _CHOICES = {WHOLE: -1, PASS: -2, LATER: -3}
-_Moves = list[tuple[int, int, int]]
 
 
-def program_of(sharded: Sharded) -> "_C.Program":
-    """The program of a stage."""
-    return _Writer(sharded).write()
+@dataclasses.dataclass(frozen=True)
+class ProgramValue:
+    """A tensor that flows through a stage.
+
+    Attributes:
+        source: where it comes from: "argument" of the model, another "stage", "parameter" (or buffer) of the model, a
+            "constant" of its forward, or an "operator" of the stage.
+        state, gradient: how its readers find it, and how the sum of their gradients lies.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    state: State
+    gradient: State
+    has_gradient: bool
 
 
-class _Writer:
-    def __init__(self, sharded: Sharded) -> None:
-        space = sharded.graph.space
-        self._sharded = sharded
-        self._conversions = Conversions(space.shape, [axis[1:] for axis in space.axes], space.model)
-        self._whole = End((REPLICATED,) * len(space.shape), (REPLICATED,) * len(space.shape))
-        self._held = {(why, value): end for why, value, end in sharded.held}
-        self._program = _C.Program(space.shape)
-        self._numbers: dict[Value, int] = {}
-        self._ends: dict[Value, End] = {}
+@dataclasses.dataclass(frozen=True)
+class ProgramRead:
+    """A value as a reader takes it.
 
-    def write(self) -> "_C.Program":
-        sharded = self._sharded
-        for operator, choice in zip(sharded.operators, sharded.choices, strict=True):
-            self._enter(operator, choice)
-            reads = [self._read(value, end, operator) for value, end in zip(operator.reads, choice.inputs, strict=True)]
-            results = [self._result(value, end) for value, end in zip(operator.makes, choice.outputs, strict=True)]
-            axes = [_number_of(operator.loops, label) for label in choice.axes]
-            self._program.add_operator(operator.name, _loop_nest(operator.loops), axes, reads, results)
-        for value in sharded.graph.stretch.leaving:
-            end = self._held.get(("leaving", value), self._ends[value])
-            there, back = self._way(value, self._ends[value], end, has_gradient=value.requires_grad)
-            self._program.add_leaving((self._numbers[value], _pair(end), there, back, value.requires_grad))
-        return self._program
+    Attributes:
+        value: its number among the program's.
+        state, gradient: how it is taken, and how the gradient lies that the reader gives for it.
+        there, back: the moves from where it is held to where it is taken, and the gradient's back.
+    """
 
-    def _enter(self, operator: Operator, choice: Choice) -> None:
-        """What the operator reads that is there from the beginning: a parameter that it alone reads lies as it takes
-        it."""
-        for value, end in zip(operator.reads, choice.inputs, strict=True):
-            if value in self._numbers:
-                continue
-            is_own = value.is_parameter and ("parameter", value) not in self._held
-            found = (self._held.get((why, value)) for why in ("readers", "entering", "parameter"))
-            self._add(value, end if is_own else next(filter(None, found), self._whole), enters=True)
-
-    def _add(self, value: Value, held: End, *, enters: bool) -> None:
-        self._ends[value] = held
-        self._numbers[value] = self._program.add_value(
-            value.name, value.shape, _pair(held), has_gradient=value.requires_grad, enters=enters
-        )
-
-    def _read(self, value: Value, end: End, operator: Operator) -> tuple[int, Any, _Moves, _Moves, bool]:
-        gives_gradient = value.requires_grad and operator.requires_grad
-        there, back = self._way(value, self._ends[value], end, has_gradient=gives_gradient)
-        return self._numbers[value], _pair(end), there, back, gives_gradient
-
-    def _result(self, value: Value, made: End) -> tuple[int, Any, _Moves, _Moves]:
-        held = self._held.get(("readers", value), made)
-        self._add(value, held, enters=False)
-        there, back = self._way(value, made, held, has_gradient=value.requires_grad)
-        return self._numbers[value], _pair(made), there, back
-
-    def _way(self, value: Value, before: End, after: End, *, has_gradient: bool) -> tuple[_Moves, _Moves]:
-        there = self._conversions.steps(value, before.value, after.value)
-        back = self._conversions.steps(value, after.gradient, before.gradient) if has_gradient else ()
-        return _moves(there), _moves(back)
+    value: int
+    state: State
+    gradient: State
+    gives_gradient: bool
+    there: Moves = ()
+    back: Moves = ()
 
 
-def _pair(end: End) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return end.value, end.gradient
+@dataclasses.dataclass(frozen=True)
+class ProgramResult:
+    """A value as its operator leaves it.
+
+    Attributes:
+        state, gradient: how it is made, and how its gradient is wanted.
+        there, back: the moves to where it is held, and the gradient's from there.
+    """
+
+    value: int
+    state: State
+    gradient: State
+    there: Moves = ()
+    back: Moves = ()
 
 
-def _moves(moves: Sequence[AxisMove]) -> _Moves:
+@dataclasses.dataclass(frozen=True)
+class ProgramLoops:
+    """An operator's loops, as it was planned: see :class:`~torch_xmesh.parallelism.loops.Loops`.
+
+    Attributes:
+        extents: the loops by name, with the size that a mesh axis sharding one must divide.
+        inputs, outputs: by tensor that it reads, and makes, the loop over each dim; None where each device needs all of
+            a dim.
+        once: numbers of inputs that stand outside of the loops that add up.
+        within: loops over which it runs collectives of its own.
+    """
+
+    extents: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[str | None, ...], ...]
+    outputs: tuple[tuple[str | None, ...], ...]
+    is_linear: bool = False
+    once: tuple[int, ...] = ()
+    within: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOperator:
+    """An operator. `axes`: as :class:`PlannedOperator` has them."""
+
+    name: str
+    axes: tuple[str, ...]
+    loops: ProgramLoops
+    reads: tuple[ProgramRead, ...]
+    results: tuple[ProgramResult, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedProgram:
+    """What a stage does with a microbatch.
+
+    Attributes:
+        mode: of the model: "training", "evaluation", or "both" where they do the same.
+        values: those that are given come first: the model's arguments, then other stages'.
+        leaving: what goes to other stages; on the last one what the model returns. Where the engine's loss is a mean
+            over samples each device is left those on which it computes it.
+        leaving_whole: the last stage's, where each device is left all of the outputs.
+    """
+
+    mode: str
+    values: tuple[ProgramValue, ...]
+    operators: tuple[ProgramOperator, ...]
+    leaving: tuple[ProgramRead, ...]
+    leaving_whole: tuple[ProgramRead, ...] = ()
+
+    def given(self, source: str) -> list[ProgramValue]:
+        """The values of a source, in order."""
+        return [value for value in self.values if value.source == source]
+
+    def does(self, mode: str) -> bool:
+        """Whether it is that of a mode of the model."""
+        return self.mode in (BOTH, mode)
+
+
+def validate(
+    program: PlannedProgram, mesh_shape: Sequence[int], parameters: "Sequence[PlannedParameter]"
+) -> "_C.Program":
+    """The program in C++, which has followed every value and its gradient through it.
+
+    Args:
+        parameters: those of the stage, whose ways to and from the microbatches are followed, too.
+
+    Raises:
+        ValueError: something of it does not fit; the operator and the value are named.
+    """
+    for leaving in (program.leaving, program.leaving_whole):
+        core = _core(program, mesh_shape, leaving, parameters)
+        core.validate()
+    return core
+
+
+def _core(
+    program: PlannedProgram,
+    mesh_shape: Sequence[int],
+    leaving: Sequence[ProgramRead],
+    parameters: "Sequence[PlannedParameter]",
+) -> "_C.Program":
+    out = _C.Program(mesh_shape)
+    numbers: dict[str, int] = {}
+    for value in program.values:
+        enters = value.source != OPERATOR
+        ends = value.state, value.gradient
+        number = out.add_value(value.name, value.shape, ends, has_gradient=value.has_gradient, enters=enters)
+        if value.source == PARAMETER:
+            numbers[value.name] = number
+    for operator in program.operators:
+        names = [name for name, _ in operator.loops.extents]
+        axes = [_number_of(label, names, operator.name) for label in operator.axes]
+        results = [
+            (result.value, (result.state, result.gradient), _moves(result.there), _moves(result.back))
+            for result in operator.results
+        ]
+        out.add_operator(operator.name, _nest(operator.loops, names), axes, list(map(_read, operator.reads)), results)
+    for read in leaving:
+        out.add_leaving(_read(read))
+    kept = {parameter.name: parameter for parameter in parameters}
+    for name, number in numbers.items():
+        if name not in kept:
+            raise ValueError(f"parameter {name} is read, and the stage does not keep it")
+        parameter = kept[name]
+        out.add_fetch(number, parameter.kept_state, _moves(parameter.fetch), _moves(parameter.sum))
+    return out
+
+
+def _read(read: ProgramRead) -> tuple[Any, ...]:
+    return read.value, (read.state, read.gradient), _moves(read.there), _moves(read.back), read.gives_gradient
+
+
+def _moves(moves: Sequence[AxisMove]) -> list[tuple[int, int, int]]:
     return [(move.axis, move.before, move.after) for move in moves]
 
 
-def _number_of(loops: Loops, label: str) -> int:
-    return _CHOICES[label] if label in _CHOICES else list(loops.extents).index(label)
+def _number_of(label: str, names: Sequence[str], operator: str) -> int:
+    if label in _CHOICES:
+        return _CHOICES[label]
+    if label not in names:
+        raise ValueError(
+            f"operator {operator}: an axis shards {label!r}: expected one of its loops ({', '.join(names) or 'none'}), "
+            "- + or ~"
+        )
+    return names.index(label)
 
 
-def _loop_nest(loops: Loops) -> tuple[Any, ...]:
+def _nest(loops: ProgramLoops, names: Sequence[str]) -> tuple[Any, ...]:
     """Loops by number. A dim that no loop runs over has none, nor has one whose loop has no extent: it is never
     sharded."""
-    names = list(loops.extents)
     number = {name: at for at, name in enumerate(names)}
 
-    def dims(labels: Labels) -> list[list[int]]:
+    def dims(labels: Sequence[str | None]) -> list[list[int]]:
         return [[number[name] for name in (own or "").split("|") if name in number] for own in labels]
 
-    read = [at for at, labels in enumerate(loops.inputs) if labels is not None]
-    return (
-        names,
-        list(loops.extents.values()),
-        [dims(labels) for labels in loops.inputs if labels is not None],
-        [dims(labels) for labels in loops.outputs],
-        loops.is_linear,
-        [place for place, at in enumerate(read) if at in loops.once],
-    )
+    extents = [extent for _, extent in loops.extents]
+    return names, extents, list(map(dims, loops.inputs)), list(map(dims, loops.outputs)), loops.is_linear, loops.once

@@ -1,6 +1,7 @@
 """A model's forward, recorded, as operators."""
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.capture.sandbox import as_if_compiling
 from torch_xmesh.pipeline.cut.microbatch import batch_size
+from torch_xmesh.pipeline.cut.partition_parts import input_names
 
 
 def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:
@@ -47,18 +49,18 @@ def samples_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def recorded_turns(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> tuple[Recorded, Recorded, Recorded | ValueError]:
-    """The forward, the forward once more, and in the other mode, of training and evaluation, where it can be recorded
-    in that."""
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int
+) -> tuple[list[Recorded], Recorded | ValueError]:
+    """The forward, so many times, and in the other mode, of training and evaluation, where it can be recorded in
+    that."""
     with torch.enable_grad():
         readings = _Readings(model, args, kwargs)
-        first, again = readings.read(2, None)
+        turns = readings.read(count, None)
         try:
             (other,) = readings.read(1, not model.training)
-            return first, again, other
+            return turns, other
         except ValueError as error:
-            return first, again, error
+            return turns, error
 
 
 class _Readings:
@@ -122,7 +124,7 @@ def _recorder(
     check_plannable(model)
     arguments = (tuple(args), dict(kwargs or {}))
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    names = [f"input {i}" for i in range(len(tensors))]
+    names = _names_of(model, arguments)
     device = torch.device("cpu")
     recorded = RecordedModel(
         model,
@@ -138,6 +140,18 @@ def _recorder(
         warnings.simplefilter("ignore")
         recorded.switch_caches_off()
     return recorded, list(stand_ins(tensors, device))
+
+
+def _names_of(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
+    """Names of the tensors among the arguments, in their order: numbered as the forward's parameters are, however each
+    is passed."""
+    parameters = list(inspect.signature(model.forward).parameters)
+    order = {name: at for at, name in enumerate(parameters)}
+    paths = [path for _, path in input_names(model, arguments)]
+    firsts = [parameters[path[1]] if path[0] == "args" and path[1] < len(parameters) else path[1] for path in paths]
+    keys = [(order.get(str(first), len(order)), str(first), number) for number, first in enumerate(firsts)]
+    place = {key: at for at, key in enumerate(sorted(keys))}
+    return [f"input {place[key]}" for key in keys]
 
 
 def _opened(model: nn.Module, closed: Collection[str]) -> frozenset[str]:

@@ -66,6 +66,13 @@ struct ProgramResult {
   ProgramWay way;
 };
 
+/// A parameter as it is kept between steps, and its way to where readers find it, its gradient's back.
+struct ProgramFetch {
+  size_t value = 0;
+  ValueState kept;
+  ProgramWay way;
+};
+
 struct ProgramOperator {
   std::string name;
   LoopNest loops;
@@ -81,7 +88,8 @@ struct Program {
   std::vector<int64_t> mesh_shape;
   std::vector<ProgramValue> values;
   std::vector<ProgramOperator> operators;
-  std::vector<ProgramRead> leaving;  ///< what goes to other stages, or to the model's caller
+  std::vector<ProgramFetch> fetches;  ///< parameters, each of which enters; once a step, or in each microbatch
+  std::vector<ProgramRead> leaving;   ///< what goes to other stages, or to the model's caller
 };
 
 /// Follows every value and its gradient through the program. Every tensor lies where an operator wants it, every way leads where it says, by moves

@@ -72,6 +72,7 @@ class ProgramCheck {
       where_ = "operator " + op.name;
       checkOperator(op);
     }
+    checkFetches();
     where_ = "what leaves";
     for (const ProgramRead& read : program_.leaving) {
       checkRead(read, /*can_give=*/true);
@@ -162,6 +163,20 @@ class ProgramCheck {
     check(!value.enters && !is_there_[result.value], value, "is made twice");
     checkEnd(value, result.made, "is made");
     checkWay(value, result.way, result.made, value.held, value.has_gradient);
+  }
+
+  /// A parameter's gradient comes home to where the parameter is kept.
+  void checkFetches() {
+    where_ = "what is fetched";
+    std::vector<bool> is_fetched(program_.values.size());
+    for (const ProgramFetch& fetch : program_.fetches) {
+      const ProgramValue& value = valueOf(fetch.value);
+      check(value.enters && !is_fetched[fetch.value], value, "is fetched twice, or made here");
+      is_fetched[fetch.value] = true;
+      checkState(value, fetch.kept, "is kept");
+      check(std::find(fetch.kept.begin(), fetch.kept.end(), kPartialSum) == fetch.kept.end(), value, "is kept in summands");
+      checkWay(value, fetch.way, {fetch.kept, fetch.kept}, value.held, value.has_gradient);
+    }
   }
 
   void checkOperator(const ProgramOperator& op) {

@@ -1,7 +1,7 @@
 """Modules that are called as one: those that cannot be looked into, and those that have a row."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ OWN = "self."
 """What a parameter's name begins with where it is an argument: no other argument's does."""
 
 
-def names_called(recorded: Recorded, numbers: Iterable[int]) -> list[str]:
-    """The modules that these operators call as one."""
-    nodes = (recorded.sites[number].node for number in numbers)
+def names_called(recorded: Recorded, operators: Collection[str] | None = None) -> list[str]:
+    """The modules that operators of these names call as one; by default all."""
+    pairs = zip(recorded.forward.operators, recorded.sites, strict=True)
+    nodes = (site.node for operator, site in pairs if operators is None or operator.name in operators)
     return [*dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")]
 
 
@@ -34,12 +35,13 @@ def called_modules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Modul
     return {name: copy.deepcopy(module, memo) for name, module in modules.items()}
 
 
-def check_buffers(model: nn.Module, recorded: Recorded, by_stage: Sequence[Iterable[int]]) -> None:
+def check_buffers(model: nn.Module, recorded: Recorded, by_stage: Sequence[Collection[str]]) -> None:
     """Raises ValueError for a buffer of modules called as one on several stages, by the operators of each: their copies
     could not change it together."""
     stage_of: dict[int, int] = {}
-    for stage, numbers in enumerate(by_stage):
-        varied = [number for number in numbers if not recorded.forward.operators[number].is_constant]
+    varying = {operator.name for operator in recorded.forward.operators if not operator.is_constant}
+    for stage, names in enumerate(by_stage):
+        varied = varying.intersection(names)
         for name in names_called(recorded, varied):
             for key, buffer in model.get_submodule(name).named_buffers():
                 if stage_of.setdefault(id(buffer), stage) != stage:

@@ -9,8 +9,9 @@ import torch
 from torch import fx, nn
 
 from torch_xmesh.parallelism.conversions import AxisMove
-from torch_xmesh.parallelism.loops import Choice, Loops
+from torch_xmesh.parallelism.loops import Loops
 from torch_xmesh.parallelism.operators import Operator, Site, Value
+from torch_xmesh.parallelism.program import ProgramOperator
 from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.attention import attention
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
@@ -81,6 +82,7 @@ class OperatorCall:
     """An operator with its arguments.
 
     Args:
+        planned: how it is sharded.
         takes: how it takes each tensor that it reads, in order.
         leaves: by value that it makes, how that goes to its readers, if these are several.
         changes: it changes its first argument in place.
@@ -92,7 +94,7 @@ class OperatorCall:
     def __init__(
         self,
         operator: Operator,
-        choice: Choice,
+        planned: ProgramOperator,
         site: Site,
         moves: Moves,
         *,
@@ -109,7 +111,7 @@ class OperatorCall:
         self._local: Local | None = None
         if operator.is_known and not operator.is_constant and operator.kind in RULES:
             self._local, self._rule = (
-                Local(operator, choice, moves, self._function, site.node.meta.get("order")),
+                Local(operator, planned, moves, self._function, site.node.meta.get("order")),
                 RULES[operator.kind],
             )
         taken = iter(takes)

@@ -74,7 +74,7 @@ class _Routes:
 
     def __init__(self, local: Local, num_local: int) -> None:
         self._moves, self._name = local.moves, local.operator.makes[0].name
-        labels = local.choice.axes
+        labels = local.planned.axes
         self._axes = [axis for axis, label in enumerate(labels) if label in ("shown", "routed")]
         self._shown = [axis for axis in self._axes if labels[axis] == "shown"]
         self.routed = [axis for axis in self._axes if labels[axis] == "routed"]
@@ -118,7 +118,7 @@ def experts(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     hidden, index, weights = given["hidden_states"], given["top_k_index"], given["top_k_weights"]
     own = {key: argument for key, argument in given.items() if key.startswith(OWN)}
     num_local = len(own[f"{OWN}down_proj"])
-    if not {"shown", "routed"} & {*local.choice.axes}:
+    if not {"shown", "routed"} & {*local.planned.axes}:
         return _reached(local.function(*args, **kwargs), (hidden, weights), own, is_idle=not (index < num_local).any())
     routes = _Routes(local, num_local)
     flat = index.flatten()

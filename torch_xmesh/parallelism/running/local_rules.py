@@ -10,8 +10,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torch_xmesh.parallelism.loops import PARTIAL, PASS, Choice
+from torch_xmesh.parallelism.loops import PARTIAL, PASS
 from torch_xmesh.parallelism.operators import Operator
+from torch_xmesh.parallelism.program import ProgramOperator
 from torch_xmesh.parallelism.running.collectives import Moves, Summed
 
 
@@ -26,7 +27,7 @@ class Local:
     """
 
     operator: Operator
-    choice: Choice
+    planned: ProgramOperator
     moves: Moves
     function: Callable[..., Any]
     order: Sequence[int] | None = None
@@ -42,7 +43,7 @@ class Local:
 
     def axes_of(self, label: str) -> list[int]:
         """The mesh axes that shard a loop."""
-        return [axis for axis, own in enumerate(self.choice.axes) if own == label]
+        return [axis for axis, own in enumerate(self.planned.axes) if own == label]
 
     def place_along(self, axes: Sequence[int]) -> int:
         """The how many-th of what these axes cut together is the device's."""
@@ -67,13 +68,13 @@ class Local:
     @property
     def summands(self) -> int:
         """How many devices make summands of the output."""
-        held = zip(self.mesh_shape, self.choice.axes, self.choice.outputs[0].value, strict=True)
+        held = zip(self.mesh_shape, self.planned.axes, self.planned.results[0].state, strict=True)
         return math.prod(size for size, label, state in held if state == PARTIAL and label != PASS)
 
     @property
     def is_first_summand(self) -> bool:
         """Whether this device's is the first of them."""
-        held = zip(self.coordinate, self.choice.axes, self.choice.outputs[0].value, strict=True)
+        held = zip(self.coordinate, self.planned.axes, self.planned.results[0].state, strict=True)
         return all(at == 0 for at, label, state in held if state == PARTIAL and label != PASS)
 
     def ones(self, like: torch.Tensor) -> torch.Tensor:
@@ -84,14 +85,14 @@ class Local:
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This device's part of a tensor that lies as the output does."""
-        for held, size, place in zip(self.choice.outputs[0].value, self.mesh_shape, self.coordinate, strict=True):
+        for held, size, place in zip(self.planned.results[0].state, self.mesh_shape, self.coordinate, strict=True):
             whole = whole.chunk(size, held)[place] if held >= 0 else whole
         return whole
 
     def local_shape(self) -> list[int]:
         """The shape of this device's part of the output."""
         shape = list(self.operator.makes[0].shape)
-        for held, size in zip(self.choice.outputs[0].value, self.mesh_shape, strict=True):
+        for held, size in zip(self.planned.results[0].state, self.mesh_shape, strict=True):
             if held >= 0:
                 shape[held] //= size
         return shape
@@ -223,10 +224,10 @@ def shape_made(local: Local) -> tuple[str, list[int]] | None:
 
 def is_plain(local: Local) -> bool:
     """Whether, with these parts, it is a view or the call itself."""
-    kind, axes = local.operator.kind, {*local.choice.axes}
+    kind, axes = local.operator.kind, {*local.planned.axes}
     if shape_made(local) is not None:
         return True
-    own = {within.label for within in local.operator.loops.within} | {_OWN_LOOPS.get(kind, "")}
+    own = {*local.planned.loops.within} | {_OWN_LOOPS.get(kind, "")}
     return local.summands == 1 and axes.isdisjoint(own) and kind != "batch_norm"
 
 
@@ -299,7 +300,7 @@ def embedding(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 @rule("softmax", "log_softmax")
 def softmax(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Over a sharded dim devices bring together the greatest element and the sum."""
-    axes = [axis for axis, label in enumerate(local.choice.axes) if label == _own_label(local)]
+    axes = [axis for axis, label in enumerate(local.planned.axes) if label == _own_label(local)]
     if not axes:
         return local.function(*args, **kwargs)
     x = _in_single(args[0])
@@ -324,8 +325,8 @@ def _in_single(x: torch.Tensor) -> torch.Tensor:
 
 
 def _own_label(local: Local) -> str | None:
-    within = local.operator.loops.within
-    return within[0].label if within else None
+    within = local.planned.loops.within
+    return within[0] if within else None
 
 
 class _ClassLosses(torch.autograd.Function):
@@ -372,7 +373,7 @@ def cross_entropy(local: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     x, target = given["input"], given["target"]
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
     classes = local.axes_of("c")
-    samples = [axis for axis, label in enumerate(local.choice.axes) if label.startswith("n")]
+    samples = [axis for axis, label in enumerate(local.planned.axes) if label.startswith("n")]
     if not classes and (not samples or reduction != "mean"):
         return local.function(*args, **kwargs)
     smoothing = given.get("label_smoothing", 0.0)

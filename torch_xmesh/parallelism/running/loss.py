@@ -8,36 +8,21 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import REPLICATED, State
-from torch_xmesh.parallelism.operators import Value
 from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
-
-
-def sample_axes(leaving: Mapping[Value, State], num_samples: int | None, num_axes: int) -> tuple[int, ...]:
-    """The mesh axes over which the samples of a model's outputs lie, of all of those that have samples.
-
-    Args:
-        leaving: the outputs that the last stage makes, as the plan leaves them.
-    """
-    states = [state for value, state in leaving.items() if has_samples(value, num_samples)]
-    return tuple(axis for axis in range(num_axes) if states and all(state[axis] == 0 for state in states))
-
-
-def has_samples(value: Value, num_samples: int | None) -> bool:
-    """Whether a value's first dim is taken for that of the samples."""
-    return bool(value.shape) and value.shape[0] == num_samples
 
 
 class LossShares:
     """What a device of the last stage has of targets, losses and outputs.
 
     Args:
-        axes: the mesh axes over which samples are sharded.
-        has_samples: for each of the stage's outputs, whether its first dim is that of the samples.
+        states: how the stage leaves its outputs: along axes that shard one's first dim samples are shared out.
     """
 
-    def __init__(self, moves: Moves, axes: Sequence[int], has_samples: Sequence[bool]) -> None:
-        self._moves, self._axes, self._has_samples = moves, tuple(axes), tuple(has_samples)
+    def __init__(self, moves: Moves, states: Sequence[State]) -> None:
+        self._moves = moves
+        self._axes = tuple(axis for axis in range(len(moves.shape)) if any(state[axis] == 0 for state in states))
+        self._has_samples = tuple(0 in state for state in states)
 
     @property
     def number(self) -> int:

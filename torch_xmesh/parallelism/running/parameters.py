@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_xmesh.parallelism.conversions import Conversions
+from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.loops import REPLICATED, State
 from torch_xmesh.parallelism.operators import Recorded, Value
@@ -32,25 +32,12 @@ def in_turn_of(planned: PlannedStage) -> frozenset[str]:
 
 
 class StageParameters:
-    """Parameters and buffers of the model that a stage reads, in this device's parts.
+    """Parameters and buffers of the model that a stage reads, in this device's parts, as the plan keeps, fetches and
+    adds them up."""
 
-    Args:
-        gradients: by name, how a parameter's gradient lies behind the operators that read it.
-    """
-
-    def __init__(
-        self,
-        recorded: Recorded,
-        planned: PlannedStage,
-        gradients: Mapping[str, State],
-        mesh: DeviceMesh,
-        moves: Moves,
-        conversions: Conversions,
-    ) -> None:
-        self._recorded, self._mesh = recorded, mesh
-        self._gradients, self._moves, self._conversions = gradients, moves, conversions
-        self._states = {parameter.name: parameter.state for parameter in planned.parameters}
-        self._in_parts = {parameter.name: parameter for parameter in planned.parameters if parameter.zero_level}
+    def __init__(self, recorded: Recorded, planned: PlannedStage, mesh: DeviceMesh, moves: Moves) -> None:
+        self._recorded, self._mesh, self._moves = recorded, mesh, moves
+        self._planned = {parameter.name: parameter for parameter in planned.parameters}
         self._in_turn = in_turn_of(planned)
         self._own: dict[str, torch.Tensor] = {}
         self._read: dict[str, torch.Tensor] = {}
@@ -65,12 +52,11 @@ class StageParameters:
             owner, _, key = name.rpartition(".")
             _place(home, owner)._modules[key] = module
         tensors = _named_tensors(model)
-        whole_state = (REPLICATED,) * self._mesh.ndim
         for value in self._recorded.given.values():
-            if value.name not in self._states or not value.is_parameter or value.name in self._own:
+            if value.name not in self._planned or not value.is_parameter or value.name in self._own:
                 continue
-            whole, state = tensors[value.name], self._kept_state(value.name)
-            steps = self._conversions.steps(value, whole_state, state)
+            whole, state = tensors[value.name], self._planned[value.name].kept_state
+            steps = [AxisMove(axis, REPLICATED, dim) for axis, dim in enumerate(state) if dim != REPLICATED]
             part = self._moves.run(whole.detach(), steps, value.name, "parameter").clone()
             placed: torch.Tensor = self._placed(part, state)
             if isinstance(whole, nn.Parameter):
@@ -101,19 +87,6 @@ class StageParameters:
     def _placed(self, part: torch.Tensor, state: State) -> DTensor:
         return DTensor.from_local(part, self._mesh, placements_of(state), run_check=False)
 
-    def _kept_state(self, name: str) -> State:
-        """How a parameter lies between steps: in parts, if the plan keeps it so."""
-        in_parts = self._in_parts.get(name)
-        return self._states[name] if in_parts is None or in_parts.zero_state is None else in_parts.zero_state
-
-    def _read_state(self, name: str) -> State:
-        """How microbatches find a parameter: in parts, if each of them fetches it."""
-        return self._kept_state(name) if name in self._in_turn else self._states[name]
-
-    def _gradient_state(self, name: str) -> State:
-        """How the gradient of what microbatches find lies: as a parameter's parts, if each of them fetches it."""
-        return self._kept_state(name) if name in self._in_turn else self._gradients[name]
-
     def _parameters(self) -> list[tuple[Value, nn.Parameter]]:
         """Those that the stage reads."""
         given = dict.fromkeys(value for value in self._recorded.given.values() if value.is_parameter)
@@ -139,10 +112,8 @@ class StageParameters:
         """Parameters of a layer, before the first operator that reads one, in a microbatch."""
         parameters, own = [], []
         for value in values:
-            kept, whole = self._kept_state(value.name), self._states[value.name]
-            there = self._conversions.steps(value, kept, whole)
-            back = self._conversions.steps(value, self._gradients[value.name], kept)
-            parameters.append(InTurn(value.name, there, back))
+            planned = self._planned[value.name]
+            parameters.append(InTurn(value.name, planned.fetch, planned.sum))
             own.append(self._read[value.name])
         fetch = Fetch(self._moves, parameters, [part.detach() for part in own])
         wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
@@ -157,15 +128,11 @@ class StageParameters:
         self._summed_later = []
         taken = self._parameters()
         local = [local_of(own).detach() for _, own in taken]
-        steps = [
-            self._conversions.steps(value, self._kept_state(value.name), self._read_state(value.name))
-            for value, _ in taken
-        ]
+        steps = [() if value.name in self._in_turn else self._planned[value.name].fetch for value, _ in taken]
         read = self._moves.run_together(local, steps, [value.name for value, _ in taken], "parameter")
         for (value, _), tensor in zip(taken, read, strict=True):
             self._read[value.name] = tensor.requires_grad_(value.requires_grad)
-            in_parts = self._in_parts.get(value.name)
-            if in_parts is not None and in_parts.zero_level == 2:
+            if self._planned[value.name].zero_level == 2:
                 tensor.register_post_accumulate_grad_hook(functools.partial(self._add_up_later, value))  # type: ignore[no-untyped-call]
 
     def _add_up_later(self, value: Value, read: torch.Tensor) -> None:
@@ -187,13 +154,10 @@ class StageParameters:
         """The gradients of parameters as they were read go to the parameters."""
         own = [value for value in dict.fromkeys(values) if self._read[value.name].grad is not None]
         names = [value.name for value in own]
-        steps = [
-            self._conversions.steps(value, self._gradient_state(value.name), self._kept_state(value.name))
-            for value in own
-        ]
+        steps = [() if name in self._in_turn else self._planned[name].sum for name in names]
         grads = [cast(torch.Tensor, self._read[name].grad) for name in names]
         for name, way, part in zip(names, steps, self._moves.run_together(grads, steps, names, why), strict=True):
-            placed = self._placed(part if not way else part.clone(), self._kept_state(name))
+            placed = self._placed(part if not way else part.clone(), self._planned[name].kept_state)
             parameter = self._own[name]
             parameter.grad = placed if parameter.grad is None else parameter.grad + placed
             self._read[name].grad = None

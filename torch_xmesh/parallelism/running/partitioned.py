@@ -8,13 +8,14 @@ from torch import fx, nn
 from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.parallelism.forward_modes import ForwardModes
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import ParallelPlan
+from torch_xmesh.parallelism.program import ARGUMENT, EVALUATION, STAGE, TRAINING, PlannedProgram
 from torch_xmesh.parallelism.recorded_forwards import recorded_forward
-from torch_xmesh.parallelism.running.refusals import ForwardModes
 from torch_xmesh.parallelism.running.stage import ShardedStage
-from torch_xmesh.parallelism.running.stage_parts import StagePart, outputs_of, stage_parts
+from torch_xmesh.parallelism.stage_parts import outputs_of
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
@@ -31,7 +32,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def planned_partition(
     model: nn.Module,
-    turns: ForwardModes,
+    modes: ForwardModes,
     plan: ParallelPlan,
     modules: Sequence[ShardedStage | None],
     arguments: Arguments,
@@ -42,19 +43,21 @@ def planned_partition(
     specs = leaf_specs(arguments[0], chunk_specs["args"], "args")
     specs += leaf_specs(arguments[1], chunk_specs["kwargs"], "kwargs")
     samples = batch_size(*arguments, chunk_specs["args"], chunk_specs["kwargs"])
-    ports = stage_parts(turns.recorded, plan)
-    taken = {operator.name for operator in turns.recorded.forward.operators}
+    taken = {operator.name for operator in modes.recorded.forward.operators}
     named = [(f"{name}_" if name in taken else name, path) for name, path in input_names(model, arguments)]
     dims = [spec.split_dim if isinstance(spec, Chunk) else None for spec in _tensor_specs(arguments, specs)]
-    crossing = _Crossing(plan, [name for name, _ in named], dims, samples)
-    names, values = crossing.values(turns.recorded)
-    programs = [_program(stage, own_ports, modules[stage], turns, names) for stage, own_ports in enumerate(ports)]
+    crossing = _Crossing(programs_of(plan, modes), [name for name, _ in named], dims, samples)
+    names, values = crossing.values(modes.recorded)
+    programs = [crossing.stage(number, module, names, modes) for number, module in enumerate(modules)]
     result = finish_partition(
         programs, values, arguments=arguments, named=named, samples=samples, fixed_batch=samples is not None
     )
-    leaves, structure = pytree.tree_flatten(turns.recorded.recording.output)
-    node_values = turns.recorded.values
-    of_values = tuple(ValueName(names[node_values[leaf]]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    leaves, structure = pytree.tree_flatten(modes.recorded.recording.output)
+    found = modes.recorded.values
+    of_values = tuple(
+        ValueName(names.get(found[leaf].name, found[leaf].name)) if isinstance(leaf, fx.Node) else leaf
+        for leaf in leaves
+    )
     result.tied_parameters = [[(stage, tie.name) for stage in tie.stages] for tie in plan.ties]
     result.outputs = OutputStructure(of_values, structure)
     copies = MetaCopies([model], keep_forward_hooks=True)
@@ -73,33 +76,44 @@ def planned_partition(
     return result
 
 
+def programs_of(plan: ParallelPlan, modes: ForwardModes) -> list[PlannedProgram]:
+    """By stage that of the mode in which the model came."""
+    mode = TRAINING if modes.is_training else EVALUATION
+    return [next(program for program in stage.programs if program.does(mode)) for stage in plan.stages]
+
+
 class _Crossing:
     """What the engine is told of values that enter the model, cross stages or leave it.
 
     Args:
+        programs: by stage.
         inputs: names of the model's tensor arguments, in order.
         dims: the dim along which each of them is cut into microbatches.
         samples: number of samples in a microbatch.
     """
 
     def __init__(
-        self, plan: ParallelPlan, inputs: Sequence[str], dims: Sequence[int | None], samples: int | None
+        self,
+        programs: Sequence[PlannedProgram],
+        inputs: Sequence[str],
+        dims: Sequence[int | None],
+        samples: int | None,
     ) -> None:
-        self._plan, self._inputs, self._dims, self._samples = plan, inputs, dims, samples
+        self._programs, self._inputs, self._dims, self._samples = programs, inputs, dims, samples
 
-    def values(self, recorded: Recorded) -> tuple[dict[Value, str], dict[str, ValueInfo]]:
-        """Their names, and by name what they are."""
-        ports = stage_parts(recorded, self._plan)
+    def values(self, recorded: Recorded) -> tuple[dict[str, str], dict[str, ValueInfo]]:
+        """The engine's names of the model's arguments, and by name what values are. Others have the plan's names."""
         placeholders = [value for node, value in recorded.given.items() if node.op == "placeholder"]
-        names = dict(zip(placeholders, self._inputs, strict=True))
-        maker = {value: stage for stage, own_ports in enumerate(ports[:-1]) for value in own_ports.leaving}
+        names = {value.name: name for value, name in zip(placeholders, self._inputs, strict=True)}
+        others = {value.name: value for value in recorded.given.values() if value not in placeholders}
+        others |= {value.name: value for operator in recorded.forward.operators for value in operator.makes}
         outputs = outputs_of(recorded)
         out: dict[str, ValueInfo] = {}
 
-        def add(value: Value, sizes: Sequence[Affine], readers: Sequence[int], producer: int | None) -> None:
+        def add(name: str, value: Value, sizes: Sequence[Affine], readers: Sequence[int], producer: int | None) -> None:
             tensor = TensorInfo(tuple(sizes), value.dtype, value.requires_grad)
-            out[names[value]] = ValueInfo(
-                name=names[value],
+            out[name] = ValueInfo(
+                name=name,
                 producer=producer,
                 consumers=tuple(stage for stage in readers if stage != producer),
                 shape=value.shape,
@@ -116,12 +130,60 @@ class _Crossing:
             sizes = [Affine(0, size) for size in value.shape]
             if dim is not None:
                 sizes[dim] = Affine(value.shape[dim] // (self._samples or 1), 0)
-            add(value, sizes, [stage for stage, own_ports in enumerate(ports) if value in own_ports.arguments], None)
-        for value in (*maker, *(output for output in outputs if output not in maker and output not in names)):
-            names[value] = value.name
-            readers = [stage for stage, own_ports in enumerate(ports) if value in own_ports.entering]
-            add(value, [Affine(0, size) for size in value.shape], readers, maker.get(value, len(ports) - 1))
+            add(names[value.name], value, sizes, self._readers(value.name, ARGUMENT), None)
+        maker = {name: stage for stage in range(len(self._programs) - 1) for name in self._left(stage, names)}
+        returned = self._left(len(self._programs) - 1, names)
+        for name in dict.fromkeys((*maker, *returned)):
+            if name not in out:  # else an argument, returned as it is
+                sizes = [Affine(0, size) for size in others[name].shape]
+                producer = maker.get(name, len(self._programs) - 1)
+                add(name, others[name], sizes, self._readers(name, STAGE), producer)
         return names, out
+
+    def _left(self, stage: int, names: Mapping[str, str]) -> list[str]:
+        """What leaves a stage, as the engine names it."""
+        program = self._programs[stage]
+        left = [program.values[read.value] for read in program.leaving]
+        return [names[value.name] if value.source == ARGUMENT else value.name for value in left]
+
+    def stage(
+        self, number: int, module: ShardedStage | None, names: Mapping[str, str], modes: ForwardModes
+    ) -> StageProgram:
+        """A stage as the engine calls it. `names`: of the model's arguments."""
+        program = self._programs[number]
+        arguments = [names[value.name] for value in program.given(ARGUMENT)]
+        taken = [*arguments, *(value.name for value in program.given(STAGE))]
+        left = self._left(number, names)
+        own = {operator.name for operator in program.operators}
+        positions = tuple(range(len(taken)))
+        adapter = ReadyAdapter(
+            positions,
+            pytree.tree_structure((positions, {})),
+            pytree.tree_structure((0,) * len(left)),
+            tuple(range(len(left))),
+        )
+        return StageProgram(
+            number,
+            module if module is not None else nn.Module(),
+            tuple(taken),
+            tuple(left),
+            tuple(arguments),
+            any(
+                operator.draws and operator.name in own
+                for recorded in modes.runnable
+                for operator in recorded.forward.operators
+            ),
+            adapter,
+            is_always_seeded=True,  # devices of a stage draw alike
+            whole_because="" if module is None else module.whole_because,
+        )
+
+    def _readers(self, name: str, source: str) -> list[int]:
+        return [
+            stage
+            for stage, program in enumerate(self._programs)
+            if any(value.name == name for value in program.given(source))
+        ]
 
 
 def _tensor_specs(arguments: Arguments, specs: Sequence[Any]) -> list[Any]:
@@ -129,40 +191,13 @@ def _tensor_specs(arguments: Arguments, specs: Sequence[Any]) -> list[Any]:
     return [spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, torch.Tensor)]
 
 
-def _program(
-    stage: int, ports: StagePart, module: ShardedStage | None, turns: ForwardModes, names: Mapping[Value, str]
-) -> StageProgram:
-    taken = (*ports.arguments, *ports.entering)
-    own = {turns.recorded.forward.operators[number].name for number in ports.operators}
-    positions = tuple(range(len(taken)))
-    adapter = ReadyAdapter(
-        positions,
-        pytree.tree_structure((positions, {})),
-        pytree.tree_structure((0,) * len(ports.leaving)),
-        tuple(range(len(ports.leaving))),
-    )
-    return StageProgram(
-        stage,
-        module if module is not None else nn.Module(),
-        tuple(names[value] for value in taken),
-        tuple(names[value] for value in ports.leaving),
-        tuple(names[value] for value in ports.arguments),
-        any(
-            operator.draws and operator.name in own
-            for recorded in turns.runnable
-            for operator in recorded.forward.operators
-        ),
-        adapter,
-        is_always_seeded=True,  # devices of a stage draw alike
-        whole_because="" if module is None else module.whole_because,
-    )
-
-
 def crossing_placements(plan: ParallelPlan) -> dict[tuple[str, int], tuple[Placement, ...]]:
-    """How values that cross stages lie, by name and stage; whole where it is not said."""
-    return {
-        (held.name, number): tuple(placements_of(held.state))
-        for number, stage in enumerate(plan.stages)
-        for held in stage.held
-        if held.why in ("entering", "leaving")
-    }
+    """How values that cross stages lie, by name and stage."""
+    out: dict[tuple[str, int], tuple[Placement, ...]] = {}
+    for number, stage in enumerate(plan.stages):
+        program = stage.programs[0]  # in both modes alike
+        out.update(((value.name, number), tuple(placements_of(value.state))) for value in program.given(STAGE))
+        if stage is not plan.stages[-1]:
+            left = ((program.values[read.value].name, read.state) for read in program.leaving)
+            out.update(((name, number), tuple(placements_of(state))) for name, state in left)
+    return out

@@ -10,17 +10,18 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.digests import checksum, digest_of
-from torch_xmesh.parallelism.plan import ParallelPlan, fingerprint_of
+from torch_xmesh.parallelism.forward_modes import runnable
+from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, fingerprint_of
+from torch_xmesh.parallelism.plan_checks import check_programs
+from torch_xmesh.parallelism.program_writer import with_programs
 from torch_xmesh.parallelism.recorded_forwards import samples_of
 from torch_xmesh.parallelism.running.called_modules import check_buffers
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn_of_own_parameters
 from torch_xmesh.parallelism.running.partitioned import crossing_placements, planned_partition
 from torch_xmesh.parallelism.running.planned_model import PlannedModel
-from torch_xmesh.parallelism.running.refusals import runnable
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_groups import StageGroups, parameter_meshes
-from torch_xmesh.parallelism.running.stage_parts import stage_parts
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.stages.batch_parts import ByRank
@@ -57,18 +58,18 @@ class PlannedStages(StageSource):
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_given(model, example_args, example_kwargs, None)
-        self._plan = plan
         self._given: nn.Module | None = model
         self._live = PlannedModel(model)
         self._arguments = sorted_arguments(example_args, example_kwargs)
-        self._turns = runnable(model, *self._arguments)
-        self._recorded = self._turns.recorded
-        for number, turn in enumerate(self._turns.runnable):
+        self._modes = runnable(model, *self._arguments)
+        for number, turn in enumerate(self._modes.runnable):
             self.ways.add(f"turn {number}", turn.recording)
-        self._check()
+        self._check(plan)
+        self._plan = plan if plan.stages[0].programs else self._with_programs(plan)
+        check_buffers(model, self._modes.recorded, [_operators_of(stage) for stage in self._plan.stages])
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
-        self.placements = crossing_placements(plan)
+        self.placements = crossing_placements(self._plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
         self.num_microbatches = plan.num_microbatches
         self._digest = digest_of(plan.to_json())
@@ -77,9 +78,8 @@ class PlannedStages(StageSource):
         self._optimizers: OptimizerWatch | None = None
         self._groups: list[StageGroups | None] = []
 
-    def _check(self) -> None:
-        assert self._given is not None
-        plan, operators = self._plan, self._recorded.forward.operators
+    def _check(self, plan: ParallelPlan) -> None:
+        operators = self._modes.recorded.forward.operators
         found = fingerprint_of(
             [operator.name for operator in operators], [operator.makes[0].shape for operator in operators]
         )
@@ -88,11 +88,15 @@ class PlannedStages(StageSource):
                 f"the plan is for another model, or for microbatches of another size: it was made of {plan.model} "
                 f"({plan.fingerprint}), this is {found}"
             )
-        by_stage = [ports.operators for ports in stage_parts(self._recorded, plan)]
-        check_buffers(self._given, self._recorded, by_stage)
         ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
         if ranks != list(range(dist.get_world_size())):
             raise ValueError(f"the plan is for ranks {ranks}, the processes are {dist.get_world_size()}")
+
+    def _with_programs(self, plan: ParallelPlan) -> ParallelPlan:
+        """A plan of a file that has none."""
+        out = with_programs(plan, self._modes, samples_of(*self._arguments))
+        check_programs(out)
+        return out
 
     def fields(self) -> list[tuple[str, str]]:
         """What of it must be equal on all ranks, by name."""
@@ -106,7 +110,7 @@ class PlannedStages(StageSource):
         """
         assert self._given is not None
         modules = self._modules(self._given, request)
-        out = planned_partition(self._given, self._turns, self._plan, modules, self._arguments, request.chunk_specs)
+        out = planned_partition(self._given, self._modes, self._plan, modules, self._arguments, request.chunk_specs)
         self._num_samples = out.batch_size
         return out
 
@@ -130,18 +134,17 @@ class PlannedStages(StageSource):
                 "with a plan each takes its parts of its own model: seed them alike, or load the same state"
             )
         by_samples = request.is_mean and all(_is_along_first(specs) for specs in request.chunk_specs.values())
-        num_samples = samples_of(*self._arguments) if by_samples else 0
         meshes = parameter_meshes(self._grids)
         self._groups = StageGroups.make(self._grids, transfers)
         transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {
             number: ShardedStage(
                 model,
-                self._turns,
+                self._modes,
                 self._plan,
                 number,
                 meshes[number],
-                num_samples=num_samples,
+                is_by_samples=by_samples,
                 groups=self._groups[number],
             )
             for number, stage in enumerate(self._plan.stages)
@@ -182,8 +185,7 @@ class PlannedStages(StageSource):
 
     def loss_shares(self, stage: int) -> LossShares | None:
         """How the loss of a stage of this rank is shared among its devices; None if it is not the last stage."""
-        is_last = stage + 1 == len(self._plan.stages)
-        return self._stages[stage].loss_shares if is_last else None
+        return self._stages[stage].loss_shares
 
     def end_step(self) -> None:
         """Gradients lie as the parameters do."""
@@ -195,6 +197,11 @@ class PlannedStages(StageSource):
         for groups in self._groups:
             if groups is not None:
                 groups.leave()
+
+
+def _operators_of(stage: PlannedStage) -> set[str]:
+    """In any mode."""
+    return {operator.name for program in stage.programs for operator in program.operators}
 
 
 def _ascending(grid: torch.Tensor) -> torch.Tensor:

@@ -6,17 +6,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_xmesh.parallelism.conversions import Conversions
+from torch_xmesh.parallelism.forward_modes import ForwardModes
+from torch_xmesh.parallelism.operators import Recorded
 from torch_xmesh.parallelism.plan import ParallelPlan
+from torch_xmesh.parallelism.program import EVALUATION, TRAINING
 from torch_xmesh.parallelism.running.called_modules import called_modules, names_called
 from torch_xmesh.parallelism.running.collectives import Moves, Seen
 from torch_xmesh.parallelism.running.compiled import Compiler
 from torch_xmesh.parallelism.running.forward import ShardedForward
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.parameters import StageParameters
-from torch_xmesh.parallelism.running.refusals import ForwardModes
 from torch_xmesh.parallelism.running.stage_groups import StageGroups
-from torch_xmesh.parallelism.running.stage_parts import stage_parts
 
 
 class ShardedStage(nn.Module):
@@ -28,11 +28,14 @@ class ShardedStage(nn.Module):
 
     Args:
         model: with values; they are the same on all devices.
-        turns: its forward in both modes, of training and evaluation; that in which it comes was planned.
-        num_samples: samples of a microbatch, where the model's outputs go to a loss that is computed on each device's
-            samples; None: outputs stay as the plan leaves them.
+        modes: its forward in both modes, of training and evaluation.
+        plan: with programs.
+        is_by_samples: the loss is a mean over samples, which each device of the last stage computes on some of them.
         on_collective: told of each collective that moves values.
         groups: which carry its collectives; None: the mesh's own.
+
+    Attributes:
+        loss_shares: how devices share the loss, on the last stage; None elsewhere.
 
     Raises:
         ValueError: something of the plan cannot be run.
@@ -41,12 +44,12 @@ class ShardedStage(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        turns: ForwardModes,
+        modes: ForwardModes,
         plan: ParallelPlan,
         number: int,
         mesh: DeviceMesh,
         *,
-        num_samples: int | None = None,
+        is_by_samples: bool = True,
         on_collective: Seen | None = None,
         groups: StageGroups | None = None,
     ) -> None:
@@ -55,26 +58,38 @@ class ShardedStage(nn.Module):
         if tuple(mesh.shape) != planned.mesh_shape:
             raise ValueError(f"the plan's mesh is {planned.mesh_shape}, got one of {tuple(mesh.shape)}")
         self._moves = Moves(mesh, on_collective, groups)
-        conversions = Conversions(planned.mesh_shape, planned.links, plan.collectives)
-        ports = stage_parts(turns.recorded, plan)
-        called = called_modules(model, names_called(turns.recorded, ports[number].operators))
-        self.first = ShardedForward(turns.recorded, plan, number, self._moves, conversions, num_samples, called)
+        programs = {
+            mode: program for mode in (TRAINING, EVALUATION) for program in planned.programs if program.does(mode)
+        }
+        own_mode = TRAINING if modes.is_training else EVALUATION
+        if own_mode not in programs:
+            raise ValueError(f"the plan runs in {modes.other_mode} mode alone: {plan.one_mode_because}")
+        names = {operator.name for operator in programs[own_mode].operators}
+        called = called_modules(model, names_called(modes.recorded, names))
+
+        def forward(recorded: Recorded, mode: str) -> ShardedForward:
+            if mode not in programs:
+                raise ValueError(plan.one_mode_because)
+            return ShardedForward(recorded, planned, programs[mode], self._moves, called, is_by_samples=is_by_samples)
+
+        self.first = forward(modes.recorded, own_mode)
         self._other: ShardedForward | ValueError = self.first
-        if isinstance(turns.other, ValueError):
-            self._other = turns.other
-        elif turns.other is not None:
+        if isinstance(modes.other, ValueError):
+            self._other = modes.other
+        elif modes.other is not None:
             try:
-                self._other = ShardedForward(turns.other, plan, number, self._moves, conversions, num_samples, called)
-                self._other.check_like(self.first)
+                self._other = forward(modes.other, modes.other_mode)
             except ValueError as error:
                 self._other = error
-        self.own = StageParameters(turns.recorded, planned, self.first.gradients, mesh, self._moves, conversions)
-        self._depends_on_mode = turns.other is not None
+        is_last = number + 1 == len(plan.stages)
+        self.loss_shares = LossShares(self._moves, [*self.first.left_states.values()]) if is_last else None
+        self.own = StageParameters(modes.recorded, planned, mesh, self._moves)
+        self._depends_on_mode = modes.other is not None
         self._first_modes: list[tuple[nn.Module, bool]] = []
         self.own.keep(model, self, called)
         if number == 0:
             read = {parameter.name for stage in plan.stages for parameter in stage.parameters}
-            everywhere = names_called(turns.recorded, range(len(turns.recorded.sites)))
+            everywhere = names_called(modes.recorded)
             self.own.keep_unread(model, self, read, everywhere)
         for path, module in self.named_modules():
             module.training = model.get_submodule(path).training
@@ -119,9 +134,3 @@ class ShardedStage(nn.Module):
         """Why its backward is never split; empty where that depends on the graph."""
         other = "" if isinstance(self._other, ValueError) else self._other.whole_because
         return self.first.whole_because or other
-
-    @property
-    def loss_shares(self) -> LossShares | None:
-        """How devices share the loss, if this is the last stage and each device computes the loss of its samples; else
-        None."""
-        return self.first.loss_shares

@@ -171,13 +171,19 @@ def nodes_behind(node: fx.Node) -> set[fx.Node]:
 
 
 def difference(recording: Recording, other: Recording) -> str:
-    """The first node that differs between two recordings, in words; empty without any."""
+    """The first node that differs between two recordings, or what they return, in words; empty without any."""
     for mine, theirs in itertools.zip_longest(recording.graph.nodes, other.graph.nodes):
         texts = [run.text_of(node) if node is not None else "" for node, run in ((mine, recording), (theirs, other))]
         if texts[0] != texts[1]:
             where = (mine if mine is not None else theirs).meta["source"]
             return f"{texts[0] or 'nothing'}, then {texts[1] or 'nothing'}{', at ' + where if where else ''}"
-    return ""
+    returned = [_returned(run) for run in (recording, other)]
+    return "" if returned[0] == returned[1] else "one output, then one of other tensors or another structure"
+
+
+def _returned(recording: Recording) -> tuple[Any, ...]:
+    leaves, structure = pytree.tree_flatten(recording.output)
+    return [leaf.name for leaf in leaves if isinstance(leaf, fx.Node)], structure
 
 
 def _text_of_guard(guard: Guard) -> str:

@@ -339,8 +339,17 @@ inline Outcome onDevices(const Program& program, const Given& given) {
   const Shape& mesh = program.mesh_shape;
   const std::vector<Shape> devices = grid(mesh);
   std::map<size_t, Parts> held;
+  std::map<size_t, const ProgramFetch*> fetches;
+  for (const ProgramFetch& fetch : program.fetches) {
+    expect(fetches.emplace(fetch.value, &fetch).second);
+  }
   for (const auto& [number, whole] : given.entering) {
-    held.emplace(number, Parts::of(mesh, whole, program.values[number].held.value));
+    const auto found = fetches.find(number);
+    Parts parts = Parts::of(mesh, whole, found == fetches.end() ? program.values[number].held.value : found->second->kept);
+    if (found != fetches.end()) {
+      parts.move(found->second->way.there);
+    }
+    held.emplace(number, std::move(parts));
   }
   const auto adds = [&](const ProgramOperator& op, const Shape& device) {
     for (size_t axis = 0; axis < mesh.size(); ++axis) {
@@ -421,7 +430,12 @@ inline Outcome onDevices(const Program& program, const Given& given) {
   }
   for (const auto& [number, whole] : given.entering) {
     if (program.values[number].has_gradient && gradients.contains(number)) {
-      out.gradients.emplace(number, summed(number).whole(program.values[number].held.gradient));
+      const auto found = fetches.find(number);
+      Parts parts = summed(number);
+      if (found != fetches.end()) {
+        parts.move(found->second->way.back);
+      }
+      out.gradients.emplace(number, parts.whole(found == fetches.end() ? program.values[number].held.gradient : found->second->kept));
     }
   }
   return out;
@@ -446,6 +460,7 @@ inline Outcome onOne(Program program, const Given& given) {
   for (ProgramRead& read : program.leaving) {
     read.taken = whole, read.way = {};
   }
+  program.fetches.clear();
   return onDevices(program, given);
 }
 

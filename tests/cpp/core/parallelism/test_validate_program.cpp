@@ -119,9 +119,23 @@ class Programs {
   }
   ValueEnd randomEnd(size_t num_dims) { return {randomStates(num_dims), randomStates(num_dims)}; }
 
+  /// What enters; some of it is kept in another way between steps.
   size_t enter(const Shape& shape, bool has_gradient) {
-    program_.values.push_back({"entering" + std::to_string(program_.values.size()), shape, has_gradient, true, randomEnd(shape.size())});
-    return program_.values.size() - 1;
+    const size_t number = program_.values.size();
+    const ValueEnd& held =
+        program_.values.emplace_back(ProgramValue{"entering" + std::to_string(number), shape, has_gradient, true, randomEnd(shape.size())}).held;
+    if (pick(2) == 0) {
+      ProgramFetch fetch{number, {}, {}};
+      for (size_t axis = 0; axis < program_.mesh_shape.size(); ++axis) {
+        fetch.kept.push_back(randomState(shape.size(), /*may_be_sum=*/false));
+      }
+      fetch.way.there = moves(shape.size(), fetch.kept, held.value);
+      if (has_gradient) {
+        fetch.way.back = moves(shape.size(), held.gradient, fetch.kept);
+      }
+      program_.fetches.push_back(std::move(fetch));
+    }
+    return number;
   }
 
   /// A matrix that is there, now and then one that enters.
@@ -262,7 +276,20 @@ std::string corrupt(Program& program, Programs& random) {
   for (ProgramRead& read : program.leaving) {
     addRead(read, "leaving " + program.values[read.value].name);
   }
-  const size_t what = random.pick(10);
+  for (ProgramFetch& fetch : program.fetches) {
+    ways.emplace_back("fetch of " + program.values[fetch.value].name, &fetch.way.there);
+    ways.emplace_back("fetch of " + program.values[fetch.value].name + " back", &fetch.way.back);
+  }
+  const size_t what = random.pick(11);
+  if (what == 10 && !program.fetches.empty()) {
+    ProgramFetch& fetch = program.fetches[random.pick(program.fetches.size())];
+    if (random.pick(3) == 0) {
+      fetch.value = random.pick(program.values.size());
+      return "a fetch of another value";
+    }
+    fetch.kept[random.pick(fetch.kept.size())] = random.randomState(2);
+    return "how a parameter is kept";
+  }
   if (what >= 8) {  // an end changed with its way, or other moves to the same end
     ProgramOperator& op = program.operators[random.pick(program.operators.size())];
     const bool is_read = random.pick(2) == 0;
@@ -272,18 +299,18 @@ std::string corrupt(Program& program, Programs& random) {
     ValueEnd& end = is_read ? read.taken : result.made;
     ProgramWay& way = is_read ? read.way : result.way;
     const size_t num_dims = value.shape.size();
-    if (what == 8) {
+    if (what != 9) {
       ValueState& state = random.pick(2) == 0 ? end.value : end.gradient;
       state[random.pick(state.size())] = random.randomState(num_dims);
     }
     const auto between = [&](const ValueState& from, const ValueState& to) {
-      return what == 8 ? random.moves(num_dims, from, to) : random.directMoves(from, to);
+      return what != 9 ? random.moves(num_dims, from, to) : random.directMoves(from, to);
     };
     way.there = is_read ? between(value.held.value, end.value) : between(end.value, value.held.value);
     if (is_read ? read.gives_gradient : value.has_gradient) {
       way.back = is_read ? between(end.gradient, value.held.gradient) : between(value.held.gradient, end.gradient);
     }
-    return op.name + " " + value.name + (what == 8 ? ", an end with its way" : ", other moves");
+    return op.name + " " + value.name + (what != 9 ? ", an end with its way" : ", other moves");
   }
   if (what == 0) {  // a state changed
     auto& [where, end] = ends[random.pick(ends.size())];
@@ -384,6 +411,10 @@ TEST(ValidateProgram, NamesTheOperatorAndTheValue) {
   EXPECT_EQ(refusal([](Program& p) { p.operators[0].reads[0].gives_gradient = false; }), "operator square: value x is given no gradient");
   EXPECT_EQ(refusal([](Program& p) { p.values[1].has_gradient = false; }),
             "operator square: value x is given a gradient that there is not, or nobody wants");
+  EXPECT_EQ(refusal([](Program& p) { p.fetches = {{0, {kReplicated}, {}}}; }), "what is fetched: value x forward comes as R, expected S0");
+  EXPECT_EQ(refusal([](Program& p) { p.fetches = {{0, {kReplicated}, {{{0, kReplicated, 0}}, {}}}}; }),
+            "what is fetched: value x its gradient comes as S0, expected R");
+  EXPECT_EQ(refusal([](Program& p) { p.fetches = {{1, {0}, {}}}; }), "what is fetched: value y is fetched twice, or made here");
   EXPECT_EQ(refusal([](Program& p) { p.operators[0].axes = {kPass}; }), "operator square passes partial sums on, but is not linear");
 }
 

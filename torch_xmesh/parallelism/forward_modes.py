@@ -1,4 +1,5 @@
-"""What a recorded forward does that a plan's stages would do otherwise, unseen: it is refused."""
+"""A model's forward in both modes, of training and evaluation. What it does that a plan's stages would do otherwise,
+unseen, is refused."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xmesh.parallelism.called_whole import changed_in_other_ways, gradients_of
 from torch_xmesh.parallelism.operators import Recorded
+from torch_xmesh.parallelism.program import BOTH, EVALUATION, TRAINING
 from torch_xmesh.parallelism.recorded_forwards import recorded_turns
 from torch_xmesh.pipeline.capture.recording import difference
 
@@ -18,12 +20,25 @@ class ForwardModes:
     """A forward that stages can run.
 
     Attributes:
-        other: in the other mode, of training and evaluation; None: it does the same in both, ValueError: something that
-            cannot be run.
+        recorded: in the mode in which the model came.
+        other: in the other mode; None: it does the same in both, ValueError: something that cannot be run.
+        is_training: whether the model came in the mode of training.
     """
 
     recorded: Recorded
     other: Recorded | ValueError | None
+    is_training: bool = True
+
+    @property
+    def mode(self) -> str:
+        """What `recorded` is of, as programs say it."""
+        if self.other is None:
+            return BOTH
+        return TRAINING if self.is_training else EVALUATION
+
+    @property
+    def other_mode(self) -> str:
+        return EVALUATION if self.is_training else TRAINING
 
     @property
     def runnable(self) -> list[Recorded]:
@@ -31,24 +46,38 @@ class ForwardModes:
         return [turn for turn in (self.recorded, self.other) if isinstance(turn, Recorded)]
 
 
-def runnable(model: nn.Module, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> ForwardModes:
-    """Raises ValueError for a forward that depends on values, on how often it was called, or that changes buffers in a
-    way that parts of them would not."""
-    first, again, other = recorded_turns(model, example_args, dict(example_kwargs or {}))
+def runnable(
+    model: nn.Module,
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    checks_next: bool = True,
+) -> ForwardModes:
+    """The forward in both modes.
+
+    Args:
+        checks_next: the forward is recorded once more, and compared.
+
+    Raises:
+        ValueError: it depends on values, on how often it was called, or changes buffers in a way that parts of them
+            would not.
+    """
+    (first, *again), other = recorded_turns(model, example_args, dict(example_kwargs or {}), 1 + checks_next)
     check_runnable(first, model)
-    if differs := difference(first.recording, again.recording):
-        raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
+    for turn in again:
+        if differs := difference(first.recording, turn.recording):
+            raise ValueError(f"the forward does something else the next time ({differs}): a plan's stages would not")
     if isinstance(other, ValueError):
-        return ForwardModes(first, other)
+        return ForwardModes(first, other, model.training)
     unseen = [[(operator.draws, operator.checkpoint) for operator in turn.forward.operators] for turn in (first, other)]
     if not difference(first.recording, other.recording) and unseen[0] == unseen[1]:
-        return ForwardModes(first, None)
+        return ForwardModes(first, None, model.training)
     try:
         _check_alike(first, other)
         check_runnable(other, model)
     except ValueError as error:
-        return ForwardModes(first, error)
-    return ForwardModes(first, other)
+        return ForwardModes(first, error, model.training)
+    return ForwardModes(first, other, model.training)
 
 
 def check_runnable(recorded: Recorded, model: nn.Module) -> None:

@@ -108,19 +108,6 @@ def _read(recorded: Recorded, operators: Sequence[int]) -> dict[Value, None]:
     return {value: None for site in sites for value, is_read in zip(site.sources, site.is_read, strict=True) if is_read}
 
 
-def changed_of(recorded: Recorded, ports: StagePart) -> frozenset[Value]:
-    """The values given to a stage that the stage changes in place."""
-    operators, sites, facts = recorded.forward.operators, recorded.sites, recorded.recording.facts
-    own = {sites[number].node for number in ports.operators}
-    changed = {memory for memory, _, changer in recorded.recording.mutations if changer in own}
-    places = {value: node for node, value in recorded.given.items()}
-    for value in ports.entering:
-        if value.maker is not None:
-            places[value] = sites[value.maker].places[operators[value.maker].makes.index(value)]
-    taken = (*ports.arguments, *ports.entering)
-    return frozenset(value for value in taken if facts[places[value]].memory & changed)
-
-
 def outputs_of(recorded: Recorded) -> tuple[Value, ...]:
     """What the model returns, each value once."""
     leaves = pytree.tree_leaves(recorded.recording.output)
