@@ -455,9 +455,12 @@ class PipelinePlace:
         traffic: PipelineTraffic,
         stages: Sequence[StageValues],
         edges: Sequence[EdgeValues],
+        segments: Sequence[int],
         overlap: bool,
         lookahead: int,
-    ) -> None: ...
+    ) -> None:
+        """``segments``: how many each of the pipeline's stages has; `stages` and `edges` are of segments then, by their
+        numbers among all. Empty: none has any."""
     def run(
         self,
         forward: Callable[[int, int, list[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor | None]],
@@ -479,17 +482,20 @@ class PipelinePlace:
     @property
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""
+    @property
+    def failed_in(self) -> str:
+        """The stage or the segment of it that raised: "stage 1, segment 14"."""
     def may_run_early(self, stage: int) -> bool:
         """Whether a W of the stage may run before its turn, where the place would wait, in a step like the last one."""
     @property
     def weight_storages(self) -> dict[int, dict[int, int]]:
         """By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage."""
     @property
-    def whole_because(self) -> dict[int, str]:
-        """By stage of this rank whose backward I and W did not split: why."""
+    def whole_because(self) -> list[tuple[int, str, str]]:
+        """The stages of this rank, or segments, whose backward I and W did not split: number, name, and why."""
     @property
     def spans(self) -> list[tuple[str, str, int, int]]:
-        """("compute" or "wait", action, begin, end) in nanoseconds."""
+        """("compute" or "wait", action, begin, end) in nanoseconds; an action is "1F3", or "1F3, segment 14"."""
     @property
     def transfers(self) -> list[tuple[bool, int, int, bool, int, int]]:
         """(is a send, edge, microbatch, is gradient, begin, end) in nanoseconds."""
@@ -580,8 +586,11 @@ class Program:
     def add_leaving(self, read: _Read) -> None: ...
     def validate(self) -> None:
         """Raises ValueError that names the operator and the value that do not fit."""
-    def segments(self) -> list[int]:
-        """The operators with which segments begin: what is computed between two collectives."""
+    def is_transfer(self, operator: int | None, place: int, *, is_result: bool = False) -> bool:
+        """Whether an operator's read or result of that place, or, without an operator, what leaves, comes by a
+        transfer: a conversion among devices that leaves nobody summands."""
+    def segments(self, may_begin: Sequence[bool]) -> list[int]:
+        """The operators with which segments begin: what is computed between two transfers. `may_begin`: by operator."""
 
 class StrategyGraph:
     """Sharding choices of operators, and what they cost alone and in pairs."""

@@ -43,7 +43,7 @@ py::list spansOf(const PipelinePlace& place) {
   py::list out;
   for (const runtime::EngineSpan& span : place.engine().spans()) {
     const char* kind = span.kind == runtime::EngineSpan::Kind::kCompute ? "compute" : "wait";
-    out.append(py::make_tuple(kind, span.action.str(), span.begin_ns, span.end_ns));
+    out.append(py::make_tuple(kind, place.segments().nameOf(span.action), span.begin_ns, span.end_ns));
   }
   return out;
 }
@@ -126,12 +126,12 @@ void bindPipeline(py::module_& module) {
            }),
            py::arg("lane"), py::arg("values"), py::arg("is_joint"), py::arg("dtypes"), py::arg("forward"), py::arg("backward"));
   py::class_<PipelinePlace>(module, "PipelinePlace")
-      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges, bool overlap,
-                       int32_t lookahead) {
-             return std::make_unique<PipelinePlace>(std::move(traffic), std::move(stages), std::move(edges),
+      .def(py::init([](std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
+                       const std::vector<int32_t>& segments, bool overlap, int32_t lookahead) {
+             return std::make_unique<PipelinePlace>(std::move(traffic), std::move(stages), std::move(edges), core::Segments(segments),
                                                     runtime::EngineOptions{overlap, lookahead});
            }),
-           py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("overlap"), py::arg("lookahead"))
+           py::arg("traffic"), py::arg("stages"), py::arg("edges"), py::arg("segments"), py::arg("overlap"), py::arg("lookahead"))
       .def(
           "run",
           [](PipelinePlace& self, py::object forward, const core::Schedule& schedule, int32_t place, uint64_t step, uint64_t first_microbatch,
@@ -160,9 +160,21 @@ void bindPipeline(py::module_& module) {
       .def_property_readonly("failed_action",
                              [](const PipelinePlace& self) -> std::optional<std::pair<int32_t, int32_t>> {
                                const std::optional<core::Action> action = self.engine().failedAction();
-                               return action ? std::optional(std::pair(action->stage, action->microbatch)) : std::nullopt;
+                               return action ? std::optional(std::pair(self.segments().stageOf(action->stage), action->microbatch)) : std::nullopt;
                              })
-      .def_property_readonly("whole_because", [](const PipelinePlace& self) { return self.runner().wholeBecause(); })
+      .def_property_readonly("failed_in",
+                             [](const PipelinePlace& self) {
+                               const std::optional<core::Action> action = self.engine().failedAction();
+                               return action ? self.segments().nameOf(action->stage) : std::string();
+                             })
+      .def_property_readonly("whole_because",
+                             [](const PipelinePlace& self) {
+                               std::vector<std::tuple<int32_t, std::string, std::string>> out;
+                               for (const auto& [segment, reason] : self.runner().wholeBecause()) {
+                                 out.emplace_back(segment, self.segments().nameOf(segment), reason);
+                               }
+                               return out;
+                             })
       .def_property_readonly("spans", &spansOf)
       .def_property_readonly("transfers", &transfersOf)
       .def_property_readonly("num_buffers", [](const PipelinePlace& self) { return self.boundary().pool().numAllocated(); })

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -82,7 +83,18 @@ void bindProgram(py::module_& module) {
           "add_leaving", [](core::Program& program, const Read& read) { program.leaving.push_back(readOf(read)); }, py::arg("read"))
       .def("validate", &core::validateProgram, py::call_guard<py::gil_scoped_release>(),
            "Raises ValueError that names the operator and the value that do not fit.")
-      .def("segments", &core::segmentsOf, "The operators with which segments begin.");
+      .def(
+          "is_transfer",
+          [](const core::Program& program, std::optional<size_t> operation, size_t place, bool is_result) {
+            if (!operation.has_value()) {
+              return core::isTransfer(program, program.leaving.at(place));
+            }
+            const core::ProgramOperator& op = program.operators.at(*operation);
+            return is_result ? core::isTransfer(program, op.results.at(place)) : core::isTransfer(program, op.reads.at(place));
+          },
+          py::arg("operator"), py::arg("place"), py::kw_only(), py::arg("is_result") = false,
+          "Whether a read, or a result, of an operator, or of what leaves (None), comes by a transfer.")
+      .def("segments", &core::segmentsOf, py::arg("may_begin"), "The operators with which segments begin.");
 }
 
 }  // namespace xmesh::bindings

@@ -49,13 +49,13 @@ PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, cons
   const EdgeValues& edge = flights_.edges()[index];
   const uint64_t count = plans_.first_microbatch + static_cast<uint64_t>(transfer.microbatch);
   const int64_t begin_ns = runtime::steadyNanoseconds();
-  PipelineTraffic::CallHandle call = traffic_->begin(transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values, count, planOf(transfer),
-                                                     src, dst, [transfer, from = edge.from, to = edge.to, step = plans_.step, plans] {
-                                                       return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") +
-                                                              plans->values + "] from stage " + std::to_string(transfer.is_gradient ? to : from) +
-                                                              " to stage " + std::to_string(transfer.is_gradient ? from : to) + ", microbatch " +
-                                                              std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
-                                                     });
+  const auto describe = [transfer, from = edge.from, to = edge.to, segments = segments_, step = plans_.step, plans] {
+    return std::string(transfer.is_gradient ? "the gradients of [" : "the values [") + plans->values + "] from " +
+           segments->nameOf(transfer.is_gradient ? to : from) + " to " + segments->nameOf(transfer.is_gradient ? from : to) + ", microbatch " +
+           std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
+  };
+  const PipelineTraffic::Lane lane = transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values;
+  PipelineTraffic::CallHandle call = traffic_->begin(lane, count, planOf(transfer), src, dst, describe);
   return {std::move(call), {transfer, is_send, begin_ns, 0}, std::move(dst)};
 }
 
@@ -66,9 +66,6 @@ void PipelineBoundary::wait(Pending& pending) {
 }
 
 void PipelineBoundary::postReceive(const Transfer& transfer) {
-  if (plans_.edges.at(static_cast<size_t>(transfer.edge))->is_joint) {
-    return;  // begun where the value is made, which is on this rank
-  }
   receives_.insert_or_assign(transfer, begin(transfer, {}, buffersFor(transfer), false));
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/pipeline/segments.h"
 #include "pipeline/flights.h"
 #include "pipeline/tensor_pool.h"
 #include "pipeline/traffic.h"
@@ -18,7 +19,7 @@ namespace xmesh::pipeline {
 struct EdgePlans {
   std::string lane;                                 ///< the lane of the values; that of the gradients is derived
   std::string values;                               ///< their names, for error texts
-  bool is_joint = false;                            ///< this rank gives and takes: one call does both
+  bool is_joint = false;                            ///< this rank gives and takes: one call does both, begun where the value is made
   std::vector<at::ScalarType> dtypes;               ///< of the values
   std::vector<PipelineTraffic::Prepared> forward;   ///< by microbatch
   std::vector<PipelineTraffic::Prepared> backward;  ///< by microbatch; empty without gradients
@@ -43,7 +44,8 @@ struct TrafficSpan {
 /// Threading: as the engine's.
 class PipelineBoundary final : public runtime::BoundaryTraffic {
  public:
-  PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, Flights& flights) : traffic_(std::move(traffic)), flights_(flights) {}
+  PipelineBoundary(std::shared_ptr<PipelineTraffic> traffic, Flights& flights, std::shared_ptr<const core::Segments> segments)
+      : traffic_(std::move(traffic)), flights_(flights), segments_(std::move(segments)) {}
 
   void beginStep(StepTransfers plans);
   void endStep();
@@ -78,6 +80,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
 
   std::shared_ptr<PipelineTraffic> traffic_;
   Flights& flights_;
+  std::shared_ptr<const core::Segments> segments_;
   TensorPool pool_;
   std::vector<EdgeLanes> lanes_;  ///< by edge
   StepTransfers plans_;

@@ -7,13 +7,15 @@
 namespace xmesh::pipeline {
 
 PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
-                             runtime::EngineOptions options)
+                             core::Segments segments, runtime::EngineOptions options)
     : traffic_(std::move(traffic)),
+      segments_(std::make_shared<const core::Segments>(std::move(segments))),
       flights_(std::move(stages), std::move(edges)),
-      runner_(flights_),
-      boundary_(traffic_, flights_),
+      runner_(flights_, segments_),
+      boundary_(traffic_, flights_, segments_),
       engine_(std::make_shared<runtime::Engine>(options)) {
-  traffic_->describeBy([engine = engine_] { return engine->describe(); });
+  traffic_->describeBy(
+      [engine = engine_, segments = segments_] { return engine->describe([&](const core::Action& action) { return segments->nameOf(action); }); });
 }
 
 PipelinePlace::~PipelinePlace() { traffic_->describeBy({}); }
@@ -28,8 +30,9 @@ std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
 }
 
 void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, StepTransfers plans) {
+  const std::vector<core::Action> all = segments_->expand(actions);
   std::vector<core::Action> own;
-  std::copy_if(actions.begin(), actions.end(), std::back_inserter(own), [this](const core::Action& action) { return flights_.has(action.stage); });
+  std::copy_if(all.begin(), all.end(), std::back_inserter(own), [this](const core::Action& action) { return flights_.has(action.stage); });
   const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());
   runner_.beginStep(std::move(inputs));
   boundary_.beginStep(std::move(plans));

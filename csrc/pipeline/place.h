@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/pipeline/segments.h"
 #include "pipeline/boundary.h"
 #include "pipeline/stage_runner.h"
 #include "pipeline/traffic.h"
@@ -10,26 +11,30 @@
 
 namespace xmesh::pipeline {
 
-/// One rank's part of a pipeline: its stages, their transfers, and the engine that runs them in the order of a schedule.
+/// One rank's part of a pipeline: its stages, or their segments, their transfers, and the engine that runs them in the order of a schedule.
 /// Threading: one thread, without the GIL.
 class PipelinePlace {
  public:
-  PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
+  /// `stages` and `edges` are of segments, by their numbers among all of the pipeline's.
+  PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges, core::Segments segments,
                 runtime::EngineOptions options);
   ~PipelinePlace();
   PipelinePlace(const PipelinePlace&) = delete;
   PipelinePlace& operator=(const PipelinePlace&) = delete;
 
-  /// Runs those of `actions` once that are of this rank's stages; its place may have more. Whatever it throws, nothing of the step is left behind.
+  /// Runs those of `actions`, which are of stages, once that are of this rank's; its place may have more. Whatever it throws, nothing of the step is
+  /// left behind.
   void run(const std::vector<core::Action>& actions, StepInputs inputs, StepTransfers plans);
   const runtime::Engine& engine() const { return *engine_; }
   const PipelineBoundary& boundary() const { return boundary_; }
   const StageRunner& runner() const { return runner_; }
+  const core::Segments& segments() const { return *segments_; }
 
  private:
   std::vector<runtime::PlaceEdge> placeEdges() const;
 
   std::shared_ptr<PipelineTraffic> traffic_;
+  std::shared_ptr<const core::Segments> segments_;
   Flights flights_;
   StageRunner runner_;
   PipelineBoundary boundary_;

@@ -65,7 +65,7 @@ void StageRunner::forward(int32_t stage, int32_t microbatch) {
 void StageRunner::keepRoots(int32_t stage, int32_t microbatch, const ForwardResult& result) {
   const StageValues& stage_values = flights_.stage(stage);
   if (result.outputs.size() != stage_values.outputs.size()) {
-    throw core::InvalidArgument("stage " + std::to_string(stage) + " returned " + std::to_string(result.outputs.size()) + " tensors, expected " +
+    throw core::InvalidArgument(segments_->nameOf(stage) + " returned " + std::to_string(result.outputs.size()) + " tensors, expected " +
                                 std::to_string(stage_values.outputs.size()));
   }
   const std::vector<ValueUse>& uses = flights_.outputUses(stage);
@@ -82,7 +82,7 @@ void StageRunner::keepRoots(int32_t stage, int32_t microbatch, const ForwardResu
       continue;
     }
     if (!uses[i].is_differentiable) {
-      throw core::InvalidArgument("value " + stage_values.outputs[i] + " of stage " + std::to_string(stage) +
+      throw core::InvalidArgument("value " + stage_values.outputs[i] + " of " + segments_->nameOf(stage) +
                                   " requires grad, but it did not when the model was partitioned: make the engine after parameters have been frozen "
                                   "or unfrozen");
     }

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/pipeline/segments.h"
 #include "pipeline/flights.h"
 #include "runtime/pipeline/engine.h"
 
@@ -42,7 +44,7 @@ struct StepInputs {
 /// flights. Threading: one thread, without the GIL.
 class StageRunner final : public runtime::ActionRunner {
  public:
-  explicit StageRunner(Flights& flights) : flights_(flights) {}
+  StageRunner(Flights& flights, std::shared_ptr<const core::Segments> segments) : flights_(flights), segments_(std::move(segments)) {}
 
   /// By stage whose backward I and W cannot split: why not, at its last I. Such an I is the whole backward.
   const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }
@@ -78,6 +80,7 @@ class StageRunner final : public runtime::ActionRunner {
   Roots takeRoots(int32_t stage, int32_t microbatch);
 
   Flights& flights_;
+  std::shared_ptr<const core::Segments> segments_;
   StepInputs step_;
   at::Tensor loss_gradient_;  ///< the last one made; equal weights share it
   double loss_gradient_weight_ = 0;

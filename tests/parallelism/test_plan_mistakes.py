@@ -250,13 +250,16 @@ def test_fields_of_a_plan_fit_each_other() -> None:
     operator, program = (*stage, "operators", number), (*stage, "programs", 0)
     parameters = fields["stages"][0]["parameters"]
     in_parts = next(i for i, one in enumerate(parameters) if len(one["shape"]) > 1)
-    first = operators[0]["name"]
+    first, entering = operators[0]["name"], fields["stages"][0]["programs"][0]["operators"]
     cases: list[tuple[Callable[[dict[str, Any]], str], str]] = [
         (
             change(*operator, "axes", 0, to="zz"),
             rf"shard 'zz': expected one of its loops \({', '.join(loops)}\), - \+ or ~",
         ),
         (change(*program, "operators", 0, "axes", 0, to="-"), r"shards \('-',\), the plan's \('b0',\)"),
+        (change(*program, "segments", to=[0, 2, 1]), r"segments begin with operators \[0, 2, 1\] of \d+"),
+        (change(*program, "segments", to=[0, 999]), r"segments begin with operators \[0, 999\] of \d+"),
+        (change(*program, "leaving_whole", to=[{**entering[0]["reads"][0], "value": 0}]), r"values \[.*\] leave, and"),
         (change(*program, "mode", to="training"), "programs of .*, expected of every stage one of both modes"),
         (change(*program, "values", 0, "source", to="stage"), "enters, and leaves no stage before"),
         (change(*program, "operators", 1, "reads", 0, "value", to=99), "value number 99 of"),

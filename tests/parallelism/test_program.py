@@ -17,6 +17,7 @@ import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.parallelism import assembly
 from torch_xmesh.parallelism.assembly import Subject, assembled, planned_stage
+from torch_xmesh.parallelism.bound_program import BoundProgram
 from torch_xmesh.parallelism.cluster import Cluster, HostKind, cluster_of
 from torch_xmesh.parallelism.forward_modes import ForwardModes, runnable
 from torch_xmesh.parallelism.graph import ShardingGraph
@@ -26,8 +27,9 @@ from torch_xmesh.parallelism.loops import PARTIAL
 from torch_xmesh.parallelism.operators import Forward
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.plan_checks import check_programs
-from torch_xmesh.parallelism.program import PlannedProgram, validate
+from torch_xmesh.parallelism.program import PlannedProgram, core_programs, validate
 from torch_xmesh.parallelism.program_writer import with_programs
+from torch_xmesh.parallelism.segment_layout import SegmentLayout
 from torch_xmesh.parallelism.sharded import Sharded
 from torch_xmesh.parallelism.space import Space
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage, Shape
@@ -85,6 +87,31 @@ def test_any_sharding_is_a_program_that_fits(name: str) -> None:
         graph = ShardingGraph(Stretch.of(planner.forward), space, zero=seed % 4)
         plan = planner.plan(space, any_sharding(graph, Random(seed)))
         assert {program.mode for program in plan.stages[0].programs} in ({"both"}, {"training", "evaluation"})
+        check_passed(planner, plan)
+
+
+def check_passed(planner: Planner, plan: ParallelPlan) -> None:
+    """What goes between segments: the moves lead from end to end, and a transfer leaves nobody summands."""
+    (stage,) = plan.stages
+    program = next(one for one in stage.programs if one.does("training" if planner.modes.is_training else "evaluation"))
+    bound = BoundProgram(planner.modes.recorded, program)
+    cores = core_programs(program, stage.mesh_shape, stage.parameters)
+    for core, is_whole in zip(cores, (False, True), strict=True):
+        layout = SegmentLayout(bound, program, core, is_whole=is_whole)
+        assert layout.count == max(1, len(program.segments))
+        assert sorted(number for own in layout.operators for number in own) == sorted(bound.operators)
+        for one in layout.passed:
+            assert one.from_segment < one.to_segment
+            assert one.source in layout.outputs[one.from_segment]
+            assert one.key in layout.inputs[one.to_segment]
+            there, back = (one.there, *one.ends[:2]), (one.back, *one.ends[2:])
+            for moves, begin, end in (there, back) if one.has_gradient else (there,):
+                state = list(begin)
+                for move in moves:
+                    assert state[move.axis] == move.before
+                    state[move.axis] = move.after
+                assert tuple(state) == end, one
+                assert not one.is_sent or PARTIAL not in end, one
 
 
 def test_stages_that_begin_anywhere_are_programs_that_fit() -> None:
@@ -106,7 +133,7 @@ def test_models_of_libraries_are_programs_that_fit(family: str) -> None:
 
 def core_of(plan: ParallelPlan) -> _C.Program:
     (stage,) = plan.stages
-    return validate(stage.programs[0], stage.mesh_shape, stage.parameters)
+    return validate(stage.programs[0], stage.mesh_shape, stage.parameters)[0]
 
 
 def test_segments_are_what_is_computed_between_collectives() -> None:
@@ -123,7 +150,9 @@ def test_segments_are_what_is_computed_between_collectives() -> None:
             allowed = graph.narrowed(allowed, place, choice, is_taken=True)
     sharded = graph.least(allowed=allowed)
     assert PARTIAL in sharded.choices[2].outputs[0].value
-    assert core_of(planner.plan(space, sharded)).segments() == [0, 3]
+    plan = planner.plan(space, sharded)
+    assert core_of(plan).segments([True] * 4) == [0, 3]
+    assert plan.stages[0].programs[0].segments == (0, 3)
 
 
 def test_what_was_not_found_so_is_refused() -> None:

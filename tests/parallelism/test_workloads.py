@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 import torch_xmesh as xm
 from torch_xmesh.cli.training import output_loss
 from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.running.collectives import kind_of
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.space import CollectiveUse
 from torch_xmesh.testing import spawn
@@ -119,6 +121,23 @@ def check(
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale + 1e-10, msg=key)
 
 
+def of_transfers(planned: PlannedStage, part: ShardedStage) -> list[CollectiveUse]:
+    """What the transfers between segments do for a microbatch, as collectives are counted."""
+    out = []
+    for one in part.first.segments.passed:
+        for why, moves, begin in (("forward", one.there, one.ends[0]), ("backward", one.back, one.ends[2])):
+            state = list(begin)
+            for move in moves:
+                shares = [size for held, size in zip(state, planned.mesh_shape, strict=True) if held >= 0]
+                size, kind = planned.mesh_shape[move.axis], kind_of(move)
+                num_bytes = one.key.num_bytes / math.prod(shares) * (size if kind.startswith("all-") else 1)
+                num_bytes /= size if kind == "all-reduce" else 1
+                if kind != "local" and size > 1:
+                    out.append(CollectiveUse(one.name, why, kind, move.axis, num_bytes))
+                state[move.axis] = move.after
+    return out
+
+
 def check_collectives(planned: PlannedStage, part: nn.Module, uses: list[CollectiveUse]) -> None:
     """Two microbatches run as many collectives, of as many bytes, as predicted. Bytes are not compared where operators
     run collectives of their own: these are predicted for the case in which most bytes flow. Small collectives in
@@ -128,7 +147,7 @@ def check_collectives(planned: PlannedStage, part: nn.Module, uses: list[Collect
     counted: Counter[tuple[str, str, int]] = Counter()
     num_bytes: Counter[tuple[str, str, int]] = Counter()
     left = part.first.left_states
-    for use in uses:
+    for use in [*uses, *2 * of_transfers(planned, part)]:
         if use.why == "backward" and use.value in left and use.num_bytes <= 8:
             continue
         counted[use.why, use.collective, use.axis] += 1

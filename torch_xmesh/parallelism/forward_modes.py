@@ -37,6 +37,13 @@ class ForwardModes:
         return TRAINING if self.is_training else EVALUATION
 
     @property
+    def by_mode(self) -> dict[str, Recorded]:
+        """The forwards that can be run, by mode."""
+        own = TRAINING if self.is_training else EVALUATION
+        other = self.recorded if self.other is None else self.other
+        return {own: self.recorded} | ({} if isinstance(other, ValueError) else {self.other_mode: other})
+
+    @property
     def other_mode(self) -> str:
         return EVALUATION if self.is_training else TRAINING
 

@@ -73,6 +73,12 @@ def _check_program(program: "PlannedProgram", stage: "PlannedStage", where: str)
         _check_one_of(f"{at}: source", value.source, SOURCES)
         _check_shape(f"{at}: shape", value.shape)
         _check_ends(value, value.shape, stage, at)
+    left = [[read.value for read in leaving] for leaving in (program.leaving, program.leaving_whole)]
+    if left[1] and left[0] != left[1]:
+        raise ValueError(f"{where}: values {left[0]} leave, and values {left[1]} whole")
+    begins = list(program.segments)
+    if begins and (begins != sorted(begins) or begins[0] != 0 or begins[-1] > len(program.operators)):
+        raise ValueError(f"{where}: segments begin with operators {begins} of {len(program.operators)}")
     ends: list[ProgramRead | ProgramResult] = [*program.leaving, *program.leaving_whole]
     for operator in program.operators:
         ends += [*operator.reads, *operator.results]

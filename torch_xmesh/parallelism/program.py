@@ -118,6 +118,8 @@ class PlannedProgram:
         leaving: what goes to other stages; on the last one what the model returns. Where the engine's loss is a mean
             over samples each device is left those on which it computes it.
         leaving_whole: the last stage's, where each device is left all of the outputs.
+        segments: the operators with which segments begin, parts between which values go by transfers; a segment may
+            have none. Empty: it is not divided.
     """
 
     mode: str
@@ -125,6 +127,7 @@ class PlannedProgram:
     operators: tuple[ProgramOperator, ...]
     leaving: tuple[ProgramRead, ...]
     leaving_whole: tuple[ProgramRead, ...] = ()
+    segments: tuple[int, ...] = ()
 
     def given(self, source: str) -> list[ProgramValue]:
         """The values of a source, in order."""
@@ -137,8 +140,9 @@ class PlannedProgram:
 
 def validate(
     program: PlannedProgram, mesh_shape: Sequence[int], parameters: "Sequence[PlannedParameter]"
-) -> "_C.Program":
-    """The program in C++, which has followed every value and its gradient through it.
+) -> tuple["_C.Program", "_C.Program"]:
+    """Follows every value and its gradient through the program. It is given back as C++ has it: once with `leaving`,
+    once with `leaving_whole`.
 
     Args:
         parameters: those of the stage, whose ways to and from the microbatches are followed, too.
@@ -146,10 +150,18 @@ def validate(
     Raises:
         ValueError: something of it does not fit; the operator and the value are named.
     """
-    for leaving in (program.leaving, program.leaving_whole):
-        core = _core(program, mesh_shape, leaving, parameters)
+    found = core_programs(program, mesh_shape, parameters)
+    for core in found:
         core.validate()
-    return core
+    return found
+
+
+def core_programs(
+    program: PlannedProgram, mesh_shape: Sequence[int], parameters: "Sequence[PlannedParameter]"
+) -> tuple["_C.Program", "_C.Program"]:
+    """The program as C++ has it: with `leaving`, and with `leaving_whole`, or the same where that is as much."""
+    first = _core(program, mesh_shape, program.leaving, parameters)
+    return first, _core(program, mesh_shape, program.leaving_whole, parameters) if program.leaving_whole else first
 
 
 def _core(

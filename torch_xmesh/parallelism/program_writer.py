@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from torch_xmesh.parallelism.conversions import Conversions
+from torch_xmesh.parallelism.dividing import divided
 from torch_xmesh.parallelism.forward_modes import ForwardModes
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED, WHOLE, Choice, End, Loops, choice_along
 from torch_xmesh.parallelism.operators import Operator, Recorded, Value
@@ -50,6 +51,9 @@ def with_programs(plan: ParallelPlan, modes: ForwardModes, num_samples: int | No
             because = str(error)
         else:
             programs = [[*of_stage, other] for of_stage, other in zip(programs, others, strict=True)]
+    kept = first.parameters()
+    for number, of_stage in enumerate(programs):
+        programs[number] = divided(of_stage, modes.runnable, plan.stages[number], kept[number])
     is_same = all(_does_the_same(of_stage) for of_stage in programs)
     stages = tuple(
         dataclasses.replace(
@@ -59,7 +63,7 @@ def with_programs(plan: ParallelPlan, modes: ForwardModes, num_samples: int | No
             held=(),
             programs=(dataclasses.replace(of_stage[0], mode=BOTH),) if is_same else tuple(of_stage),
         )
-        for stage, parameters, of_stage in zip(plan.stages, first.parameters(), programs, strict=True)
+        for stage, parameters, of_stage in zip(plan.stages, kept, programs, strict=True)
     )
     return dataclasses.replace(plan, stages=stages, one_mode_because=because)
 

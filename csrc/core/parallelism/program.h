@@ -100,8 +100,15 @@ void validateProgram(const Program& program);
 /// Whether devices have to talk to each other for a move. To slice, and to take what all have for a sum that the first has all of, they need not.
 inline bool isCollective(const AxisMove& move) { return move.before != kReplicated && move.before != move.after && move.after != kPartialSum; }
 
-/// Where segments begin: the first operator, and each that reads something which comes to it by a collective from an operator of the segment before.
-/// A segment is what is computed between two collectives.
-std::vector<size_t> segmentsOf(const Program& program);
+/// Whether a value comes to its reader, or from its maker to where it is held, by a transfer among the devices: one that leaves nobody summands, and
+/// nobody summands of the gradient. Such summands are made and taken within a segment, by collectives.
+bool isTransfer(const Program& program, const ProgramRead& read);
+bool isTransfer(const Program& program, const ProgramResult& result);
+
+/// Where segments begin. A segment is what is computed between transfers. One begins with each operator that reads something which comes to it by a
+/// transfer from the segment before. The first has what enters, and no operator where the first one reads that so; the last has what leaves, and none
+/// where that comes to it so.
+/// `may_begin`: by operator whether a segment may begin with it.
+std::vector<size_t> segmentsOf(const Program& program, const std::vector<bool>& may_begin);
 
 }  // namespace xmesh::core

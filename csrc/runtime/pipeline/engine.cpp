@@ -33,11 +33,18 @@ std::vector<PlaceStep> placeProgram(const std::vector<Action>& actions, const st
       if (!is_forward && !edge.has_gradient) {
         continue;
       }
+      const bool is_own = edge.has_producer && edge.has_consumer;
+      const auto receive = [&] {
+        step.receives.push_back(transfer);
+        if (!is_own) {
+          step.posted.push_back(transfer);
+        }
+      };
       if (edge.has_producer && edge.from == action.stage) {
-        (is_forward ? step.sends : step.receives).push_back(transfer);
+        is_forward ? step.sends.push_back(transfer) : receive();
       }
       if (edge.has_consumer && edge.to == action.stage) {
-        (is_forward ? step.receives : step.sends).push_back(transfer);
+        is_forward ? receive() : step.sends.push_back(transfer);
       }
     }
   }
@@ -65,7 +72,7 @@ void Engine::run(const std::vector<PlaceStep>& steps, ActionRunner& runner, Boun
       runWeightsEarly(steps, i, is_done, runner, traffic);
     }
     waitReceives(step, traffic);
-    posted.ahead -= step.receives.empty() ? 0 : 1;
+    posted.ahead -= step.posted.empty() ? 0 : 1;
     traffic.check();
     compute(step.action, runner);
     is_done[i] = true;
@@ -87,10 +94,10 @@ void Engine::run(const std::vector<PlaceStep>& steps, ActionRunner& runner, Boun
 
 void Engine::postReceives(const std::vector<PlaceStep>& steps, size_t current, Posted& posted, BoundaryTraffic& traffic) const {
   for (; posted.next < steps.size() && (posted.next <= current || !options_.overlap || posted.ahead <= options_.lookahead); ++posted.next) {
-    for (const Transfer& transfer : steps[posted.next].receives) {
+    for (const Transfer& transfer : steps[posted.next].posted) {
       traffic.postReceive(transfer);
     }
-    posted.ahead += steps[posted.next].receives.empty() ? 0 : 1;
+    posted.ahead += steps[posted.next].posted.empty() ? 0 : 1;
   }
 }
 
@@ -150,13 +157,13 @@ void Engine::enter(State state, const Action& action) {
   action_ = action;
 }
 
-std::string Engine::describe() const {
+std::string Engine::describe(const std::function<std::string(const Action&)>& name) const {
   const std::lock_guard lock(mutex_);
   switch (state_) {
     case State::kComputing:
-      return "computes " + action_.str();
+      return "computes " + name(action_);
     case State::kWaiting:
-      return "waits for what " + action_.str() + " needs";
+      return "waits for what " + name(action_) + " needs";
     case State::kDraining:
       return "waits until what it sent has left";
     case State::kIdle:

@@ -65,7 +65,8 @@ struct PlaceEdge {
 struct PlaceStep {
   core::Action action;
   std::vector<Transfer> receives;
-  std::vector<Transfer> sends;
+  std::vector<Transfer> posted;      ///< those of them that another place sends: room is made for them ahead
+  std::vector<Transfer> sends;       ///< of one that this place receives too, room is made here
   std::optional<size_t> input_step;  ///< for a W, the step of its I, if the list has that
 };
 
@@ -105,8 +106,8 @@ class Engine {
   std::optional<core::Action> failedAction() const { return failed_action_; }
   /// What the last run did and waited for, ordered by begin.
   const std::vector<EngineSpan>& spans() const { return spans_; }
-  /// What the place does at this moment, for a person: "computes 2F3", "waits for what 2F3 needs", "is between steps".
-  std::string describe() const;
+  /// What the place does at this moment, for a person: "computes 2F3", "waits for what 2F3 needs", "is between steps". `name`: an action's.
+  std::string describe(const std::function<std::string(const core::Action&)>& name = &core::Action::str) const;
 
  private:
   enum class State : uint8_t { kIdle, kComputing, kWaiting, kDraining };

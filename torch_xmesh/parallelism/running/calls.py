@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import Loops
 from torch_xmesh.parallelism.operators import Operator, Site, Value
 from torch_xmesh.parallelism.program import ProgramOperator
@@ -16,10 +15,11 @@ from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.running.attention import attention
 from torch_xmesh.parallelism.running.batch_norm import batch_norm
 from torch_xmesh.parallelism.running.called_modules import OWN, CalledModule
-from torch_xmesh.parallelism.running.collectives import Moved, Moves
+from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.experts import experts
 from torch_xmesh.parallelism.running.fetching import cast_for
 from torch_xmesh.parallelism.running.local_rules import DRAWING, Local, Rule, is_plain, rules, shape_made
+from torch_xmesh.parallelism.running.ways import Way
 from torch_xmesh.pipeline.capture.name_order import NameOrder
 from torch_xmesh.pipeline.capture.recording import memory_of, structure_of
 from torch_xmesh.pipeline.capture.regions import enter_modes
@@ -38,29 +38,6 @@ def runs_in_parts(kind: str, loops: Loops, *, draws: bool) -> bool:
     if draws and kind not in DRAWING:
         return False
     return kind in RULES or not (loops.once or loops.within)
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How a value comes from one sharding to another, and its gradient back.
-
-    Attributes:
-        has_gradient: somebody wants it.
-    """
-
-    name: str
-    there: tuple[AxisMove, ...] = ()
-    back: tuple[AxisMove, ...] = ()
-    has_gradient: bool = False
-
-    def moved(self, part: torch.Tensor, moves: Moves) -> torch.Tensor:
-        """The device's part afterwards."""
-        if not self.there and not self.back:
-            return part
-        if self.has_gradient and torch.is_grad_enabled():
-            out: torch.Tensor = Moved.apply(part, moves, self.there, self.back, self.name)  # type: ignore[no-untyped-call]
-            return out
-        return moves.run(part.detach(), self.there, self.name, "forward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +60,7 @@ class OperatorCall:
 
     Args:
         planned: how it is sharded.
-        takes: how it takes each tensor that it reads, in order.
+        takes: for each tensor that it reads, in order, what stands for it, and how it comes from there.
         leaves: by value that it makes, how that goes to its readers, if these are several.
         changes: it changes its first argument in place.
         owns: what it makes has memory of its own, and that or what it reads is changed in place later: on a device a
@@ -98,7 +75,7 @@ class OperatorCall:
         site: Site,
         moves: Moves,
         *,
-        takes: Sequence[Way],
+        takes: Sequence[tuple[Value, Way]],
         leaves: Sequence[Way],
         changes: bool,
         owns: bool = False,
@@ -116,7 +93,7 @@ class OperatorCall:
             )
         taken = iter(takes)
         self._sources = [
-            _Source(value, next(taken) if is_read else None)
+            _Source(*next(taken)) if is_read else _Source(value, None)
             for value, is_read in zip(site.sources, site.is_read, strict=True)
         ]
         slots = iter(range(len(self._sources)))

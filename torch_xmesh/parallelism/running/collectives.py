@@ -38,7 +38,8 @@ _BUCKET_BYTES = 32 << 20
 """The most that share one, if it is not one tensor."""
 
 
-def _kind(step: AxisMove) -> str:
+def kind_of(step: AxisMove) -> str:
+    """The collective that a move is, or \"local\"."""
     if step.before == PARTIAL:
         return "all-reduce" if step.after == REPLICATED else "reduce-scatter"
     if step.before >= 0 and step.after != PARTIAL:
@@ -129,7 +130,7 @@ class Moves:
         out = list(parts)
         alike: dict[tuple[Any, ...], list[int]] = {}
         for number, (part, own) in enumerate(zip(parts, steps, strict=True)):
-            alike.setdefault((part.dtype, *((step.axis, _kind(step)) for step in own)), []).append(number)
+            alike.setdefault((part.dtype, *((step.axis, kind_of(step)) for step in own)), []).append(number)
         for numbers in alike.values():
             for bucket in _buckets(numbers, [part.nbytes for part in parts]):
                 for turn in range(len(steps[bucket[0]])):
@@ -140,7 +141,7 @@ class Moves:
 
     def _together(self, parts: Sequence[tuple[torch.Tensor, AxisMove, str]], why: str) -> list[torch.Tensor]:
         """One step of several, of one kind along one axis."""
-        axis, kind = parts[0][1].axis, _kind(parts[0][1])
+        axis, kind = parts[0][1].axis, kind_of(parts[0][1])
         size = self.shape[axis]
         if len(parts) == 1 or kind not in _SHARED or size == 1:
             return [self._run(part, step, name, why) for part, step, name in parts]

@@ -14,17 +14,19 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from torch_xmesh.parallelism.bound_program import BoundProgram
 from torch_xmesh.parallelism.operators import Recorded, Site, Value
 from torch_xmesh.parallelism.plan import PlannedStage
-from torch_xmesh.parallelism.program import ARGUMENT, STAGE, PlannedProgram, ProgramOperator
+from torch_xmesh.parallelism.program import ARGUMENT, STAGE, PlannedProgram, core_programs
 from torch_xmesh.parallelism.rows.experts import CLASSES
-from torch_xmesh.parallelism.running.bound_program import BoundProgram
-from torch_xmesh.parallelism.running.calls import OperatorCall, Way
+from torch_xmesh.parallelism.running.calls import OperatorCall
 from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.compiled import CompiledRun, Compiler
 from torch_xmesh.parallelism.running.experts import WHOLE_BECAUSE
 from torch_xmesh.parallelism.running.fetching import not_kept
 from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
+from torch_xmesh.parallelism.running.ways import Way
+from torch_xmesh.parallelism.segment_layout import SegmentLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,9 @@ class ShardedForward:
         called: modules that are called as one, by name.
 
     Attributes:
+        segments: what it is divided into; one, where it is not.
+        num_arguments: of the model, that it is given before all else.
         left_states: how what leaves is left, by name.
-        whole_because: why its backward is never split; empty where that depends on the graph.
 
     Raises:
         ValueError: something of it cannot be run in parts, or the program is of another forward.
@@ -70,22 +73,24 @@ class ShardedForward:
     ) -> None:
         self.recorded, self._moves, self._called = recorded, moves, called
         bound = BoundProgram(recorded, program)
-        self._operators, self._values = bound.operators, bound.values
-        self._given = [bound.values[at] for source in (ARGUMENT, STAGE) for at in bound.numbers(source)]
-        self._changed = changed_of(recorded, bound.operators, self._given)
+        core = core_programs(program, planned.mesh_shape, planned.parameters)[0 if is_by_samples else 1]
+        self.segments = SegmentLayout(bound, program, core, is_whole=not is_by_samples)
+        given = [bound.values[at] for source in (ARGUMENT, STAGE) for at in bound.numbers(source)]
+        self.num_arguments = len(bound.numbers(ARGUMENT))
+        self._changed = changed_of(recorded, bound.operators, given)
         self._changed_memory = frozenset(memory for memory, _, _ in recorded.recording.mutations)
         leaving = program.leaving if is_by_samples else program.leaving_whole or program.leaving
         self.left_states = {program.values[read.value].name: read.state for read in leaving}
-        self._left = {
-            bound.values[read.value]: Way(program.values[read.value].name, read.there, read.back, read.gives_gradient)
-            for read in leaving
-        }
+        self._ways_out = [
+            Way(program.values[read.value].name)
+            if place in self.segments.left
+            else Way(program.values[read.value].name, read.there, read.back, read.gives_gradient)
+            for place, read in enumerate(leaving)
+        ]
         self._calls = {
-            number: self._call(number, operator, program)
-            for number, operator in zip(bound.operators, program.operators, strict=True)
+            number: self._call(place, number, program, bound) for place, number in enumerate(bound.operators)
         }
-        has_experts = any(recorded.forward.operators[i].kind in CLASSES for i in self._calls)
-        self.whole_because = WHOLE_BECAUSE if has_experts else ""
+        self._differentiable = {one.source for one in self.segments.passed if one.has_gradient}
         self._dead_after = self._last_reads()
         in_turn = in_turn_of(planned)
         self._in_turn = {operator: self._reads_among(in_turn, operator) for operator in self._calls}
@@ -94,36 +99,79 @@ class ShardedForward:
         self._turns, self._regions = self._in_regions()
         self._compiled: dict[int, CompiledRun] = {}  # by its first operator
 
-    def _read_of_model(self, planned: PlannedStage) -> tuple[dict[Value, torch.Tensor], list[Value]]:
-        """What its operators read, or it leaves, that the model holds: constants, and the parameters and buffers that
-        are there before the first operator."""
-        read = {source for number in self._calls for source in self.recorded.sites[number].sources} | self._left.keys()
+    @property
+    def whole_because(self) -> list[str]:
+        """By segment why its backward is never split; empty where that depends on the graph."""
+        operators = self.recorded.forward.operators
+        has_experts = [any(operators[number].kind in CLASSES for number in own) for own in self.segments.operators]
+        return [WHOLE_BECAUSE if has_some else "" for has_some in has_experts]
+
+    def _read_of_model(self, planned: PlannedStage) -> tuple[list[dict[Value, torch.Tensor]], list[list[Value]]]:
+        """By segment what its operators read, or it leaves, that the model holds: constants, and the parameters and
+        buffers that are there before the first operator."""
         kept = {parameter.name for parameter in planned.parameters} - in_turn_of(planned)
-        constants = {}
-        own = []
-        for node, value in self.recorded.given.items():
-            if node.op != "get_attr" or value not in read:
-                continue
-            if not value.is_parameter:
-                constants[value] = self.recorded.recording.constants[str(node.target)]
-            elif value.name in kept:
-                own.append(value)
+        held = {value: node for node, value in self.recorded.given.items() if node.op == "get_attr"}
+        constants: list[dict[Value, torch.Tensor]] = []
+        own: list[list[Value]] = []
+        for segment, numbers in enumerate(self.segments.operators):
+            read = {value for number in numbers for value in self._calls[number].reads}
+            read.update(self.segments.outputs[segment])
+            found = [value for value in held if value in read]
+            constants.append(
+                {
+                    value: self.recorded.recording.constants[str(held[value].target)]
+                    for value in found
+                    if not value.is_parameter
+                }
+            )
+            own.append([value for value in found if value.is_parameter and value.name in kept])
         return constants, own
 
     def run(self, given: Sequence[torch.Tensor], own: StageParameters) -> tuple[torch.Tensor, ...]:
-        """A microbatch."""
-        taken = zip(self._given, given, strict=True)
+        """A microbatch, one segment after the other, with collectives where an engine has transfers."""
+        segments, passed = self.segments, dict[tuple[int, Value], torch.Tensor]()
+        made: tuple[torch.Tensor, ...] = ()
+        for segment in range(segments.count):
+            inputs = [given[place] for place in segments.arguments[segment]]
+            inputs += given[self.num_arguments :] if segment == 0 else ()
+            inputs += [passed[segment, value] for value in segments.inputs[segment][len(inputs) :]]
+            made = self.run_segment(segment, inputs, own)
+            left = dict(zip(segments.outputs[segment], made, strict=True))
+            for one in segments.passed:
+                if one.from_segment == segment:
+                    way = Way(one.source.name, one.there, one.back, one.has_gradient)
+                    passed[one.to_segment, one.key] = way.moved(left[one.source], self._moves)
+        return made
+
+    def run_segment(
+        self, segment: int, given: Sequence[torch.Tensor], own: StageParameters
+    ) -> tuple[torch.Tensor, ...]:
+        """One segment of a microbatch: what it is given and leaves is as `segments` says."""
+        taken = zip(self.segments.inputs[segment], given, strict=True)
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
-        parts.update(self._constants)
-        parts.update((value, own.read(value)) for value in self._kept)
+        parts.update(self._constants[segment])
+        parts.update((value, own.read(value)) for value in self._kept[segment])
         fetched: InTurnKnown = {}
-        for numbers in self._turns:
+        for numbers in self._turns[segment]:
             region = self._regions.get(numbers[0])
             if region is not None and torch.is_grad_enabled():
                 self._run_region(numbers, region, parts, own)
             else:
                 self._run(numbers, parts, own, fetched)
-        return tuple(way.moved(parts[value], self._moves) for value, way in self._left.items())
+        values = self.segments.outputs[segment]
+        if segment + 1 == self.segments.count:
+            return tuple(
+                way.moved(parts[value], self._moves) for value, way in zip(values, self._ways_out, strict=True)
+            )
+        given_values = self.segments.inputs[segment]
+        return tuple(self._passed(value, parts[value], is_given=value in given_values) for value in values)
+
+    def _passed(self, value: Value, part: torch.Tensor, *, is_given: bool) -> torch.Tensor:
+        """As it is left. What came in leaves as a view: where it came in autograd has an end, and none of it is behind
+        that."""
+        if value not in self._differentiable:
+            return part.detach()
+        return part.view_as(part) if is_given else part
 
     def _run(
         self,
@@ -166,7 +214,7 @@ class ShardedForward:
         """From now on what is between collectives runs compiled; but what reads parameters that each microbatch
         fetches."""
         self._compiled = {}
-        for turn in self._turns:
+        for turn in itertools.chain.from_iterable(self._turns):
             for is_fetched, numbers in itertools.groupby(turn, key=lambda number: bool(self._in_turn[number])):
                 if not is_fetched:
                     for run in compiler.runs([*numbers], self._calls, self._dead_after):
@@ -192,14 +240,18 @@ class ShardedForward:
             self._drop_dead(number, parts)
         parts.update(zip(region.leaves, made, strict=True))
 
-    def _call(self, number: int, planned: ProgramOperator, program: PlannedProgram) -> OperatorCall:
+    def _call(self, place: int, number: int, program: PlannedProgram, bound: BoundProgram) -> OperatorCall:
         operator, site = self.recorded.forward.operators[number], self.recorded.sites[number]
-        names = [value.name for value in program.values]
-        gradients = [value.has_gradient for value in program.values]
-        takes = [Way(names[read.value], read.there, read.back, read.gives_gradient) for read in planned.reads]
-        leaves = [
-            Way(names[result.value], result.there, result.back, gradients[result.value]) for result in planned.results
-        ]
+        planned, values = program.operators[place], program.values
+        takes, leaves = [], []
+        for at, read in enumerate(planned.reads):
+            name, key = values[read.value].name, self.segments.taken.get((place, at))
+            way = Way(name) if key is not None else Way(name, read.there, read.back, read.gives_gradient)
+            takes.append((key or bound.values[read.value], way))
+        for at, result in enumerate(planned.results):
+            value = values[result.value]
+            is_sent = (place, at) in self.segments.sent
+            leaves.append(Way(value.name, *(((), ()) if is_sent else (result.there, result.back)), value.has_gradient))
         changes = any(changer is site.node for _, _, changer in self.recorded.recording.mutations)
         owns = not changes and self._is_changed_later(site)
         module = self._called[str(site.node.target)] if site.node.op == "call_module" else None
@@ -214,18 +266,16 @@ class ShardedForward:
         return made.isdisjoint(read) and not self._changed_memory.isdisjoint(made | read)
 
     def _last_reads(self) -> dict[int, list[Value]]:
-        """By operator, the values of which it is the last to read anything."""
-        last = {value: number for number in self._calls for value in self.recorded.sites[number].sources}
-        last.update(
-            (value, number)
-            for number in self._calls
-            for value in self.recorded.forward.operators[number].makes
-            if value not in last
-        )
+        """By operator, the values of which it is the last of its segment to read anything."""
         out: dict[int, list[Value]] = {}
-        for value, number in last.items():
-            if value not in self._left:
-                out.setdefault(number, []).append(value)
+        for segment, numbers in enumerate(self.segments.operators):
+            last = {value: number for number in numbers for value in self._calls[number].reads}
+            for number in numbers:
+                for value in self._calls[number].makes:
+                    last.setdefault(value, number)
+            for value, number in last.items():
+                if value not in self.segments.outputs[segment]:
+                    out.setdefault(number, []).append(value)
         return out
 
     def _reads_among(self, names: frozenset[str], number: int) -> list[Value]:
@@ -247,26 +297,29 @@ class ShardedForward:
                     out.setdefault(first.setdefault(layer, number), []).append(value)
         return out
 
-    def _in_regions(self) -> tuple[list[list[int]], dict[int, "_Region"]]:
-        """Operators, in lists: those of an activation checkpoint in one. And by their first one what it is given."""
-        operators, sites = self.recorded.forward.operators, self.recorded.sites
-        here = {*self._given, *self.recorded.given.values()}
-        here.update(value for number in self._calls for value in operators[number].makes)
-        turns: list[list[int]] = []
+    def _in_regions(self) -> tuple[list[list[list[int]]], dict[int, "_Region"]]:
+        """By segment operators, in lists: those of an activation checkpoint in one. And by their first one what it is
+        given."""
+        operators = self.recorded.forward.operators
+        turns: list[list[list[int]]] = []
         regions: dict[int, _Region] = {}
-        for checkpoint, found in itertools.groupby(self._calls, key=lambda number: operators[number].checkpoint):
-            numbers = [*found]
-            turns.append(numbers)
-            if checkpoint is None:
-                continue
-            made = {value: None for number in numbers for value in operators[number].makes}
-            fetched = {value for number in numbers for value in self._in_turn[number]}
-            dead = {value for number in numbers for value in self._dead_after.get(number, ())}
-            takes = {value: None for number in numbers for value in sites[number].sources if value in here}
-            regions[numbers[0]] = _Region(
-                tuple(value for value in takes if value not in made and value not in fetched),
-                tuple(value for value in made if value not in dead),
-            )
+        for segment, own in enumerate(self.segments.operators):
+            here = {*self.segments.inputs[segment], *self.recorded.given.values()}
+            here.update(value for number in own for value in self._calls[number].makes)
+            turns.append([])
+            for checkpoint, found in itertools.groupby(own, key=lambda number: operators[number].checkpoint):
+                numbers = [*found]
+                turns[-1].append(numbers)
+                if checkpoint is None:
+                    continue
+                made = {value: None for number in numbers for value in self._calls[number].makes}
+                fetched = {value for number in numbers for value in self._in_turn[number]}
+                dead = {value for number in numbers for value in self._dead_after.get(number, ())}
+                takes = {value: None for number in numbers for value in self._calls[number].reads if value in here}
+                regions[numbers[0]] = _Region(
+                    tuple(value for value in takes if value not in made and value not in fetched),
+                    tuple(value for value in made if value not in dead),
+                )
         return turns, regions
 
 

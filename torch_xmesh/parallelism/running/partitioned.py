@@ -1,5 +1,6 @@
 """A plan's stages as the pipeline engine takes a model that is cut."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.program import ARGUMENT, EVALUATION, STAGE, TRAINING, PlannedProgram
 from torch_xmesh.parallelism.recorded_forwards import recorded_forward
 from torch_xmesh.parallelism.running.stage import ShardedStage
+from torch_xmesh.parallelism.running.stage_segments import stage_segments, with_types
 from torch_xmesh.parallelism.stage_parts import outputs_of
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
@@ -69,8 +71,15 @@ def planned_partition(
             raise ValueError("a plan is for its example's sizes alone")
         (copy,) = copies.modules()
         assert copy is not None
-        _, others = crossing.values(recorded_forward(copy, *examples))
-        return SizedStages(others, result.outputs, result.fixed_batch, result.stages)
+        recorded = recorded_forward(copy, *examples)
+        _, others = crossing.values(recorded)
+        stages = [
+            dataclasses.replace(stage, segments=with_types(stage.segments, recorded))
+            if stage.segments is not None
+            else stage
+            for stage in result.stages
+        ]
+        return SizedStages(others, result.outputs, result.fixed_batch, stages)
 
     result.resize = resize
     return result
@@ -175,7 +184,9 @@ class _Crossing:
             ),
             adapter,
             is_always_seeded=True,  # devices of a stage draw alike
-            whole_because="" if module is None else module.whole_because,
+            whole_because="" if module is None else next(filter(None, module.whole_because), ""),
+            num_segments=max(1, len(program.segments)),
+            segments=None if module is None else stage_segments(module, modes.recorded, taken, left),
         )
 
     def _readers(self, name: str, source: str) -> list[int]:

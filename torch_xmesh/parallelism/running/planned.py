@@ -10,6 +10,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
 from torch_xmesh.digests import checksum, digest_of
+from torch_xmesh.parallelism.dividing import check_divided
 from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, fingerprint_of
 from torch_xmesh.parallelism.plan_checks import check_programs
@@ -66,6 +67,8 @@ class PlannedStages(StageSource):
             self.ways.add(f"turn {number}", turn.recording)
         self._check(plan)
         self._plan = plan if plan.stages[0].programs else self._with_programs(plan)
+        for number, stage in enumerate(self._plan.stages):
+            check_divided(stage, number, self._modes.by_mode)
         check_buffers(model, self._modes.recorded, [_operators_of(stage) for stage in self._plan.stages])
         self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
         self.meshes = [Mesh(grid) for grid in self._grids]
@@ -181,7 +184,7 @@ class PlannedStages(StageSource):
         if is_train and self._optimizers is not None:
             self._optimizers.begin_step()
         for stage in self._stages.values():
-            stage.own.begin_step()
+            stage.begin_step()
 
     def loss_shares(self, stage: int) -> LossShares | None:
         """How the loss of a stage of this rank is shared among its devices; None if it is not the last stage."""

@@ -1,5 +1,6 @@
 """A stage of a plan as a module that runs on each device's parts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +79,9 @@ class ShardedStage(nn.Module):
             self._other = modes.other
         elif modes.other is not None:
             try:
-                self._other = forward(modes.other, modes.other_mode)
+                self._other = other = forward(modes.other, modes.other_mode)
+                if other.segments.text != self.first.segments.text:
+                    raise ValueError("what its segments pass on differs between the modes")
             except ValueError as error:
                 self._other = error
         is_last = number + 1 == len(plan.stages)
@@ -94,7 +97,7 @@ class ShardedStage(nn.Module):
         for path, module in self.named_modules():
             module.training = model.get_submodule(path).training
         self._first_modes.extend((module, module.training) for module in self.modules())
-        self.own.begin_step()
+        self.begin_step()
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One microbatch."""
@@ -111,8 +114,14 @@ class ShardedStage(nn.Module):
                 forward.compile(compiler)
 
     def check_mode(self) -> None:
-        """Raises ValueError where modules are in modes in which the stage cannot be run."""
+        """Raises ValueError where modules are in modes in which the stage cannot be run, or where a hook of the stage's
+        would not be called."""
         self._of_mode()
+        if self.first.segments.count > 1 and (self._forward_hooks or self._forward_pre_hooks):
+            raise ValueError(
+                "a stage that is divided into segments has a forward hook, which would not be called: the engine runs "
+                "its segments"
+            )
 
     def _of_mode(self) -> ShardedForward:
         if not self._depends_on_mode or all(module.training == mode for module, mode in self._first_modes):
@@ -129,8 +138,17 @@ class ShardedStage(nn.Module):
         """This device's coordinate in the stage's mesh."""
         return self._moves.coordinate
 
+    def run_segment(self, segment: int, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """One segment of a microbatch, in the mode in which the step was begun."""
+        return self._chosen.run_segment(segment, given, self.own)
+
+    def begin_step(self) -> None:
+        """Its parameters are made ready for all microbatches, in the modes in which its modules are."""
+        self._chosen = self._of_mode()
+        self.own.begin_step()
+
     @property
-    def whole_because(self) -> str:
-        """Why its backward is never split; empty where that depends on the graph."""
-        other = "" if isinstance(self._other, ValueError) else self._other.whole_because
-        return self.first.whole_because or other
+    def whole_because(self) -> list[str]:
+        """By segment why its backward is never split; empty where that depends on the graph."""
+        modes = [forward.whole_because for forward in (self.first, self._other) if isinstance(forward, ShardedForward)]
+        return [next(filter(None, reasons), "") for reasons in zip(*modes, strict=True)]

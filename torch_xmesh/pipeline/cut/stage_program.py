@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
 from torch_xmesh.pipeline.cut.stage_module import StageModule
+from torch_xmesh.pipeline.cut.stage_segments import StageSegments
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 
 
@@ -29,6 +30,7 @@ class StageProgram:
         infos: what is known of its input values.
         whole_because: why its backward is never split; empty where that depends on what it computes.
         inner: the module that runs the codes, within what may be around it.
+        num_segments: of how many it consists, known on all ranks; `segments`: what they are, on the stage's own.
     """
 
     index: int
@@ -43,6 +45,8 @@ class StageProgram:
     inner: StageModule | None = dataclasses.field(default=None, repr=False)
     is_always_seeded: bool = False
     whole_because: str = ""
+    num_segments: int = 1
+    segments: StageSegments | None = None
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the stage.

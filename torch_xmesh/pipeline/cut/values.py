@@ -12,6 +12,7 @@ from torch_xmesh.pipeline.capture.regions import Autocasts, autocasts
 from torch_xmesh.pipeline.cut.argument_mistakes import describe_mismatch
 from torch_xmesh.pipeline.cut.stage_module import ModuleElsewhere
 from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.units import Units
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.ways import Ways
 
@@ -119,6 +120,23 @@ class Partition:
     def num_stages(self) -> int:
         return len(self.stages)
 
+    @functools.cached_property
+    def units(self) -> Units:
+        """What places run: stages, or their segments."""
+        return Units([stage.num_segments for stage in self.stages])
+
+    def inputs_of_units(
+        self, stages: Sequence[int], inputs: Mapping[int, Sequence[Sequence[torch.Tensor]]]
+    ) -> dict[int, list[list[torch.Tensor]]]:
+        """By unit of some stages and microbatch those of the model's inputs that it takes; `inputs`: by stage."""
+        out: dict[int, list[list[torch.Tensor]]] = {}
+        for unit, stage, place in self.units.of_stages(stages):
+            segments = self.stages[stage].segments
+            for given in inputs.get(stage, ()):
+                positions = range(len(given)) if segments is None else segments.segments[place].model_inputs
+                out.setdefault(unit, []).append([given[position] for position in positions])
+        return out
+
     @property
     def training(self) -> bool | None:
         """The mode of the recorded stages whose modules are here; None while that is several."""
@@ -186,7 +204,9 @@ class Partition:
                 what = f"argument {describe_path(changed.path)} has shape {shape}, the example had {changed.shape}"
             raise ValueError(f"{what}, and the stages do not work for it: {error}") from error
         stages = [
-            dataclasses.replace(stage, codes=other.codes, infos=other.infos, adapter=other.adapter)
+            dataclasses.replace(
+                stage, codes=other.codes, infos=other.infos, adapter=other.adapter, segments=other.segments
+            )
             for stage, other in zip(self.stages, found.programs, strict=True)
         ]
         inputs = {name: dataclasses.replace(info, shape=found.values[name].shape) for name, info in self.inputs.items()}

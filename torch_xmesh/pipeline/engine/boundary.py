@@ -7,6 +7,8 @@ from torch.distributed.tensor import Placement, Replicate
 
 from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
+from torch_xmesh.pipeline.cut.stage_program import StageProgram
+from torch_xmesh.pipeline.cut.stage_segments import SegmentEdge
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.plan_cache import Move, PlanOptions
@@ -191,3 +193,30 @@ class Boundaries:
         ]
         edge_values.drops_gradient = [int(not is_first and is_replicated) for is_replicated in replicated]
         return edge_values
+
+
+def segment_edges(program: StageProgram, first: int) -> list["_C.EdgeValues"]:
+    """What goes between the segments of a stage, in C++ form; `first`: the number of its first one."""
+    out = []
+    for edge in () if program.segments is None else program.segments.edges:
+        edge_values = _C.EdgeValues()
+        edge_values.from_stage, edge_values.to_stage = first + edge.from_segment, first + edge.to_segment
+        edge_values.from_positions = [value.output for value in edge.values]
+        edge_values.to_positions = [value.input for value in edge.values]
+        edge_values.is_differentiable = [int(value.is_differentiable) for value in edge.values]
+        edge_values.drops_gradient = [0] * len(edge.values)
+        edge_values.has_producer = edge_values.has_consumer = True
+        edge_values.is_local = not edge.is_sent
+        out.append(edge_values)
+    return out
+
+
+def segment_moves(edge: SegmentEdge, mesh: StageMesh, *, is_gradient: bool) -> list[Move]:
+    """What a microbatch moves between two segments of a stage."""
+    moves = []
+    for value in edge.values:
+        if is_gradient and not value.is_differentiable:
+            continue
+        src, dst = (value.gradient_src, value.gradient_dst) if is_gradient else (value.src, value.dst)
+        moves.append(Move.of(value.shape, value.dtype, (mesh.grid, src), (mesh.grid, dst)))
+    return moves

@@ -11,7 +11,7 @@ from torch_xmesh import _C
 from torch_xmesh.pipeline.capture.library_models import own_init_fn
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.engine.auto import AutoSchedule, first_schedule
-from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge, Placed, edges_of
+from torch_xmesh.pipeline.engine.boundary import Boundaries, Edge, Placed, edges_of, segment_edges
 from torch_xmesh.pipeline.engine.building_agreement import compare_losses, model_fields, options_fields
 from torch_xmesh.pipeline.engine.outputs import BufferSync
 from torch_xmesh.pipeline.engine.own_stages import OwnStages
@@ -86,7 +86,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
             live.watch_stand_ins(stage, module)
     partition.keep(made.stages)
     edges = [edge for edge in boundaries.edges if edge.from_stage in made.stages or edge.to_stage in made.stages]
-    forward = StageForward(made.works)
+    forward = StageForward(made.works, partition.units)
     tied = _tied_parameters(given, transfers.rank, partition, made.named)
     own = OwnStages(
         transfers.rank,
@@ -274,24 +274,31 @@ def _make_core(
     cut: Partition,
     overlap: bool,
 ) -> "_C.PipelinePlace":
+    units = cut.units
     values = []
-    for stage in stages:
-        program = cut.stages[stage]
+    for unit, stage, place in units.of_stages(stages):
+        program, is_alone = cut.stages[stage], len(boundaries.meshes[stage].ranks) == 1
+        segment = None if program.segments is None else program.segments.segments[place]
+        inputs = program.input_values if segment is None else segment.inputs
+        outputs = program.output_values if segment is None else segment.outputs
+        because = program.whole_because if segment is None else segment.whole_because
+        if segment is None:
+            positions = [program.input_values.index(name) for name in program.model_inputs]
+        else:
+            positions = list(range(len(segment.model_inputs)))
         values.append(
-            _C.StageValues(
-                stage,
-                list(program.input_values),
-                list(program.output_values),
-                [program.input_values.index(name) for name in program.model_inputs],
-                is_alone=len(boundaries.meshes[stage].ranks) == 1,
-                whole_because=program.whole_because,
-            )
+            _C.StageValues(unit, list(inputs), list(outputs), positions, is_alone=is_alone, whole_because=because)
         )
-    edge_values = [
-        boundaries.edge_values(edge, cut.stages[edge.from_stage].output_values, cut.stages[edge.to_stage].input_values)
-        for edge in edges
-    ]
-    return _C.PipelinePlace(transfers.traffic, values, edge_values, overlap, LOOKAHEAD)
+    edge_values = []
+    for edge in edges:
+        program = cut.stages[edge.to_stage]
+        inputs = program.input_values if program.segments is None else program.segments.segments[0].inputs
+        made = boundaries.edge_values(edge, cut.stages[edge.from_stage].output_values, inputs)
+        made.from_stage, made.to_stage = units.of(edge.from_stage)[-1], units.of(edge.to_stage)[0]
+        edge_values.append(made)
+    for stage in stages:
+        edge_values += segment_edges(cut.stages[stage], units.of(stage)[0])
+    return _C.PipelinePlace(transfers.traffic, values, edge_values, units.counts, overlap, LOOKAHEAD)
 
 
 def _tied_parameters(

@@ -59,6 +59,7 @@ def model_fields(cut: Partition, boundaries: Boundaries, model: nn.Module | None
     fields = []
     for stage in cut.stages:
         values = f"{list(stage.input_values)} -> {list(stage.output_values)}"
+        values += f", in {stage.num_segments} segments" if stage.num_segments > 1 else ""
         fields.append((f"stage {stage.index} of the model, its values in and out", values))
     for info in cut.values.values():
         made = "the caller" if info.producer is None else f"stage {info.producer}"

@@ -259,7 +259,8 @@ class PipelineEngine:
         action = self._place.core.failed_action
         if action is not None:
             stage, microbatch = action
-            where = f"stage {stage} failed on rank {rank} in microbatch {microbatch} of step {self._steps.number}"
+            failed = self._place.core.failed_in
+            where = f"{failed} failed on rank {rank} in microbatch {microbatch} of step {self._steps.number}"
             text = f"{where}: {type(error).__name__}: {error}"
             traffic.fail_stage(text, stage, microbatch)
             return StageError(text, stage, microbatch) if isinstance(error, Exception) else error

@@ -71,15 +71,19 @@ class StepReport:
         """A table, stages that could not be split, and what ``schedule="auto"`` considered."""
         lines = [table(self.events())]
         told = self._transfers.gather("whole_because", self._place.core.whole_because)
-        for stage, reason in sorted({stage: reason for reasons in told for stage, reason in reasons.items()}.items()):
-            lines.append(f"stage {stage}: I is the whole backward and W nothing, since {reason}")
+        for _, name, reason in sorted({tuple(one) for of_rank in told for one in of_rank}):
+            lines.append(f"{name}: I is the whole backward and W nothing, since {reason}")
         if self._place.auto is not None:
             lines += ["", self._place.auto.text]
         return "\n".join(lines)
 
     def events(self) -> list[Event]:
         """The last step's events on all ranks, on one clock. Called by all ranks."""
-        edges = [(edge.from_stage, edge.to_stage) for edge in self._place.edges]
+        place = self._place
+        edges = [(edge.from_stage, edge.to_stage) for edge in place.edges]
+        for stage in place.stages:
+            segments = place.partition.stages[stage].segments
+            edges += [(stage, stage)] * (0 if segments is None else len(segments.edges))
         steps, rank = self._steps, self._transfers.rank
         mine = events_of(rank, self._place.core, edges, entered_ns=steps.entered_ns, after=steps.after)
         ahead = {rank: offset for rank, (offset, _) in clock_offsets(self._transfers).items()}

@@ -8,7 +8,7 @@ import torch
 from torch_xmesh import _C
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import Shapes, describe_path
-from torch_xmesh.pipeline.engine.boundary import Boundaries
+from torch_xmesh.pipeline.engine.boundary import Boundaries, segment_moves
 from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.engine.stage import StageWork
@@ -98,6 +98,22 @@ class SizedPlace:
                 ways.append([made[n] for n in sizes if n in made])
             is_joint = place.transfers.rank in start.ranks and place.transfers.rank in end.ranks
             plans.append(_C.EdgePlans(lane, edge.text, is_joint, dtypes, ways[0], ways[1]))
+        for stage in place.stages:
+            plans += self._plans_within(stage, len(sizes))
+        return plans
+
+    def _plans_within(self, stage: int, number: int) -> list["_C.EdgePlans"]:
+        """Those between a stage's segments, for so many microbatches."""
+        plans, place, segments = [], self.place, self.partition.stages[stage].segments
+        for edge in () if segments is None else segments.edges:
+            lane = f"{stage}: {edge.from_segment}-{edge.to_segment}"
+            ways: list[list[_C.PreparedPlan]] = [[], []]
+            for is_gradient in (False, True) if edge.is_sent else ():
+                moves = segment_moves(edge, place.meshes[stage], is_gradient=is_gradient)
+                if moves:
+                    ways[is_gradient] = [place.transfers.prepare(moves, self.boundaries.plan_options)] * number
+            dtypes = [value.dtype for value in edge.values]
+            plans.append(_C.EdgePlans(lane, edge.text, edge.is_sent, dtypes, ways[0], ways[1]))
         return plans
 
 

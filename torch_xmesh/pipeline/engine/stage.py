@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_xmesh.pipeline.cut.losses import loss_of, needs_target
 from torch_xmesh.pipeline.cut.partition import Partition
+from torch_xmesh.pipeline.cut.units import Units
 from torch_xmesh.pipeline.engine.boundary import Boundaries
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.ranks.dtensors import activation_mesh, to_local, with_waited_gradient
@@ -24,6 +25,7 @@ class StepState:
     Attributes:
         sizes: samples per microbatch.
         codes: by stage, what it runs for each microbatch, if it was recorded; None without samples.
+        drawn: by stage and microbatch the state of random numbers behind a segment, for the next one.
         targets: this rank's part of each microbatch's target, on the last stage.
         losses: this rank's share of each microbatch's loss.
         outputs: this rank's part of each microbatch's model output values, by name.
@@ -36,6 +38,7 @@ class StepState:
         self.keeps_outputs = True
         self.meter: MemoryMeter | None = None  # counts memory in the first microbatch
         self.codes: Mapping[int, list[Any]] = {}
+        self.drawn: dict[tuple[int, int], torch.Tensor] = {}
         self.targets: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, dict[str, torch.Tensor]] = {}
@@ -78,6 +81,11 @@ class StageWork:
         self._shard = mesh.shard
         self._samples: dict[int, int] = {}  # this rank's samples, by samples of the microbatch
         self._shapes: dict[int, list[torch.Size]] = {}  # shapes of this rank's outputs, by samples of the microbatch
+        edges = () if self.program.segments is None else self.program.segments.edges
+        self._sent_values = [
+            [value for edge in edges if edge.is_sent and edge.from_segment == segment for value in edge.values]
+            for segment in range(self.program.num_segments)
+        ]
         self._has_dtensors = any(isinstance(parameter, DTensor) for parameter in self.program.module.parameters())
         self._takes_as_sent = not self._has_dtensors and not any(
             boundaries.is_stacked(info) or boundaries.is_dtensor(info) for info in self._inputs
@@ -101,9 +109,10 @@ class StageWork:
         return self.program.index
 
     def run(
-        self, step: StepState, microbatch: int, inputs: list[torch.Tensor]
+        self, step: StepState, microbatch: int, inputs: list[torch.Tensor], segment: int = 0
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Outputs as local tensors, on the last stage as the module made them; and the loss where there is a target."""
+        """Outputs as local tensors, on the last stage as the module made them; and the loss where there is a target. Of
+        a stage that is divided one segment is run; the last one's outputs are the stage's."""
         samples = self.samples(step.sizes[microbatch])
         if samples == 0:
             return [torch.empty(info.shape_for(0), dtype=info.dtype) for info in self._outputs], None
@@ -112,13 +121,16 @@ class StageWork:
         code = step.codes[self.stage][microbatch] if self.is_recorded else None
         uses_rng = self.program.uses_rng if code is None else code.uses_rng
         if not (uses_rng and (self.program.module.training or self.program.is_always_seeded)):
-            return self._run(step, microbatch, samples, inputs)
-        with dropout_rng(
-            dropout_seed(
-                seed=self._seed, step=step.number, stage=self.stage, microbatch=microbatch, data_shard=self._shard
-            )
-        ):
-            return self._run(step, microbatch, samples, inputs)
+            return self._run(step, microbatch, samples, inputs, segment)
+        seed = dropout_seed(
+            seed=self._seed, step=step.number, stage=self.stage, microbatch=microbatch, data_shard=self._shard
+        )
+        drawn = step.drawn.pop((self.stage, microbatch), None)
+        with dropout_rng(seed, drawn=drawn) as state:
+            result = self._run(step, microbatch, samples, inputs, segment)
+            if segment + 1 < self.program.num_segments:  # masks do not hang on where a stage is divided
+                step.drawn[self.stage, microbatch] = state()
+            return result
 
     @property
     def is_recorded(self) -> bool:
@@ -149,11 +161,17 @@ class StageWork:
         return self._samples[size]
 
     def _run(
-        self, step: StepState, microbatch: int, samples: int, inputs: list[torch.Tensor]
+        self, step: StepState, microbatch: int, samples: int, inputs: list[torch.Tensor], segment: int
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        given = self._wrapped(inputs, step.sizes[microbatch])
-        code = step.codes[self.stage][microbatch] if self.is_recorded else None
-        outputs = self.program(*given) if code is None else self.program.run(code, given)
+        if self.program.segments is not None:
+            outputs = self.program.segments.run(segment, inputs)
+            if segment + 1 < self.program.num_segments:
+                self._check_types(segment, outputs)
+                return list(outputs), None
+        else:
+            given = self._wrapped(inputs, step.sizes[microbatch])
+            code = step.codes[self.stage][microbatch] if self.is_recorded else None
+            outputs = self.program(*given) if code is None else self.program.run(code, given)
         if self.is_last:
             loss = self._finish(step, microbatch, samples, outputs)
             if loss is not None and step.is_train and not loss.requires_grad:
@@ -166,6 +184,15 @@ class StageWork:
         if shapes is None:
             shapes = self._shapes[size] = self._expected_shapes(size)
         return [self._sent(index, output, shapes[index], microbatch) for index, output in enumerate(outputs)], None
+
+    def _check_types(self, segment: int, outputs: Sequence[torch.Tensor]) -> None:
+        """What other segments are sent has the types with which that was planned."""
+        for value in self._sent_values[segment]:
+            if (found := outputs[value.output].dtype) != value.dtype:
+                raise ValueError(
+                    f"value {value.name} of stage {self.stage} has dtype {found} behind segment {segment}, expected "
+                    f"{value.dtype}"
+                )
 
     def _wrapped(self, inputs: list[torch.Tensor], samples: int) -> list[torch.Tensor]:
         if self._takes_as_sent:
@@ -259,15 +286,17 @@ class StageWork:
 class StageForward:
     """What the C++ engine is given to call in a step."""
 
-    def __init__(self, works: Mapping[int, StageWork]) -> None:
+    def __init__(self, works: Mapping[int, StageWork], units: Units) -> None:
         self.step: StepState | None = None
         self.works = works  # those of the step that runs
+        self._units = {unit: (stage, place) for unit, stage, place in units.of_stages(list(works))}
 
     def __call__(
-        self, stage: int, microbatch: int, inputs: list[torch.Tensor]
+        self, unit: int, microbatch: int, inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         assert self.step is not None
-        work, step = self.works[stage], self.step
+        (stage, segment), step = self._units[unit], self.step
+        work = self.works[stage]
         if step.meter is not None and microbatch == 0:
-            return step.meter.around(lambda: work.run(step, microbatch, inputs), stage, inputs)
-        return work.run(step, microbatch, inputs)
+            return step.meter.around(lambda: work.run(step, microbatch, inputs, segment), stage, inputs)
+        return work.run(step, microbatch, inputs, segment)

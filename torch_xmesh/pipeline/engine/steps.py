@@ -124,7 +124,7 @@ class EngineSteps:
                 self._runs,
                 self._microbatches,
                 sized.plans(sizes),
-                batch.inputs,
+                sized.partition.inputs_of_units(place.stages, batch.inputs),
                 has_backward=is_train,
                 weights_key=self._weights_key(order),
                 runs_weights_early=plan.early_weights,

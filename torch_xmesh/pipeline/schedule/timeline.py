@@ -77,7 +77,8 @@ def events_of(
     if not spans:
         return []
     events = []
-    for kind, action, begin, end in spans:
+    for kind, name, begin, end in spans:
+        action, _, _ = name.partition(",")  # a segment's is drawn as its stage's
         stage = int(action.rstrip("0123456789")[:-1])
         events.append(Event(rank, stage, "compute", action if kind == "compute" else f"wait {action}", begin, end))
     stage = min(event.stage for event in events)
@@ -110,17 +111,21 @@ def costs_of_events(
 ) -> Costs:
     """What the actions and transfers of a step took, aligned: medians of the actions of a stage, the shortest transfer
     of each edge and direction."""
-    computed: dict[tuple[int, str], list[float]] = {}
+    computed: dict[tuple[int, str, int, str], float] = {}  # a divided stage's action is its segments', together
     moved: dict[tuple[int, int, str], list[float]] = {}
     for event in events:
         if event.kind in "FBIW":
-            computed.setdefault((event.stage, event.kind), []).append(event.end - event.begin)
+            action = event.stage, event.kind, event.rank, event.name
+            computed[action] = computed.get(action, 0.0) + event.end - event.begin
         elif event.kind == "send":
             what, way = event.name.split()[:2]
             start, stop = map(int, way.split(">"))
             ends = (start, stop) if what == "value" else (stop, start)
             moved.setdefault((*ends, what), []).append(event.end - event.begin)
-    median = {key: statistics.median(found) for key, found in computed.items()}
+    taken: dict[tuple[int, str], list[float]] = {}
+    for (stage, kind, *_), seconds in computed.items():
+        taken.setdefault((stage, kind), []).append(seconds)
+    median = {key: statistics.median(found) for key, found in taken.items()}
     stages = [
         StageCosts(
             forward_seconds=median.get((stage, "F"), 0.0),

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,17 +18,23 @@ def dropout_seed(*, seed: int, step: int, stage: int, microbatch: int, data_shar
 
 
 @contextlib.contextmanager
-def dropout_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from `seed` inside, and leave the global generators (CPU, and `device` if it is CUDA) as they were."""
+def dropout_rng(
+    seed: int, device: torch.device | None = None, *, drawn: torch.Tensor | None = None
+) -> Iterator[Callable[[], torch.Tensor]]:
+    """Draw from `seed` inside, or go on from where another one has `drawn`, and leave the global generators (CPU, and
+    `device` if it is CUDA) as they were. Inside, calling what it gives tells how far the CPU's has drawn."""
     cuda = device if device is not None and device.type == "cuda" else None
     cpu_state = torch.random.get_rng_state()
     cuda_state = None if cuda is None else torch.cuda.get_rng_state(cuda)
-    torch.default_generator.manual_seed(seed)
+    if drawn is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.random.set_rng_state(drawn)
     if cuda is not None:
         with torch.cuda.device(cuda):
             torch.cuda.manual_seed(seed)
     try:
-        yield
+        yield torch.random.get_rng_state
     finally:
         torch.random.set_rng_state(cpu_state)
         if cuda is not None and cuda_state is not None:

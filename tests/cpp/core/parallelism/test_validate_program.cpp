@@ -435,7 +435,22 @@ TEST(ValidateProgram, SegmentsEndAtCollectives) {
   square("third", 1, 3, {}, {});                            // reads a: in the same segment
   square("fourth", 2, 4, {{{0, kReplicated, 0}}, {}}, {});
   validateProgram(program);
-  EXPECT_EQ(segmentsOf(program), (std::vector<size_t>{0, 3}));
+  const std::vector<bool> anywhere(4, true);
+  EXPECT_EQ(segmentsOf(program, anywhere), (std::vector<size_t>{0, 3}));
+  EXPECT_TRUE(isTransfer(program, program.operators[1].results[0]));
+  EXPECT_FALSE(isTransfer(program, program.operators[3].reads[0])) << "each slices what it has";
+  Program summed = program;  // the gradient stays in summands along the other axis, and has no way to go
+  summed.mesh_shape = {2, 2};
+  summed.values[3].has_gradient = true;
+  summed.values[3].held = {{0, kReplicated}, {0, kPartialSum}};
+  summed.operators[3].reads[0] = {3, {{kReplicated, kReplicated}, {0, kPartialSum}}, {{{0, 0, kReplicated}}, {}}, true};
+  EXPECT_FALSE(isTransfer(summed, summed.operators[3].reads[0]));
+  summed.operators[3].reads[0].gives_gradient = false;
+  EXPECT_TRUE(isTransfer(summed, summed.operators[3].reads[0]));
+  EXPECT_EQ(segmentsOf(program, {true, true, true, false}), (std::vector<size_t>{0})) << "no segment may begin there";
+  program.leaving = {{4, whole, {{{0, 0, kReplicated}}, {}}, false}};
+  EXPECT_EQ(segmentsOf(program, anywhere), (std::vector<size_t>{0, 3, 4})) << "what leaves is gathered behind the last";
+  EXPECT_THROW(static_cast<void>(segmentsOf(program, {})), InvalidArgument);
 }
 
 }  // namespace

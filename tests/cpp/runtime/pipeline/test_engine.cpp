@@ -64,6 +64,20 @@ std::vector<PlaceStep> middleOfThree(int32_t num_microbatches) {
   return placeProgram(schedule.actionsOf(1), {{0, 1, true, false, true}, {1, 2, true, true, false}});
 }
 
+TEST(PlaceProgram, PostsNothingThatThePlaceSendsItself) {
+  const std::vector<PlaceStep> steps =
+      placeProgram({{ActionKind::kForward, 1, 0}, {ActionKind::kForward, 2, 0}, {ActionKind::kBackward, 2, 0}, {ActionKind::kBackward, 1, 0}},
+                   {{0, 1, true, false, true}, {1, 2, true, true, true}});
+  ASSERT_EQ(steps.size(), 4U);
+  EXPECT_EQ(steps[0].posted, (std::vector<Transfer>{{0, 0, false}}));
+  EXPECT_EQ(steps[0].sends, (std::vector<Transfer>{{1, 0, false}}));
+  EXPECT_EQ(steps[1].receives, (std::vector<Transfer>{{1, 0, false}}));
+  EXPECT_TRUE(steps[1].posted.empty());
+  EXPECT_EQ(steps[2].sends, (std::vector<Transfer>{{1, 0, true}}));
+  EXPECT_EQ(steps[3].receives, (std::vector<Transfer>{{1, 0, true}}));
+  EXPECT_TRUE(steps[3].posted.empty());
+}
+
 TEST(PlaceProgram, SendsAndReceivesWhatAnActionNeeds) {
   const std::vector<PlaceStep> steps =
       placeProgram({{ActionKind::kForward, 1, 0}, {ActionKind::kBackward, 1, 0}},
@@ -73,6 +87,7 @@ TEST(PlaceProgram, SendsAndReceivesWhatAnActionNeeds) {
   EXPECT_EQ(steps[0].sends, (std::vector<Transfer>{{1, 0, false}}));
   EXPECT_EQ(steps[1].receives, (std::vector<Transfer>{{1, 0, true}}));
   EXPECT_EQ(steps[1].sends, (std::vector<Transfer>{{0, 0, true}}));
+  EXPECT_EQ(steps[0].posted, steps[0].receives) << "all of it comes from other places";
 }
 
 TEST(PlaceProgram, AnEdgeInsideThePlaceIsSentAndReceived) {

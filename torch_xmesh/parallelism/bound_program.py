@@ -39,6 +39,17 @@ class BoundProgram:
         """The program's values of a source."""
         return [number for number, value in enumerate(self._program.values) if value.source == source]
 
+    def shape_reads(self) -> list[tuple[int, int]]:
+        """Operators of the program with values of which they look at the shape, or the type, alone."""
+        numbers = {value: number for number, value in enumerate(self.values)}
+        out = []
+        for place, number in enumerate(self.operators):
+            site = self._recorded.sites[number]
+            for value, is_read in zip(site.sources, site.is_read, strict=True):
+                if not is_read and value in numbers:
+                    out.append((place, numbers[value]))
+        return out
+
     def _value(self, planned: ProgramValue) -> Value:
         by_source = {
             ARGUMENT: self._arguments,

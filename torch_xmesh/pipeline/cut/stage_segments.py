@@ -1,0 +1,74 @@
+"""Segments of a stage: what it computes between transfers among its own devices."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class PassedValue:
+    """A value that goes from a segment to a later one.
+
+    Attributes:
+        output: its position among what the first one leaves; `input`: among what the later one is given.
+        shape: of all of it.
+        src, dst: how it lies there.
+        gradient_src, gradient_dst: how its gradient lies at the later one, and comes to the first one.
+    """
+
+    name: str
+    output: int
+    input: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiable: bool
+    src: tuple[Placement, ...]
+    dst: tuple[Placement, ...]
+    gradient_src: tuple[Placement, ...]
+    gradient_dst: tuple[Placement, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentEdge:
+    """What goes from a segment to a later one. `is_sent`: by one transfer; else it is handed over."""
+
+    from_segment: int
+    to_segment: int
+    is_sent: bool
+    values: tuple[PassedValue, ...]
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(value.is_differentiable for value in self.values)
+
+    @property
+    def text(self) -> str:
+        return ", ".join(value.name for value in self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSegment:
+    """Attributes:
+    inputs, outputs: names, each once. The first segment's inputs end with what other stages make, if it has any
+        of its own they are before; the last one's outputs are the stage's.
+    model_inputs: by input that the user passes, which are the first ones, its position among the stage's.
+    whole_because: why its backward is never split; empty where that depends on what it computes.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    model_inputs: tuple[int, ...]
+    whole_because: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSegments:
+    """Attributes:
+    run: runs one: its number, and what it is given.
+    """
+
+    segments: tuple[StageSegment, ...]
+    edges: tuple[SegmentEdge, ...]
+    run: Callable[[int, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]] = dataclasses.field(repr=False)
