@@ -429,6 +429,7 @@ class EdgeValues:
     to_positions: Sequence[int]
     is_differentiable: Sequence[int]
     drops_gradient: Sequence[int]
+    is_passing: bool
     is_local: bool
     has_producer: bool
     has_consumer: bool

@@ -116,6 +116,7 @@ void bindPipeline(py::module_& module) {
       .def_readwrite("to_positions", &EdgeValues::to_positions)
       .def_readwrite("is_differentiable", &EdgeValues::is_differentiable)
       .def_readwrite("drops_gradient", &EdgeValues::drops_gradient)
+      .def_readwrite("is_passing", &EdgeValues::is_passing)
       .def_readwrite("is_local", &EdgeValues::is_local)
       .def_readwrite("has_producer", &EdgeValues::has_producer)
       .def_readwrite("has_consumer", &EdgeValues::has_consumer);

@@ -20,6 +20,7 @@ struct EdgeValues {
   bool is_local = false;      ///< both stages are on this rank and the values need not move
   bool has_producer = false;  ///< `from` is on this rank
   bool has_consumer = false;  ///< `to` is on this rank
+  bool is_passing = false;    ///< `to` holds none of the values for its backward, but what autograd saves of them
 
   /// Positions in the lists above of those that have a gradient.
   std::vector<size_t> differentiable() const;

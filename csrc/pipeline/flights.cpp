@@ -2,6 +2,14 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
 
 #include "core/error.h"
 
@@ -13,6 +21,23 @@ namespace {
 at::Tensor asLeaf(const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   return value.view_as(value).requires_grad_();
+}
+
+/// Hands a gradient on.
+struct PassedValue final : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "PassedValue"; }
+};
+
+/// A leaf of no memory, and the value as what is computed from that: whoever holds the leaf does not hold the value.
+std::pair<at::Tensor, at::Tensor> behindLeaf(const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor leaf = at::zeros({}, value.options()).expand(value.sizes()).requires_grad_();
+  const std::shared_ptr<PassedValue> node(new PassedValue(), torch::autograd::deleteNode);
+  node->set_next_edges({torch::autograd::impl::gradient_edge(leaf)});
+  at::Tensor out = value.detach();
+  torch::autograd::set_history(out, node);
+  return {leaf, out};
 }
 
 }  // namespace
@@ -63,7 +88,13 @@ void Flights::putValues(int32_t edge, int32_t microbatch, std::vector<at::Tensor
   flight.inputs.resize(stage(edge_values.to).inputs.size());
   for (size_t i = 0; i < values.size(); ++i) {
     const bool is_leaf = has_backward_ && edge_values.is_differentiable[i] != 0;
-    flight.inputs[static_cast<size_t>(edge_values.to_positions[i])] = is_leaf ? asLeaf(values[i]) : std::move(values[i]);
+    const auto position = static_cast<size_t>(edge_values.to_positions[i]);
+    if (is_leaf && edge_values.is_passing) {
+      flight.leaves.resize(flight.inputs.size());
+      std::tie(flight.leaves[position], flight.inputs[position]) = behindLeaf(values[i]);
+    } else {
+      flight.inputs[position] = is_leaf ? asLeaf(values[i]) : std::move(values[i]);
+    }
   }
 }
 
@@ -125,6 +156,16 @@ void Flights::handOver(int32_t stage, int32_t microbatch, bool is_gradient) {
       putGradients(index, microbatch, takeGradients(index, microbatch));
     }
   }
+}
+
+void Flights::keepLeaves(int32_t stage, int32_t microbatch) {
+  Flight& flight = at(stage, microbatch);
+  for (size_t i = 0; i < flight.leaves.size(); ++i) {
+    if (flight.leaves[i].defined()) {
+      flight.inputs[i] = std::move(flight.leaves[i]);
+    }
+  }
+  flight.leaves.clear();
 }
 
 void Flights::release(const core::Action& action) {

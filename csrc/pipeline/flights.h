@@ -24,7 +24,8 @@ struct ValueUse {
 
 /// One microbatch on one stage: what it holds between its actions.
 struct Flight {
-  std::vector<at::Tensor> inputs;            ///< by input position; leaves where differentiable
+  std::vector<at::Tensor> inputs;            ///< by input position; differentiable ones are leaves, or behind `leaves`
+  std::vector<at::Tensor> leaves;            ///< by input position, without memory; undefined where the input is its own
   std::vector<at::Tensor> outputs;           ///< by output position, detached; until they are sent
   std::vector<torch::autograd::Edge> roots;  ///< by output position; invalid where no gradient can enter
   std::optional<torch::autograd::Edge> loss;
@@ -62,6 +63,8 @@ class Flights {
   std::vector<at::Tensor> sumOfGradients(int32_t stage, int32_t microbatch);
   /// Gives a stage's values, or the gradients of its inputs, to the stages of this rank that need no transfer.
   void handOver(int32_t stage, int32_t microbatch, bool is_gradient);
+  /// A forward has run: of what only that needed nothing is held.
+  void keepLeaves(int32_t stage, int32_t microbatch);
   /// An action has run, and what it made is sent: drops what nothing later needs.
   void release(const core::Action& action);
 

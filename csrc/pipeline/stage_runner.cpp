@@ -59,6 +59,7 @@ void StageRunner::forward(int32_t stage, int32_t microbatch) {
   if (!step_.has_backward) {
     flight.inputs.clear();
   }
+  flights_.keepLeaves(stage, microbatch);
   flights_.handOver(stage, microbatch, false);
 }
 

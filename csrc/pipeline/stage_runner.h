@@ -44,7 +44,9 @@ struct StepInputs {
 /// flights. Threading: one thread, without the GIL.
 class StageRunner final : public runtime::ActionRunner {
  public:
-  StageRunner(Flights& flights, std::shared_ptr<const core::Segments> segments) : flights_(flights), segments_(std::move(segments)) {}
+  /// `segments`: name what runs, in errors.
+  explicit StageRunner(Flights& flights, std::shared_ptr<const core::Segments> segments = std::make_shared<const core::Segments>())
+      : flights_(flights), segments_(std::move(segments)) {}
 
   /// By stage whose backward I and W cannot split: why not, at its last I. Such an I is the whole backward.
   const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }

@@ -89,6 +89,40 @@ def test_masks_do_not_hang_on_segments(name: str) -> None:
     spawn(draws_alike, 4, name)
 
 
+class Adds(nn.Module):
+    """What a layer adds is brought together, and nothing of backward reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(64, 256, bias=False) for _ in range(4))
+        self.second = nn.ModuleList(nn.Linear(256, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(self.first, self.second, strict=True):
+            x = x + second(first(x).relu())
+        return x
+
+
+def holds_little(rank: int, world_size: int) -> None:
+    """All microbatches' forwards come before the first backward. Of what is received in one what products read is saved
+    until then, a tensor for each layer and microbatch; what layers add is not."""
+    torch.manual_seed(1)
+    model, x = Adds().double(), torch.randn(16, 64, dtype=torch.float64)
+    options = {**OPTIONS, "num_microbatches": 8, "schedule": "gpipe", "num_layers": 1}
+    plan = xm.presets.megatron(model, (x,), tensor_parallel=2, **options)
+    whole, batch = copy.deepcopy(model), torch.randn(128, 64, dtype=torch.float64)
+    with xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss) as engine:
+        engine.step(batch, target=torch.ones_like(batch))
+        F.mse_loss(whole(batch), torch.ones_like(batch)).backward()  # type: ignore[no-untyped-call]
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(whole_of(parameter.grad), whole.get_parameter(name).grad)
+        assert 32 <= engine.buffer_counts[0] < 40, engine.buffer_counts
+
+
+def test_what_nobody_saves_is_not_held() -> None:
+    spawn(holds_little, 4)
+
+
 def transfers_as_predicted(rank: int, world_size: int) -> None:
     """As many as the plan says, each of them a forward's or a backward's, and a microbatch's."""
     torch.manual_seed(2)

@@ -11,8 +11,9 @@ namespace {
 
 using core::ActionKind;
 
-/// Two stages of one rank, y = x * w each, the second with the loss sum(y); gradients are those of one backward through both.
-class StageRunnerTest : public ::testing::Test {
+/// Two stages of one rank, y = x * w each, the second with the loss sum(y); gradients are those of one backward through both. By turns the second one
+/// holds what it is given, or not.
+class StageRunnerTest : public ::testing::TestWithParam<bool> {
  protected:
   StageRunnerTest() {
     for (at::Tensor& weight : weights_) {
@@ -38,12 +39,12 @@ class StageRunnerTest : public ::testing::Test {
   }
 
   std::vector<at::Tensor> weights_ = {at::full({2}, 3.0F), at::full({2}, 5.0F)};
-  Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {1}, {0}, true, true, true}}};
+  Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {1}, {0}, true, true, true, GetParam()}}};
   StageRunner runner_{flights_};
   std::shared_ptr<int> held_ = std::make_shared<int>();  ///< by the forward
 };
 
-TEST_F(StageRunnerTest, WholeBackwards) {
+TEST_P(StageRunnerTest, WholeBackwards) {
   begin(2);
   for (const int32_t microbatch : {0, 1}) {
     run(ActionKind::kForward, 0, microbatch);
@@ -58,7 +59,21 @@ TEST_F(StageRunnerTest, WholeBackwards) {
   EXPECT_EQ(weights_[1].grad()[1].item<float>(), 0.5F * 3 * (1 + 2));
 }
 
-TEST_F(StageRunnerTest, WeightsWaitForTheirTurn) {
+TEST_P(StageRunnerTest, WhatIsPassedOnIsNotHeld) {
+  begin(1);
+  run(ActionKind::kForward, 0, 0);
+  EXPECT_EQ(flights_.at(1, 0).inputs.at(0).storage().nbytes(), 2 * sizeof(float));
+  run(ActionKind::kForward, 1, 0);
+  const at::Tensor held = flights_.at(1, 0).inputs.at(0);
+  EXPECT_TRUE(held.is_leaf() && held.requires_grad());
+  EXPECT_EQ(held.sizes(), at::IntArrayRef({2}));
+  EXPECT_EQ(held.storage().nbytes(), (GetParam() ? 1 : 2) * sizeof(float));
+  run(ActionKind::kBackward, 1, 0);
+  run(ActionKind::kBackward, 0, 0);
+  EXPECT_EQ(weights_[0].grad()[0].item<float>(), 0.5F * 5);
+}
+
+TEST_P(StageRunnerTest, WeightsWaitForTheirTurn) {
   begin(1);
   run(ActionKind::kForward, 0, 0);
   run(ActionKind::kForward, 1, 0);
@@ -74,7 +89,7 @@ TEST_F(StageRunnerTest, WeightsWaitForTheirTurn) {
   EXPECT_TRUE(runner_.mayRunEarlyNext(0)) << "all were split";
 }
 
-TEST_F(StageRunnerTest, AFailedStepLeavesNothing) {
+TEST_P(StageRunnerTest, AFailedStepLeavesNothing) {
   begin(1);
   run(ActionKind::kForward, 0, 0);
   EXPECT_GT(held_.use_count(), 1);
@@ -83,7 +98,7 @@ TEST_F(StageRunnerTest, AFailedStepLeavesNothing) {
   EXPECT_TRUE(flights_.at(1, 0).inputs.empty());
 }
 
-TEST_F(StageRunnerTest, AnotherNumberOfOutputsIsRefused) {
+TEST_P(StageRunnerTest, AnotherNumberOfOutputsIsRefused) {
   StageRunner runner(flights_);
   StepInputs inputs;
   inputs.forward = [](int32_t, int32_t, const std::vector<at::Tensor>&) { return ForwardResult{}; };
@@ -92,6 +107,8 @@ TEST_F(StageRunnerTest, AnotherNumberOfOutputsIsRefused) {
   runner.beginStep(std::move(inputs));
   EXPECT_THROW(runner.run({ActionKind::kForward, 0, 0}), core::InvalidArgument);
 }
+
+INSTANTIATE_TEST_SUITE_P(Held, StageRunnerTest, ::testing::Bool());
 
 }  // namespace
 }  // namespace xmesh::pipeline

@@ -205,7 +205,7 @@ def segment_edges(program: StageProgram, first: int) -> list["_C.EdgeValues"]:
         edge_values.to_positions = [value.input for value in edge.values]
         edge_values.is_differentiable = [int(value.is_differentiable) for value in edge.values]
         edge_values.drops_gradient = [0] * len(edge.values)
-        edge_values.has_producer = edge_values.has_consumer = True
+        edge_values.has_producer = edge_values.has_consumer = edge_values.is_passing = True
         edge_values.is_local = not edge.is_sent
         out.append(edge_values)
     return out
