@@ -40,10 +40,6 @@ class SegmentEdge:
     values: tuple[PassedValue, ...]
 
     @property
-    def has_gradient(self) -> bool:
-        return any(value.is_differentiable for value in self.values)
-
-    @property
     def text(self) -> str:
         return ", ".join(value.name for value in self.values)
 
@@ -51,8 +47,9 @@ class SegmentEdge:
 @dataclasses.dataclass(frozen=True)
 class StageSegment:
     """Attributes:
-    inputs, outputs: names, each once. The first segment's inputs end with what other stages make, if it has any
-        of its own they are before; the last one's outputs are the stage's.
+    inputs: names, each once: what the user passes, on the first segment what other stages make, then what earlier
+        segments pass on.
+    outputs: names, each once: what later segments are passed; the last segment's are the stage's.
     model_inputs: by input that the user passes, which are the first ones, its position among the stage's.
     whole_because: why its backward is never split; empty where that depends on what it computes.
     """
