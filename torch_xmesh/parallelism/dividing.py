@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch import fx
+
 from torch_xmesh.parallelism.bound_program import BoundProgram
 from torch_xmesh.parallelism.operators import Recorded
 from torch_xmesh.parallelism.plan import PlannedParameter, PlannedStage
@@ -69,6 +71,9 @@ def _together(
     changes: dict[int, int] = {}  # the last one that changes it
     mutations = recorded.recording.mutations
     changed = {memory for memory, _, _ in mutations}
+    changed_by: dict[fx.Node, set[int]] = {}
+    for memory, _, changer in mutations:
+        changed_by.setdefault(changer, set()).add(memory)
     for place, number in enumerate(bound.operators):
         operator, node = recorded.forward.operators[number], sites[number].node
         if operator.checkpoint is not None:
@@ -76,10 +81,11 @@ def _together(
         for name in {value.name for value in operator.reads if value.is_parameter} & fetched:
             groups.setdefault(("layer", layer_of.get(operator.name)), []).append(place)
             groups.setdefault(("parameter", name), []).append(place)
-        touched = set().union(facts[node].memory, *(facts[source].memory for source in node.all_input_nodes))
+        own = changed_by.get(node, set())  # what is called whole may change a buffer that no other operator has
+        touched = own.union(facts[node].memory, *(facts[source].memory for source in node.all_input_nodes))
         for memory in touched & changed:
             memories.setdefault(memory, []).append(place)
-        changes.update((memory, place) for memory, _, changer in mutations if changer is node)
+        changes.update(dict.fromkeys(own, place))
     for places in groups.values():
         yield places[0], places[-1]
     for memory, place in changes.items():
