@@ -68,7 +68,7 @@ void Engine::run(const std::vector<PlaceStep>& steps, ActionRunner& runner, Boun
       continue;
     }
     const PlaceStep& step = steps[i];
-    if (options_.overlap) {
+    if (options_.overlap && !step.posted.empty()) {
       runWeightsEarly(steps, i, is_done, runner, traffic);
     }
     waitReceives(step, traffic);

@@ -93,9 +93,10 @@ struct EngineOptions {
 int64_t steadyNanoseconds();
 
 /// Runs the list of one place on a runner and a traffic, in order. Receives are posted ahead, first needed first; a value is sent as soon as its
-/// action has ended and waited for only where it is needed. Before it waits, with overlap, it runs the next W of the list, if that may run early, its
-/// I is done and no B stands before it: gradients are added up in the list's order, whatever comes late. No action begins once the pipeline has
-/// failed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must outlive run().
+/// action has ended and waited for only where it is needed. Before it waits for another place, with overlap, it runs the next W of the list, if that
+/// may run early, its I is done and no B stands before it: gradients are added up in the list's order, whatever comes late. What a place sends itself
+/// comes soon, and all its ranks wait for it together: a W then would hold them up. No action begins once the pipeline has failed. Threading: run()
+/// on one thread at a time; describe() on any. Runner and traffic must outlive run().
 class Engine {
  public:
   explicit Engine(EngineOptions options) : options_(options) {}

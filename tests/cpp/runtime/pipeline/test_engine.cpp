@@ -39,9 +39,12 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
   }
   void waitReceive(const Transfer& transfer) override {
     log.push_back("wait " + text(transfer));
-    EXPECT_EQ(posted.erase(transfer), 1U) << text(transfer) << " was not posted";
+    EXPECT_EQ(posted.erase(transfer) + sent.count(transfer), 1U) << text(transfer) << " was not posted";
   }
-  void send(const Transfer& transfer) override { log.push_back("send " + text(transfer)); }
+  void send(const Transfer& transfer) override {
+    log.push_back("send " + text(transfer));
+    sent.insert(transfer);
+  }
   void flush() override { log.emplace_back("flush"); }
   void drain() override { log.emplace_back("drain"); }
   void check() const override {
@@ -52,6 +55,7 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
 
   std::vector<std::string> log;
   std::set<Transfer> posted;
+  std::set<Transfer> sent;
   size_t peak_posted = 0;
   bool runs_early = false;
   std::set<std::string> late;  ///< transfers that arrive only when they are waited for
@@ -121,30 +125,38 @@ TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
   EXPECT_EQ(engine.describe(), "is between steps");
 }
 
+/// The actions of a list in the order in which a place with that edge runs them.
+std::string orderOf(const std::string& list, const PlaceEdge& edge, bool runs_early, std::set<std::string> late) {
+  Recorder recorder;
+  recorder.runs_early = runs_early;
+  recorder.late = std::move(late);
+  std::vector<Action> actions;
+  for (size_t begin = 0; begin < list.size(); begin = list.find(' ', begin) == std::string::npos ? list.size() : list.find(' ', begin) + 1) {
+    actions.push_back(Action::parse(list.substr(begin, list.find(' ', begin) - begin)));
+  }
+  Engine engine({true, 4});
+  engine.run(placeProgram(actions, {edge}), recorder, recorder);
+  std::string ran;
+  for (const std::string& line : recorder.log) {
+    ran += line.size() == 3 ? (ran.empty() ? "" : " ") + line : "";
+  }
+  return ran;
+}
+
 /// The second F's value comes late: W that are ready run before it, in the list's order and not past a B.
 TEST(Engine, RunsWeightsBeforeItWaits) {
-  const auto order = [](const std::string& list, bool runs_early, std::set<std::string> late) {
-    Recorder recorder;
-    recorder.runs_early = runs_early;
-    recorder.late = std::move(late);
-    std::vector<Action> actions;
-    for (size_t begin = 0; begin < list.size(); begin = list.find(' ', begin) == std::string::npos ? list.size() : list.find(' ', begin) + 1) {
-      actions.push_back(Action::parse(list.substr(begin, list.find(' ', begin) - begin)));
-    }
-    Engine engine({true, 4});
-    engine.run(placeProgram(actions, {{0, 1, true, false, true}}), recorder, recorder);
-    std::string ran;
-    for (const std::string& line : recorder.log) {
-      ran += line.size() == 3 ? (ran.empty() ? "" : " ") + line : "";
-    }
-    return ran;
-  };
+  const PlaceEdge from_another{0, 1, true, false, true};
   const std::string list = "1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2";
-  EXPECT_EQ(order(list, true, {}), list);
-  EXPECT_EQ(order(list, false, {"v0.1"}), list);
-  EXPECT_EQ(order(list, true, {"v0.1"}), "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2");
-  EXPECT_EQ(order(list, true, {"v0.2"}), list) << "both have run already";
-  EXPECT_EQ(order("1F0 1I0 1F1 1B1 1W0", true, {"v0.1"}), "1F0 1I0 1F1 1B1 1W0") << "B1 adds to the gradients before W0 does";
+  EXPECT_EQ(orderOf(list, from_another, true, {}), list);
+  EXPECT_EQ(orderOf(list, from_another, false, {"v0.1"}), list);
+  EXPECT_EQ(orderOf(list, from_another, true, {"v0.1"}), "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2");
+  EXPECT_EQ(orderOf(list, from_another, true, {"v0.2"}), list) << "both have run already";
+  EXPECT_EQ(orderOf("1F0 1I0 1F1 1B1 1W0", from_another, true, {"v0.1"}), "1F0 1I0 1F1 1B1 1W0") << "B1 adds to the gradients before W0 does";
+}
+
+TEST(Engine, RunsNoWeightsBeforeItWaitsForItsOwn) {
+  const std::string list = "0F0 1F0 1I0 0I0 0F1 1F1 1I1 1W0 0W0 0I1 1W1 0W1";
+  EXPECT_EQ(orderOf(list, {0, 1, true, true, true}, true, {"v0.0", "v0.1", "g0.0", "g0.1"}), list);
 }
 
 TEST(Engine, PostsReceivesAheadFirstNeededFirstAndBounded) {
