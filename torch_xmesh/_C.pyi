@@ -408,7 +408,7 @@ class PipelineTraffic:
 
 class StageValues:
     """What a stage takes and gives: values by name, which inputs the user passes, and why its backward is never split
-    (empty where its graph decides)."""
+    (empty where its graph decides). ``sums_after_weights``: behind each W ranks add gradients up."""
 
     def __init__(
         self,
@@ -418,6 +418,7 @@ class StageValues:
         model_positions: Sequence[int],
         is_alone: bool,
         whole_because: str,
+        sums_after_weights: bool = False,
     ) -> None: ...
 
 class EdgeValues:
@@ -476,10 +477,12 @@ class PipelinePlace:
         runs_weights_early: bool,
         is_measured: bool,
         loss_weights: Sequence[float],
+        weights_done: Callable[[int, int, bool], None] | None = None,
     ) -> None:
         """Runs the place's actions once. ``forward(stage, microbatch, inputs)`` returns the outputs, and on the last
         stage the loss; it is not kept. ``model_inputs``: by stage, then microbatch; ``loss_weights``: by microbatch,
-        the gradient that enters the last stage's loss; ``first_microbatch``: how many all earlier runs had."""
+        the gradient that enters the last stage's loss; ``first_microbatch``: how many all earlier runs had;
+        ``weights_done(stage, microbatch, is_last)``: called behind each B and W, not kept either."""
     @property
     def failed_action(self) -> tuple[int, int] | None:
         """(stage, microbatch) of the action that raised."""

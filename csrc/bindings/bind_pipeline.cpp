@@ -33,6 +33,16 @@ pipeline::StepInputs::Forward forwardOf(py::object function) {
   };
 }
 
+pipeline::StepInputs::WeightsDone weightsDoneOf(py::object function) {
+  if (function.is_none()) {
+    return {};
+  }
+  return [function = holdCallable(std::move(function))](int32_t stage, int32_t microbatch, bool is_last) {
+    const py::gil_scoped_acquire gil;
+    (*function)(stage, microbatch, is_last);
+  };
+}
+
 std::vector<PipelineTraffic::Prepared> constPlans(const Plans& plans) { return {plans.begin(), plans.end()}; }
 
 void run(PipelinePlace& place, const std::vector<core::Action>& actions, pipeline::StepInputs inputs, pipeline::StepTransfers plans) {
@@ -104,10 +114,12 @@ void bindPipeline(py::module_& module) {
   bindTraffic(module);
   py::class_<StageValues>(module, "StageValues")
       .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions,
-                       bool is_alone, std::string whole_because) {
-             return StageValues{stage, std::move(inputs), std::move(outputs), std::move(model_positions), is_alone, std::move(whole_because)};
+                       bool is_alone, std::string whole_because, bool sums_after_weights) {
+             return StageValues{stage,    std::move(inputs),        std::move(outputs), std::move(model_positions),
+                                is_alone, std::move(whole_because), sums_after_weights};
            }),
-           py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"), py::arg("is_alone"), py::arg("whole_because"));
+           py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"), py::arg("is_alone"), py::arg("whole_because"),
+           py::arg("sums_after_weights") = false);
   py::class_<EdgeValues>(module, "EdgeValues")
       .def(py::init<>())
       .def_readwrite("from_stage", &EdgeValues::from)
@@ -137,15 +149,16 @@ void bindPipeline(py::module_& module) {
           "run",
           [](PipelinePlace& self, py::object forward, const core::Schedule& schedule, int32_t place, uint64_t step, uint64_t first_microbatch,
              const std::vector<std::shared_ptr<EdgePlans>>& edges, std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs,
-             bool has_backward, uint64_t weights_key, bool runs_weights_early, bool is_measured, std::vector<double> loss_weights) {
+             bool has_backward, uint64_t weights_key, bool runs_weights_early, bool is_measured, std::vector<double> loss_weights,
+             py::object weights_done) {
             run(self, schedule.actionsOf(place),
                 {forwardOf(std::move(forward)), std::move(model_inputs), has_backward, weights_key, runs_weights_early, is_measured,
-                 std::move(loss_weights)},
+                 std::move(loss_weights), weightsDoneOf(std::move(weights_done))},
                 {step, first_microbatch, {edges.begin(), edges.end()}});
           },
           py::arg("forward"), py::arg("schedule"), py::arg("place"), py::arg("step"), py::arg("first_microbatch"), py::arg("edges"),
           py::arg("model_inputs"), py::arg("has_backward"), py::arg("weights_key"), py::arg("runs_weights_early"), py::arg("is_measured"),
-          py::arg("loss_weights"))
+          py::arg("loss_weights"), py::arg("weights_done") = py::none())
       .def(
           "may_run_early", [](const PipelinePlace& self, int32_t stage) { return self.runner().mayRunEarlyNext(stage); }, py::arg("stage"))
       .def_property_readonly("weight_storages",

@@ -34,6 +34,11 @@ void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inp
   std::vector<core::Action> own;
   std::copy_if(all.begin(), all.end(), std::back_inserter(own), [this](const core::Action& action) { return flights_.has(action.stage); });
   const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());
+  for (const core::Action& action : own) {
+    if (core::flightChangeOf(action.kind) == core::FlightChange::kEnds) {
+      inputs.last_weights[action.stage] = action;
+    }
+  }
   runner_.beginStep(std::move(inputs));
   boundary_.beginStep(std::move(plans));
   try {

@@ -37,11 +37,20 @@ void StageRunner::run(const core::Action& action) {
     case core::ActionKind::kForward:
       return forward(action.stage, action.microbatch);
     case core::ActionKind::kBackward:
-      return backward(action.stage, action.microbatch);
+      backward(action.stage, action.microbatch);
+      return tellWeightsDone(action);
     case core::ActionKind::kBackwardInput:
       return backwardInput(action.stage, action.microbatch);
     case core::ActionKind::kBackwardWeight:
-      return backwardWeight(action.stage, action.microbatch);
+      backwardWeight(action.stage, action.microbatch);
+      return tellWeightsDone(action);
+  }
+}
+
+void StageRunner::tellWeightsDone(const core::Action& action) {
+  if (step_.weights_done) {
+    const auto last = step_.last_weights.find(action.stage);
+    step_.weights_done(action.stage, action.microbatch, last != step_.last_weights.end() && last->second == action);
   }
 }
 
@@ -189,7 +198,7 @@ void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
 }
 
 bool StageRunner::mayRunEarly(int32_t stage) const {
-  if (!step_.runs_weights_early || has_whole_ || (flights_.numStages() > 1 && !splits_all_)) {
+  if (!step_.runs_weights_early || flights_.stage(stage).sums_after_weights || has_whole_ || (flights_.numStages() > 1 && !splits_all_)) {
     return false;
   }
   if (flights_.stage(stage).is_alone) {
@@ -200,7 +209,7 @@ bool StageRunner::mayRunEarly(int32_t stage) const {
 }
 
 bool StageRunner::mayRunEarlyNext(int32_t stage) const {
-  if (!splits_all_) {
+  if (!splits_all_ || flights_.stage(stage).sums_after_weights) {
     return false;
   }
   const auto found = shared_weights_.find(stage);

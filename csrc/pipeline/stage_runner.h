@@ -29,6 +29,8 @@ struct StepInputs {
   /// Computes a stage's forward. Takes the GIL itself where it needs it. It may be the host language's, and lead to all that the user has: who kept
   /// it would keep that alive beyond the language's own end.
   using Forward = std::function<ForwardResult(int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs)>;
+  /// Told of every B and W that has run. Takes the GIL itself, as `forward`. `is_last`: of the step's.
+  using WeightsDone = std::function<void(int32_t stage, int32_t microbatch, bool is_last)>;
 
   Forward forward;
   /// By stage of this rank and microbatch: the model's inputs, in the order of StageValues::model_positions.
@@ -38,6 +40,9 @@ struct StepInputs {
   bool runs_weights_early = true;    ///< W may run before its turn
   bool is_measured = false;          ///< what waits between I and W is counted
   std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
+  WeightsDone weights_done{};        ///< empty: nobody asks
+  /// By stage the last B or W of the step.
+  std::map<int32_t, core::Action> last_weights{};
 };
 
 /// Runs the stages of one rank on torch: forward calls into Python, backward runs the autograd engine. What it computes from and into are the
@@ -72,6 +77,7 @@ class StageRunner final : public runtime::ActionRunner {
   /// Input gradients only; the weights' wait in the flight.
   void backwardInput(int32_t stage, int32_t microbatch);
   void backwardWeight(int32_t stage, int32_t microbatch);
+  void tellWeightsDone(const core::Action& action);
   void keepRoots(int32_t stage, int32_t microbatch, const ForwardResult& result);
   at::Tensor lossGradient(const at::Tensor& loss, int32_t microbatch);
   /// What a backward starts from; the flight has none of it any more.

@@ -1,11 +1,11 @@
-"""Planned stages, at each of their collectives and segments: a rank that raises, dies or stops there is the one that
-all others hear of, and the groups of the user's are as they were."""
+"""Planned stages, at each of their collectives, segments and parcels: a rank that raises, dies or stops there is the
+one that all others hear of, and the groups of the user's are as they were."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from small_models import Mlp
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.parallelism.running.parcels import Parcel, Sent
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_groups import StageGroups
 from torch_xmesh.testing import World, mark, spawn
@@ -42,31 +43,37 @@ def make(name: str) -> tuple[xm.PipelineEngine, torch.Tensor]:
 
 @contextmanager
 def at_collectives(look: Callable[[int], None]) -> Iterator[list[int]]:
-    """Calls `look` before each collective and each segment of this rank's stages, with its number; gives how many there
-    were. A segment's transfers are under way when the next one is run."""
-    run, run_segment, count = StageGroups.run, ShardedStage.run_segment, [0]
+    """Calls `look` before each collective, each segment and each parcel of parameters or gradients that leaves or is
+    waited for, of this rank's stages, with its number; gives how many there were. A segment's transfers are under way
+    when the next one is run."""
+    count = [0]
+    places: list[tuple[Any, str]] = [
+        (StageGroups, "run"),
+        (ShardedStage, "run_segment"),
+        (Parcel, "start"),
+        (Sent, "wait"),
+    ]
+    before = [getattr(owner, name) for owner, name in places]
 
-    def counted(self: StageGroups, axis: int, collective: Callable[..., Any], *args: Any) -> None:
-        count[0] += 1
-        look(count[0] - 1)
-        run(self, axis, collective, *args)
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            count[0] += 1
+            look(count[0] - 1)
+            return method(*args)
 
-    def counted_segment(self: ShardedStage, segment: int, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        count[0] += 1
-        look(count[0] - 1)
-        return run_segment(self, segment, given)
+        return call
 
-    StageGroups.run = counted  # type: ignore[method-assign]
-    ShardedStage.run_segment = counted_segment  # type: ignore[method-assign]
+    for (owner, name), method in zip(places, before, strict=True):
+        setattr(owner, name, counted(method))
     try:
         yield count
     finally:
-        StageGroups.run = run  # type: ignore[method-assign]
-        ShardedStage.run_segment = run_segment  # type: ignore[method-assign]
+        for (owner, name), method in zip(places, before, strict=True):
+            setattr(owner, name, method)
 
 
 def number_of_collectives(name: str) -> int:
-    """How many collectives and segments this rank runs in a step."""
+    """How many places there are in a step of this rank's."""
     engine, batch = make(name)
     with at_collectives(lambda number: None) as count:
         engine.step(batch, target=batch)

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from planned_cases import OPTIONS, whole_of
+from planned_cases import OPTIONS, train_alike, whole_of
 from small_models import Gpt, Mlp
 from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.parallelism.running import parcels
 from torch_xmesh.parallelism.running.collectives import Moves
+from torch_xmesh.parallelism.running.parameters import StageParameters
+from torch_xmesh.parallelism.running.parcels import Parcel, Sent
 from torch_xmesh.testing import spawn
 
 PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
@@ -223,3 +226,49 @@ def has_many(rank: int, world_size: int) -> None:
 
 def test_a_stage_of_many_segments() -> None:
     spawn(has_many, 4, timeout=120)
+
+
+class Shares(nn.Module):
+    """One layer, several times, each time in another segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.last = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for last in self.last:
+            x = x + last(self.second(self.first(x).relu()).relu())
+        return x
+
+
+def gradients_leave(rank: int, world_size: int) -> None:
+    """Those to which nothing is added any more are on their way while backward goes on; a layer of several segments has
+    an accumulator in each, and is whole when the first of them is through."""
+    torch.manual_seed(1)
+    model, x = Shares().double(), torch.randn(16, 64, dtype=torch.float64)
+    events: list[tuple[str, Any]] = []
+    start, done = Parcel.start, StageParameters.weights_done
+
+    def started(self: Parcel, transfers: Any, lane: str, parts: Any, why: str) -> Sent:
+        events.append((why, [member.name for member in self.members]))
+        return start(self, transfers, lane, parts, why)
+
+    def told(self: StageParameters, segment: int, microbatch: int, is_last: bool) -> None:
+        events.append(("done", (segment, microbatch, is_last)))
+        done(self, segment, microbatch, is_last)
+
+    Parcel.start, StageParameters.weights_done = started, told  # type: ignore[method-assign]
+    parcels._PARCEL_BYTES = 1 << 12
+    train_alike(model, torch.cat([x, x]), torch.ones(32, 64, dtype=torch.float64), PLANS["megatron"](model, (x,)), 1)
+    left = {name: at for at, (why, names) in enumerate(events) if why == "gradient" for name in names}
+    ends = {what[0]: at for at, (why, what) in enumerate(events) if why == "done" and what[2]}
+    assert set(left) == {name for name, _ in model.named_parameters()}
+    assert left["last.2.weight"] < ends[0], "the last layer's leave before the first segment's are there"
+    assert left["last.2.weight"] < left["last.1.weight"] < left["last.0.weight"]
+    assert left["first.weight"] > max(ends[segment] for segment in ends if segment > 0)
+    assert [what for why, what in events if why == "done" and what[2]] == [(at, 1, True) for at in sorted(ends)[::-1]]
+
+
+def test_gradients_leave_once_they_are_there() -> None:
+    spawn(gradients_leave, 4)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.group import reshards_of
 from torch_xmesh.parallelism.assembly import planned_stage
 from torch_xmesh.parallelism.cluster import HostKind
 from torch_xmesh.parallelism.forward_modes import ForwardModes
@@ -32,6 +33,8 @@ from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.space import CollectiveUse, Space
 from torch_xmesh.parallelism.stages import FoundStage, Shape
 from torch_xmesh.parallelism.stretch import Stretch
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.spec import mesh_grid
 from torch_xmesh.testing import spawn
 
 OPTIONS: dict[str, Any] = {
@@ -58,6 +61,13 @@ def part_of(whole: torch.Tensor, state: tuple[int, ...], shape: tuple[int, ...],
     return whole
 
 
+def transfers_of(mesh: DeviceMesh) -> Transfers:
+    """As an engine has them."""
+    out = Transfers(reshards_of(None), mesh_grid(mesh).ranks)
+    out.traffic.meet([])
+    return out
+
+
 def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: DeviceMesh) -> None:
     """Two microbatches against one process; the second one's collectives, and those of the end, are predicted. Of what
     experts exchange the bytes are predicted at most: how many rows go where hangs on the router."""
@@ -66,7 +76,8 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
     (planned,) = plan.stages
     modes = ForwardModes(recorded_forward(model, (x,)), None)
     plan = plan if planned.programs else with_programs(plan, modes, None)
-    stage = ShardedStage(model, modes, plan, 0, mesh, on_collective=seen.append)
+    stage = ShardedStage(model, modes, plan, 0, mesh, transfers_of(mesh), on_collective=seen.append)
+    stage.begin_step()
     at = tuple(mesh.get_coordinate() or ())
     parameters = dict(stage.named_parameters())
     assert set(parameters) == {name for name, _ in model.named_parameters()}
@@ -85,7 +96,9 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         (state,) = stage.first.left_states.values()
         torch.testing.assert_close(made, part_of(wanted.detach(), state, planned.mesh_shape, at))
         made.backward(part_of(gradient, state, planned.mesh_shape, at))
-    stage.own.finish_gradients()
+        for segment in reversed(range(stage.first.segments.count)):
+            stage.own.weights_done(segment, number, is_last=number == 1)
+    stage.own.end_step(is_train=True)
     for name, buffer in whole.named_buffers():
         if not name.endswith("num_batches_tracked"):
             state = next(one.state for one in planned.parameters if one.name == name)
@@ -244,7 +257,8 @@ def runs_in_low_precision(rank: int, world_size: int) -> None:
     plan = xm.presets.megatron(Cast(model), (x,), tensor_parallel=4, devices=xm.Mesh(range(4)), num_layers=1, **OPTIONS)
     mesh = init_device_mesh("cpu", plan.stages[0].mesh_shape)
     modes = ForwardModes(recorded_forward(Cast(model), (x,)), None)
-    stage = ShardedStage(Cast(model), modes, plan, 0, mesh, is_by_samples=False)
+    stage = ShardedStage(Cast(model), modes, plan, 0, mesh, transfers_of(mesh), is_by_samples=False)
+    stage.begin_step()
     (made,), wanted = stage(x), Cast(whole)(x)
     torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
     made.sum().backward()

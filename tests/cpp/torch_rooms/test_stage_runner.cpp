@@ -1,7 +1,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "pipeline/stage_runner.h"
@@ -31,6 +34,11 @@ class StageRunnerTest : public ::testing::TestWithParam<bool> {
       inputs.model_inputs[0].push_back({at::full({2}, static_cast<float>(i + 1))});
       inputs.loss_weights.push_back(0.5);
     }
+    inputs.last_weights = last_weights_;
+    inputs.weights_done = [this](int32_t stage, int32_t microbatch, bool is_last) {
+      EXPECT_TRUE(weights_[static_cast<size_t>(stage)].grad().defined());
+      told_.push_back(std::to_string(stage) + "." + std::to_string(microbatch) + (is_last ? " last" : ""));
+    };
     runner_.beginStep(std::move(inputs));
   }
   void run(ActionKind kind, int32_t stage, int32_t microbatch) {
@@ -42,6 +50,8 @@ class StageRunnerTest : public ::testing::TestWithParam<bool> {
   Flights flights_{{{0, {"x"}, {"y"}, {0}, true}, {1, {"y"}, {}, {}, true}}, {EdgeValues{0, 1, {0}, {0}, {1}, {0}, true, true, true, GetParam()}}};
   StageRunner runner_{flights_};
   std::shared_ptr<int> held_ = std::make_shared<int>();  ///< by the forward
+  std::map<int32_t, core::Action> last_weights_;
+  std::vector<std::string> told_;  ///< of weights
 };
 
 TEST_P(StageRunnerTest, WholeBackwards) {
@@ -87,6 +97,39 @@ TEST_P(StageRunnerTest, WeightsWaitForTheirTurn) {
   EXPECT_EQ(weights_[0].grad()[0].item<float>(), 0.5F * 5);
   EXPECT_EQ(weights_[1].grad()[0].item<float>(), 0.5F * 3);
   EXPECT_TRUE(runner_.mayRunEarlyNext(0)) << "all were split";
+}
+
+TEST_P(StageRunnerTest, TellsOfEachWeightGradientOnceItIsThere) {
+  last_weights_ = {{0, {ActionKind::kBackwardWeight, 0, 1}}, {1, {ActionKind::kBackward, 1, 1}}};
+  begin(2);
+  for (const int32_t microbatch : {0, 1}) {
+    run(ActionKind::kForward, 0, microbatch);
+    run(ActionKind::kForward, 1, microbatch);
+    run(ActionKind::kBackward, 1, microbatch);
+    run(ActionKind::kBackwardInput, 0, microbatch);
+  }
+  run(ActionKind::kBackwardWeight, 0, 0);
+  run(ActionKind::kBackwardWeight, 0, 1);
+  EXPECT_EQ(told_, (std::vector<std::string>{"1.0", "1.1 last", "0.0", "0.1 last"}));
+}
+
+TEST_P(StageRunnerTest, NoWeightsRunEarlyBehindWhichGradientsAreAddedUp) {
+  for (const bool sums_after_weights : {false, true}) {
+    Flights flights{{{0, {"x"}, {}, {0}, true, "", sums_after_weights}}, {}};
+    StageRunner runner(flights);
+    StepInputs inputs;
+    inputs.forward = [this](int32_t, int32_t, const std::vector<at::Tensor>& given) { return ForwardResult{{}, (given.at(0) * weights_[0]).sum()}; };
+    inputs.model_inputs[0].push_back({at::ones({2})});
+    inputs.loss_weights.push_back(1);
+    runner.beginStep(std::move(inputs));
+    EXPECT_EQ(runner.mayRunEarly(0), !sums_after_weights);
+    for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackwardInput, ActionKind::kBackwardWeight}) {
+      runner.run({kind, 0, 0});
+      runner.release({kind, 0, 0});
+    }
+    runner.endStep(/*is_done=*/true);
+    EXPECT_EQ(runner.mayRunEarlyNext(0), !sums_after_weights);
+  }
 }
 
 TEST_P(StageRunnerTest, AFailedStepLeavesNothing) {

@@ -208,6 +208,27 @@ class Moves:
         self._groups.run(hop.axis, dist.all_to_all_single, out, rows.contiguous(), [*received], [*sent])
         return out
 
+    def shape_after(self, shape: Sequence[int], steps: Sequence[AxisMove]) -> tuple[int, ...]:
+        """The shape of a device's part behind some moves."""
+        out = list(shape)
+        for step in steps:
+            if step.before >= 0:
+                out[step.before] *= self.shape[step.axis]
+            if step.after >= 0:
+                out[step.after] //= self.shape[step.axis]
+        return tuple(out)
+
+    def tell(self, steps: Sequence[AxisMove], num_bytes: int, name: str, why: str) -> None:
+        """The collectives that these moves are to a plan, of a part of so many bytes, which something else carries."""
+        for step in steps:
+            size, kind = self.shape[step.axis], kind_of(step)
+            if kind == "local":
+                num_bytes //= size if step.after >= 0 else 1
+                continue
+            self._tell(name, why, kind, step.axis, num_bytes * (size if kind in {"all-gather", "all-to-all"} else 1))
+            num_bytes = num_bytes * size if kind == "all-gather" else num_bytes
+            num_bytes = num_bytes // size if kind == "reduce-scatter" else num_bytes
+
     def _tell(self, name: str, why: str, kind: str, axis: int, num_bytes: int) -> None:
         """Bytes as CollectiveUse counts them."""
         if self._on_collective is not None:

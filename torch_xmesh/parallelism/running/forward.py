@@ -106,6 +106,15 @@ class ShardedForward:
         has_experts = [any(operators[number].kind in CLASSES for number in own) for own in self.segments.operators]
         return [WHOLE_BECAUSE if has_some else "" for has_some in has_experts]
 
+    def readers(self) -> dict[str, set[int]]:
+        """By name the segments that read a parameter or a buffer."""
+        out: dict[str, set[int]] = {}
+        for segment, numbers in enumerate(self.segments.operators):
+            values = {*self._kept[segment], *(value for number in numbers for value in self._in_turn[number])}
+            for value in values:
+                out.setdefault(value.name, set()).add(segment)
+        return out
+
     def _read_of_model(self, planned: PlannedStage) -> tuple[list[dict[Value, torch.Tensor]], list[list[Value]]]:
         """By segment what its operators read, or it leaves, that the model holds: constants, and the parameters and
         buffers that are there before the first operator."""
@@ -150,14 +159,14 @@ class ShardedForward:
         taken = zip(self.segments.inputs[segment], given, strict=True)
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
         parts.update(self._constants[segment])
-        parts.update((value, own.read(value)) for value in self._kept[segment])
+        parts.update((value, own.read(value, segment)) for value in self._kept[segment])
         fetched: InTurnKnown = {}
         for numbers in self._turns[segment]:
             region = self._regions.get(numbers[0])
             if region is not None and torch.is_grad_enabled():
-                self._run_region(numbers, region, parts, own)
+                self._run_region(segment, numbers, region, parts, own)
             else:
-                self._run(numbers, parts, own, fetched)
+                self._run(segment, numbers, parts, own, fetched)
         values = self.segments.outputs[segment]
         if segment + 1 == self.segments.count:
             return tuple(
@@ -175,6 +184,7 @@ class ShardedForward:
 
     def _run(
         self,
+        segment: int,
         numbers: Sequence[int],
         parts: dict[Value, Any],
         own: StageParameters,
@@ -194,7 +204,7 @@ class ShardedForward:
                 continue
             call, in_turn = self._calls[number], self._in_turn[number]
             if number in self._layers:
-                own.fetch(self._layers[number], parts, fetched)
+                own.fetch(self._layers[number], segment, parts, fetched)
             if not in_turn or is_region:
                 call.run(parts)
             else:
@@ -221,7 +231,7 @@ class ShardedForward:
                         self._compiled[run.numbers[0]] = run
 
     def _run_region(
-        self, numbers: Sequence[int], region: "_Region", parts: dict[Value, Any], own: StageParameters
+        self, segment: int, numbers: Sequence[int], region: "_Region", parts: dict[Value, Any], own: StageParameters
     ) -> None:
         """An activation checkpoint: backward does it once more, with its collectives."""
         num_runs = 0
@@ -231,7 +241,7 @@ class ShardedForward:
             inside = dict(zip(region.takes, given, strict=True))
             num_runs += 1
             with self._moves.again() if num_runs > 1 else contextlib.nullcontext():
-                self._run(numbers, inside, own, {}, is_region=True)
+                self._run(segment, numbers, inside, own, {}, is_region=True)
             return tuple(inside[value] for value in region.leaves)
 
         given = [parts[value] for value in region.takes]

@@ -1,10 +1,11 @@
 """A stage's parameters: how each device keeps its parts, what microbatches read, where gradients go.
 
-kept between steps --> once a step, or (ZeRO-3) by each microbatch: as the stage reads them --> operators
-          gradients as the parameters lie <-- added up over devices, once a step, or (ZeRO-2, 3) in backward <--+
+kept between steps --> once a step, or (ZeRO-3) by each microbatch: as the stage reads them --> segments
+          gradients as the parameters lie <-- added up over devices, behind the last microbatch <--+
+                                              that a segment has, or (ZeRO-2, 3) each one
 """
 
-import functools
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,7 +21,10 @@ from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn
+from torch_xmesh.parallelism.running.parcels import Member, Parcel, Sent, parcels_of
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
+from torch_xmesh.spec import mesh_grid
 
 InTurnKnown = dict[Value, tuple[Fetch, int]]
 """Parameters that a microbatch has fetched, with their numbers in what fetched them."""
@@ -33,15 +37,36 @@ def in_turn_of(planned: PlannedStage) -> frozenset[str]:
 
 class StageParameters:
     """Parameters and buffers of the model that a stage reads, in this device's parts, as the plan keeps, fetches and
-    adds them up."""
+    adds them up.
 
-    def __init__(self, recorded: Recorded, planned: PlannedStage, mesh: DeviceMesh, moves: Moves) -> None:
+    Args:
+        stage: its number.
+        readers: by parameter the segments that read it. Each has an accumulator of its own; they are added in the order
+            of segments, so that every order of actions gives the same bits.
+        transfers: those of the pipeline, which carry what is not of one microbatch alone.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        planned: PlannedStage,
+        mesh: DeviceMesh,
+        moves: Moves,
+        *,
+        stage: int,
+        readers: Mapping[str, Sequence[int]],
+        transfers: Transfers,
+    ) -> None:
         self._recorded, self._mesh, self._moves = recorded, mesh, moves
+        self._stage, self._readers, self._transfers = stage, readers, transfers
         self._planned = {parameter.name: parameter for parameter in planned.parameters}
         self._in_turn = in_turn_of(planned)
         self._own: dict[str, torch.Tensor] = {}
-        self._read: dict[str, torch.Tensor] = {}
-        self._summed_later: list[Value] = []
+        self._read: dict[tuple[str, int], torch.Tensor] = {}  # by name and segment
+        self._fetches: list[Parcel] = []
+        self._sums: list[_Sum] = []
+        self._fetching: dict[str, Sent] = {}
+        self._grid = mesh_grid(mesh)
 
     # How they are kept.
 
@@ -103,18 +128,20 @@ class StageParameters:
 
     # What a microbatch reads.
 
-    def read(self, value: Value) -> torch.Tensor:
-        """This device's part of a parameter or a buffer of the stage, as operators take it; none that each microbatch
-        fetches."""
-        return self._read.get(value.name, local_of(self._own[value.name]))
+    def read(self, value: Value, segment: int) -> torch.Tensor:
+        """This device's part of a parameter or a buffer of the stage, as operators of a segment take it; none that each
+        microbatch fetches."""
+        if value.name in self._fetching:
+            self._arrive(self._fetching[value.name])
+        return self._read.get((value.name, segment), local_of(self._own[value.name]))
 
-    def fetch(self, values: Sequence[Value], parts: dict[Value, Any], known: InTurnKnown) -> None:
+    def fetch(self, values: Sequence[Value], segment: int, parts: dict[Value, Any], known: InTurnKnown) -> None:
         """Parameters of a layer, before the first operator that reads one, in a microbatch."""
         parameters, own = [], []
         for value in values:
             planned = self._planned[value.name]
             parameters.append(InTurn(value.name, planned.fetch, planned.sum))
-            own.append(self._read[value.name])
+            own.append(self._read[value.name, segment])
         fetch = Fetch(self._moves, parameters, [part.detach() for part in own])
         wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
         for place, (value, whole) in enumerate(zip(values, wholes, strict=True)):
@@ -122,45 +149,157 @@ class StageParameters:
 
     # A step.
 
+    def plan(self) -> None:
+        """What moves in every step is put into parcels; once all are kept."""
+        taken = sorted(self._parameters(), key=lambda pair: min(self._readers[pair[0].name], default=0))
+        own = {value.name: local_of(parameter) for value, parameter in taken}
+        fetches = {name: () if name in self._in_turn else self._planned[name].fetch for name in own}
+        self._fetches = parcels_of(
+            [Member(name, tuple(part.shape), part.dtype, fetches[name]) for name, part in own.items()],
+            self._moves,
+            self._grid,
+        )
+        trained = [
+            value.name for value, _ in reversed(taken) if value.requires_grad and value.name not in self._in_turn
+        ]
+        for is_each in (False, True):
+            members = [
+                Member(
+                    name,
+                    self._moves.shape_after(own[name].shape, fetches[name]),
+                    own[name].dtype,
+                    self._planned[name].sum,
+                )
+                for name in trained
+                if (self._planned[name].zero_level == 2) is is_each
+            ]
+            for parcel in parcels_of(members, self._moves, self._grid):
+                segments = {segment for member in parcel.members for segment in self._readers[member.name]}
+                self._sums.append(_Sum(parcel, len(self._sums), frozenset(segments), is_each))
+
+        for parcel in (*self._fetches, *(one.parcel for one in self._sums)):
+            self._transfers.prepare([parcel.move])
+
+    @property
+    def sums_after(self) -> frozenset[int]:
+        """The segments behind each of whose B and W gradients are added up."""
+        return frozenset(segment for one in self._sums if one.is_each for segment in one.segments)
+
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Parameters as this step's microbatches read them: those in parts are fetched, once for all."""
-        self._summed_later = []
-        taken = self._parameters()
-        local = [local_of(own).detach() for _, own in taken]
-        steps = [() if value.name in self._in_turn else self._planned[value.name].fetch for value, _ in taken]
-        read = self._moves.run_together(local, steps, [value.name for value, _ in taken], "parameter")
-        for (value, _), tensor in zip(taken, read, strict=True):
-            self._read[value.name] = tensor.requires_grad_(value.requires_grad)
-            if self._planned[value.name].zero_level == 2:
-                tensor.register_post_accumulate_grad_hook(functools.partial(self._add_up_later, value))  # type: ignore[no-untyped-call]
-
-    def _add_up_later(self, value: Value, read: torch.Tensor) -> None:
-        """At the end of this backward, with others."""
-        if not self._summed_later:
-            torch.autograd.Variable._execution_engine.queue_callback(self._add_up_now)
-        self._summed_later.append(value)
-
-    def _add_up_now(self) -> None:
-        later, self._summed_later = self._summed_later, []
-        self._add_up(sorted(later, key=lambda value: value.name), "backward")  # they come in no order for all devices
-
-    def finish_gradients(self) -> None:
-        """Once all microbatches are through: gradients are added up over devices, and lie as the parameters do."""
-        self._add_up([value for value, _ in self._parameters() if value.requires_grad], "gradient")
+        """Those in parts are fetched, once for all of the step's microbatches."""
+        self._fetching.clear()
+        for one in self._sums:
+            one.begin_step()
+        own = {value.name: (value, local_of(parameter).detach()) for value, parameter in self._parameters()}
+        for number, parcel in enumerate(self._fetches):
+            parts = [own[member.name][1] for member in parcel.members]
+            sent = parcel.start(self._transfers, f"stage {self._stage}/parameters/{number}", parts, "parameter")
+            self._fetching.update((member.name, sent) for member in parcel.members)
+        for name, (value, part) in own.items():
+            if name not in self._fetching:
+                way = () if name in self._in_turn else self._planned[name].fetch
+                self._hand_out(name, self._moves.run(part, way, name, "parameter"), value.requires_grad)
 
     @torch.no_grad()
-    def _add_up(self, values: Sequence[Value], why: str) -> None:
-        """The gradients of parameters as they were read go to the parameters."""
-        own = [value for value in dict.fromkeys(values) if self._read[value.name].grad is not None]
-        names = [value.name for value in own]
-        steps = [() if name in self._in_turn else self._planned[name].sum for name in names]
-        grads = [cast(torch.Tensor, self._read[name].grad) for name in names]
-        for name, way, part in zip(names, steps, self._moves.run_together(grads, steps, names, why), strict=True):
-            placed = self._placed(part if not way else part.clone(), self._planned[name].kept_state)
-            parameter = self._own[name]
-            parameter.grad = placed if parameter.grad is None else parameter.grad + placed
-            self._read[name].grad = None
+    def _arrive(self, sent: Sent) -> None:
+        for member, read in zip(sent.parcel.members, sent.wait(), strict=True):
+            assert read is not None
+            self._hand_out(member.name, read, self._own[member.name].requires_grad)
+            del self._fetching[member.name]
+
+    def _hand_out(self, name: str, read: torch.Tensor, requires_grad: bool) -> None:
+        """Each segment accumulates gradients of its own."""
+        for segment in self._readers[name]:
+            self._read[name, segment] = read.detach().requires_grad_(requires_grad)
+
+    def weights_done(self, segment: int, microbatch: int, is_last: bool) -> None:
+        """A B or W of a segment has run: gradients to which nothing is added any more, or those of ZeRO-2, leave."""
+        for one in self._sums:
+            if one.is_due(segment, microbatch, is_last):
+                self._start(one)
+
+    def end_step(self, is_train: bool) -> None:
+        """All microbatches are through: gradients are added up over devices, and lie as the parameters do. Nothing of
+        the step is on its way any more."""
+        for sent in dict.fromkeys(self._fetching.values()):
+            self._arrive(sent)
+        if not is_train:
+            return
+        for one in self._sums:
+            if not one.is_each and one.sent is None:
+                self._start(one)
+        moved = {member.name for one in self._sums for member in one.parcel.members}
+        for value, _ in self._parameters():
+            if value.requires_grad and value.name not in moved:
+                way = () if value.name in self._in_turn else self._planned[value.name].sum
+                gradient = self._taken(value.name)
+                if gradient is not None:
+                    part = self._moves.run(gradient, way, value.name, "gradient")
+                    self._add(value.name, part.clone() if way else part)
+        for one in self._sums:
+            self._finish(one)
+
+    @torch.no_grad()
+    def _start(self, one: "_Sum") -> None:
+        self._finish(one)
+        parts = [self._taken(member.name) for member in one.parcel.members]
+        lane = f"stage {self._stage}/gradients/{one.number}"
+        one.sent = one.parcel.start(self._transfers, lane, parts, "backward" if one.is_each else "gradient")
+
+    def _finish(self, one: "_Sum") -> None:
+        """What is on its way is waited for."""
+        if one.sent is not None:
+            for member, part in zip(one.parcel.members, one.sent.wait(), strict=True):
+                if part is not None:
+                    self._add(member.name, part)
+            one.sent = None
+
+    @torch.no_grad()
+    def _taken(self, name: str) -> torch.Tensor | None:
+        """The gradient that the stage's segments have accumulated, in the order of segments; they begin anew."""
+        total: torch.Tensor | None = None
+        for segment in self._readers[name]:
+            leaf = self._read.get((name, segment))
+            if leaf is not None and leaf.grad is not None:
+                total, leaf.grad = leaf.grad if total is None else total + leaf.grad, None
+        return total
+
+    @torch.no_grad()
+    def _add(self, name: str, part: torch.Tensor) -> None:
+        placed, parameter = self._placed(part, self._planned[name].kept_state), self._own[name]
+        parameter.grad = placed if parameter.grad is None else parameter.grad + placed
+
+
+@dataclasses.dataclass
+class _Sum:
+    """Gradients that are added up over devices together.
+
+    Attributes:
+        segments: those that read one of their parameters.
+        is_each: behind every microbatch (ZeRO-2); else once a step.
+        done: the segments whose part is in, by microbatch, or under None of the step.
+        sent: what is on its way.
+    """
+
+    parcel: Parcel
+    number: int
+    segments: frozenset[int]
+    is_each: bool
+    done: dict[int | None, set[int]] = dataclasses.field(default_factory=dict)
+    sent: Sent | None = None
+
+    def begin_step(self) -> None:
+        self.done.clear()
+        self.sent = None
+
+    def is_due(self, segment: int, microbatch: int, is_last: bool) -> bool:
+        """Whether now all is in, a B or W of a segment having run."""
+        if segment not in self.segments or not (self.is_each or is_last):
+            return False
+        done = self.done.setdefault(microbatch if self.is_each else None, set())
+        done.add(segment)
+        return done == self.segments
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -147,6 +147,7 @@ class PlannedStages(StageSource):
                 self._plan,
                 number,
                 meshes[number],
+                transfers,
                 is_by_samples=by_samples,
                 groups=self._groups[number],
             )
@@ -190,10 +191,14 @@ class PlannedStages(StageSource):
         """How the loss of a stage of this rank is shared among its devices; None if it is not the last stage."""
         return self._stages[stage].loss_shares
 
-    def end_step(self) -> None:
+    def weights_done(self, stage: int, segment: int, microbatch: int, is_last: bool) -> None:
+        """Gradients leave."""
+        self._stages[stage].own.weights_done(segment, microbatch, is_last)
+
+    def end_step(self, is_train: bool) -> None:
         """Gradients lie as the parameters do."""
         for stage in self._stages.values():
-            stage.own.finish_gradients()
+            stage.own.end_step(is_train)
 
     def close(self) -> None:
         """No step comes any more on this rank."""

@@ -18,6 +18,7 @@ from torch_xmesh.parallelism.running.forward import ShardedForward
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.parameters import StageParameters
 from torch_xmesh.parallelism.running.stage_groups import StageGroups
+from torch_xmesh.pipeline.ranks.transfers import Transfers
 
 
 class ShardedStage(nn.Module):
@@ -31,6 +32,7 @@ class ShardedStage(nn.Module):
         model: with values; they are the same on all devices.
         modes: its forward in both modes, of training and evaluation.
         plan: with programs.
+        transfers: those of the pipeline.
         is_by_samples: the loss is a mean over samples, which each device of the last stage computes on some of them.
         on_collective: told of each collective that moves values.
         groups: which carry its collectives; None: the mesh's own.
@@ -49,6 +51,7 @@ class ShardedStage(nn.Module):
         plan: ParallelPlan,
         number: int,
         mesh: DeviceMesh,
+        transfers: Transfers,
         *,
         is_by_samples: bool = True,
         on_collective: Seen | None = None,
@@ -86,7 +89,19 @@ class ShardedStage(nn.Module):
                 self._other = error
         is_last = number + 1 == len(plan.stages)
         self.loss_shares = LossShares(self._moves, [*self.first.left_states.values()]) if is_last else None
-        self.own = StageParameters(modes.recorded, planned, mesh, self._moves)
+        readers: dict[str, set[int]] = {parameter.name: set() for parameter in planned.parameters}
+        for of_mode in self._forwards():
+            for name, segments in of_mode.readers().items():
+                readers[name] |= segments
+        self.own = StageParameters(
+            modes.recorded,
+            planned,
+            mesh,
+            self._moves,
+            stage=number,
+            readers={name: sorted(segments) for name, segments in readers.items()},
+            transfers=transfers,
+        )
         self._depends_on_mode = modes.other is not None
         self._first_modes: list[tuple[nn.Module, bool]] = []
         self.own.keep(model, self, called)
@@ -94,10 +109,10 @@ class ShardedStage(nn.Module):
             read = {parameter.name for stage in plan.stages for parameter in stage.parameters}
             everywhere = names_called(modes.recorded)
             self.own.keep_unread(model, self, read, everywhere)
+        self.own.plan()
         for path, module in self.named_modules():
             module.training = model.get_submodule(path).training
         self._first_modes.extend((module, module.training) for module in self.modules())
-        self.begin_step()
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One microbatch."""
@@ -109,9 +124,8 @@ class ShardedStage(nn.Module):
         if args:
             raise TypeError("compile() of a planned stage takes torch.compile's keyword arguments")
         compiler = Compiler(kwargs)
-        for forward in {self.first, self._other}:
-            if isinstance(forward, ShardedForward):
-                forward.compile(compiler)
+        for forward in dict.fromkeys(self._forwards()):
+            forward.compile(compiler)
 
     def check_mode(self) -> None:
         """Raises ValueError where modules are in modes in which the stage cannot be run, or where a hook of the stage's
@@ -150,5 +164,9 @@ class ShardedStage(nn.Module):
     @property
     def whole_because(self) -> list[str]:
         """By segment why its backward is never split; empty where that depends on the graph."""
-        modes = [forward.whole_because for forward in (self.first, self._other) if isinstance(forward, ShardedForward)]
+        modes = [forward.whole_because for forward in self._forwards()]
         return [next(filter(None, reasons), "") for reasons in zip(*modes, strict=True)]
+
+    def _forwards(self) -> list[ShardedForward]:
+        """Of the modes that can be run."""
+        return [forward for forward in (self.first, self._other) if isinstance(forward, ShardedForward)]

@@ -86,7 +86,7 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
             live.watch_stand_ins(stage, module)
     partition.keep(made.stages)
     edges = [edge for edge in boundaries.edges if edge.from_stage in made.stages or edge.to_stage in made.stages]
-    forward = StageForward(made.works, partition.units)
+    forward = StageForward(made.works, partition.units, source)
     tied = _tied_parameters(given, transfers.rank, partition, made.named)
     own = OwnStages(
         transfers.rank,
@@ -281,13 +281,21 @@ def _make_core(
         segment = None if program.segments is None else program.segments.segments[place]
         inputs = program.input_values if segment is None else segment.inputs
         outputs = program.output_values if segment is None else segment.outputs
-        because = program.whole_because if segment is None else segment.whole_because
+        whole = program if segment is None else segment
         if segment is None:
             positions = [program.input_values.index(name) for name in program.model_inputs]
         else:
             positions = list(range(len(segment.model_inputs)))
         values.append(
-            _C.StageValues(unit, list(inputs), list(outputs), positions, is_alone=is_alone, whole_because=because)
+            _C.StageValues(
+                unit,
+                list(inputs),
+                list(outputs),
+                positions,
+                is_alone=is_alone,
+                whole_because=whole.whole_because,
+                sums_after_weights=whole.sums_after_weights,
+            )
         )
     edge_values = []
     for edge in edges:

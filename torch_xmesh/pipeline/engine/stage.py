@@ -15,6 +15,7 @@ from torch_xmesh.pipeline.engine.boundary import Boundaries
 from torch_xmesh.pipeline.engine.measuring import MemoryMeter
 from torch_xmesh.pipeline.ranks.dtensors import activation_mesh, to_local, with_waited_gradient
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.stages.source import StageSource
 from torch_xmesh.pipeline.state.seeds import dropout_rng, dropout_seed
 from torch_xmesh.spec import core_spec
 
@@ -286,9 +287,10 @@ class StageWork:
 class StageForward:
     """What the C++ engine is given to call in a step."""
 
-    def __init__(self, works: Mapping[int, StageWork], units: Units) -> None:
+    def __init__(self, works: Mapping[int, StageWork], units: Units, source: StageSource) -> None:
         self.step: StepState | None = None
         self.works = works  # those of the step that runs
+        self._source = source
         self._units = {unit: (stage, place) for unit, stage, place in units.of_stages(list(works))}
 
     def __call__(
@@ -300,3 +302,7 @@ class StageForward:
         if step.meter is not None and microbatch == 0:
             return step.meter.around(lambda: work.run(step, microbatch, inputs, segment), stage, inputs)
         return work.run(step, microbatch, inputs, segment)
+
+    def weights_done(self, unit: int, microbatch: int, is_last: bool) -> None:
+        """Behind each B and W."""
+        self._source.weights_done(*self._units[unit], microbatch, is_last)

@@ -130,9 +130,12 @@ class EngineSteps:
                 runs_weights_early=plan.early_weights,
                 is_measured=auto is not None,
                 loss_weights=weights,
+                weights_done=place.forward.weights_done if is_train and place.source.sums_gradients else None,
             )
         self.entered_ns = entered_ns
         self.after.clear()
+        with self._timed("gradients") if place.source.sums_gradients else contextlib.nullcontext():
+            place.source.end_step(is_train)
         if is_train:
             self._end_gradients()
         place.sharded.release()
@@ -169,10 +172,7 @@ class EngineSteps:
         return hash((order.sizes, self._sized.last_key, trained)) & (2**63 - 1)
 
     def _end_gradients(self) -> None:
-        sharded, sync, source = self._place.sharded, self._place.sync, self._place.source
-        if source.sums_gradients:
-            with self._timed("gradients"):
-                source.end_step()
+        sharded, sync = self._place.sharded, self._place.sync
         if sharded.is_needed or (self.is_sync and sync.has_shards):
             with self._timed("gradients"):
                 sharded.end_step(self.is_sync)

@@ -60,6 +60,9 @@ class Transfers:
         self._reshards = reshards
         self._counts: dict[str, int] = {}
 
+    def __deepcopy__(self, memo: Any) -> "Transfers":
+        return self  # a copy of a stage is of the same pipeline
+
     @property
     def timeout(self) -> timedelta:
         """The group's timeout."""

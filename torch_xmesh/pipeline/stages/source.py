@@ -60,15 +60,15 @@ class StageSource:
     """Where an engine's stages come from.
 
     In the order in which an engine uses it: `ways` are compared by all ranks, then `fields`; `partition` makes the
-    stages, and `release` lets go of the model; around each step come `check_step`, `begin_step` and `end_step`; `close`
-    is last.
+    stages, and `release` lets go of the model; around each step come `check_step`, `begin_step` and `end_step`, within
+    it `weights_done`; `close` is last.
 
     Attributes:
         model: the model whose own tensors the stages have, under its names; copies of a stage begin with the same. None
             where stages have others, and once it is let go of.
         names_stages: the parameters' names begin with the stage's number, there being no one model that names them.
         parts: who gives a part of a batch with ``sharded=True``.
-        sums_gradients: stages bring their gradients home themselves, in `end_step`, which is not called otherwise.
+        sums_gradients: stages bring their gradients home themselves: from `weights_done` on, until `end_step`.
         ways: what recordings compute that are there before any stage is made.
         placements: by value and stage, where a value that crosses lies on the stage, if the source says so.
     """
@@ -119,8 +119,11 @@ class StageSource:
     def begin_step(self, is_train: bool) -> None:
         """Before a step's first microbatch."""
 
-    def end_step(self) -> None:
-        """After the last microbatch of a training step."""
+    def weights_done(self, stage: int, segment: int, microbatch: int, is_last: bool) -> None:
+        """A B or W of a segment of this rank's has run; `is_last`: of the step. Called where `sums_gradients`."""
+
+    def end_step(self, is_train: bool) -> None:
+        """After a step's last microbatch."""
 
     def close(self) -> None:
         """No step comes any more on this rank."""
