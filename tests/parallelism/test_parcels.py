@@ -59,7 +59,7 @@ def arrive(rank: int, world_size: int, shape: tuple[int, int]) -> None:
             parcel.start(transfers, f"{seed}/{number}", [by_name[member.name] for member in parcel.members], "gradient")
             for number, parcel in enumerate(found)
         ]
-        moved = {}
+        moved: dict[str, torch.Tensor | None] = {}
         for one in sent:
             moved.update(zip((member.name for member in one.parcel.members), one.wait(), strict=True))
         for member, part in zip(members, parts, strict=True):
