@@ -37,18 +37,16 @@ void StageRunner::run(const core::Action& action) {
     case core::ActionKind::kForward:
       return forward(action.stage, action.microbatch);
     case core::ActionKind::kBackward:
-      backward(action.stage, action.microbatch);
-      return tellWeightsDone(action);
+      return backward(action.stage, action.microbatch);
     case core::ActionKind::kBackwardInput:
       return backwardInput(action.stage, action.microbatch);
     case core::ActionKind::kBackwardWeight:
-      backwardWeight(action.stage, action.microbatch);
-      return tellWeightsDone(action);
+      return backwardWeight(action.stage, action.microbatch);
   }
 }
 
-void StageRunner::tellWeightsDone(const core::Action& action) {
-  if (step_.weights_done) {
+void StageRunner::follow(const core::Action& action) {
+  if (step_.weights_done && core::flightChangeOf(action.kind) == core::FlightChange::kEnds) {
     const auto last = step_.last_weights.find(action.stage);
     step_.weights_done(action.stage, action.microbatch, last != step_.last_weights.end() && last->second == action);
   }

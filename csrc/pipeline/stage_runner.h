@@ -29,7 +29,7 @@ struct StepInputs {
   /// Computes a stage's forward. Takes the GIL itself where it needs it. It may be the host language's, and lead to all that the user has: who kept
   /// it would keep that alive beyond the language's own end.
   using Forward = std::function<ForwardResult(int32_t stage, int32_t microbatch, std::vector<at::Tensor> inputs)>;
-  /// Told of every B and W that has run. Takes the GIL itself, as `forward`. `is_last`: of the step's.
+  /// Told of every B and W, once what it made is on its way. Takes the GIL itself, as `forward`. `is_last`: of the step's.
   using WeightsDone = std::function<void(int32_t stage, int32_t microbatch, bool is_last)>;
 
   Forward forward;
@@ -69,6 +69,8 @@ class StageRunner final : public runtime::ActionRunner {
   /// By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage.
   const std::map<int32_t, std::map<const void*, int64_t>>& weightStorages() const { return weight_storages_; }
   void release(const core::Action& action) override { flights_.release(action); }
+  /// Tells of a B or W.
+  void follow(const core::Action& action) override;
 
  private:
   void forward(int32_t stage, int32_t microbatch);
@@ -77,7 +79,6 @@ class StageRunner final : public runtime::ActionRunner {
   /// Input gradients only; the weights' wait in the flight.
   void backwardInput(int32_t stage, int32_t microbatch);
   void backwardWeight(int32_t stage, int32_t microbatch);
-  void tellWeightsDone(const core::Action& action);
   void keepRoots(int32_t stage, int32_t microbatch, const ForwardResult& result);
   at::Tensor lossGradient(const at::Tensor& loss, int32_t microbatch);
   /// What a backward starts from; the flight has none of it any more.

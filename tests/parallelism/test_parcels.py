@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from random import Random
 
 import torch
@@ -13,6 +14,7 @@ from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED
 from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.parcels import Member, parcels_of
+from torch_xmesh.parallelism.space import CollectiveUse
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.spec import mesh_grid
 from torch_xmesh.testing import spawn
@@ -38,10 +40,11 @@ def some_way(random: Random, num_dims: int) -> tuple[AxisMove, ...]:
 
 def arrive(rank: int, world_size: int, shape: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", shape)
-    grid, moves = mesh_grid(mesh), Moves(mesh)
+    seen: list[CollectiveUse] = []
+    grid, moves = mesh_grid(mesh), Moves(mesh, seen.append)
     transfers = Transfers(reshards_of(None), grid.ranks)
     transfers.traffic.meet([])
-    num_shared = 0
+    shared: Counter[bool] = Counter()
     for seed in range(40):
         random = Random(seed)
         own = torch.Generator().manual_seed(100 * seed + rank)
@@ -53,7 +56,6 @@ def arrive(rank: int, world_size: int, shape: tuple[int, int]) -> None:
             members.append(Member(str(number), dims, dtype, way))
             parts.append(torch.randint(-9, 9, dims, generator=own).to(dtype))
         found = parcels_of(members, moves, grid)
-        num_shared += sum(len(parcel.members) > 1 for parcel in found)
         by_name = dict(zip((member.name for member in members), parts, strict=True))
         sent = [
             parcel.start(transfers, f"{seed}/{number}", [by_name[member.name] for member in parcel.members], "gradient")
@@ -62,14 +64,29 @@ def arrive(rank: int, world_size: int, shape: tuple[int, int]) -> None:
         moved: dict[str, torch.Tensor | None] = {}
         for one in sent:
             moved.update(zip((member.name for member in one.parcel.members), one.wait(), strict=True))
+        told = Counter(seen)
+        seen.clear()
+        for parcel in found:
+            stacked = math.prod(moves.shape) // math.prod(moves.shape[step.axis] for step in parcel.members[0].way)
+            num_held = sum(math.prod(member.shape) for member in parcel.members)
+            if not parcel.is_sum:
+                num_held *= math.prod(moves.shape) // stacked
+            if not parcel.is_packed:
+                continue
+            (move,) = parcel.moves
+            flags = math.prod(move.src.shape[:-1]) * len(parcel.members) * parcel.is_sum
+            assert move.src.shape.numel() == stacked * num_held + flags
+        alone: Counter[CollectiveUse] = Counter()
         for member, part in zip(members, parts, strict=True):
             expected = moves.run(part, member.way, member.name, "gradient")
             if member.name in moved:
+                alone.update(seen)
                 assert tuple(expected.shape) == moves.shape_after(member.shape, member.way)
                 torch.testing.assert_close(moved[member.name], expected, rtol=0, atol=0, msg=f"{seed}: {member}")
-            else:
-                assert all(moves.shape[step.axis] == 1 for step in member.way)
-    assert num_shared > 10
+            seen.clear()
+        assert told == alone
+        shared.update(len(parcel.members) > 1 for parcel in found)
+    assert min(shared.values()) > 10, shared
 
 
 def test_arrive_as_by_collectives() -> None:
@@ -83,6 +100,11 @@ def sum_some(rank: int, world_size: int) -> None:
     grid, moves = mesh_grid(mesh), Moves(mesh)
     transfers = Transfers(reshards_of(None), grid.ranks)
     transfers.traffic.meet([])
+    for kept in (torch.ones(2, 4), None):
+        (alone,) = parcels_of([Member("alone", (2, 4), torch.float32, (AxisMove(0, 0, 1),))], moves, grid)
+        (found,) = alone.start(transfers, "alone", [kept if rank == 2 else None], "gradient").wait()
+        assert (found is None) is (kept is None)
+        assert found is None or found.tolist() == [[0.0]] * 4 + [[1.0]] * 2 + [[0.0]] * 2
     for after in (REPLICATED, 0):
         way = (AxisMove(0, PARTIAL, after),)
         (parcel,) = parcels_of([Member(name, (4,), torch.float32, way) for name in "abc"], moves, grid)

@@ -42,7 +42,7 @@ def make(name: str) -> tuple[xm.PipelineEngine, torch.Tensor]:
 
 
 @contextmanager
-def at_collectives(look: Callable[[int], None]) -> Iterator[list[int]]:
+def at_places(look: Callable[[int], None]) -> Iterator[list[int]]:
     """Calls `look` before each collective, each segment and each parcel of parameters or gradients that leaves or is
     waited for, of this rank's stages, with its number; gives how many there were. A segment's transfers are under way
     when the next one is run."""
@@ -72,10 +72,10 @@ def at_collectives(look: Callable[[int], None]) -> Iterator[list[int]]:
             setattr(owner, name, method)
 
 
-def number_of_collectives(name: str) -> int:
+def number_of_places(name: str) -> int:
     """How many places there are in a step of this rank's."""
     engine, batch = make(name)
-    with at_collectives(lambda number: None) as count:
+    with at_places(lambda number: None) as count:
         engine.step(batch, target=batch)
     engine.close()
     dist.barrier()
@@ -90,7 +90,7 @@ def works_as_before(world_size: int) -> None:
 
 def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
     """Rank 1 raises at each collective of a step, each time in an engine of its own."""
-    number = torch.tensor([number_of_collectives(name)])
+    number = torch.tensor([number_of_places(name)])
     dist.broadcast(number, 1)
     told = []
     for turn in range(int(number)):
@@ -101,7 +101,7 @@ def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
             if number == turn and rank == 1:
                 raise FileNotFoundError("no such shard")
 
-        with at_collectives(fails), pytest.raises((xm.StageError, FileNotFoundError)) as caught:
+        with at_places(fails), pytest.raises((xm.StageError, FileNotFoundError)) as caught:
             engine.step(batch, target=batch)
         told.append(f"{type(caught.value).__name__}: {caught.value}")
         engine.close()
@@ -152,7 +152,7 @@ def test_a_loss_raises(name: str) -> None:
 
 def meets_its_end(rank: int, world_size: int, name: str, part: float, number: int) -> Any:
     """Rank 1 gets a signal at a collective, which lies at that part of a step."""
-    turn = int(part * (number_of_collectives(name) - 1))
+    turn = int(part * (number_of_places(name) - 1))
     engine, batch = make(name)
     engine.step(batch, target=batch)
     if rank == 1:
@@ -162,7 +162,7 @@ def meets_its_end(rank: int, world_size: int, name: str, part: float, number: in
                 mark("there")
                 os.kill(os.getpid(), number)
 
-        with at_collectives(ends):
+        with at_places(ends):
             engine.step(batch, target=batch)
     with pytest.raises(xm.PeerError) as caught:
         engine.step(batch, target=batch)
@@ -174,7 +174,7 @@ def meets_its_end(rank: int, world_size: int, name: str, part: float, number: in
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("name", ["megatron", "2x2"])
+@pytest.mark.parametrize("name", ["megatron", "2x2", "data", "ZeRO-3"])
 def test_a_rank_dies_or_stops_at_a_collective(name: str, number: int, part: float) -> None:
     with World(meets_its_end, PLANS[name][0], name, part, number, init_kwargs=timeout_of(number)) as world:
         world.wait_mark(1, "there", 20)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import torch_xmesh as xm
 from torch_xmesh.parallelism.running import parcels
 from torch_xmesh.parallelism.running.collectives import Moves
+from torch_xmesh.parallelism.running.fetching import FetchedLayer, Underway
 from torch_xmesh.parallelism.running.parameters import StageParameters
 from torch_xmesh.parallelism.running.parcels import Parcel, Sent
 from torch_xmesh.testing import spawn
@@ -272,3 +273,107 @@ def gradients_leave(rank: int, world_size: int) -> None:
 
 def test_gradients_leave_once_they_are_there() -> None:
     spawn(gradients_leave, 4)
+
+
+def fetches_ahead(rank: int, world_size: int) -> None:
+    """While a layer is computed the next one's parameters are on their way, forward and backward; of gradients no more
+    than one layer's are."""
+    torch.manual_seed(1)
+    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    events: list[tuple[str, str]] = []
+    start, wait = FetchedLayer.start, Underway.wait
+
+    def started(self: FetchedLayer, parts: Any, why: str, *, is_back: bool = False) -> Underway:
+        out = start(self, parts, why, is_back=is_back)
+        named[id(out)] = f"{'gradients of' if is_back else why} {self.parameters[0].name}"
+        kept.append(out)
+        events.append(("start", named[id(out)]))
+        return out
+
+    def waited(self: Underway) -> Any:
+        events.append(("wait", named[id(self)]))
+        return wait(self)
+
+    named: dict[int, str] = {}
+    kept: list[Underway] = []
+    FetchedLayer.start, Underway.wait = started, waited  # type: ignore[method-assign]
+    plan = xm.presets.zero_3(model, (x,), **{**OPTIONS, "num_layers": 4, "num_microbatches": 1})
+    with xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss) as engine:
+        engine.step(x, target=x)
+    for why in ("forward", "backward", "gradients of"):
+        mine = [what for what, name in events if name.startswith(why)]
+        assert mine.count("start") == mine.count("wait") == (3 if why == "backward" else 4), "nobody wants the input's"
+        under_way = [
+            mine[:at].count("start") - mine[:at].count("wait") for at, what in enumerate(mine) if what == "wait"
+        ]
+        assert under_way == [2] * (len(under_way) - 1) + [1], (why, events)
+
+
+def test_layers_are_fetched_ahead() -> None:
+    spawn(fetches_ahead, 4)
+
+
+def same_bits(rank: int, world_size: int) -> None:
+    """A layer that several segments read has the same gradients, whatever the order of the schedule."""
+    torch.manual_seed(1)
+    model, x = Shares().double(), torch.randn(16, 64, dtype=torch.float64)
+    for more in ({}, {"zero": 2}):
+        found = []
+        for schedule in ("gpipe", "1f1b", "interleaved_zb"):
+            options = {**OPTIONS, "num_microbatches": 4, "schedule": schedule, **more}
+            plan = xm.presets.pipeline(model, (x,), num_stages=1, tensor_parallel=2, **options)
+            assert len(plan.stages[0].programs[0].segments) > 6
+            with xm.PipelineEngine(copy.deepcopy(model), (x,), plan=plan, loss_fn=F.mse_loss) as engine:
+                engine.step(torch.cat([x, x + 1, x.flip(0), -x]), target=torch.ones(64, 64, dtype=torch.float64))
+                engine.evaluate(torch.cat([x, x, x, x]), target=torch.ones(64, 64, dtype=torch.float64))
+                found.append({name: whole_of(one.grad) for name, one in engine.named_parameters()})
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def test_the_order_of_actions_changes_no_bit() -> None:
+    spawn(same_bits, 4)
+
+
+class Auxiliary(nn.Module):
+    """A layer that training alone has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        if self.training:
+            hidden = hidden + self.extra(hidden)
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def evaluates_without(rank: int, world_size: int) -> None:
+    """What an evaluation fetches and does not read keeps nobody."""
+    parcels._PARCEL_BYTES = 1
+    torch.manual_seed(1)
+    model, x = Auxiliary().double(), torch.randn(16, 64, dtype=torch.float64)
+    whole, batch, target = copy.deepcopy(model), torch.cat([x, x + 1]), torch.ones(32, 64, dtype=torch.float64)
+    plan = xm.presets.zero_2(model, (x,), **OPTIONS)
+    assert plan.one_mode_because is None or not plan.one_mode_because, plan.one_mode_because
+    with xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss) as engine:
+        for _ in range(2):
+            engine.train()
+            engine.step(batch, target=target)
+            engine.eval()
+            engine.evaluate(batch, target=target)
+            whole.train()
+            F.mse_loss(whole(batch), target).backward()  # type: ignore[no-untyped-call]
+            assert engine.last_loss() == pytest.approx(F.mse_loss(whole.eval()(batch), target).item())
+            for parameters in (list(engine.parameters()), list(whole.parameters())):
+                torch.optim.SGD(parameters, 0.1).step()
+                for parameter in parameters:
+                    parameter.grad = None
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(whole_of(parameter), whole.get_parameter(name).data)
+
+
+def test_what_evaluation_does_not_read() -> None:
+    spawn(evaluates_without, 4)

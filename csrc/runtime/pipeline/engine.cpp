@@ -82,6 +82,7 @@ void Engine::run(const std::vector<PlaceStep>& steps, ActionRunner& runner, Boun
     runner.release(step.action);
     postReceives(steps, i + 1, posted, traffic);
     traffic.flush();
+    follow(step.action, runner);
     if (!options_.overlap && !step.sends.empty()) {
       enter(State::kDraining);
       traffic.drain();
@@ -104,8 +105,8 @@ void Engine::postReceives(const std::vector<PlaceStep>& steps, size_t current, P
 void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current, std::vector<bool>& is_done, ActionRunner& runner,
                              BoundaryTraffic& traffic) {
   const auto hasArrived = [&] {
-    const std::vector<Transfer>& receives = steps[current].receives;
-    return std::all_of(receives.begin(), receives.end(), [&](const Transfer& transfer) { return traffic.hasArrived(transfer); });
+    const std::vector<Transfer>& posted = steps[current].posted;
+    return std::all_of(posted.begin(), posted.end(), [&](const Transfer& transfer) { return traffic.hasArrived(transfer); });
   };
   size_t next = current + 1;
   while (!hasArrived()) {
@@ -123,6 +124,7 @@ void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current
     compute(step.action, runner);
     is_done[next] = true;
     runner.release(step.action);
+    follow(step.action, runner);
   }
 }
 
@@ -149,6 +151,16 @@ void Engine::compute(const Action& action, ActionRunner& runner) {
     throw;
   }
   spans_.push_back({EngineSpan::Kind::kCompute, action, begin_ns, steadyNanoseconds()});
+}
+
+void Engine::follow(const Action& action, ActionRunner& runner) {
+  try {
+    runner.follow(action);
+  } catch (...) {
+    failed_action_ = action;
+    enter(State::kIdle);
+    throw;
+  }
 }
 
 void Engine::enter(State state, const Action& action) {

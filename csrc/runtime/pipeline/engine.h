@@ -28,6 +28,8 @@ class ActionRunner {
   virtual void run(const core::Action& action) = 0;
   /// What the action made has been handed to the traffic: what only that needed may go.
   virtual void release(const core::Action& action) = 0;
+  /// What the action made is on its way: what nobody waits for as soon may follow.
+  virtual void follow(const core::Action& action) = 0;
   /// Whether a stage's W may run before the place's list comes to it: it communicates with nobody.
   virtual bool mayRunEarly(int32_t stage) const = 0;
 };
@@ -121,6 +123,7 @@ class Engine {
   void postReceives(const std::vector<PlaceStep>& steps, size_t current, Posted& posted, BoundaryTraffic& traffic) const;
   void enter(State state, const core::Action& action = {});
   void compute(const core::Action& action, ActionRunner& runner);
+  void follow(const core::Action& action, ActionRunner& runner);
   void waitReceives(const PlaceStep& step, BoundaryTraffic& traffic);
   /// Runs W of later steps until what step `current` needs has arrived, or there is none to run.
   void runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current, std::vector<bool>& is_done, ActionRunner& runner,

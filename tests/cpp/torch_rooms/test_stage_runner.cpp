@@ -44,6 +44,7 @@ class StageRunnerTest : public ::testing::TestWithParam<bool> {
   void run(ActionKind kind, int32_t stage, int32_t microbatch) {
     runner_.run({kind, stage, microbatch});
     runner_.release({kind, stage, microbatch});
+    runner_.follow({kind, stage, microbatch});
   }
 
   std::vector<at::Tensor> weights_ = {at::full({2}, 3.0F), at::full({2}, 5.0F)};

@@ -32,12 +32,6 @@ class Hop:
     received: tuple[int, ...]
 
 
-_SHARED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
-"""Collectives of which several tensors can share one."""
-_BUCKET_BYTES = 32 << 20
-"""The most that share one, if it is not one tensor."""
-
-
 def kind_of(step: AxisMove) -> str:
     """The collective that a move is, or \"local\"."""
     if step.before == PARTIAL:
@@ -45,24 +39,6 @@ def kind_of(step: AxisMove) -> str:
     if step.before >= 0 and step.after != PARTIAL:
         return "all-gather" if step.after == REPLICATED else "all-to-all"
     return "local"
-
-
-def _buckets(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Numbers, in order, in lists of no more than a bucket's bytes each."""
-    out: list[list[int]] = []
-    held = 0
-    for number in numbers:
-        if not out or held + sizes[number] > _BUCKET_BYTES:
-            out.append([])
-            held = 0
-        out[-1].append(number)
-        held += sizes[number]
-    return out
-
-
-def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Moves:
@@ -121,47 +97,6 @@ class Moves:
         received = torch.empty_like(sent)
         self._groups.run(step.axis, dist.all_to_all_single, received, sent)
         return torch.cat(received.chunk(size), before)
-
-    def run_together(
-        self, parts: Sequence[torch.Tensor], steps: Sequence[Sequence[AxisMove]], names: Sequence[str], why: str
-    ) -> list[torch.Tensor]:
-        """The same of several tensors; those that need the same collectives along the same axes share them. Each is
-        told by itself."""
-        out = list(parts)
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for number, (part, own) in enumerate(zip(parts, steps, strict=True)):
-            alike.setdefault((part.dtype, *((step.axis, kind_of(step)) for step in own)), []).append(number)
-        for numbers in alike.values():
-            for bucket in _buckets(numbers, [part.nbytes for part in parts]):
-                for turn in range(len(steps[bucket[0]])):
-                    mine = [(out[number], steps[number][turn], names[number]) for number in bucket]
-                    for number, made in zip(bucket, self._together(mine, why), strict=True):
-                        out[number] = made
-        return out
-
-    def _together(self, parts: Sequence[tuple[torch.Tensor, AxisMove, str]], why: str) -> list[torch.Tensor]:
-        """One step of several, of one kind along one axis."""
-        axis, kind = parts[0][1].axis, kind_of(parts[0][1])
-        size = self.shape[axis]
-        if len(parts) == 1 or kind not in _SHARED or size == 1:
-            return [self._run(part, step, name, why) for part, step, name in parts]
-        for part, _, name in parts:
-            self._tell(name, why, kind, axis, part.nbytes * (size if kind == "all-gather" else 1))
-        if kind == "all-reduce":
-            flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
-            self._groups.run(axis, dist.all_reduce, flat)
-            return _split(flat, [part.shape for part, _, _ in parts])
-        if kind == "reduce-scatter":
-            pieces = [part.chunk(size, step.after) for part, step, _ in parts]
-            flat = torch.cat([chunks[place].reshape(-1) for place in range(size) for chunks in pieces])
-            scattered = flat.new_empty(len(flat) // size)
-            self._groups.run(axis, dist.reduce_scatter_tensor, scattered, flat)
-            return _split(scattered, [chunks[0].shape for chunks in pieces])
-        flat = torch.cat([part.reshape(-1) for part, _, _ in parts])
-        gathered = flat.new_empty(size * len(flat))
-        self._groups.run(axis, dist.all_gather_into_tensor, gathered, flat)
-        rows = [_split(row, [part.shape for part, _, _ in parts]) for row in gathered.chunk(size)]
-        return [torch.cat([row[i] for row in rows], step.before) for i, (_, step, _) in enumerate(parts)]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -223,7 +158,7 @@ class Moves:
         for step in steps:
             size, kind = self.shape[step.axis], kind_of(step)
             if kind == "local":
-                num_bytes //= size if step.after >= 0 else 1
+                num_bytes = num_bytes * (size if step.before >= 0 else 1) // (size if step.after >= 0 else 1)
                 continue
             self._tell(name, why, kind, step.axis, num_bytes * (size if kind in {"all-gather", "all-to-all"} else 1))
             num_bytes = num_bytes * size if kind == "all-gather" else num_bytes

@@ -1,12 +1,13 @@
 """Parameters that are in parts at all times (ZeRO-3): each microbatch fetches them before they are read, lets go of
-them, and fetches them once more where backward reads them; those of a layer together.
+them, and fetches them once more where backward reads them; those of a layer together, while the layer before is
+computed.
 
 forward   parts --> wholes --> operators that read them; what they save of them is noted, not kept
 backward            wholes, fetched anew by the first that reads one --> their gradients --> gradients of the parts
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.running.collectives import Moves
+from torch_xmesh.parallelism.running.parcels import Member, Parcel, Sent, parcels_of
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.spec import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +26,86 @@ class InTurn:
     """A parameter, as each microbatch fetches it.
 
     Attributes:
+        shape: of this device's part.
         there: from its parts to the whole; `back`: from the whole's gradient to those of the parts.
     """
 
     name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     there: tuple[AxisMove, ...]
     back: tuple[AxisMove, ...]
+
+
+class Underway:
+    """Tensors of a layer that were started together.
+
+    Args:
+        here: those that nothing is sent for, by number.
+        numbers: of the others, by name.
+    """
+
+    def __init__(self, here: dict[int, torch.Tensor | None], sent: Sequence[Sent], numbers: Mapping[str, int]) -> None:
+        self._here, self._sent, self._numbers = here, list(sent), numbers
+
+    def wait(self) -> dict[int, torch.Tensor | None]:
+        """All of them, by number."""
+        while self._sent:
+            sent = self._sent.pop()
+            for member, part in zip(sent.parcel.members, sent.wait(), strict=True):
+                self._here[self._numbers[member.name]] = part
+        return self._here
+
+
+class FetchedLayer:
+    """Parameters of a layer, which each microbatch fetches.
+
+    Args:
+        lane: what its transfers are called, alike on all devices.
+        keep: is given the gradients of the parts that backward leaves on their way.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[InTurn],
+        moves: Moves,
+        mesh: Mesh,
+        transfers: Transfers,
+        lane: str,
+        keep: Callable[[Underway], None],
+    ) -> None:
+        self.parameters = list(parameters)
+        self._moves, self._mesh, self._transfers, self._lane, self._keep = moves, mesh, transfers, lane, keep
+        self._parcels: dict[tuple[tuple[int, ...], bool], list[Parcel]] = {}
+
+    def _parcels_of(self, numbers: tuple[int, ...], is_back: bool) -> list[Parcel]:
+        if (numbers, is_back) not in self._parcels:
+            members = []
+            for one in (self.parameters[number] for number in numbers):
+                shape = self._moves.shape_after(one.shape, one.there) if is_back else one.shape
+                members.append(Member(one.name, shape, one.dtype, one.back if is_back else one.there))
+            self._parcels[numbers, is_back] = parcels_of(members, self._moves, self._mesh)
+        return self._parcels[numbers, is_back]
+
+    def start(self, parts: Mapping[int, torch.Tensor | None], why: str, *, is_back: bool = False) -> Underway:
+        """Some parameters, by number, on their way to be whole, or their gradients on theirs back."""
+        numbers = tuple(sorted(parts))
+        place = {self.parameters[number].name: number for number in numbers}
+        lane = f"{self._lane}/{why} of {numbers}{' back' if is_back else ''}"
+        sent = [
+            parcel.start(self._transfers, f"{lane}/{at}", [parts[place[one.name]] for one in parcel.members], why)
+            for at, parcel in enumerate(self._parcels_of(numbers, is_back))
+        ]
+        here: dict[int, torch.Tensor | None] = {}
+        for number in {*numbers} - {place[one.name] for some in sent for one in some.parcel.members}:
+            part, one = parts[number], self.parameters[number]
+            way = one.back if is_back else one.there
+            here[number] = None if part is None else self._moves.run(part, way, one.name, why)
+        return Underway(here, sent, place)
+
+    def send_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of the wholes leave."""
+        self._keep(self.start(dict(enumerate(gradients)), "backward", is_back=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,56 +126,68 @@ class Fetch:
 
     Args:
         parts: this device's, without a graph.
+        before: what the microbatch has fetched before, whose parameters backward reads next.
     """
 
-    def __init__(self, moves: Moves, parameters: Sequence[InTurn], parts: Sequence[torch.Tensor]) -> None:
-        self._moves, self._parameters, self._parts = moves, parameters, parts
+    def __init__(self, layer: FetchedLayer, parts: Sequence[torch.Tensor], before: "Fetch | None" = None) -> None:
+        self._layer, self._parts, self._before = layer, dict(enumerate(parts)), before
+        self._underway: Underway | None = None
         self._saved: set[int] = set()
-        self._again: dict[int, torch.Tensor] = {}
+        self._again: dict[int, torch.Tensor | None] = {}
 
-    def fetched(self, numbers: Sequence[int], why: str) -> list[torch.Tensor]:
-        """Some of them, whole."""
-        there = [self._parameters[number].there for number in numbers]
-        names = [self._parameters[number].name for number in numbers]
-        return self._moves.run_together([self._parts[number] for number in numbers], there, names, why)
+    def start(self) -> None:
+        """All leave for this device, if they have not."""
+        if self._underway is None:
+            self._underway = self._layer.start(dict(self._parts), "forward")
+
+    def fetched(self) -> list[torch.Tensor]:
+        """All of them, whole."""
+        self.start()
+        assert self._underway is not None
+        wholes, self._underway = self._underway.wait(), None
+        return [whole for _, whole in sorted(wholes.items()) if whole is not None]
 
     def save(self, number: int) -> None:
         """Backward reads it."""
         self._saved.add(number)
 
+    def _start_again(self) -> None:
+        if not self._again and self._underway is None and self._saved:
+            self._underway = self._layer.start({number: self._parts[number] for number in self._saved}, "backward")
+
     def again(self, number: int) -> torch.Tensor:
         """In backward, which fetches all that it reads of the layer at once."""
         if not self._again:
-            numbers = sorted(self._saved)
-            self._again = dict(zip(numbers, self.fetched(numbers, "backward"), strict=True))
-        return self._again[number]
+            self._start_again()
+            before, self._before = self._before, None
+            if before is not None:
+                before._start_again()
+            assert self._underway is not None
+            self._again, self._underway = self._underway.wait(), None
+        whole = self._again[number]
+        assert whole is not None
+        return whole
 
-    def gradients(self, wholes: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Those of the parts. Nothing reads the parameters anymore."""
+    def send_back(self, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Their gradients leave. Nothing reads the parameters anymore."""
         self._again = {}
-        out: list[torch.Tensor | None] = [None] * len(wholes)
-        numbers = [number for number, gradient in enumerate(wholes) if gradient is not None]
-        back = [self._parameters[number].back for number in numbers]
-        names = [self._parameters[number].name for number in numbers]
-        given = [gradient for gradient in wholes if gradient is not None]
-        for number, part in zip(numbers, self._moves.run_together(given, back, names, "backward"), strict=True):
-            out[number] = part
-        return out
+        self._layer.send_back(wholes)
 
 
 class Fetched(torch.autograd.Function):
-    """Whole parameters, of the parts that autograd knows."""
+    """Whole parameters, of the parts that autograd knows. Gradients of these are added to them later."""
 
     @staticmethod
     def forward(ctx: Any, fetch: Fetch, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.fetch = fetch
         ctx.set_materialize_grads(False)
-        return tuple(whole.contiguous() for whole in fetch.fetched(range(len(parts)), "forward"))
+        return tuple(whole.contiguous() for whole in fetch.fetched())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *ctx.fetch.gradients(gradients)
+        ctx.fetch.send_back(gradients)
+        return (None,) * (1 + len(gradients))
 
 
 _CAST = frozenset(

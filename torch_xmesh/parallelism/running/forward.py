@@ -24,7 +24,8 @@ from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.compiled import CompiledRun, Compiler
 from torch_xmesh.parallelism.running.experts import WHOLE_BECAUSE
 from torch_xmesh.parallelism.running.fetching import not_kept
-from torch_xmesh.parallelism.running.parameters import InTurnKnown, StageParameters, in_turn_of
+from torch_xmesh.parallelism.running.parameters import StageParameters, in_turn_of
+from torch_xmesh.parallelism.running.segment_fetches import SegmentFetches
 from torch_xmesh.parallelism.running.ways import Way
 from torch_xmesh.parallelism.segment_layout import SegmentLayout
 
@@ -160,13 +161,17 @@ class ShardedForward:
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
         parts.update(self._constants[segment])
         parts.update((value, own.read(value, segment)) for value in self._kept[segment])
-        fetched: InTurnKnown = {}
-        for numbers in self._turns[segment]:
-            region = self._regions.get(numbers[0])
-            if region is not None and torch.is_grad_enabled():
-                self._run_region(segment, numbers, region, parts, own)
+        turns = self._turns[segment]
+        in_regions = [torch.is_grad_enabled() and numbers[0] in self._regions for numbers in turns]
+        outside = [
+            number for numbers, is_one in zip(turns, in_regions, strict=True) if not is_one for number in numbers
+        ]
+        fetches = SegmentFetches(own, segment, outside, self._layers)
+        for numbers, is_region in zip(turns, in_regions, strict=True):
+            if is_region:
+                self._run_region(segment, numbers, self._regions[numbers[0]], parts, own)
             else:
-                self._run(segment, numbers, parts, own, fetched)
+                self._run(numbers, parts, fetches)
         values = self.segments.outputs[segment]
         if segment + 1 == self.segments.count:
             return tuple(
@@ -183,14 +188,7 @@ class ShardedForward:
         return part.view_as(part) if is_given else part
 
     def _run(
-        self,
-        segment: int,
-        numbers: Sequence[int],
-        parts: dict[Value, Any],
-        own: StageParameters,
-        fetched: InTurnKnown,
-        *,
-        is_region: bool = False,
+        self, numbers: Sequence[int], parts: dict[Value, Any], fetches: SegmentFetches, *, is_region: bool = False
     ) -> None:
         """Operators in order; of a checkpoint nothing is kept anyhow."""
         inside = 0  # operators left of a compiled run that is through
@@ -203,14 +201,13 @@ class ShardedForward:
                 self._drop_dead(number, parts)
                 continue
             call, in_turn = self._calls[number], self._in_turn[number]
-            if number in self._layers:
-                own.fetch(self._layers[number], segment, parts, fetched)
+            fetches.before(number, parts)
             if not in_turn or is_region:
                 call.run(parts)
             else:
                 wholes = {value: parts[value] for value in in_turn}
                 parts.update((value, call.cast(whole)) for value, whole in wholes.items())
-                with not_kept([(*fetched[value], parts[value]) for value in in_turn]):
+                with not_kept([(*fetches.of(value), parts[value]) for value in in_turn]):
                     call.run(parts)
                 parts.update(wholes)
             self._drop_dead(number, parts)
@@ -241,7 +238,7 @@ class ShardedForward:
             inside = dict(zip(region.takes, given, strict=True))
             num_runs += 1
             with self._moves.again() if num_runs > 1 else contextlib.nullcontext():
-                self._run(segment, numbers, inside, own, {}, is_region=True)
+                self._run(numbers, inside, SegmentFetches(own, segment, numbers, self._layers), is_region=True)
             return tuple(inside[value] for value in region.leaves)
 
         given = [parts[value] for value in region.takes]

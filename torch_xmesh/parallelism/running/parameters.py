@@ -6,6 +6,7 @@ kept between steps --> once a step, or (ZeRO-3) by each microbatch: as the stage
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,14 +21,11 @@ from torch_xmesh.parallelism.loops import REPLICATED, State
 from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moves
-from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, InTurn
+from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, FetchedLayer, InTurn, Underway
 from torch_xmesh.parallelism.running.parcels import Member, Parcel, Sent, parcels_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
 from torch_xmesh.spec import mesh_grid
-
-InTurnKnown = dict[Value, tuple[Fetch, int]]
-"""Parameters that a microbatch has fetched, with their numbers in what fetched them."""
 
 
 def in_turn_of(planned: PlannedStage) -> frozenset[str]:
@@ -66,6 +64,8 @@ class StageParameters:
         self._fetches: list[Parcel] = []
         self._sums: list[_Sum] = []
         self._fetching: dict[str, Sent] = {}
+        self._layers: dict[tuple[tuple[str, ...], int], FetchedLayer] = {}
+        self._going_back: tuple[tuple[str, ...], int, Underway] | None = None  # gradients of a layer's parts
         self._grid = mesh_grid(mesh)
 
     # How they are kept.
@@ -133,19 +133,50 @@ class StageParameters:
         microbatch fetches."""
         if value.name in self._fetching:
             self._arrive(self._fetching[value.name])
-        return self._read.get((value.name, segment), local_of(self._own[value.name]))
+        own = self._own[value.name]
+        if not isinstance(own, nn.Parameter):
+            return local_of(own)
+        if (value.name, segment) not in self._read:
+            raise RuntimeError(f"parameter {value.name} is read before a step: a planned stage is run by its engine")
+        return self._read[value.name, segment]
 
-    def fetch(self, values: Sequence[Value], segment: int, parts: dict[Value, Any], known: InTurnKnown) -> None:
-        """Parameters of a layer, before the first operator that reads one, in a microbatch."""
-        parameters, own = [], []
-        for value in values:
-            planned = self._planned[value.name]
-            parameters.append(InTurn(value.name, planned.fetch, planned.sum))
-            own.append(self._read[value.name, segment])
-        fetch = Fetch(self._moves, parameters, [part.detach() for part in own])
-        wholes = Fetched.apply(fetch, *own)  # type: ignore[no-untyped-call]
-        for place, (value, whole) in enumerate(zip(values, wholes, strict=True)):
-            parts[value], known[value] = whole, (fetch, place)
+    def fetch_of(self, values: Sequence[Value], segment: int, before: Fetch | None) -> Fetch:
+        """Parameters of a layer, for one microbatch; nothing has left yet. `before`: those of the layer before it."""
+        names = tuple(value.name for value in values)
+        parts = [self._read[name, segment].detach() for name in names]
+        if (names, segment) not in self._layers:
+            parameters = [
+                InTurn(name, tuple(part.shape), part.dtype, self._planned[name].fetch, self._planned[name].sum)
+                for name, part in zip(names, parts, strict=True)
+            ]
+            lane = f"stage {self._stage}/segment {segment}/{', '.join(names)}"
+            keep = functools.partial(self._keep, names, segment)
+            self._layers[names, segment] = FetchedLayer(
+                parameters, self._moves, self._grid, self._transfers, lane, keep
+            )
+        return Fetch(self._layers[names, segment], parts, before)
+
+    def fetch(self, fetch: Fetch, values: Sequence[Value], segment: int, parts: dict[Value, Any]) -> None:
+        """They are whole from now on, as operators read them."""
+        own = [self._read[value.name, segment] for value in values]
+        parts.update(zip(values, Fetched.apply(fetch, *own), strict=True))  # type: ignore[no-untyped-call]
+
+    def _keep(self, names: tuple[str, ...], segment: int, underway: Underway) -> None:
+        """Gradients of a layer's parts are on their way; those of the layer before are waited for, so that no more are
+        held."""
+        self._take_back()
+        self._going_back = names, segment, underway
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        if self._going_back is None:
+            return
+        names, segment, underway = self._going_back
+        self._going_back = None
+        for number, part in underway.wait().items():
+            if part is not None:
+                leaf = self._read[names[number], segment]
+                leaf.grad = part.clone() if leaf.grad is None else leaf.grad.add_(part)
 
     # A step.
 
@@ -178,7 +209,7 @@ class StageParameters:
                 self._sums.append(_Sum(parcel, len(self._sums), frozenset(segments), is_each))
 
         for parcel in (*self._fetches, *(one.parcel for one in self._sums)):
-            self._transfers.prepare([parcel.move])
+            self._transfers.prepare(parcel.moves)
 
     @property
     def sums_after(self) -> frozenset[int]:
@@ -189,6 +220,7 @@ class StageParameters:
     def begin_step(self) -> None:
         """Those in parts are fetched, once for all of the step's microbatches."""
         self._fetching.clear()
+        self._going_back = None
         for one in self._sums:
             one.begin_step()
         own = {value.name: (value, local_of(parameter).detach()) for value, parameter in self._parameters()}
@@ -224,6 +256,7 @@ class StageParameters:
         the step is on its way any more."""
         for sent in dict.fromkeys(self._fetching.values()):
             self._arrive(sent)
+        self._take_back()
         if not is_train:
             return
         for one in self._sums:
@@ -262,7 +295,7 @@ class StageParameters:
         for segment in self._readers[name]:
             leaf = self._read.get((name, segment))
             if leaf is not None and leaf.grad is not None:
-                total, leaf.grad = leaf.grad if total is None else total + leaf.grad, None
+                total, leaf.grad = leaf.grad if total is None else total.add_(leaf.grad), None
         return total
 
     @torch.no_grad()

@@ -12,15 +12,15 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh.parallelism.conversions import AxisMove
-from torch_xmesh.parallelism.loops import REPLICATED
+from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED
 from torch_xmesh.parallelism.running.collectives import Moves, kind_of
 from torch_xmesh.pipeline.ranks.transfers import Pending, Transfers
 from torch_xmesh.plan_cache import Move
 from torch_xmesh.spec import Mesh
 
 _PARCEL_BYTES = 4 << 20
-"""The most that share a parcel, if it is not one tensor: soon enough full, so that much of a backward is left when the
-first ones leave."""
+"""The most that share a parcel, if it is not one tensor, of the larger of what leaves and what comes: soon enough full,
+so that much of a backward is left when the first ones leave, and soon there for who waits for one of them."""
 _SUMS = {"all-reduce", "reduce-scatter"}
 
 
@@ -50,92 +50,90 @@ class Parcel:
     def __init__(self, members: Sequence[Member], moves: Moves, mesh: Mesh) -> None:
         self.members, self._moves, self._mesh = list(members), moves, mesh
         self._steps = [_sent(member.way, moves.shape) for member in members]
-        kinds = [kind_of(step) for step in self._steps[0]]
-        self.is_sum = set(kinds) <= _SUMS
-        self._is_packed = self.is_sum or set(kinds) == {"all-gather"}
+        self.is_sum = _is_sum(self._steps[0])
         self._blocks = [moves.shape[step.axis] for step in self._steps[0] if kind_of(step) != "all-reduce"]
-        self.move = self._packed_move() if self._is_packed else self._own_move()
+        moving = [step.axis for step in self._steps[0]]
+        self._still = [axis for axis, size in enumerate(moves.shape) if axis not in moving and size > 1]
+        self.is_packed = self.is_sum or _is_gather(self._steps[0])
+        self.moves = [self._packed()] if self.is_packed else [self._alone(), self._flag()]
 
-    @staticmethod
-    def key(member: Member, shape: Sequence[int]) -> tuple[Any, ...]:
-        """Equal for members that may share a parcel."""
-        kinds = tuple((step.axis, kind_of(step)) for step in _sent(member.way, shape))
-        names = {kind for _, kind in kinds}
-        alone = () if names <= _SUMS or names == {"all-gather"} else (member.name,)
-        return (member.dtype, kinds, *alone)
-
-    def _packed_move(self) -> Move:
-        steps, shape = self._steps[0], self._moves.shape
-        moving = [step.axis for step in steps]
-        still = [axis for axis in range(len(shape)) if axis not in moving and shape[axis] > 1]
+    def _packed(self) -> Move:
+        shape = self._moves.shape
         numel = sum(math.prod(member.shape) for member in self.members)
         if self.is_sum:
             numel = numel // math.prod(self._blocks) + len(self.members)
         src: list[Placement] = [Replicate()] * len(shape)
         dst: list[Placement] = [Replicate()] * len(shape)
-        for place, axis in enumerate(still):
+        for place, axis in enumerate(self._still):
             src[axis] = dst[axis] = Shard(place)
-        place = len(still)
-        for step in steps:
-            kind = kind_of(step)
-            if kind == "all-reduce":
+        place = len(self._still)
+        for step in self._steps[0]:
+            if kind_of(step) == "all-reduce":
                 src[step.axis] = Partial("sum")
                 continue
             src[step.axis] = Partial("sum") if self.is_sum else Shard(place)
             dst[step.axis] = Shard(place) if self.is_sum else Replicate()
             place += 1
-        whole = (*(shape[axis] for axis in still), *self._blocks, numel)
-        self._lead = len(still)
+        whole = (*(shape[axis] for axis in self._still), *self._blocks, numel)
         return Move.of(whole, self.members[0].dtype, (self._mesh, src), (self._mesh, dst))
 
-    def _own_move(self) -> Move:
+    def _alone(self) -> Move:
+        """Of one tensor, from how the devices have it to how they want it."""
         (member,), shape = self.members, self._moves.shape
-        before = [REPLICATED] * len(shape)
-        after, seen = list(before), set[int]()
+        before: dict[int, int] = {}
+        after: dict[int, int] = {}
         for step in self._steps[0]:
-            before[step.axis] = before[step.axis] if step.axis in seen else step.before
+            before.setdefault(step.axis, step.before)
             after[step.axis] = step.after
-            seen.add(step.axis)
-        still = [axis for axis in range(len(shape)) if axis not in seen and shape[axis] > 1]
-        self._lead = len(still)
-        whole = [*(shape[axis] for axis in still), *member.shape]
+        lead = len(self._still)
+        whole = [*(shape[axis] for axis in self._still), *member.shape]
         ends: list[list[Placement]] = [[], []]
         for axis, size in enumerate(shape):
-            if before[axis] >= 0:
-                whole[before[axis] + self._lead] *= size
-            for placements, state in zip(ends, (before, after), strict=True):
-                if axis in still:
-                    placements.append(Shard(still.index(axis)))
-                elif state[axis] >= 0:
-                    placements.append(Shard(state[axis] + self._lead))
+            if before.get(axis, REPLICATED) >= 0:
+                whole[before[axis] + lead] *= size
+            for placements, states in zip(ends, (before, after), strict=True):
+                state = states.get(axis, REPLICATED)
+                if axis in self._still:
+                    placements.append(Shard(self._still.index(axis)))
+                elif state >= 0:
+                    placements.append(Shard(state + lead))
                 else:
-                    placements.append(Replicate() if state[axis] == REPLICATED else Partial("sum"))
+                    placements.append(Partial("sum") if state == PARTIAL else Replicate())
         return Move.of(whole, member.dtype, (self._mesh, ends[0]), (self._mesh, ends[1]))
 
+    def _flag(self) -> Move:
+        """Whether any device has it."""
+        shape, lead = self._moves.shape, [self._moves.shape[axis] for axis in self._still]
+        src: list[Placement] = [Partial("sum") if size > 1 else Replicate() for size in shape]
+        dst: list[Placement] = [Replicate()] * len(shape)
+        for place, axis in enumerate(self._still):
+            src[axis] = dst[axis] = Shard(place)
+        return Move.of((*lead, 1), torch.int32, (self._mesh, src), (self._mesh, dst))
+
     def start(self, transfers: Transfers, lane: str, parts: Sequence[torch.Tensor | None], why: str) -> "Sent":
-        """Its members' parts leave, in order; None of a sum is zero, and None of all devices comes as None."""
+        """Its members' parts leave, in order. None is zero, and None of all devices comes as None; what is gathered is
+        there."""
         for member, steps in zip(self.members, self._steps, strict=True):
             self._moves.tell(steps, math.prod(member.shape) * member.dtype.itemsize, member.name, why)
-        return Sent(self, transfers.start(lane, [self.move], [self._pack(parts)]))
+        return Sent(self, transfers.start(lane, self.moves, self._pack(parts)))
 
-    def _pack(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        lead = (1,) * self._lead
-        if not self._is_packed:
+    def _pack(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        still = (1,) * len(self._still)
+        if not self.is_packed:
             (part,), (member,) = parts, self.members
-            return (torch.zeros(member.shape, dtype=member.dtype) if part is None else part).reshape(
-                *lead, *member.shape
-            )
+            given = torch.zeros(member.shape, dtype=member.dtype) if part is None else part
+            flag = torch.tensor([part is not None], dtype=torch.int32)
+            return [given.reshape(*still, *member.shape), flag.view(*still, 1)]
         if not self.is_sum:
             flat = [part.reshape(-1) for part in parts if part is not None]
-            return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(*lead, *(1 for _ in self._blocks), -1)
+            assert len(flat) == len(parts)
+            return [(flat[0] if len(flat) == 1 else torch.cat(flat)).view(*still, *(1 for _ in self._blocks), -1)]
         pieces = [
-            torch.zeros(math.prod(member.shape), dtype=member.dtype).view(*self._blocks, -1)
-            if part is None
-            else self._in_blocks(part, steps)
+            self._in_blocks(torch.zeros(member.shape, dtype=member.dtype) if part is None else part, steps)
             for part, member, steps in zip(parts, self.members, self._steps, strict=True)
         ]
         has = torch.tensor([part is not None for part in parts], dtype=self.members[0].dtype)
-        return torch.cat([*pieces, has.expand(*self._blocks, len(parts))], -1).view(*lead, *self._blocks, -1)
+        return [torch.cat([*pieces, has.expand(*self._blocks, len(parts))], -1).view(*still, *self._blocks, -1)]
 
     def _in_blocks(self, part: torch.Tensor, steps: Sequence[AxisMove]) -> torch.Tensor:
         """One of a sum with an axis for each of its moves to parts."""
@@ -146,13 +144,13 @@ class Parcel:
                 sizes = self._moves.shape[step.axis], part.shape[dim] // self._moves.shape[step.axis]
                 part = part.reshape(*part.shape[:dim], *sizes, *part.shape[dim + 1 :]).movedim(dim, depth)
                 depth += 1
-        return part.reshape(*self._blocks, -1)
+        return part.reshape(*self._blocks, part.numel() // math.prod(self._blocks))
 
-    def unpack(self, received: torch.Tensor) -> list[torch.Tensor | None]:
+    def unpack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The members' parts; memory of a sum's is shared among them."""
-        received = received.flatten(0, self._lead - 1).squeeze(0) if self._lead else received
-        if not self._is_packed:
-            return [received]
+        received = tensors[0].reshape(tensors[0].shape[len(self._still) :])
+        if not self.is_packed:
+            return [received if int(tensors[1]) else None]
         if self.is_sum:
             flat = received.reshape(-1)
             has = flat[-len(self.members) :].tolist()
@@ -171,7 +169,7 @@ class Parcel:
         return piece
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Sent:
     """A parcel on its way."""
 
@@ -180,20 +178,23 @@ class Sent:
 
     def wait(self) -> list[torch.Tensor | None]:
         """Its members' parts afterwards, in order."""
-        (received,) = self.pending.wait()
-        return self.parcel.unpack(received)
+        return self.parcel.unpack(self.pending.wait())
 
 
 def parcels_of(members: Sequence[Member], moves: Moves, mesh: Mesh) -> list[Parcel]:
-    """Those that have to leave a device, in order; what moves within each device alone is in none. A parcel is full
-    before the next one of its kind begins."""
+    """Parcels of those that have to leave a device; a parcel is full before the next one of its kind begins. What moves
+    within each device alone is in none."""
     open_ones: dict[Any, list[Member]] = {}
     filled: dict[Any, int] = {}
     bundles: list[list[Member]] = []
     for member in members:
-        if not _sent(member.way, moves.shape):
+        steps = _sent(member.way, moves.shape)
+        if not steps:
             continue
-        key, num_bytes = Parcel.key(member, moves.shape), math.prod(member.shape) * member.dtype.itemsize
+        shapes = member.shape, moves.shape_after(member.shape, member.way)
+        num_bytes = max(map(math.prod, shapes)) * member.dtype.itemsize
+        is_packed = _is_sum(steps) or _is_gather(steps)
+        key = (member.dtype, *((step.axis, kind_of(step)) for step in steps), *(() if is_packed else (member.name,)))
         if key not in open_ones or filled[key] + num_bytes > _PARCEL_BYTES:
             open_ones[key], filled[key] = [], 0
             bundles.append(open_ones[key])
@@ -206,3 +207,12 @@ def _sent(way: Sequence[AxisMove], shape: Sequence[int]) -> list[AxisMove]:
     """The moves between several devices; none where all of them are within each."""
     steps = [step for step in way if shape[step.axis] > 1 and step.before != step.after]
     return steps if any(kind_of(step) != "local" for step in steps) else []
+
+
+def _is_sum(steps: Sequence[AxisMove]) -> bool:
+    """Whether all of them add up, each along another axis."""
+    return {kind_of(step) for step in steps} <= _SUMS and len({step.axis for step in steps}) == len(steps)
+
+
+def _is_gather(steps: Sequence[AxisMove]) -> bool:
+    return {kind_of(step) for step in steps} == {"all-gather"} and len({step.axis for step in steps}) == len(steps)

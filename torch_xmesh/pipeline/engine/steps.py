@@ -134,7 +134,7 @@ class EngineSteps:
             )
         self.entered_ns = entered_ns
         self.after.clear()
-        with self._timed("gradients") if place.source.sums_gradients else contextlib.nullcontext():
+        with self._timed("gradients") if is_train and place.source.sums_gradients else contextlib.nullcontext():
             place.source.end_step(is_train)
         if is_train:
             self._end_gradients()

@@ -30,6 +30,12 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
     }
   }
   void release(const Action& action) override { log.push_back("release " + action.str()); }
+  void follow(const Action& action) override {
+    log.push_back("follow " + action.str());
+    if (log.back() == fails) {
+      throw std::runtime_error("no");
+    }
+  }
   bool mayRunEarly(int32_t /*stage*/) const override { return runs_early; }
   bool hasArrived(const Transfer& transfer) const override { return late.count(text(transfer)) == 0; }
   void postReceive(const Transfer& transfer) override {
@@ -115,8 +121,9 @@ TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
   Engine engine({true, 0});
   engine.run(placeProgram({{ActionKind::kForward, 1, 0}, {ActionKind::kBackward, 1, 0}}, {{0, 1, true, false, true}, {1, 2, true, true, false}}),
              recorder, recorder);
-  const std::vector<std::string> expected = {"post v0.0", "flush",     "wait v0.0", "1F0",       "send v1.0",   "release 1F0", "post g1.0",
-                                             "flush",     "wait g1.0", "1B0",       "send g0.0", "release 1B0", "flush",       "drain"};
+  const std::vector<std::string> expected = {"post v0.0",   "flush", "wait v0.0",  "1F0",       "send v1.0", "release 1F0",
+                                             "post g1.0",   "flush", "follow 1F0", "wait g1.0", "1B0",       "send g0.0",
+                                             "release 1B0", "flush", "follow 1B0", "drain"};
   EXPECT_EQ(recorder.log, expected);
   ASSERT_EQ(engine.spans().size(), 4U);
   EXPECT_EQ(engine.spans()[0].kind, EngineSpan::Kind::kWait);
@@ -187,10 +194,11 @@ TEST(Engine, WithoutOverlapEverySendIsWaitedForWithAllReceivesPosted) {
   EXPECT_EQ(recorder.peak_posted, 8U);
   for (size_t i = 0; i < recorder.log.size(); ++i) {
     if (recorder.log[i].starts_with("send ")) {
-      ASSERT_LT(i + 3, recorder.log.size());
+      ASSERT_LT(i + 4, recorder.log.size());
       EXPECT_TRUE(recorder.log[i + 1].starts_with("release "));
       EXPECT_EQ(recorder.log[i + 2], "flush");
-      EXPECT_EQ(recorder.log[i + 3], "drain");
+      EXPECT_TRUE(recorder.log[i + 3].starts_with("follow "));
+      EXPECT_EQ(recorder.log[i + 4], "drain");
     }
   }
 }
@@ -209,6 +217,16 @@ TEST(Engine, StartsWhatItPostedAndSentBeforeItWaitsOrComputes) {
       EXPECT_TRUE(is_started) << line;
     }
   }
+}
+
+TEST(Engine, TellsWhichActionFailedInWhatFollows) {
+  Recorder recorder;
+  recorder.fails = "follow 1B1";
+  Engine engine({});
+  EXPECT_THROW(engine.run(middleOfThree(4), recorder, recorder), std::runtime_error);
+  ASSERT_TRUE(engine.failedAction().has_value());
+  EXPECT_EQ(engine.failedAction()->str(), "1B1");
+  EXPECT_EQ(engine.describe(), "is between steps");
 }
 
 TEST(Engine, TellsWhichActionFailed) {
