@@ -7,6 +7,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,10 +142,13 @@ def transfers_as_predicted(rank: int, world_size: int) -> None:
         sent = Counter("backward" if one[3] else "forward" for one in engine._place.core.transfers)
         names = {name for _, name, _, _ in engine._place.core.spans}
         engine.timeline("timeline.png")
+        engine.trace("trace.json")
+        traced = {event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"]}
     assert sent["forward"] == 2 * predicted["forward"], (sent, predicted)
     # A way back that each device goes by itself is a transfer, too, in which nothing is sent.
     assert 2 * predicted["backward"] <= sent["backward"] <= sent["forward"], (sent, predicted)
     assert {"0F0, segment 1", "0B1, segment 3"} <= names, names
+    assert {"value 0, segment 0>1 mb0 out", "gradient 0, segment 1>0 mb1 out"} <= traced, traced
 
 
 def test_transfers_are_those_that_were_predicted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from torch_xmesh.pipeline.engine.steps import EngineSteps
 from torch_xmesh.pipeline.ranks.clocks import clock_offsets
 from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.schedule.timeline import (
+    EdgeEnds,
     Event,
     aligned,
     chrome_trace,
@@ -80,10 +81,11 @@ class StepReport:
     def events(self) -> list[Event]:
         """The last step's events on all ranks, on one clock. Called by all ranks."""
         place = self._place
-        edges = [(edge.from_stage, edge.to_stage) for edge in place.edges]
+        edges = [EdgeEnds(edge.from_stage, edge.to_stage) for edge in place.edges]
         for stage in place.stages:
             segments = place.partition.stages[stage].segments
-            edges += [(stage, stage)] * (0 if segments is None else len(segments.edges))
+            for edge in () if segments is None else segments.edges:
+                edges.append(EdgeEnds(stage, stage, (edge.from_segment, edge.to_segment)))
         steps, rank = self._steps, self._transfers.rank
         mine = events_of(rank, self._place.core, edges, entered_ns=steps.entered_ns, after=steps.after)
         ahead = {rank: offset for rank, (offset, _) in clock_offsets(self._transfers).items()}

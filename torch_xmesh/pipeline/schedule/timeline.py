@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ _COLUMNS = {
     "drain": "other s",
 }
 """By kind of what a rank computes or waits for: the column of the table."""
+_BETWEEN_STAGES = re.compile(r"(value|gradient) (\d+)>(\d+) ")
+"""The name of a transfer that is not within a stage."""
 _INCHES, _MOST_INCHES = 12.0, 24.0
 _SHARE = 0.86  # of a figure's width is for the bars
 _FONT = 6
@@ -62,17 +65,32 @@ class Event:
         return self.name.split()[0] if self.name[0].isalpha() else self.name.strip("0123456789")
 
 
+@dataclasses.dataclass(frozen=True)
+class EdgeEnds:
+    """Two stages, or two segments of one."""
+
+    from_stage: int
+    to_stage: int
+    segments: tuple[int, int] | None = None
+
+    def way(self, is_gradient: bool) -> str:
+        """From where to where a value goes over it, or its gradient: "0>1", or "0, segment 13>14"."""
+        start, stop = self.segments or (self.from_stage, self.to_stage)
+        stage = "" if self.segments is None else f"{self.from_stage}, segment "
+        return f"{stage}{stop}>{start}" if is_gradient else f"{stage}{start}>{stop}"
+
+
 def events_of(
     rank: int,
     core: Any,
-    edges: Sequence[tuple[int, int]],
+    edges: Sequence[EdgeEnds],
     *,
     entered_ns: int,
     after: Sequence[tuple[str, int, int]],
 ) -> list[Event]:
-    """This rank's events of the last step, in nanoseconds of its clock; `core` is its C++ part, `edges` its (from, to)
-    stages, `entered_ns` when the step was called, `after` what it did once the actions had ended: (name, begin, end).
-    """
+    """This rank's events of the last step, in nanoseconds of its clock; `core` is its C++ part, `edges` what its
+    transfers go over, `entered_ns` when the step was called, `after` what it did once the actions had ended: (name,
+    begin, end)."""
     spans = core.spans
     if not spans:
         return []
@@ -84,9 +102,11 @@ def events_of(
     stage = min(event.stage for event in events)
     events.insert(0, Event(rank, stage, "compute", "before", entered_ns, min(event.begin for event in events)))
     for is_send, edge, microbatch, is_gradient, begin, end in core.transfers:
-        start, stop = edges[edge][::-1] if is_gradient else edges[edge]
-        name = f"{'gradient' if is_gradient else 'value'} {start}>{stop} mb{microbatch} {'out' if is_send else 'in'}"
-        events.append(Event(rank, start if is_send else stop, "transfer", name, begin, end))
+        what, direction = "gradient" if is_gradient else "value", "out" if is_send else "in"
+        name = f"{what} {edges[edge].way(is_gradient)} mb{microbatch} {direction}"
+        is_first = is_send is not is_gradient  # of the two stages, the one that the value comes from
+        stage = edges[edge].from_stage if is_first else edges[edge].to_stage
+        events.append(Event(rank, stage, "transfer", name, begin, end))
     events += _between(rank, events)
     first_after = min((begin for _, begin, _ in after), default=None)
     last = max(event.end for event in events if event.lane == "compute")
@@ -118,8 +138,10 @@ def costs_of_events(
             action = event.stage, event.kind, event.rank, event.name
             computed[action] = computed.get(action, 0.0) + event.end - event.begin
         elif event.kind == "send":
-            what, way = event.name.split()[:2]
-            start, stop = map(int, way.split(">"))
+            between = _BETWEEN_STAGES.match(event.name)
+            if between is None:
+                continue
+            what, start, stop = between[1], int(between[2]), int(between[3])
             ends = (start, stop) if what == "value" else (stop, start)
             moved.setdefault((*ends, what), []).append(event.end - event.begin)
     taken: dict[tuple[int, str], list[float]] = {}
