@@ -408,7 +408,7 @@ class PipelineTraffic:
 
 class StageValues:
     """What a stage takes and gives: values by name, which inputs the user passes, and why its backward is never split
-    (empty where its graph decides). ``sums_after_weights``: behind each W ranks add gradients up."""
+    (empty where its graph decides). ``waits_in_weights``: in each W, or behind it, ranks wait for each other."""
 
     def __init__(
         self,
@@ -418,7 +418,7 @@ class StageValues:
         model_positions: Sequence[int],
         is_alone: bool,
         whole_because: str,
-        sums_after_weights: bool = False,
+        waits_in_weights: bool = False,
     ) -> None: ...
 
 class EdgeValues:

@@ -34,7 +34,7 @@ struct StageValues {
   std::vector<int64_t> model_positions;  ///< those inputs that the user passes
   bool is_alone = false;                 ///< its mesh is this rank only
   std::string whole_because{};           ///< why its backward is never split; empty where that depends on the graph
-  bool sums_after_weights = false;       ///< after each of its W the ranks of its mesh add gradients up: none runs before its turn
+  bool waits_in_weights = false;         ///< in each of its W, or behind it, the ranks of its mesh wait for each other: none runs before its turn
 };
 
 }  // namespace xmesh::pipeline

@@ -196,7 +196,7 @@ void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
 }
 
 bool StageRunner::mayRunEarly(int32_t stage) const {
-  if (!step_.runs_weights_early || flights_.stage(stage).sums_after_weights || has_whole_ || (flights_.numStages() > 1 && !splits_all_)) {
+  if (!step_.runs_weights_early || flights_.stage(stage).waits_in_weights || has_whole_ || (flights_.numStages() > 1 && !splits_all_)) {
     return false;
   }
   if (flights_.stage(stage).is_alone) {
@@ -207,7 +207,7 @@ bool StageRunner::mayRunEarly(int32_t stage) const {
 }
 
 bool StageRunner::mayRunEarlyNext(int32_t stage) const {
-  if (!splits_all_ || flights_.stage(stage).sums_after_weights) {
+  if (!splits_all_ || flights_.stage(stage).waits_in_weights) {
     return false;
   }
   const auto found = shared_weights_.find(stage);

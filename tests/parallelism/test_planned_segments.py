@@ -4,6 +4,7 @@ were not."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import torch_xmesh as xm
 from torch_xmesh.parallelism.running import parcels
+from torch_xmesh.parallelism.running.calls import OperatorCall
 from torch_xmesh.parallelism.running.collectives import Moves
 from torch_xmesh.parallelism.running.fetching import FetchedLayer, Underway
 from torch_xmesh.parallelism.running.parameters import StageParameters
@@ -280,37 +282,48 @@ def test_gradients_leave_once_they_are_there() -> None:
 
 
 def fetches_ahead(rank: int, world_size: int) -> None:
-    """While a layer is computed the next one's parameters are on their way, forward and backward; of gradients no more
-    than one layer's are."""
+    """While a layer is computed the next one's parameters are on their way, forward and backward, and the gradients of
+    the one behind it; no others are."""
     torch.manual_seed(1)
     model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
-    events: list[tuple[str, str]] = []
-    start, wait = FetchedLayer.start, Underway.wait
+    events: list[str] = []
+    start, wait, run = FetchedLayer.start, Underway.wait, OperatorCall.run
 
     def started(self: FetchedLayer, parts: Any, why: str, *, is_back: bool = False) -> Underway:
         out = start(self, parts, why, is_back=is_back)
-        named[id(out)] = f"{'gradients of' if is_back else why} {self.parameters[0].name}"
+        named[id(out)] = f"{'gradients' if is_back else why} {self.parameters[0].name.split('.')[1]}"
         kept.append(out)
-        events.append(("start", named[id(out)]))
+        events.append(f"start {named[id(out)]}")
         return out
 
     def waited(self: Underway) -> Any:
-        events.append(("wait", named[id(self)]))
+        events.append(f"wait {named[id(self)]}")
         return wait(self)
+
+    def ran(self: OperatorCall, parts: Any) -> None:
+        events.append("run")
+        run(self, parts)
 
     named: dict[int, str] = {}
     kept: list[Underway] = []
-    FetchedLayer.start, Underway.wait = started, waited  # type: ignore[method-assign]
-    plan = xm.presets.zero_3(model, (x,), **{**OPTIONS, "num_layers": 4, "num_microbatches": 1})
+    FetchedLayer.start, Underway.wait, OperatorCall.run = started, waited, ran  # type: ignore[method-assign]
+    plan = xm.presets.zero_3(model, (x,), **{**OPTIONS, "num_layers": 4, "num_microbatches": 2})
     with xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss) as engine:
-        engine.step(x, target=x)
-    for why in ("forward", "backward", "gradients of"):
-        mine = [what for what, name in events if name.startswith(why)]
-        assert mine.count("start") == mine.count("wait") == (3 if why == "backward" else 4), "nobody wants the input's"
-        under_way = [
-            mine[:at].count("start") - mine[:at].count("wait") for at, what in enumerate(mine) if what == "wait"
-        ]
-        assert under_way == [2] * (len(under_way) - 1) + [1], (why, events)
+        engine.step(torch.cat([x, x]), target=torch.cat([x, x]))
+    first = events.index("start forward 0", events.index("wait backward 1"))
+    for mine in (events[:first], events[first:]):
+        forward = [event for event, _ in itertools.groupby(mine) if event == "run" or "forward" in event]
+        assert forward == [
+            *("start forward 0", "wait forward 0", "start forward 1", "run", "wait forward 1", "start forward 2"),
+            *("run", "wait forward 2", "start forward 3", "run", "wait forward 3", "run"),
+        ], events
+        backward = [event for event in mine if "backward" in event or "gradients" in event]
+        backward = [event for event in backward if event != "wait gradients 0"]  # in the next one's, or at the end
+        assert backward == [  # nobody wants the input's gradient: layer 0's parameters are not read
+            *("start backward 3", "wait backward 3", "start backward 2", "start gradients 3"),
+            *("wait backward 2", "start backward 1", "wait gradients 3", "start gradients 2"),
+            *("wait backward 1", "wait gradients 2", "start gradients 1", "wait gradients 1", "start gradients 0"),
+        ], events
 
 
 def test_layers_are_fetched_ahead() -> None:
@@ -321,12 +334,12 @@ def same_bits(rank: int, world_size: int) -> None:
     """A layer that several segments read has the same gradients, whatever the order of the schedule."""
     torch.manual_seed(1)
     model, x = Shares().double(), torch.randn(16, 64, dtype=torch.float64)
-    for more in ({}, {"zero": 2}):
+    for more in ({}, {"zero": 2}, {"zero": 3}):
         found = []
         for schedule in ("gpipe", "1f1b", "interleaved_zb"):
             options = {**OPTIONS, "num_microbatches": 4, "schedule": schedule, **more}
             plan = xm.presets.pipeline(model, (x,), num_stages=1, tensor_parallel=2, **options)
-            assert len(plan.stages[0].programs[0].segments) > 6
+            assert len(plan.stages[0].programs[0].segments) > 6 or more == {"zero": 3}
             with xm.PipelineEngine(copy.deepcopy(model), (x,), plan=plan, loss_fn=F.mse_loss) as engine:
                 engine.step(torch.cat([x, x + 1, x.flip(0), -x]), target=torch.ones(64, 64, dtype=torch.float64))
                 engine.evaluate(torch.cat([x, x, x, x]), target=torch.ones(64, 64, dtype=torch.float64))
@@ -381,3 +394,26 @@ def evaluates_without(rank: int, world_size: int) -> None:
 
 def test_what_evaluation_does_not_read() -> None:
     spawn(evaluates_without, 4)
+
+
+def waits_for_nobody(rank: int, world_size: int) -> None:
+    """The W of a first stage that fetches its parameters is all of its backward: none runs before its turn, where
+    another device of the stage is not."""
+    torch.manual_seed(1)
+    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    options = {**OPTIONS, "num_microbatches": 8, "schedule": "eager_split"}
+    plan = xm.presets.pipeline(model, (x,), num_stages=2, zero=3, **options)
+    whole, batch = copy.deepcopy(model), torch.randn(128, 64, dtype=torch.float64)
+    early = 0
+    with xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss) as engine:
+        for _ in range(3):
+            engine.step(batch, target=torch.ones_like(batch))
+            F.mse_loss(whole(batch), torch.ones_like(batch)).backward()  # type: ignore[no-untyped-call]
+            early += sum(engine._place.core.may_run_early(stage) for stage in engine._place.stages)
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(whole_of(parameter.grad), whole.get_parameter(name).grad)
+    assert early == 0
+
+
+def test_what_is_fetched_is_in_no_early_weights() -> None:
+    spawn(waits_for_nobody, 4)

@@ -115,21 +115,21 @@ TEST_P(StageRunnerTest, TellsOfEachWeightGradientOnceItIsThere) {
 }
 
 TEST_P(StageRunnerTest, NoWeightsRunEarlyBehindWhichGradientsAreAddedUp) {
-  for (const bool sums_after_weights : {false, true}) {
-    Flights flights{{{0, {"x"}, {}, {0}, true, "", sums_after_weights}}, {}};
+  for (const bool waits_in_weights : {false, true}) {
+    Flights flights{{{0, {"x"}, {}, {0}, true, "", waits_in_weights}}, {}};
     StageRunner runner(flights);
     StepInputs inputs;
     inputs.forward = [this](int32_t, int32_t, const std::vector<at::Tensor>& given) { return ForwardResult{{}, (given.at(0) * weights_[0]).sum()}; };
     inputs.model_inputs[0].push_back({at::ones({2})});
     inputs.loss_weights.push_back(1);
     runner.beginStep(std::move(inputs));
-    EXPECT_EQ(runner.mayRunEarly(0), !sums_after_weights);
+    EXPECT_EQ(runner.mayRunEarly(0), !waits_in_weights);
     for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackwardInput, ActionKind::kBackwardWeight}) {
       runner.run({kind, 0, 0});
       runner.release({kind, 0, 0});
     }
     runner.endStep(/*is_done=*/true);
-    EXPECT_EQ(runner.mayRunEarlyNext(0), !sums_after_weights);
+    EXPECT_EQ(runner.mayRunEarlyNext(0), !waits_in_weights);
   }
 }
 

@@ -7,7 +7,7 @@ backward            wholes, fetched anew by the first that reads one --> their g
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,20 +62,11 @@ class FetchedLayer:
 
     Args:
         lane: what its transfers are called, alike on all devices.
-        keep: is given the gradients of the parts that backward leaves on their way.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[InTurn],
-        moves: Moves,
-        mesh: Mesh,
-        transfers: Transfers,
-        lane: str,
-        keep: Callable[[Underway], None],
-    ) -> None:
+    def __init__(self, parameters: Sequence[InTurn], moves: Moves, mesh: Mesh, transfers: Transfers, lane: str) -> None:
         self.parameters = list(parameters)
-        self._moves, self._mesh, self._transfers, self._lane, self._keep = moves, mesh, transfers, lane, keep
+        self._moves, self._mesh, self._transfers, self._lane = moves, mesh, transfers, lane
         self._parcels: dict[tuple[tuple[int, ...], bool], list[Parcel]] = {}
 
     def _parcels_of(self, numbers: tuple[int, ...], is_back: bool) -> list[Parcel]:
@@ -103,10 +94,6 @@ class FetchedLayer:
             here[number] = None if part is None else self._moves.run(part, way, one.name, why)
         return Underway(here, sent, place)
 
-    def send_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the wholes leave."""
-        self._keep(self.start(dict(enumerate(gradients)), "backward", is_back=True))
-
 
 @dataclasses.dataclass(frozen=True)
 class _View:
@@ -125,56 +112,79 @@ class Fetch:
     """Parameters of a layer in one microbatch.
 
     Args:
-        parts: this device's, without a graph.
+        leaves: this device's parts, to which gradients come.
         before: what the microbatch has fetched before, whose parameters backward reads next.
+        ahead: where it is while it is on its way and not yet needed.
+        send_back: is given it and the gradients of the wholes.
     """
 
-    def __init__(self, layer: FetchedLayer, parts: Sequence[torch.Tensor], before: "Fetch | None" = None) -> None:
-        self._layer, self._parts, self._before = layer, dict(enumerate(parts)), before
+    def __init__(
+        self,
+        layer: FetchedLayer,
+        leaves: Sequence[torch.Tensor],
+        before: "Fetch | None",
+        ahead: "set[Fetch]",
+        send_back: "Callable[[Fetch, Sequence[torch.Tensor | None]], None]",
+    ) -> None:
+        self.layer, self.leaves = layer, list(leaves)
+        self._before, self._ahead, self._send_back = before, ahead, send_back
         self._underway: Underway | None = None
         self._saved: set[int] = set()
         self._again: dict[int, torch.Tensor | None] = {}
 
     def start(self) -> None:
-        """All leave for this device, if they have not."""
+        """All leave for this device."""
+        self._start(range(len(self.leaves)), "forward")
+
+    def _start(self, numbers: Iterable[int], why: str) -> None:
         if self._underway is None:
-            self._underway = self._layer.start(dict(self._parts), "forward")
+            self._underway = self.layer.start({number: self.leaves[number].detach() for number in numbers}, why)
+            self._ahead.add(self)
+
+    def _arrived(self) -> dict[int, torch.Tensor | None]:
+        assert self._underway is not None
+        self._ahead.discard(self)
+        underway, self._underway = self._underway, None
+        return underway.wait()
+
+    def drop(self) -> None:
+        """What was on its way is not needed."""
+        self._arrived()
+
+    def whole(self) -> list[torch.Tensor]:
+        """All of them, of the parts that autograd knows."""
+        return list(_Whole.apply(self, *self.leaves))  # type: ignore[no-untyped-call]
 
     def fetched(self) -> list[torch.Tensor]:
-        """All of them, whole."""
+        """All of them, whole, without a graph."""
         self.start()
-        assert self._underway is not None
-        wholes, self._underway = self._underway.wait(), None
-        return [whole for _, whole in sorted(wholes.items()) if whole is not None]
+        return [whole for _, whole in sorted(self._arrived().items()) if whole is not None]
 
     def save(self, number: int) -> None:
         """Backward reads it."""
         self._saved.add(number)
 
-    def _start_again(self) -> None:
-        if not self._again and self._underway is None and self._saved:
-            self._underway = self._layer.start({number: self._parts[number] for number in self._saved}, "backward")
-
     def again(self, number: int) -> torch.Tensor:
-        """In backward, which fetches all that it reads of the layer at once."""
+        """In backward, which fetches all that it reads of the layer at once; those that it reads next leave then."""
         if not self._again:
-            self._start_again()
+            self._start(self._saved, "backward")
+            self._again = self._arrived()
             before, self._before = self._before, None
-            if before is not None:
-                before._start_again()
-            assert self._underway is not None
-            self._again, self._underway = self._underway.wait(), None
+            while before is not None and not before._saved:
+                before = before._before
+            if before is not None and not before._again:
+                before._start(before._saved, "backward")
         whole = self._again[number]
         assert whole is not None
         return whole
 
-    def send_back(self, wholes: Sequence[torch.Tensor | None]) -> None:
-        """Their gradients leave. Nothing reads the parameters anymore."""
+    def send_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Those of the wholes leave. Nothing reads the parameters anymore."""
         self._again = {}
-        self._layer.send_back(wholes)
+        self._send_back(self, gradients)
 
 
-class Fetched(torch.autograd.Function):
+class _Whole(torch.autograd.Function):
     """Whole parameters, of the parts that autograd knows. Gradients of these are added to them later."""
 
     @staticmethod

@@ -161,17 +161,16 @@ class ShardedForward:
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
         parts.update(self._constants[segment])
         parts.update((value, own.read(value, segment)) for value in self._kept[segment])
-        turns = self._turns[segment]
-        in_regions = [torch.is_grad_enabled() and numbers[0] in self._regions for numbers in turns]
-        outside = [
-            number for numbers, is_one in zip(turns, in_regions, strict=True) if not is_one for number in numbers
-        ]
-        fetches = SegmentFetches(own, segment, outside, self._layers)
-        for numbers, is_region in zip(turns, in_regions, strict=True):
+        fetches = SegmentFetches(own, segment, self._layers)
+        has_regions = torch.is_grad_enabled() and bool(self._regions)
+        for is_region, turns in itertools.groupby(
+            self._turns[segment], key=lambda numbers: has_regions and numbers[0] in self._regions
+        ):
             if is_region:
-                self._run_region(segment, numbers, self._regions[numbers[0]], parts, own)
-            else:
-                self._run(numbers, parts, fetches)
+                for numbers in turns:
+                    self._run_region(segment, numbers, self._regions[numbers[0]], parts, own)
+                continue
+            self._run([*itertools.chain.from_iterable(turns)], parts, fetches)
         values = self.segments.outputs[segment]
         if segment + 1 == self.segments.count:
             return tuple(
@@ -191,6 +190,7 @@ class ShardedForward:
         self, numbers: Sequence[int], parts: dict[Value, Any], fetches: SegmentFetches, *, is_region: bool = False
     ) -> None:
         """Operators in order; of a checkpoint nothing is kept anyhow."""
+        fetches.expect(numbers)
         inside = 0  # operators left of a compiled run that is through
         for number in numbers:
             if number in self._compiled:
@@ -238,7 +238,7 @@ class ShardedForward:
             inside = dict(zip(region.takes, given, strict=True))
             num_runs += 1
             with self._moves.again() if num_runs > 1 else contextlib.nullcontext():
-                self._run(numbers, inside, SegmentFetches(own, segment, numbers, self._layers), is_region=True)
+                self._run(numbers, inside, SegmentFetches(own, segment, self._layers), is_region=True)
             return tuple(inside[value] for value in region.leaves)
 
         given = [parts[value] for value in region.takes]

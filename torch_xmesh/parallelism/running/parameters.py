@@ -6,9 +6,8 @@ kept between steps --> once a step, or (ZeRO-3) by each microbatch: as the stage
 """
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch_xmesh.parallelism.loops import REPLICATED, State
 from torch_xmesh.parallelism.operators import Recorded, Value
 from torch_xmesh.parallelism.plan import PlannedStage
 from torch_xmesh.parallelism.running.collectives import Moves
-from torch_xmesh.parallelism.running.fetching import Fetch, Fetched, FetchedLayer, InTurn, Underway
+from torch_xmesh.parallelism.running.fetching import Fetch, FetchedLayer, InTurn, Underway
 from torch_xmesh.parallelism.running.parcels import Member, Parcel, Sent, parcels_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
@@ -65,7 +64,8 @@ class StageParameters:
         self._sums: list[_Sum] = []
         self._fetching: dict[str, Sent] = {}
         self._layers: dict[tuple[tuple[str, ...], int], FetchedLayer] = {}
-        self._going_back: tuple[tuple[str, ...], int, Underway] | None = None  # gradients of a layer's parts
+        self._ahead: set[Fetch] = set()  # on their way, and not yet needed
+        self._going_back: tuple[Fetch, Underway] | None = None  # gradients of a layer's parts
         self._grid = mesh_grid(mesh)
 
     # How they are kept.
@@ -134,48 +134,39 @@ class StageParameters:
         if value.name in self._fetching:
             self._arrive(self._fetching[value.name])
         own = self._own[value.name]
-        if not isinstance(own, nn.Parameter):
-            return local_of(own)
-        if (value.name, segment) not in self._read:
-            raise RuntimeError(f"parameter {value.name} is read before a step: a planned stage is run by its engine")
-        return self._read[value.name, segment]
+        return self._leaf(value.name, segment) if isinstance(own, nn.Parameter) else local_of(own)
+
+    def _leaf(self, name: str, segment: int) -> torch.Tensor:
+        if (name, segment) not in self._read:
+            raise RuntimeError(f"parameter {name} is read before a step: a planned stage is run by its engine")
+        return self._read[name, segment]
 
     def fetch_of(self, values: Sequence[Value], segment: int, before: Fetch | None) -> Fetch:
         """Parameters of a layer, for one microbatch; nothing has left yet. `before`: those of the layer before it."""
         names = tuple(value.name for value in values)
-        parts = [self._read[name, segment].detach() for name in names]
+        leaves = [self._leaf(name, segment) for name in names]
         if (names, segment) not in self._layers:
             parameters = [
-                InTurn(name, tuple(part.shape), part.dtype, self._planned[name].fetch, self._planned[name].sum)
-                for name, part in zip(names, parts, strict=True)
+                InTurn(name, tuple(leaf.shape), leaf.dtype, self._planned[name].fetch, self._planned[name].sum)
+                for name, leaf in zip(names, leaves, strict=True)
             ]
             lane = f"stage {self._stage}/segment {segment}/{', '.join(names)}"
-            keep = functools.partial(self._keep, names, segment)
-            self._layers[names, segment] = FetchedLayer(
-                parameters, self._moves, self._grid, self._transfers, lane, keep
-            )
-        return Fetch(self._layers[names, segment], parts, before)
+            self._layers[names, segment] = FetchedLayer(parameters, self._moves, self._grid, self._transfers, lane)
+        return Fetch(self._layers[names, segment], leaves, before, self._ahead, self._send_back)
 
-    def fetch(self, fetch: Fetch, values: Sequence[Value], segment: int, parts: dict[Value, Any]) -> None:
-        """They are whole from now on, as operators read them."""
-        own = [self._read[value.name, segment] for value in values]
-        parts.update(zip(values, Fetched.apply(fetch, *own), strict=True))  # type: ignore[no-untyped-call]
-
-    def _keep(self, names: tuple[str, ...], segment: int, underway: Underway) -> None:
-        """Gradients of a layer's parts are on their way; those of the layer before are waited for, so that no more are
-        held."""
+    def _send_back(self, fetch: Fetch, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of a layer's wholes leave, once those of the layer behind it have come: no more are held."""
         self._take_back()
-        self._going_back = names, segment, underway
+        self._going_back = fetch, fetch.layer.start(dict(enumerate(gradients)), "backward", is_back=True)
 
     @torch.no_grad()
     def _take_back(self) -> None:
         if self._going_back is None:
             return
-        names, segment, underway = self._going_back
-        self._going_back = None
+        (fetch, underway), self._going_back = self._going_back, None
         for number, part in underway.wait().items():
             if part is not None:
-                leaf = self._read[names[number], segment]
+                leaf = fetch.leaves[number]
                 leaf.grad = part.clone() if leaf.grad is None else leaf.grad.add_(part)
 
     # A step.
@@ -212,14 +203,16 @@ class StageParameters:
             self._transfers.prepare(parcel.moves)
 
     @property
-    def sums_after(self) -> frozenset[int]:
-        """The segments behind each of whose B and W gradients are added up."""
-        return frozenset(segment for one in self._sums if one.is_each for segment in one.segments)
+    def waiting(self) -> frozenset[int]:
+        """The segments in each of whose B and W, or behind it, devices wait for each other."""
+        out = {segment for one in self._sums if one.is_each for segment in one.segments}
+        return frozenset(out.union(*(self._readers[name] for name in self._in_turn)))
 
     @torch.no_grad()
     def begin_step(self) -> None:
         """Those in parts are fetched, once for all of the step's microbatches."""
         self._fetching.clear()
+        self._ahead.clear()
         self._going_back = None
         for one in self._sums:
             one.begin_step()
@@ -256,6 +249,8 @@ class StageParameters:
         the step is on its way any more."""
         for sent in dict.fromkeys(self._fetching.values()):
             self._arrive(sent)
+        for fetch in [*self._ahead]:
+            fetch.drop()
         self._take_back()
         if not is_train:
             return
@@ -295,7 +290,7 @@ class StageParameters:
         for segment in self._readers[name]:
             leaf = self._read.get((name, segment))
             if leaf is not None and leaf.grad is not None:
-                total, leaf.grad = leaf.grad if total is None else total.add_(leaf.grad), None
+                total, leaf.grad = leaf.grad if total is None else total + leaf.grad, None
         return total
 
     @torch.no_grad()

@@ -185,7 +185,7 @@ class _Crossing:
             adapter,
             is_always_seeded=True,  # devices of a stage draw alike
             whole_because="" if module is None else next(filter(None, module.whole_because), ""),
-            sums_after_weights=module is not None and bool(module.own.sums_after),
+            waits_in_weights=module is not None and bool(module.own.waiting),
             num_segments=max(1, len(program.segments)),
             segments=None if module is None else stage_segments(module, modes.recorded, taken, left),
         )

@@ -9,21 +9,23 @@ from torch_xmesh.parallelism.running.parameters import StageParameters
 
 
 class SegmentFetches:
-    """Layers in the order in which a run of operators needs them.
+    """Layers in the order in which the operators of a segment, or of an activation checkpoint, need them.
 
     Args:
-        numbers: the operators, in order.
         layers: by operator the parameters that are whole from there on.
     """
 
-    def __init__(
-        self, own: StageParameters, segment: int, numbers: Sequence[int], layers: Mapping[int, Sequence[Value]]
-    ) -> None:
+    def __init__(self, own: StageParameters, segment: int, layers: Mapping[int, Sequence[Value]]) -> None:
         self._own, self._segment, self._layers = own, segment, layers
-        self._left = [number for number in reversed(numbers) if number in layers] if layers else []
+        self._left: list[int] = []
         self._next: Fetch | None = None  # on its way
         self._last: Fetch | None = None  # made
         self._known: dict[Value, tuple[Fetch, int]] = {}
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """These operators are run next, one after the other."""
+        self._left = [number for number in reversed(numbers) if number in self._layers] if self._layers else []
+        self._last = None
 
     def before(self, number: int, parts: dict[Value, Any]) -> None:
         """An operator is run next: what is fetched before it is put into `parts`, and what comes behind that leaves."""
@@ -31,13 +33,12 @@ class SegmentFetches:
             return
         values = self._layers[self._left.pop()]
         fetch = self._next or self._of(values)
-        fetch.start()
+        parts.update(zip(values, fetch.whole(), strict=True))
+        self._known.update((value, (fetch, place)) for place, value in enumerate(values))
         self._next = None
         if self._left:
             self._next = self._of(self._layers[self._left[-1]])
             self._next.start()
-        self._own.fetch(fetch, values, self._segment, parts)
-        self._known.update((value, (fetch, place)) for place, value in enumerate(values))
 
     def of(self, value: Value) -> tuple[Fetch, int]:
         """What has fetched a parameter, and its number there."""

@@ -26,8 +26,8 @@ def stage_segments(
         passed = [value.name for value in layout.inputs[number][len(given) :]]
         left = [value.name for value in layout.outputs[number]] if number + 1 < layout.count else outputs
         reason = stage.whole_because[number]
-        sums_after = number in stage.own.sums_after
-        segments.append(StageSegment((*given, *passed), tuple(left), tuple(own), reason, sums_after))
+        waits = number in stage.own.waiting
+        segments.append(StageSegment((*given, *passed), tuple(left), tuple(own), reason, waits))
     by_ends: dict[tuple[int, int, bool], list[PassedValue]] = {}
     for one in layout.passed:
         ends = one.from_segment, one.to_segment, one.is_sent

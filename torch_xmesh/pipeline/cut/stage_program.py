@@ -29,7 +29,7 @@ class StageProgram:
         codes: what a recorded one may run.
         infos: what is known of its input values.
         whole_because: why its backward is never split; empty where that depends on what it computes.
-        sums_after_weights: behind each of its W devices add gradients up, and wait for each other.
+        waits_in_weights: in each of its W, or behind it, devices wait for each other.
         inner: the module that runs the codes, within what may be around it.
         num_segments: of how many it consists, known on all ranks; `segments`: what they are, on the stage's own.
     """
@@ -46,7 +46,7 @@ class StageProgram:
     inner: StageModule | None = dataclasses.field(default=None, repr=False)
     is_always_seeded: bool = False
     whole_because: str = ""
-    sums_after_weights: bool = False
+    waits_in_weights: bool = False
     num_segments: int = 1
     segments: StageSegments | None = None
 

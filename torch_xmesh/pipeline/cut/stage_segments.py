@@ -52,14 +52,14 @@ class StageSegment:
     outputs: names, each once: what later segments are passed; the last segment's are the stage's.
     model_inputs: by input that the user passes, which are the first ones, its position among the stage's.
     whole_because: why its backward is never split; empty where that depends on what it computes.
-    sums_after_weights: behind each of its W devices add gradients up, and wait for each other.
+    waits_in_weights: in each of its W, or behind it, devices wait for each other.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     model_inputs: tuple[int, ...]
     whole_because: str = ""
-    sums_after_weights: bool = False
+    waits_in_weights: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

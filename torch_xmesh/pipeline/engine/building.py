@@ -294,7 +294,7 @@ def _make_core(
                 positions,
                 is_alone=is_alone,
                 whole_because=whole.whole_because,
-                sums_after_weights=whole.sums_after_weights,
+                waits_in_weights=whole.waits_in_weights,
             )
         )
     edge_values = []
