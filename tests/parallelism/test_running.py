@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -23,10 +24,15 @@ import torch_xmesh as xm
 from torch_xmesh.group import reshards_of
 from torch_xmesh.parallelism.assembly import planned_stage
 from torch_xmesh.parallelism.cluster import HostKind
+from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.forward_modes import ForwardModes
 from torch_xmesh.parallelism.graph import ShardingGraph
 from torch_xmesh.parallelism.judge import placements_of
 from torch_xmesh.parallelism.layers import layers_of
+from torch_xmesh.parallelism.loops import State
+from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.plan import PlannedStage
+from torch_xmesh.parallelism.program import ProgramRead
 from torch_xmesh.parallelism.program_writer import with_programs
 from torch_xmesh.parallelism.recorded_forwards import forward_of, recorded_forward
 from torch_xmesh.parallelism.running.stage import ShardedStage
@@ -66,6 +72,27 @@ def transfers_of(mesh: DeviceMesh) -> Transfers:
     out = Transfers(reshards_of(None), mesh_grid(mesh).ranks)
     out.traffic.meet([])
     return out
+
+
+def tell_of_shared(stage: ShardedStage, planned: PlannedStage) -> None:
+    """A plan prices moves for each reader of a value; those that take it alike in other segments share one. What the
+    others would have moved is told, too."""
+    (program,), segments = planned.programs, stage.first.segments
+    readers: dict[Value, list[ProgramRead]] = {}
+    for (operator, place), key in segments.taken.items():
+        readers.setdefault(key, []).append(program.operators[operator].reads[place])
+    for place, key in segments.left.items():
+        readers.setdefault(key, []).append(program.leaving[place])
+
+    def tell(moves: Sequence[AxisMove], key: Value, state: State, why: str) -> None:
+        own = math.prod(planned.mesh_shape[axis] for axis, dim in enumerate(state) if dim >= 0)
+        stage._moves.tell(moves, math.prod(key.shape) * key.dtype.itemsize // own, key.name, why)
+
+    for key, reads in readers.items():
+        for read in reads[1:]:
+            tell(read.there, key, program.values[read.value].state, "forward")
+        for read in [read for read in reads if read.gives_gradient][1:]:
+            tell(read.back, key, read.gradient, "backward")
 
 
 def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -115,6 +142,7 @@ def check(plan: xm.ParallelPlan, model: nn.Module, x: torch.Tensor, mesh: Device
         found = found.to_local()
         expected = part_of(expected, kept.zero_state or kept.state, planned.mesh_shape, at)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-10, msg=kept.name)  # a key's bias has none
+    tell_of_shared(stage, plan.stages[0])
     counted: Counter[tuple[str, str, int]] = Counter()
     num_bytes: Counter[tuple[str, str, int]] = Counter()
     for use in seen:
