@@ -17,6 +17,7 @@ from planned_cases import OPTIONS, train_alike, whole_of
 from small_models import Gpt, Mlp
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import torch_xmesh as xm
 from torch_xmesh.parallelism.running import parcels
@@ -281,11 +282,25 @@ def test_gradients_leave_once_they_are_there() -> None:
     spawn(gradients_leave, 4)
 
 
-def fetches_ahead(rank: int, world_size: int) -> None:
+class Again(nn.Module):
+    """Layers that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def fetches_ahead(rank: int, world_size: int, is_again: bool) -> None:
     """While a layer is computed the next one's parameters are on their way, forward and backward, and the gradients of
-    the one behind it; no others are."""
+    the one behind it; no others are. Layers that are computed again are fetched by each for itself."""
     torch.manual_seed(1)
-    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    model = (Again() if is_again else Mlp(64, 4)).double()
+    x = torch.randn(16, 64, dtype=torch.float64)
     events: list[str] = []
     start, wait, run = FetchedLayer.start, Underway.wait, OperatorCall.run
 
@@ -310,24 +325,34 @@ def fetches_ahead(rank: int, world_size: int) -> None:
     plan = xm.presets.zero_3(model, (x,), **{**OPTIONS, "num_layers": 4, "num_microbatches": 2})
     with xm.PipelineEngine(model, (x,), plan=plan, loss_fn=F.mse_loss) as engine:
         engine.step(torch.cat([x, x]), target=torch.cat([x, x]))
-    first = events.index("start forward 0", events.index("wait backward 1"))
-    for mine in (events[:first], events[first:]):
-        forward = [event for event, _ in itertools.groupby(mine) if event == "run" or "forward" in event]
-        assert forward == [
+    assert whole_of(next(iter(engine.parameters())).grad).any()
+    half = (len(events) - 2) // 2  # the last gradients of both come in the second half
+    for mine in (events[:half], events[half:]):
+        of_forward = mine.index("run", mine.index("wait forward 3")) + 1
+        assert [event for event, _ in itertools.groupby(mine[:of_forward])] == [
             *("start forward 0", "wait forward 0", "start forward 1", "run", "wait forward 1", "start forward 2"),
             *("run", "wait forward 2", "start forward 3", "run", "wait forward 3", "run"),
         ], events
-        backward = [event for event in mine if "backward" in event or "gradients" in event]
-        backward = [event for event in backward if event != "wait gradients 0"]  # in the next one's, or at the end
-        assert backward == [  # nobody wants the input's gradient: layer 0's parameters are not read
+        backward = [event for event in mine[of_forward:] if event not in {"run", "wait gradients 0"}]
+        again = [
+            *("start forward 3", "wait forward 3", "start gradients 3", "start forward 2", "wait forward 2"),
+            *("wait gradients 3", "start gradients 2", "start forward 1", "wait forward 1", "wait gradients 2"),
+            *("start gradients 1", "start forward 0", "wait forward 0", "wait gradients 1", "start gradients 0"),
+        ]
+        read = [  # nobody wants the input's gradient: layer 0's parameters are not read
             *("start backward 3", "wait backward 3", "start backward 2", "start gradients 3"),
             *("wait backward 2", "start backward 1", "wait gradients 3", "start gradients 2"),
             *("wait backward 1", "wait gradients 2", "start gradients 1", "wait gradients 1", "start gradients 0"),
-        ], events
+        ]
+        assert backward == (again if is_again else read), events
 
 
 def test_layers_are_fetched_ahead() -> None:
-    spawn(fetches_ahead, 4)
+    spawn(fetches_ahead, 4, False)
+
+
+def test_layers_of_checkpoints_are_fetched_ahead() -> None:
+    spawn(fetches_ahead, 4, True)
 
 
 def same_bits(rank: int, world_size: int) -> None:

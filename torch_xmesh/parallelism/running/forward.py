@@ -4,7 +4,6 @@ operator by operator of its program: parts as it takes them (Moved) --> the call
                                      them --> where several read it: as the plan holds it (Moved)
 """
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -98,6 +97,8 @@ class ShardedForward:
         self._layers = self._fetched_together(planned)
         self._constants, self._kept = self._read_of_model(planned)
         self._turns, self._regions = self._in_regions()
+        regions = (turn for turns in self._turns for turn in turns if turn[0] in self._regions)
+        self._again = frozenset(itertools.chain.from_iterable(regions))
         self._compiled: dict[int, CompiledRun] = {}  # by its first operator
 
     @property
@@ -161,16 +162,14 @@ class ShardedForward:
         parts: dict[Value, Any] = {value: part.clone() if value in self._changed else part for value, part in taken}
         parts.update(self._constants[segment])
         parts.update((value, own.read(value, segment)) for value in self._kept[segment])
-        fetches = SegmentFetches(own, segment, self._layers)
-        has_regions = torch.is_grad_enabled() and bool(self._regions)
-        for is_region, turns in itertools.groupby(
-            self._turns[segment], key=lambda numbers: has_regions and numbers[0] in self._regions
-        ):
-            if is_region:
-                for numbers in turns:
-                    self._run_region(segment, numbers, self._regions[numbers[0]], parts, own)
-                continue
-            self._run([*itertools.chain.from_iterable(turns)], parts, fetches)
+        turns = self._turns[segment]
+        regions = self._regions if torch.is_grad_enabled() else {}
+        fetches = SegmentFetches(own, segment, [*itertools.chain(*turns)], self._layers, self._again)
+        for numbers in turns:
+            if (region := regions.get(numbers[0])) is not None:
+                self._run_region(segment, numbers, region, parts, own, fetches)
+            else:
+                self._run(numbers, parts, fetches)
         values = self.segments.outputs[segment]
         if segment + 1 == self.segments.count:
             return tuple(
@@ -190,7 +189,6 @@ class ShardedForward:
         self, numbers: Sequence[int], parts: dict[Value, Any], fetches: SegmentFetches, *, is_region: bool = False
     ) -> None:
         """Operators in order; of a checkpoint nothing is kept anyhow."""
-        fetches.expect(numbers)
         inside = 0  # operators left of a compiled run that is through
         for number in numbers:
             if number in self._compiled:
@@ -228,17 +226,27 @@ class ShardedForward:
                         self._compiled[run.numbers[0]] = run
 
     def _run_region(
-        self, segment: int, numbers: Sequence[int], region: "_Region", parts: dict[Value, Any], own: StageParameters
+        self,
+        segment: int,
+        numbers: Sequence[int],
+        region: "_Region",
+        parts: dict[Value, Any],
+        own: StageParameters,
+        fetches: SegmentFetches,
     ) -> None:
-        """An activation checkpoint: backward does it once more, with its collectives."""
+        """An activation checkpoint: backward does it once more, with its collectives, and fetches anew."""
         num_runs = 0
 
         def compute(*given: Any) -> tuple[Any, ...]:
             nonlocal num_runs
             inside = dict(zip(region.takes, given, strict=True))
             num_runs += 1
-            with self._moves.again() if num_runs > 1 else contextlib.nullcontext():
-                self._run(numbers, inside, SegmentFetches(own, segment, self._layers), is_region=True)
+            if num_runs == 1:
+                self._run(numbers, inside, fetches, is_region=True)
+                return tuple(inside[value] for value in region.leaves)
+            with self._moves.again():
+                again = SegmentFetches(own, segment, numbers, self._layers, self._again)
+                self._run(numbers, inside, again, is_region=True)
             return tuple(inside[value] for value in region.leaves)
 
         given = [parts[value] for value in region.takes]
