@@ -28,7 +28,7 @@ class ActionRunner {
   virtual void run(const core::Action& action) = 0;
   /// What the action made has been handed to the traffic: what only that needed may go.
   virtual void release(const core::Action& action) = 0;
-  /// What the action made is on its way: what nobody waits for as soon may follow.
+  /// The action's sends have been started. Now is the time for what comes of it and is less urgent, as sums of gradients.
   virtual void follow(const core::Action& action) = 0;
   /// Whether a stage's W may run before the place's list comes to it: it communicates with nobody.
   virtual bool mayRunEarly(int32_t stage) const = 0;

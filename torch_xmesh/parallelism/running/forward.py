@@ -164,7 +164,7 @@ class ShardedForward:
         parts.update((value, own.read(value, segment)) for value in self._kept[segment])
         turns = self._turns[segment]
         regions = self._regions if torch.is_grad_enabled() else {}
-        fetches = SegmentFetches(own, segment, [*itertools.chain(*turns)], self._layers, self._again)
+        fetches = SegmentFetches(own, segment, itertools.chain(*turns), self._layers, self._again)
         for numbers in turns:
             if (region := regions.get(numbers[0])) is not None:
                 self._run_region(segment, numbers, region, parts, own, fetches)

@@ -1,6 +1,6 @@
 """What a segment fetches in one microbatch (ZeRO-3): each layer's parameters while the layer before is computed."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_xmesh.parallelism.operators import Value
@@ -21,12 +21,12 @@ class SegmentFetches:
         self,
         own: StageParameters,
         segment: int,
-        numbers: Sequence[int],
+        numbers: Iterable[int],
         layers: Mapping[int, Sequence[Value]],
         again: Container[int],
     ) -> None:
         self._own, self._segment, self._layers, self._again = own, segment, layers, again
-        self._left = [number for number in reversed(numbers) if number in layers] if layers else []
+        self._left = [number for number in numbers if number in layers][::-1] if layers else []
         self._next: Fetch | None = None  # on its way
         self._last: Fetch | None = None  # made, of those whose parameters backward fetches by it
         self._known: dict[Value, tuple[Fetch, int]] = {}
