@@ -65,6 +65,15 @@ def test_megatron_shards_matrices() -> None:
     assert up.axes[0] == "b1"
 
 
+def test_megatron_over_all_devices_shards_no_samples() -> None:
+    options = {**OPTIONS, "devices": xm.Mesh([0, 1])}
+    plan = xm.presets.megatron(MODEL, (TOKENS,), tensor_parallel=2, **options)
+    heavy = [operator for operator in plan.stages[0].operators if operator.is_heavy]
+    samples = batch_loops(forward_of(MODEL, (TOKENS,)))
+    assert heavy
+    assert not [operator.name for operator in heavy if samples[operator.name] in operator.axes]
+
+
 def test_pipelines() -> None:
     plan = xm.presets.pipeline(MODEL, (TOKENS,), num_stages=2, tensor_parallel=2, zero=2, **OPTIONS)
     assert [stage.mesh_shape for stage in plan.stages] == [(2, 2), (2, 2)]

@@ -97,10 +97,10 @@ class Writer:
         self.left += [operator.name for operator, choice in heavy if num_devices_used(choice, shape) < most]
 
     def _allowed(self, has_data: bool, operator: Operator, choice: Choice) -> bool:
-        """The first axis shards the batch, where both have one; the second anything else."""
-        batch = self._batch[operator.name] if has_data else None
-        first = batch if batch is not None else WHOLE
-        if choice.axes[0] != first and not (batch is None and choice.axes[0] in (PASS, LATER)):
+        """The first axis shards the batch, where it has devices and the operator samples; the second anything else."""
+        batch = self._batch[operator.name]
+        first = batch if has_data and batch is not None else WHOLE
+        if choice.axes[0] != first and not (first == WHOLE and choice.axes[0] in (PASS, LATER)):
             return False
         return len(choice.axes) == 1 or batch is None or choice.axes[1] != batch
 
