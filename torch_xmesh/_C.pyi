@@ -294,8 +294,13 @@ class Schedule:
     @property
     def num_places(self) -> int: ...
     @property
-    def cells(self) -> list[list[tuple[str, int, int] | None]]:
-        """(kind, stage, microbatch) by place and step; None where idle."""
+    def num_segments(self) -> list[int]:
+        """By stage; 1: it is not divided."""
+    def actions(self, place: int) -> list[str]:
+        """A place's, as to_csv() writes them."""
+    def divided(self, segments: Sequence[int]) -> Schedule:
+        """The same with each action of a stage as those of its segments, one after the other; ``segments``: their
+        number by stage. Raises ValueError where it is an order of others."""
     @property
     def peak_in_flight(self) -> list[int]: ...
     def to_csv(self) -> str: ...

@@ -45,8 +45,8 @@ pipeline::StepInputs::WeightsDone weightsDoneOf(py::object function) {
 
 std::vector<PipelineTraffic::Prepared> constPlans(const Plans& plans) { return {plans.begin(), plans.end()}; }
 
-void run(PipelinePlace& place, const std::vector<core::Action>& actions, pipeline::StepInputs inputs, pipeline::StepTransfers plans) {
-  withoutGil([&] { place.run(actions, std::move(inputs), std::move(plans)); });
+void run(PipelinePlace& self, const core::Schedule& schedule, int32_t place, pipeline::StepInputs inputs, pipeline::StepTransfers plans) {
+  withoutGil([&] { self.run(schedule, place, std::move(inputs), std::move(plans)); });
 }
 
 py::list spansOf(const PipelinePlace& place) {
@@ -151,7 +151,7 @@ void bindPipeline(py::module_& module) {
              const std::vector<std::shared_ptr<EdgePlans>>& edges, std::map<int32_t, std::vector<std::vector<at::Tensor>>> model_inputs,
              bool has_backward, uint64_t weights_key, bool runs_weights_early, bool is_measured, std::vector<double> loss_weights,
              py::object weights_done) {
-            run(self, schedule.actionsOf(place),
+            run(self, schedule, place,
                 {forwardOf(std::move(forward)), std::move(model_inputs), has_backward, weights_key, runs_weights_early, is_measured,
                  std::move(loss_weights), weightsDoneOf(std::move(weights_done))},
                 {step, first_microbatch, {edges.begin(), edges.end()}});

@@ -18,20 +18,29 @@ using core::Schedule;
 using core::StageEdge;
 using SchedulePtr = std::shared_ptr<Schedule>;
 
-/// Kind, stage, microbatch; None where idle.
-using Cell = std::optional<std::tuple<char, int32_t, int32_t>>;
 /// From, to, has_gradient.
 using EdgeTuple = std::tuple<int32_t, int32_t, bool>;
 /// Seconds, bytes.
 using TransferTuple = std::tuple<double, int64_t>;
 
-std::vector<std::vector<Cell>> cellsOf(const Schedule& schedule) {
-  std::vector<std::vector<Cell>> out;
-  for (const auto& cells : schedule.cells) {
-    std::vector<Cell>& row = out.emplace_back();
-    for (const std::optional<Action>& cell : cells) {
-      row.push_back(cell ? Cell(std::tuple(static_cast<char>(cell->kind), cell->stage, cell->microbatch)) : std::nullopt);
-    }
+std::vector<std::string> actionsOf(const Schedule& schedule, int32_t place) {
+  std::vector<std::string> out;
+  for (const Action& action : schedule.actionsOf(place)) {
+    out.push_back(schedule.textOf(action));
+  }
+  return out;
+}
+
+/// By stage, how many segments.
+std::vector<int32_t> segmentsOf(const Schedule& schedule) {
+  return schedule.segments.isDivided() ? schedule.segments.counts() : std::vector<int32_t>(static_cast<size_t>(schedule.num_stages), 1);
+}
+
+/// By stage.
+std::vector<int32_t> placesOf(const Schedule& schedule) {
+  std::vector<int32_t> out;
+  for (size_t stage = 0; stage < segmentsOf(schedule).size(); ++stage) {
+    out.push_back(schedule.place_of_stage[static_cast<size_t>(schedule.segments.firstOf(static_cast<int32_t>(stage)))]);
   }
   return out;
 }
@@ -123,17 +132,18 @@ py::tuple chooseSchedule(const core::ScheduleCosts& costs, std::vector<int32_t> 
 void bindPipelineCore(py::module_& module) {
   py::class_<Schedule, SchedulePtr>(module, "Schedule")
       .def_readonly("name", &Schedule::name)
-      .def_readonly("num_stages", &Schedule::num_stages)
+      .def_property_readonly("num_stages", [](const Schedule& self) { return segmentsOf(self).size(); })
+      .def_property_readonly("num_segments", &segmentsOf)
       .def_readonly("num_microbatches", &Schedule::num_microbatches)
-      .def_readonly("place_of_stage", &Schedule::place_of_stage)
+      .def_property_readonly("place_of_stage", &placesOf)
       .def_property_readonly("num_places", &Schedule::numPlaces)
-      .def_property_readonly("cells", &cellsOf)
+      .def("actions", &actionsOf, py::arg("place"))
       .def_property_readonly("peak_in_flight", &core::peakInFlight)
       .def("to_csv", &core::scheduleToCsv)
       .def(
           "validate",
           [](const Schedule& self, const std::vector<EdgeTuple>& edges, bool is_forward_only) {
-            core::validateSchedule(self, edgesOf(edges), {is_forward_only});
+            core::validateSchedule(self, core::edgesOfSegments(self.segments, edgesOf(edges)), {is_forward_only});
           },
           py::arg("edges"), py::arg("is_forward_only") = false, py::call_guard<py::gil_scoped_release>())
       .def(
@@ -141,6 +151,12 @@ void bindPipelineCore(py::module_& module) {
           [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) { core::refuseCell(self, {place, cell}, message); },
           py::arg("place"), py::arg("cell"), py::arg("message"))
       .def("forwards", &core::forwardsOf)
+      .def(
+          "divided",
+          [](const Schedule& self, const std::vector<int32_t>& segments) {
+            return std::make_shared<Schedule>(core::dividedInto(self, core::Segments(segments)));
+          },
+          py::arg("segments"))
       .def("__eq__", [](const Schedule& self, const Schedule& other) { return self == other; })
       .def("__str__", &Schedule::str);
   module.def("make_schedule", &core::makeSchedule, py::arg("name"), py::arg("num_stages"), py::arg("num_microbatches"),

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "core/error.h"
+
 namespace xmesh::pipeline {
 
 PipelinePlace::PipelinePlace(std::shared_ptr<PipelineTraffic> traffic, std::vector<StageValues> stages, std::vector<EdgeValues> edges,
@@ -29,8 +31,11 @@ std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
   return out;
 }
 
-void PipelinePlace::run(const std::vector<core::Action>& actions, StepInputs inputs, StepTransfers plans) {
-  const std::vector<core::Action> all = segments_->expand(actions);
+void PipelinePlace::run(const core::Schedule& schedule, int32_t place, StepInputs inputs, StepTransfers plans) {
+  const bool is_divided = schedule.segments.isDivided();
+  core::require(!is_divided || schedule.segments == *segments_,
+                "schedule '" + schedule.name + "' is an order of other segments than the stages have");
+  const std::vector<core::Action> all = is_divided ? schedule.actionsOf(place) : segments_->expand(schedule.actionsOf(place));
   std::vector<core::Action> own;
   std::copy_if(all.begin(), all.end(), std::back_inserter(own), [this](const core::Action& action) { return flights_.has(action.stage); });
   const std::vector<runtime::PlaceStep> steps = runtime::placeProgram(own, placeEdges());

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/pipeline/schedule.h"
 #include "core/pipeline/segments.h"
 #include "pipeline/boundary.h"
 #include "pipeline/stage_runner.h"
@@ -22,9 +23,9 @@ class PipelinePlace {
   PipelinePlace(const PipelinePlace&) = delete;
   PipelinePlace& operator=(const PipelinePlace&) = delete;
 
-  /// Runs those of `actions`, which are of stages, once that are of this rank's; its place may have more. Whatever it throws, nothing of the step is
-  /// left behind.
-  void run(const std::vector<core::Action>& actions, StepInputs inputs, StepTransfers plans);
+  /// Runs once what a place of the schedule runs and is this rank's; the place may have more. Of a schedule of stages each runs its segments one
+  /// after the other. Whatever it throws, nothing of the step is left behind.
+  void run(const core::Schedule& schedule, int32_t place, StepInputs inputs, StepTransfers plans);
   const runtime::Engine& engine() const { return *engine_; }
   const PipelineBoundary& boundary() const { return boundary_; }
   const StageRunner& runner() const { return runner_; }

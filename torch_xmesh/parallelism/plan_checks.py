@@ -189,6 +189,13 @@ def _check_schedule(plan: "ParallelPlan") -> None:
             f"plan.schedule_csv: {schedule.num_places} places for {len(plan.stages)} stages, expected one for each: "
             "they have devices of their own"
         )
+    for number, stage in enumerate(plan.stages):
+        counts = {max(1, len(program.segments)) for program in stage.programs}
+        if max(schedule.num_segments) > 1 and counts - {schedule.num_segments[number]}:
+            raise ValueError(
+                f"plan.schedule_csv: {schedule.num_segments[number]} segments of stage {number}, its programs have "
+                f"{sorted(counts)}"
+            )
 
 
 def _check_stage(stage: "PlannedStage", num_microbatches: int, where: str) -> None:

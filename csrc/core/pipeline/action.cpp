@@ -58,19 +58,36 @@ FlightChange flightChangeOf(ActionKind kind) {
 std::string Action::str() const { return std::to_string(stage) + static_cast<char>(kind) + std::to_string(microbatch); }
 
 Action Action::parse(std::string_view text) {
+  const WrittenAction written = WrittenAction::parse(text);
+  if (written.segment) {
+    refuse(text);
+  }
+  return written.action;
+}
+
+WrittenAction WrittenAction::parse(std::string_view text) {
   constexpr std::string_view kSpaces = " \t\r\n";
   const size_t first = text.find_first_not_of(kSpaces);
   std::string_view rest = first == std::string_view::npos ? std::string_view() : text.substr(first, text.find_last_not_of(kSpaces) - first + 1);
-  Action action;
-  if (!takeNumber(rest, action.stage) || rest.empty() || kKinds.find(rest.front()) == std::string_view::npos) {
+  WrittenAction out;
+  if (!takeNumber(rest, out.action.stage)) {
     refuse(text);
   }
-  action.kind = static_cast<ActionKind>(rest.front());
+  if (rest.starts_with('.')) {
+    rest.remove_prefix(1);
+    if (!takeNumber(rest, out.segment.emplace())) {
+      refuse(text);
+    }
+  }
+  if (rest.empty() || kKinds.find(rest.front()) == std::string_view::npos) {
+    refuse(text);
+  }
+  out.action.kind = static_cast<ActionKind>(rest.front());
   rest.remove_prefix(1);
-  if (!takeNumber(rest, action.microbatch) || !rest.empty()) {
+  if (!takeNumber(rest, out.action.microbatch) || !rest.empty()) {
     refuse(text);
   }
-  return action;
+  return out;
 }
 
 }  // namespace xmesh::core

@@ -2,6 +2,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -44,6 +45,15 @@ struct Action {
   static Action parse(std::string_view text);
 
   auto operator<=>(const Action&) const = default;
+};
+
+/// A cell of a schedule's file: an action, of a whole stage or of a segment, which is numbered within it.
+struct WrittenAction {
+  Action action;
+  std::optional<int32_t> segment;
+
+  /// Reads Segments::textOf(): "2F0", "2.14F0". Throws as Action::parse().
+  static WrittenAction parse(std::string_view text);
 };
 
 }  // namespace xmesh::core

@@ -31,6 +31,28 @@ std::vector<StageEdge> chainEdges(int32_t num_stages) {
   return edges;
 }
 
+std::vector<StageEdge> edgesOfSegments(const Segments& segments, const std::vector<StageEdge>& edges) {
+  if (!segments.isDivided()) {
+    return edges;
+  }
+  const std::vector<int32_t> counts = segments.counts();
+  std::vector<StageEdge> out;
+  for (const StageEdge& edge : edges) {
+    const auto num_stages = static_cast<int32_t>(counts.size());
+    require(0 <= edge.from && edge.from < edge.to && edge.to < num_stages, "an edge goes from an earlier to a later of " +
+                                                                               std::to_string(num_stages) + " stages, got " +
+                                                                               std::to_string(edge.from) + " -> " + std::to_string(edge.to));
+    out.push_back({segments.firstOf(edge.from) + counts[static_cast<size_t>(edge.from)] - 1, segments.firstOf(edge.to), edge.has_gradient});
+  }
+  for (size_t stage = 0; stage < counts.size(); ++stage) {
+    const int32_t first = segments.firstOf(static_cast<int32_t>(stage));
+    for (int32_t segment = first; segment + 1 < first + counts[stage]; ++segment) {
+      out.push_back({segment, segment + 1});
+    }
+  }
+  return out;
+}
+
 void refuseCell(const Schedule& schedule, CellPosition position, const std::string& message) {
   throw InvalidArgument("schedule '" + schedule.name + "', place " + std::to_string(position.place) + ", cell " + std::to_string(position.cell) +
                         ": " + message + "\n" + schedule.strAround(position));
@@ -74,15 +96,16 @@ void ActionTable::add(const Action& action, CellPosition position) {
     refuseCell(schedule_, position, action.str() + " names a stage outside 0.." + std::to_string(schedule_.num_stages - 1));
   }
   if (action.microbatch < 0 || action.microbatch >= schedule_.num_microbatches) {
-    refuseCell(schedule_, position, action.str() + " names a microbatch outside 0.." + std::to_string(schedule_.num_microbatches - 1));
+    refuseCell(schedule_, position, schedule_.textOf(action) + " names a microbatch outside 0.." + std::to_string(schedule_.num_microbatches - 1));
   }
   const int32_t owner = schedule_.place_of_stage[static_cast<size_t>(action.stage)];
   if (owner != position.place) {
-    refuseCell(schedule_, position, action.str() + " is on another place than its stage, which is on place " + std::to_string(owner));
+    refuseCell(schedule_, position, schedule_.textOf(action) + " is on another place than its stage, which is on place " + std::to_string(owner));
   }
   int32_t& node = node_of_[static_cast<size_t>(slot(action))];
   if (node >= 0) {
-    refuseCell(schedule_, position, action.str() + " is doubled: it stands in cell " + std::to_string(this->position(node).cell) + " already");
+    refuseCell(schedule_, position,
+               schedule_.textOf(action) + " is doubled: it stands in cell " + std::to_string(this->position(node).cell) + " already");
   }
   node = numNodes();
   actions_.push_back(action);
@@ -98,7 +121,8 @@ void ActionTable::checkKinds() const {
     }
     const Action full{ActionKind::kBackward, action.stage, action.microbatch};
     if (find(full) >= 0) {
-      refuseCell(schedule_, position(node), action.str() + " doubles part of " + full.str() + ": a backward is either B, or I and W");
+      refuseCell(schedule_, position(node),
+                 schedule_.textOf(action) + " doubles part of " + schedule_.textOf(full) + ": a backward is either B, or I and W");
     }
   }
 }

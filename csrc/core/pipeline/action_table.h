@@ -19,6 +19,10 @@ struct StageEdge {
 /// Stage s to stage s + 1.
 std::vector<StageEdge> chainEdges(int32_t num_stages);
 
+/// Edges between stages as those between their segments, from the last one of a stage to the first one of another; and each stage's segments as a
+/// chain. As they are where no stage is divided. Throws InvalidArgument for a stage that does not exist.
+std::vector<StageEdge> edgesOfSegments(const Segments& segments, const std::vector<StageEdge>& edges);
+
 /// Throws InvalidArgument with the message, the place's and cell's number and the grid around the cell, which is marked.
 [[noreturn]] void refuseCell(const Schedule& schedule, CellPosition position, const std::string& message);
 

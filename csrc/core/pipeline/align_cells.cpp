@@ -12,7 +12,7 @@ Schedule alignCells(const Schedule& schedule) {
   for (int32_t place = 0; place < schedule.numPlaces(); ++place) {
     const int32_t stuck = replayed.stuck_node[static_cast<size_t>(place)];
     if (stuck >= 0) {
-      refuseCell(schedule, table.position(stuck), table.action(stuck).str() + " never runs: the schedule deadlocks");
+      refuseCell(schedule, table.position(stuck), schedule.textOf(table.action(stuck)) + " never runs: the schedule deadlocks");
     }
     auto& cells = out.cells[static_cast<size_t>(place)];
     cells.clear();

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/error.h"
+
 namespace xmesh::core {
 namespace {
 
@@ -18,7 +20,13 @@ std::string rowLabel(const Schedule& schedule, int32_t place, bool is_plain) {
     return "stage " + std::to_string(schedule.stagesOf(place).front());
   }
   std::string label = "place " + std::to_string(place) + " (";
-  const std::vector<int32_t> stages = schedule.stagesOf(place);
+  std::vector<int32_t> stages;
+  for (const int32_t unit : schedule.stagesOf(place)) {
+    const int32_t stage = schedule.segments.stageOf(unit);
+    if (stages.empty() || stages.back() != stage) {
+      stages.push_back(stage);
+    }
+  }
   for (size_t i = 0; i < stages.size(); ++i) {
     label += (i > 0 ? ", " : stages.size() > 1 ? "stages " : "stage ") + std::to_string(stages[i]);
   }
@@ -27,6 +35,9 @@ std::string rowLabel(const Schedule& schedule, int32_t place, bool is_plain) {
 
 /// Every place has exactly one stage and no other stage's actions: the stage need not be repeated in each cell.
 bool isPlain(const Schedule& schedule) {
+  if (schedule.segments.isDivided()) {
+    return false;
+  }
   for (int32_t place = 0; place < schedule.numPlaces(); ++place) {
     const std::vector<int32_t> stages = schedule.stagesOf(place);
     const std::vector<Action> actions = schedule.actionsOf(place);
@@ -37,11 +48,11 @@ bool isPlain(const Schedule& schedule) {
   return true;
 }
 
-std::string cellText(const std::optional<Action>& cell, bool is_plain) {
+std::string cellText(const Schedule& schedule, const std::optional<Action>& cell, bool is_plain) {
   if (!cell) {
     return ".";
   }
-  return is_plain ? static_cast<char>(cell->kind) + std::to_string(cell->microbatch) : cell->str();
+  return is_plain ? static_cast<char>(cell->kind) + std::to_string(cell->microbatch) : schedule.textOf(*cell);
 }
 
 std::string grid(const Schedule& schedule, Columns columns, const CellPosition* marked) {
@@ -54,7 +65,7 @@ std::string grid(const Schedule& schedule, Columns columns, const CellPosition* 
     std::vector<std::string> row = {rowLabel(schedule, place, is_plain)};
     label_width = std::max(label_width, row[0].size());
     for (int32_t i = columns.begin; i < std::min(columns.end, static_cast<int32_t>(cells.size())); ++i) {
-      const std::string text = cellText(cells[static_cast<size_t>(i)], is_plain);
+      const std::string text = cellText(schedule, cells[static_cast<size_t>(i)], is_plain);
       row.push_back(marked != nullptr && marked->place == place && marked->cell == i ? ">" + text + "<" : text);
       width = std::max(width, row.back().size());
     }
@@ -103,7 +114,8 @@ std::vector<Action> Schedule::actionsOf(int32_t place) const {
 }
 
 std::string Schedule::str() const {
-  return name + ": " + std::to_string(num_stages) + (num_stages == 1 ? " stage on " : " stages on ") + std::to_string(numPlaces()) +
+  const int32_t stages = segments.isDivided() ? static_cast<int32_t>(segments.counts().size()) : num_stages;
+  return name + ": " + std::to_string(stages) + (stages == 1 ? " stage on " : " stages on ") + std::to_string(numPlaces()) +
          (numPlaces() == 1 ? " place, " : " places, ") + std::to_string(num_microbatches) +
          (num_microbatches == 1 ? " microbatch\n" : " microbatches\n") + grid(*this, {0, numColumns(*this)}, nullptr);
 }
@@ -114,7 +126,28 @@ std::string Schedule::strAround(CellPosition marked) const {
 
 bool Schedule::operator==(const Schedule& other) const {
   return num_stages == other.num_stages && num_microbatches == other.num_microbatches && place_of_stage == other.place_of_stage &&
-         cells == other.cells;
+         cells == other.cells && segments.isDivided() == other.segments.isDivided() && (!segments.isDivided() || segments == other.segments);
+}
+
+Schedule dividedInto(const Schedule& schedule, const Segments& segments) {
+  if (!segments.isDivided() || schedule.segments.isDivided()) {
+    require(!schedule.segments.isDivided() || schedule.segments == segments,
+            "schedule '" + schedule.name + "' is an order of other segments than the stages have");
+    return schedule;
+  }
+  Schedule out{schedule.name, 0, schedule.num_microbatches, {}, {}, segments};
+  require(segments.counts().size() == static_cast<size_t>(schedule.num_stages), "segments are given for every stage, expected " +
+                                                                                    std::to_string(schedule.num_stages) + " stages, got " +
+                                                                                    std::to_string(segments.counts().size()));
+  for (int32_t stage = 0; stage < schedule.num_stages; ++stage) {
+    out.num_stages += segments.countOf(stage);
+    out.place_of_stage.resize(static_cast<size_t>(out.num_stages), schedule.place_of_stage[static_cast<size_t>(stage)]);
+  }
+  for (int32_t place = 0; place < schedule.numPlaces(); ++place) {
+    const std::vector<Action> actions = segments.expand(schedule.actionsOf(place));
+    out.cells.emplace_back(actions.begin(), actions.end());
+  }
+  return out;
 }
 
 Schedule forwardsOf(const Schedule& schedule) {

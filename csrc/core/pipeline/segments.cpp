@@ -17,6 +17,22 @@ Segments::Segments(const std::vector<int32_t>& counts) {
   }
 }
 
+bool Segments::isDivided() const { return begins_.size() > 1 && static_cast<size_t>(begins_.back()) + 1 > begins_.size(); }
+
+std::vector<int32_t> Segments::counts() const {
+  std::vector<int32_t> out;
+  for (size_t stage = 0; stage + 1 < begins_.size(); ++stage) {
+    out.push_back(begins_[stage + 1] - begins_[stage]);
+  }
+  return out;
+}
+
+int32_t Segments::countOf(int32_t stage) const {
+  return begins_.empty() ? 1 : begins_.at(static_cast<size_t>(stage) + 1) - begins_.at(static_cast<size_t>(stage));
+}
+
+int32_t Segments::firstOf(int32_t stage) const { return begins_.empty() ? stage : begins_.at(static_cast<size_t>(stage)); }
+
 std::vector<Action> Segments::expand(const std::vector<Action>& actions) const {
   if (begins_.empty()) {
     return actions;
@@ -59,6 +75,15 @@ std::string Segments::nameOf(const Action& action) const {
   const int32_t stage = stageOf(action.stage);
   const std::string name = Action{action.kind, stage, action.microbatch}.str();
   return isOnly(action.stage) ? name : name + ", segment " + std::to_string(action.stage - begins_[static_cast<size_t>(stage)]);
+}
+
+std::string Segments::textOf(const Action& action) const {
+  if (isOnly(action.stage)) {
+    return Action{action.kind, stageOf(action.stage), action.microbatch}.str();
+  }
+  const int32_t stage = stageOf(action.stage);
+  const int32_t segment = action.stage - begins_[static_cast<size_t>(stage)];
+  return std::to_string(stage) + '.' + Action{action.kind, segment, action.microbatch}.str();
 }
 
 }  // namespace xmesh::core

@@ -111,25 +111,29 @@ std::vector<int64_t> peakBytes(const Schedule& schedule, const ScheduleCosts& co
 }
 
 std::vector<int32_t> peakInFlight(const Schedule& schedule) {
-  std::vector<int32_t> now(static_cast<size_t>(schedule.num_stages), 0);
+  const size_t num_stages = schedule.segments.isDivided() ? schedule.segments.counts().size() : static_cast<size_t>(schedule.num_stages);
+  const auto num_microbatches = static_cast<size_t>(schedule.num_microbatches);
+  std::vector<int32_t> now(num_stages, 0);
   std::vector<int32_t> peak = now;
+  std::vector<int32_t> open(num_stages * num_microbatches, 0);  // by stage and microbatch: segments in flight
   for (const auto& cells : schedule.cells) {
     for (const std::optional<Action>& cell : cells) {
       if (!cell) {
         continue;
       }
-      int32_t& in_flight = now[static_cast<size_t>(cell->stage)];
+      const auto stage = static_cast<size_t>(schedule.segments.stageOf(cell->stage));
+      int32_t& own = open[stage * num_microbatches + static_cast<size_t>(cell->microbatch)];
       switch (flightChangeOf(cell->kind)) {
         case FlightChange::kBegins:
-          ++in_flight;
+          now[stage] += own++ == 0 ? 1 : 0;
           break;
         case FlightChange::kGoesOn:
           break;
         case FlightChange::kEnds:
-          --in_flight;
+          now[stage] -= --own == 0 ? 1 : 0;
           break;
       }
-      peak[static_cast<size_t>(cell->stage)] = std::max(peak[static_cast<size_t>(cell->stage)], in_flight);
+      peak[stage] = std::max(peak[stage], now[stage]);
     }
   }
   return peak;

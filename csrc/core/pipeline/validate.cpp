@@ -12,7 +12,7 @@ namespace {
 [[noreturn]] void refuseMissing(const ActionTable& table, const std::string& missing, int32_t stage) {
   const Schedule& schedule = table.schedule();
   const int32_t place = schedule.place_of_stage[static_cast<size_t>(stage)];
-  require(place >= 0 && place < schedule.numPlaces(), "schedule '" + schedule.name + "': stage " + std::to_string(stage) + " is on place " +
+  require(place >= 0 && place < schedule.numPlaces(), "schedule '" + schedule.name + "': " + schedule.segments.nameOf(stage) + " is on place " +
                                                           std::to_string(place) + ", expected one of " + std::to_string(schedule.numPlaces()) +
                                                           " places");
   const auto num_cells = static_cast<int32_t>(schedule.cells[static_cast<size_t>(place)].size());
@@ -34,20 +34,23 @@ void checkComplete(const ActionTable& table, ScheduleCheck check) {
       const int32_t node = table.findInputGradient(stage, microbatch);
       const int32_t weight_node = table.find(weight);
       if (table.find(forward) < 0) {
-        refuseMissing(table, forward.str(), stage);
+        refuseMissing(table, schedule.textOf(forward), stage);
       }
       if (check.is_forward_only) {
         if (node >= 0 || weight_node >= 0) {
           const int32_t extra = node >= 0 ? node : weight_node;
-          refuseCell(schedule, table.position(extra), table.action(extra).str() + " is a backward in a schedule of forwards only");
+          refuseCell(schedule, table.position(extra), schedule.textOf(table.action(extra)) + " is a backward in a schedule of forwards only");
         }
         continue;
       }
       if (node < 0) {
-        refuseMissing(table, weight_node >= 0 ? input.str() : backward.str() + " (or " + input.str() + " and " + weight.str() + ")", stage);
+        refuseMissing(table,
+                      weight_node >= 0 ? schedule.textOf(input)
+                                       : schedule.textOf(backward) + " (or " + schedule.textOf(input) + " and " + schedule.textOf(weight) + ")",
+                      stage);
       }
       if (table.action(node).kind == ActionKind::kBackwardInput && weight_node < 0) {
-        refuseMissing(table, weight.str(), stage);
+        refuseMissing(table, schedule.textOf(weight), stage);
       }
     }
   }
@@ -58,8 +61,8 @@ void checkOrder(const ActionTable& table) {
     for (const ActionTable::Dependency& dependency : table.dependenciesOf(node)) {
       if (table.placeOf(dependency.node) == table.placeOf(node) && dependency.node > node) {
         refuseCell(table.schedule(), table.position(node),
-                   table.action(node).str() + " comes before " + table.action(dependency.node).str() + " (cell " +
-                       std::to_string(table.position(dependency.node).cell) + "), which it needs");
+                   table.schedule().textOf(table.action(node)) + " comes before " + table.schedule().textOf(table.action(dependency.node)) +
+                       " (cell " + std::to_string(table.position(dependency.node).cell) + "), which it needs");
       }
     }
   }
@@ -92,8 +95,9 @@ void checkBuffered(const ActionTable& table) {
   do {
     const int32_t blocker = blockerOf(table, replayed, node);
     const int32_t head = replayed.stuck_node[static_cast<size_t>(table.placeOf(blocker))];
-    circle += (circle.empty() ? "" : "; ") + std::string("place ") + std::to_string(table.placeOf(node)) + " at " + table.action(node).str() +
-              " waits for " + table.action(blocker).str() + " of place " + std::to_string(table.placeOf(blocker));
+    circle += (circle.empty() ? "" : "; ") + std::string("place ") + std::to_string(table.placeOf(node)) + " at " +
+              table.schedule().textOf(table.action(node)) + " waits for " + table.schedule().textOf(table.action(blocker)) + " of place " +
+              std::to_string(table.placeOf(blocker));
     node = head;
   } while (node != start);
   refuseCell(table.schedule(), table.position(start), "deadlock with buffered sends: " + circle);
@@ -110,13 +114,14 @@ void checkCommunicator(const ActionTable& table, const StageEdge& edge, bool is_
     if (pairs[k] == by_use[k]) {
       continue;
     }
-    const std::string from = std::to_string(is_backward ? edge.to : edge.from);
-    const std::string to = std::to_string(is_backward ? edge.from : edge.to);
+    const Segments& segments = table.schedule().segments;
+    const std::string from = segments.nameOf(is_backward ? edge.to : edge.from);
+    const std::string to = segments.nameOf(is_backward ? edge.from : edge.to);
     const int32_t user = by_use[k].second;
     refuseCell(table.schedule(), table.position(user),
-               std::string("deadlock with in-order rendezvous: ") + (is_backward ? "gradient" : "value") + " number " + std::to_string(k) +
-                   " from stage " + from + " to stage " + to + " is sent for " + table.action(pairs[k].second).str() + " (after " +
-                   table.action(pairs[k].first).str() + ") but received for " + table.action(user).str());
+               std::string("deadlock with in-order rendezvous: ") + (is_backward ? "gradient" : "value") + " number " + std::to_string(k) + " from " +
+                   from + " to " + to + " is sent for " + table.schedule().textOf(table.action(pairs[k].second)) + " (after " +
+                   table.schedule().textOf(table.action(pairs[k].first)) + ") but received for " + table.schedule().textOf(table.action(user)));
   }
 }
 

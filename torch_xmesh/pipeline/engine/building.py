@@ -172,9 +172,20 @@ def _agree_on_model(
             )
     placed = _checked(given.options.boundary_placements, cut)
     boundaries = Boundaries(edges_of(cut.values), given.meshes, placed, plan_options, given.source.placements)
+    _check_segments(schedule, cut)
     schedule.validate([(edge.from_stage, edge.to_stage) for edge in boundaries.edges])
     transfers.traffic.meet(model_fields(cut, boundaries, given.source.model))
     return boundaries
+
+
+def _check_segments(schedule: Schedule, cut: Partition) -> None:
+    """Raises ValueError for an order of other segments than the stages have."""
+    found = [stage.num_segments for stage in cut.stages]
+    if max(schedule.num_segments) > 1 and list(schedule.num_segments) != found:
+        raise ValueError(
+            f"the schedule is an order of segments, {list(schedule.num_segments)} by stage; the stages have {found}: "
+            "stages of a plan are divided into segments, others have one each"
+        )
 
 
 def _checked(placed: Mapping[str, Placed] | None, cut: Partition) -> Mapping[str, Placed]:

@@ -91,7 +91,8 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, source: str | Path, *, name: str = "csv") -> "Schedule":
-        """Reads torch's action notation: one row per place, cells such as ``2F0`` joined by commas, empty where idle.
+        """Reads torch's action notation: one row per place, cells such as ``2F0`` joined by commas, empty where idle. An
+        order of segments has cells such as ``2.14F0``: of stage 2, segment 14.
 
         Args:
             source: the text, or the ``Path`` of a file.
@@ -128,6 +129,12 @@ class Schedule:
         return count
 
     @property
+    def num_segments(self) -> tuple[int, ...]:
+        """By stage into how many segments its actions are divided; 1: they are whole. A segment is what a stage of a
+        plan computes between transfers among its devices."""
+        return tuple(self.core.num_segments)
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches per step."""
         count: int = self.core.num_microbatches
@@ -151,14 +158,16 @@ class Schedule:
         return peak
 
     def actions(self, place: int) -> list[str]:
-        """A place's actions in order, in torch's notation (``"2F0"``), without idle cells.
+        """A place's actions in order, in torch's notation (``"2F0"``), without idle cells; of segment 14 of a stage that
+        is divided ``"2.14F0"``.
 
         Raises:
             ValueError: no such place.
         """
         if not 0 <= place < self.num_places:
             raise ValueError(f"place {place} is outside 0..{self.num_places - 1}")
-        return [f"{cell[1]}{cell[0]}{cell[2]}" for cell in self.core.cells[place] if cell is not None]
+        actions: list[str] = self.core.actions(place)
+        return actions
 
     def validate(self, edges: Iterable[Edge] | None = None, *, forward_only: bool = False) -> None:
         """Checks that it is complete, ordered and free of deadlock, with buffered sends and with in-order rendezvous
