@@ -323,8 +323,8 @@ class ScheduleCosts:
 
     def __init__(
         self,
-        stages: Sequence[tuple[float, float, float, float, int, int, int]],
-        edges: Sequence[tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int]]],
+        stages: Sequence[tuple[float, float, float, float, int, int, int, float]],
+        edges: Sequence[tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int], bool]],
         nic_bytes_per_s: float,
         latency_s: float,
         overlap: bool,
@@ -332,23 +332,32 @@ class ScheduleCosts:
         runs_weights_early: Sequence[int],
         noise: float,
         noise_seed: int,
+        weights_group: Sequence[int] = ...,
     ) -> None:
-        """``stages``: seconds of F, B, I, W; bytes held from F to I, from I to W, and anyway. ``edges``: edge, forward
-        and backward (seconds, bytes) each."""
+        """``stages``: seconds of F, B, I, W; bytes held from F to I, from I to W, and anyway; seconds of sums at the
+        end. ``edges``: edge, forward and backward (seconds, bytes) each, whether also on one place."""
 
 def simulate_schedule(schedule: Schedule, costs: ScheduleCosts) -> dict[str, Any]:
     """Plays a schedule.
 
     Returns:
         makespan_s, bubble_fraction, busy_s and peak_bytes by place, peak_in_flight by stage, actions (place, text,
-        start, end), transfers (from stage, to stage, microbatch, ready, start, end); all times in seconds.
+        start, end), transfers (from stage, to stage, microbatch, ready, start, end, their segments); all times in
+        seconds.
     """
 
 def choose_schedule(
-    costs: ScheduleCosts, place_of_stage: Sequence[int], num_microbatches: int, memory_limit_bytes: int | None
+    costs: ScheduleCosts,
+    place_of_stage: Sequence[int],
+    num_microbatches: int,
+    memory_limit_bytes: int | None,
+    segments: Sequence[int] = ...,
 ) -> tuple[int, list[tuple[Schedule, float, float, bool, list[int]]]]:
     """The best candidate's index or -1; of each its schedule, seconds, mean seconds with noise, whether W runs early,
-    peak bytes by place."""
+    peak bytes by place. ``segments``: by stage, of which ``costs`` are then."""
+
+def duplex(place_of_stage: Sequence[int], num_microbatches: int, segments: Sequence[int]) -> Schedule:
+    """Microbatches in pairs, which take a stage's segments in turn."""
 
 # bind_split_backward.cpp
 
@@ -413,7 +422,8 @@ class PipelineTraffic:
 
 class StageValues:
     """What a stage takes and gives: values by name, which inputs the user passes, and why its backward is never split
-    (empty where its graph decides). ``waits_in_weights``: in each W, or behind it, ranks wait for each other."""
+    (empty where its graph decides). ``waits_in_weights``: in each W, or behind it, ranks wait for each other. Stages of
+    one ``weights_group`` add to the same gradients."""
 
     def __init__(
         self,
@@ -424,6 +434,7 @@ class StageValues:
         is_alone: bool,
         whole_because: str,
         waits_in_weights: bool = False,
+        weights_group: int = 0,
     ) -> None: ...
 
 class EdgeValues:

@@ -114,12 +114,12 @@ void bindPipeline(py::module_& module) {
   bindTraffic(module);
   py::class_<StageValues>(module, "StageValues")
       .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions,
-                       bool is_alone, std::string whole_because, bool waits_in_weights) {
+                       bool is_alone, std::string whole_because, bool waits_in_weights, int32_t weights_group) {
              return StageValues{stage,    std::move(inputs),        std::move(outputs), std::move(model_positions),
-                                is_alone, std::move(whole_because), waits_in_weights};
+                                is_alone, std::move(whole_because), waits_in_weights,   weights_group};
            }),
            py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"), py::arg("is_alone"), py::arg("whole_because"),
-           py::arg("waits_in_weights") = false);
+           py::arg("waits_in_weights") = false, py::arg("weights_group") = 0);
   py::class_<EdgeValues>(module, "EdgeValues")
       .def(py::init<>())
       .def_readwrite("from_stage", &EdgeValues::from)

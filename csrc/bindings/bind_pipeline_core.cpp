@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "core/pipeline/choose_schedule.h"
 #include "core/pipeline/generators.h"
+#include "core/pipeline/segment_order.h"
 #include "core/pipeline/simulate.h"
 #include "core/pipeline/validate.h"
 
@@ -55,14 +56,17 @@ std::vector<StageEdge> edgesOf(const std::vector<EdgeTuple>& tuples) {
 
 core::TransferCost transferOf(const TransferTuple& tuple) { return {std::get<0>(tuple), std::get<1>(tuple)}; }
 
-py::dict resultOf(const core::SimulatedSchedule& simulated) {
+py::dict resultOf(const Schedule& schedule, const core::SimulatedSchedule& simulated) {
   py::list actions;
   for (const core::ActionSpan& span : simulated.actions) {
-    actions.append(py::make_tuple(span.place, span.action.str(), span.start_s, span.end_s));
+    actions.append(py::make_tuple(span.place, schedule.textOf(span.action), span.start_s, span.end_s));
   }
   py::list transfers;
   for (const core::TransferSpan& span : simulated.transfers) {
-    transfers.append(py::make_tuple(span.from_stage, span.to_stage, span.microbatch, span.ready_s, span.start_s, span.end_s));
+    const int32_t from = schedule.segments.stageOf(span.from_stage);
+    const int32_t to = schedule.segments.stageOf(span.to_stage);
+    const auto within = std::pair(span.from_stage - schedule.segments.firstOf(from), span.to_stage - schedule.segments.firstOf(to));
+    transfers.append(py::make_tuple(from, to, span.microbatch, span.ready_s, span.start_s, span.end_s, within));
   }
   py::dict out;
   out["makespan_s"] = simulated.makespan_s;
@@ -74,19 +78,20 @@ py::dict resultOf(const core::SimulatedSchedule& simulated) {
   return out;
 }
 
-/// F, B, I, W seconds; bytes held from F to I, from I to W, and anyway.
-using StageTuple = std::tuple<double, double, double, double, int64_t, int64_t, int64_t>;
-/// The edge, and what its values and their gradients take.
-using EdgeCostTuple = std::tuple<EdgeTuple, TransferTuple, TransferTuple>;
+/// F, B, I, W seconds; bytes held from F to I, from I to W, and anyway; seconds of sums at the end.
+using StageTuple = std::tuple<double, double, double, double, int64_t, int64_t, int64_t, double>;
+/// The edge, what its values and their gradients take, and whether they do on one place, too.
+using EdgeCostTuple = std::tuple<EdgeTuple, TransferTuple, TransferTuple, bool>;
 
 core::ScheduleCosts costsOf(const std::vector<StageTuple>& stages, const std::vector<EdgeCostTuple>& edges, double nic_bytes_per_s, double latency_s,
-                            bool overlap, bool blocks_receiver, std::vector<uint8_t> runs_weights_early, double noise, uint64_t noise_seed) {
+                            bool overlap, bool blocks_receiver, std::vector<uint8_t> runs_weights_early, double noise, uint64_t noise_seed,
+                            std::vector<int32_t> weights_group) {
   core::ScheduleCosts costs;
-  for (const auto& [forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes] : stages) {
-    costs.stages.push_back({forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes});
+  for (const auto& [forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes, sums] : stages) {
+    costs.stages.push_back({forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes, sums});
   }
-  for (const auto& [edge, forward, backward] : edges) {
-    costs.edges.push_back({edgesOf({edge})[0], transferOf(forward), transferOf(backward)});
+  for (const auto& [edge, forward, backward, is_resharded] : edges) {
+    costs.edges.push_back({edgesOf({edge})[0], transferOf(forward), transferOf(backward), is_resharded});
   }
   costs.nic_bytes_per_s = nic_bytes_per_s;
   costs.latency_s = latency_s;
@@ -95,6 +100,7 @@ core::ScheduleCosts costsOf(const std::vector<StageTuple>& stages, const std::ve
   costs.runs_weights_early = std::move(runs_weights_early);
   costs.noise = noise;
   costs.noise_seed = noise_seed;
+  costs.weights_group = std::move(weights_group);
   return costs;
 }
 
@@ -106,18 +112,18 @@ py::dict simulate(const Schedule& schedule, const core::ScheduleCosts& costs) {
     simulated = core::simulateSchedule(schedule, costs);
     peak_bytes = core::peakBytes(schedule, costs);
   }
-  py::dict out = resultOf(simulated);
+  py::dict out = resultOf(schedule, simulated);
   out["peak_bytes"] = peak_bytes;
   return out;
 }
 
 /// The best candidate's index or -1, and of each: its schedule, simulated seconds, their mean with noise, whether W runs early, peak bytes by place.
 py::tuple chooseSchedule(const core::ScheduleCosts& costs, std::vector<int32_t> place_of_stage, int32_t num_microbatches,
-                         std::optional<int64_t> memory_limit_bytes) {
+                         std::optional<int64_t> memory_limit_bytes, const std::vector<int32_t>& segments) {
   core::ScheduleChoice choice;
   {
     const py::gil_scoped_release no_gil;
-    choice = core::chooseSchedule({costs, std::move(place_of_stage), num_microbatches, memory_limit_bytes});
+    choice = core::chooseSchedule({costs, std::move(place_of_stage), num_microbatches, memory_limit_bytes, core::Segments(segments)});
   }
   py::list candidates;
   for (core::ScheduleCandidate& candidate : choice.candidates) {
@@ -165,10 +171,18 @@ void bindPipelineCore(py::module_& module) {
   module.def("schedule_from_csv", &core::scheduleFromCsv, py::arg("text"), py::arg("name") = "csv", py::call_guard<py::gil_scoped_release>());
   py::class_<core::ScheduleCosts>(module, "ScheduleCosts")
       .def(py::init(&costsOf), py::arg("stages"), py::arg("edges"), py::arg("nic_bytes_per_s"), py::arg("latency_s"), py::arg("overlap"),
-           py::arg("blocks_receiver"), py::arg("runs_weights_early"), py::arg("noise"), py::arg("noise_seed"));
+           py::arg("blocks_receiver"), py::arg("runs_weights_early"), py::arg("noise"), py::arg("noise_seed"),
+           py::arg("weights_group") = std::vector<int32_t>());
   module.def("simulate_schedule", &simulate, py::arg("schedule"), py::arg("costs"));
   module.def("choose_schedule", &chooseSchedule, py::arg("costs"), py::arg("place_of_stage"), py::arg("num_microbatches"),
-             py::arg("memory_limit_bytes"));
+             py::arg("memory_limit_bytes"), py::arg("segments") = std::vector<int32_t>());
+  module.def(
+      "duplex",
+      [](std::vector<int32_t> place_of_stage, int32_t num_microbatches, const std::vector<int32_t>& segments) {
+        const core::PipelineShape shape{static_cast<int32_t>(place_of_stage.size()), num_microbatches, std::move(place_of_stage)};
+        return std::make_shared<Schedule>(core::duplex(shape, core::Segments(segments)));
+      },
+      py::arg("place_of_stage"), py::arg("num_microbatches"), py::arg("segments"));
 }
 
 }  // namespace xmesh::bindings

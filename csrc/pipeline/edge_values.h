@@ -35,6 +35,7 @@ struct StageValues {
   bool is_alone = false;                 ///< its mesh is this rank only
   std::string whole_because{};           ///< why its backward is never split; empty where that depends on the graph
   bool waits_in_weights = false;         ///< in each of its W, or behind it, the ranks of its mesh wait for each other: none runs before its turn
+  int32_t weights_group = 0;             ///< stages of one number add to the same gradients
 };
 
 }  // namespace xmesh::pipeline

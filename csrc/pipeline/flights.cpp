@@ -77,6 +77,14 @@ Flights::Flights(std::vector<StageValues> stages, std::vector<EdgeValues> edges)
   }
 }
 
+std::vector<int32_t> Flights::stages() const {
+  std::vector<int32_t> out;
+  for (const auto& [number, stage] : stages_) {
+    out.push_back(number);
+  }
+  return out;
+}
+
 void Flights::begin(bool has_backward) {
   flights_.clear();
   has_backward_ = has_backward;

@@ -45,7 +45,8 @@ class Flights {
   /// EdgeValues::differentiable() of an edge.
   const std::vector<size_t>& differentiable(int32_t edge) const { return differentiable_.at(static_cast<size_t>(edge)); }
   bool has(int32_t stage) const { return stages_.contains(stage); }
-  size_t numStages() const { return stages_.size(); }
+  /// Their numbers, ascending.
+  std::vector<int32_t> stages() const;
   const StageValues& stage(int32_t stage) const { return stages_.at(stage).values; }
   const std::vector<ValueUse>& inputUses(int32_t stage) const { return stages_.at(stage).inputs; }
   const std::vector<ValueUse>& outputUses(int32_t stage) const { return stages_.at(stage).outputs; }

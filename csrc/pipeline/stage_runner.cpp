@@ -13,6 +13,14 @@
 
 namespace xmesh::pipeline {
 
+StageRunner::StageRunner(Flights& flights, std::shared_ptr<const core::Segments> segments) : flights_(flights), segments_(std::move(segments)) {
+  for (const int32_t stage : flights_.stages()) {
+    WeightsGroup& group = groups_[weightsGroup(stage)];
+    group.has_several = group.stage >= 0;
+    group.stage = stage;
+  }
+}
+
 void StageRunner::beginStep(StepInputs inputs) {
   flights_.begin(inputs.has_backward);
   step_ = std::move(inputs);
@@ -26,8 +34,10 @@ void StageRunner::endStep(bool is_done) {
     }
     shared.has_run = false;
   }
-  splits_all_ = is_done && has_input_ ? !has_whole_ : splits_all_;
-  has_whole_ = has_input_ = false;
+  for (auto& [number, group] : groups_) {
+    group.splits_all = is_done && group.has_input ? !group.has_whole : group.splits_all;
+    group.has_whole = group.has_input = false;
+  }
   flights_.begin(/*has_backward=*/true);
   step_ = {};
 }
@@ -167,13 +177,14 @@ void StageRunner::backwardInput(int32_t stage, int32_t microbatch) {
   if (step_.is_measured) {
     weight_storages_[stage] = flight.weights.heldStorages();
   }
+  WeightsGroup& group = groups_.at(weightsGroup(stage));
   if (done.whole_because.empty()) {
     whole_because_.erase(stage);
   } else {
     whole_because_[stage] = std::move(done.whole_because);
-    has_whole_ = has_whole_ || !step_.is_measured || microbatch > 0;  // the first one's forward ran under the hooks that count memory
+    group.has_whole = group.has_whole || !step_.is_measured || microbatch > 0;  // the first one's forward ran under the hooks that count memory
   }
-  has_input_ = true;
+  group.has_input = true;
   flight.input_gradients.resize(flight.inputs.size());
   for (size_t i = 0; i < wanted.size(); ++i) {
     const at::Tensor& gradient = done.gradients[i];
@@ -196,7 +207,8 @@ void StageRunner::backwardWeight(int32_t stage, int32_t microbatch) {
 }
 
 bool StageRunner::mayRunEarly(int32_t stage) const {
-  if (!step_.runs_weights_early || flights_.stage(stage).waits_in_weights || has_whole_ || (flights_.numStages() > 1 && !splits_all_)) {
+  const WeightsGroup& group = groupOf(stage);
+  if (!step_.runs_weights_early || flights_.stage(stage).waits_in_weights || group.has_whole || (group.has_several && !group.splits_all)) {
     return false;
   }
   if (flights_.stage(stage).is_alone) {
@@ -207,7 +219,7 @@ bool StageRunner::mayRunEarly(int32_t stage) const {
 }
 
 bool StageRunner::mayRunEarlyNext(int32_t stage) const {
-  if (!splits_all_ || flights_.stage(stage).waits_in_weights) {
+  if (!groupOf(stage).splits_all || flights_.stage(stage).waits_in_weights) {
     return false;
   }
   const auto found = shared_weights_.find(stage);

@@ -50,8 +50,7 @@ struct StepInputs {
 class StageRunner final : public runtime::ActionRunner {
  public:
   /// `segments`: name what runs, in errors.
-  explicit StageRunner(Flights& flights, std::shared_ptr<const core::Segments> segments = std::make_shared<const core::Segments>())
-      : flights_(flights), segments_(std::move(segments)) {}
+  explicit StageRunner(Flights& flights, std::shared_ptr<const core::Segments> segments = std::make_shared<const core::Segments>());
 
   /// By stage whose backward I and W cannot split: why not, at its last I. Such an I is the whole backward.
   const std::map<int32_t, std::string>& wholeBecause() const { return whole_because_; }
@@ -61,9 +60,10 @@ class StageRunner final : public runtime::ActionRunner {
 
   void run(const core::Action& action) override;
   /// True of a stage alone on its mesh, and of one whose W have called no collective so far, a step of the same key among them: others of its mesh
-  /// may be elsewhere in their lists. An I that is a whole backward adds to weight gradients too, perhaps to those that stages share: after one, and
-  /// on several stages before a step without one, none runs early.
+  /// may be elsewhere in their lists. An I that is a whole backward adds to weight gradients too, perhaps to those that stages of a group share:
+  /// after one, and in a group of several stages before a step without one, none of the group runs early.
   bool mayRunEarly(int32_t stage) const override;
+  int32_t weightsGroup(int32_t stage) const override { return flights_.stage(stage).weights_group; }
   /// The same of a step like the last one.
   bool mayRunEarlyNext(int32_t stage) const;
   /// By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage.
@@ -103,9 +103,16 @@ class StageRunner final : public runtime::ActionRunner {
     std::optional<uint64_t> known_key;  ///< the key of the last step that has run them all
   };
   std::map<int32_t, SharedWeights> shared_weights_;
-  bool has_input_ = false;   ///< this step has run some I
-  bool has_whole_ = false;   ///< one of them was a whole backward
-  bool splits_all_ = false;  ///< none was in the last step that had some
+  /// What is known of the I of the stages that add to the same gradients.
+  struct WeightsGroup {
+    int32_t stage = -1;        ///< one of them
+    bool has_several = false;  ///< stages
+    bool has_input = false;    ///< this step has run some I
+    bool has_whole = false;    ///< one of them was a whole backward
+    bool splits_all = false;   ///< none was in the last step that had some
+  };
+  const WeightsGroup& groupOf(int32_t stage) const { return groups_.at(weightsGroup(stage)); }
+  std::map<int32_t, WeightsGroup> groups_;
 };
 
 }  // namespace xmesh::pipeline

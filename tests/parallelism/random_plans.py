@@ -119,9 +119,10 @@ def random_plan(
     cluster = cluster_of(devices, topology, xm.Compute(1e11, 1e10), None)
     stages = _stages(layers, cluster, meshes, random)
     name = random.choice(["1f1b", "gpipe", "zb_h1", "eager_1f1b"])
-    judged = Judge(cluster, 2, name).judged(FoundPlan(tuple(stages), is_proven=False))
+    judge = Judge(cluster, 2, name)
+    judged = judge.judged(FoundPlan(tuple(stages), is_proven=False))
     assert judged is not None
-    return assembled(Subject(type(model).__name__, modes, layers, cluster, 2, "ring"), judged)
+    return assembled(Subject(type(model).__name__, modes, layers, cluster, 2, "ring", name), judged, judge)
 
 
 def _stages(layers: Layers, cluster: Cluster, meshes: Sequence[tuple[int, ...]], random: Random) -> list[FoundStage]:

@@ -140,7 +140,9 @@ def forced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labe
             choices = [str(one) for one in space.choices(operator)]
             allowed = graph.narrowed(allowed, place, choices.index(label), is_taken=True)
     found = FoundStage(0, len(layers), Shape((), kind, (space,)), (0, 1, 2, 3), space, graph.least(allowed=allowed), 1)
-    whole = xm.presets.data_parallel(model, args, example_kwargs=kwargs, devices=xm.Mesh(range(4)), **OPTIONS)
+    whole = xm.presets.data_parallel(
+        model, args, example_kwargs=kwargs, devices=xm.Mesh(range(4)), overlap=False, **OPTIONS
+    )
     return dataclasses.replace(whole, stages=(planned_stage(layers, found, 1, 0),))
 
 

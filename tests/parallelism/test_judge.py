@@ -21,7 +21,7 @@ MICROBATCHES = 6
 
 @pytest.fixture(scope="module", params=[10**8, 10**10])
 def judge_and_plans(request: pytest.FixtureRequest) -> tuple[Judge, list[FoundPlan]]:
-    subject, schedule = subject_of(
+    subject = subject_of(
         Gpt(num_layers=4),
         (TOKENS,),
         devices=xm.Mesh([[0, 1], [2, 3]]),
@@ -34,9 +34,9 @@ def judge_and_plans(request: pytest.FixtureRequest) -> tuple[Judge, list[FoundPl
         subject.cluster,
         num_microbatches=MICROBATCHES,
         collectives=subject.collectives,
-        in_flight=in_flight_of(schedule, subject.layers, subject.cluster, MICROBATCHES),
+        in_flight=in_flight_of(subject.schedule, subject.layers, subject.cluster, MICROBATCHES),
     )
-    return Judge(subject.cluster, MICROBATCHES, schedule), search.best(10)
+    return Judge(subject.cluster, MICROBATCHES, subject.schedule), search.best(10)
 
 
 def test_no_schedule_takes_less_than_the_bound(judge_and_plans: tuple[Judge, list[FoundPlan]]) -> None:

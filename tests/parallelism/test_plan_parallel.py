@@ -110,8 +110,11 @@ def test_a_picture_shows_the_step_that_was_predicted(preset: str, schedule: str)
     }
     plan = plans[preset]()
     ends = dict.fromkeys(range(len(plan.stages)), 0.0)
-    for action in simulated(plan).actions:
+    played = simulated(plan)
+    for action in played.actions:
         ends[action.place] = max(ends[action.place], action.end_seconds)
+    for transfer in played.transfers:
+        ends[transfer.to_stage] = max(ends[transfer.to_stage], transfer.end_seconds)
     step = max(end + at_end_of(plan, number) for number, end in ends.items())
     assert step == pytest.approx(plan.predicted_seconds, rel=1e-9)
 

@@ -30,6 +30,7 @@ PLANS: dict[str, Callable[..., xm.ParallelPlan]] = {
 def undivided(plan: xm.ParallelPlan) -> xm.ParallelPlan:
     """The same plan; collectives run inside of its stages."""
     fields = json.loads(plan.to_json())
+    fields["schedule_csv"] = xm.Schedule.make("1f1b", len(plan.stages), plan.num_microbatches).to_csv()
     for stage in fields["stages"]:
         for program in stage["programs"]:
             program["segments"] = []
@@ -143,7 +144,8 @@ def transfers_as_predicted(rank: int, world_size: int) -> None:
     assert sent["forward"] == 2 * predicted["forward"], (sent, predicted)
     # A way back that each device goes by itself is a transfer, too, in which nothing is sent.
     assert 2 * predicted["backward"] <= sent["backward"] <= sent["forward"], (sent, predicted)
-    assert {"0F0, segment 1", "0B1, segment 3"} <= names, names
+    assert "0F0, segment 1" in names, names
+    assert names & {"0B1, segment 3", "0I1, segment 3"}, names
     assert {"value 0, segment 0>1 mb0 out", "gradient 0, segment 1>0 mb1 out"} <= traced, traced
 
 

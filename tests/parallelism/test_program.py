@@ -70,9 +70,10 @@ class Planner:
 
     def plan(self, space: Space, sharded: Sharded) -> ParallelPlan:
         """What was found as a plan, which is checked as all are."""
-        judged = Judge(self.cluster, 2, "1f1b").judged(FoundPlan((self.stage(space, sharded),), is_proven=False))
+        judge = Judge(self.cluster, 2, "1f1b")
+        judged = judge.judged(FoundPlan((self.stage(space, sharded),), is_proven=False))
         assert judged is not None
-        return assembled(Subject("Model", self.modes, self.layers, self.cluster, 2, "ring"), judged)
+        return assembled(Subject("Model", self.modes, self.layers, self.cluster, 2, "ring", "1f1b"), judged, judge)
 
     def stage(self, space: Space, sharded: Sharded) -> FoundStage:
         shape = Shape((), HostKind(4, RATES, None, 1e8), (space,))

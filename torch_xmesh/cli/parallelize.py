@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     model, args, kwargs = _made(options.model)
     try:
         if options.costs:
-            subject, _ = subject_of(model, args, kwargs, **given)
+            subject = subject_of(model, args, kwargs, **given)
             print(f"{collective_table(subject)}\n\n{compute_table(subject)}\n")
         plan = plan_parallel(model, args, kwargs, max_seconds=options.max_seconds, **given)
     finally:

@@ -5,8 +5,9 @@ from collections import Counter
 
 from torch_xmesh.parallelism.cluster import Cluster
 from torch_xmesh.parallelism.forward_modes import ForwardModes
-from torch_xmesh.parallelism.judge import Judged, is_whole
+from torch_xmesh.parallelism.judge import Judge, Judged, is_whole
 from torch_xmesh.parallelism.layers import Layers
+from torch_xmesh.parallelism.overlap import AUTO, DUPLEX, with_order
 from torch_xmesh.parallelism.plan import (
     ParallelPlan,
     PlannedCollective,
@@ -21,6 +22,7 @@ from torch_xmesh.parallelism.plan import (
 )
 from torch_xmesh.parallelism.plan_checks import check_programs
 from torch_xmesh.parallelism.program_writer import with_programs
+from torch_xmesh.parallelism.segment_costs import with_segment_costs
 from torch_xmesh.parallelism.stages import FoundStage
 
 
@@ -30,7 +32,10 @@ class Subject:
 
     Attributes:
         modes: the model's forward; that in the mode in which it came is what `layers` are of.
+        schedule: its name, or "auto".
+        overlap: whether one microbatch's segments are computed while another communicates: "auto" where that is faster.
         title: what kind of plan it is.
+        parts: into how many microbatches each one that is asked for is cut.
     """
 
     model: str
@@ -39,11 +44,24 @@ class Subject:
     cluster: Cluster
     num_microbatches: int
     collectives: str
+    schedule: str = AUTO
+    overlap: str | bool = AUTO
     title: str = "found"
+    parts: int = 1
+
+    @property
+    def stage_schedule(self) -> str:
+        """That of whole stages, with which plans are compared: its name, or "auto"."""
+        return "1f1b" if self.schedule == DUPLEX else self.schedule
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether one microbatch may compute while another communicates."""
+        return self.overlap is not False and self.schedule in (AUTO, DUPLEX) and self.num_microbatches > 1
 
 
-def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
-    """The plan as data.
+def assembled(subject: Subject, judged: Judged, judge: Judge) -> ParallelPlan:
+    """The plan as data, its segments in the order that is asked for.
 
     Raises:
         ValueError: the model cannot be run in such stages.
@@ -86,6 +104,7 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         title=subject.title,
         ties=tuple(PlannedTie(tie.name, tie.stages, tie.seconds) for tie in judged.ties),
         notes=_notes(subject, judged),
+        parts=subject.parts,
     )
     out = with_programs(plan, subject.modes, layers.forward.num_samples)
     try:
@@ -94,7 +113,10 @@ def assembled(subject: Subject, judged: Judged) -> ParallelPlan:
         raise RuntimeError(
             f"the plan that was found does not fit together, which is a fault of the search: {error}"
         ) from error
-    return out
+    found = judged.plan.stages
+    costs = with_segment_costs(out, subject.modes.recorded, found, judge.moved_within)
+    limits = [stage.shape.kind.memory_bytes for stage in found]
+    return with_order(costs, schedule=subject.schedule, overlap=subject.overlap, limits=limits)
 
 
 def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes: int) -> PlannedStage:
@@ -163,6 +185,11 @@ def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:
         rates = subject.cluster.hosts[0].kind.compute
         out.append(
             f"devices are assumed to do {rates.flops:.3g} FLOP/s and {rates.bytes_per_s:.3g} bytes/s: pass compute="
+        )
+    if subject.parts > 1:
+        out.append(
+            f"each microbatch is computed in {subject.parts} parts, which are microbatches: a step has as many losses, "
+            "and batch norm takes the statistics of a part"
         )
     operators = [operator for operator in subject.layers.forward.operators if not operator.is_constant]
     unknown = Counter(operator.kind for operator in operators if not operator.is_known)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh.parallelism.cluster import Cluster
 from torch_xmesh.parallelism.loops import PARTIAL, State
-from torch_xmesh.parallelism.operators import Value
+from torch_xmesh.parallelism.operators import Operator, Value
 from torch_xmesh.parallelism.rows.experts import CLASSES
 from torch_xmesh.parallelism.stages import FoundPlan, FoundStage
 from torch_xmesh.pipeline.schedule.choice import choose_schedule
@@ -108,10 +108,12 @@ class _Played:
 
 
 class Judge:
-    """Plays plans on a cluster; what moves between equal meshes is planned once."""
+    """Plays plans on a cluster; what moves between equal meshes is planned once. `is_hidden`: a stage's collectives are
+    taken to be under another microbatch's computation."""
 
-    def __init__(self, cluster: Cluster, num_microbatches: int, schedule: str) -> None:
+    def __init__(self, cluster: Cluster, num_microbatches: int, schedule: str, *, is_hidden: bool = False) -> None:
         self._cluster, self._num_microbatches, self._schedule = cluster, num_microbatches, schedule
+        self._is_hidden = is_hidden
         self._seconds: dict[tuple[object, ...], float] = {}
         host_of = {rank: number for number, host in enumerate(cluster.hosts) for rank in host.ranks}
         self._host_of = host_of
@@ -197,7 +199,9 @@ class Judge:
             for transfer in transfers
         ]
         edges = edges_between(len(stages), moves)
-        rows = [stage_costs(stage, extra) for stage, extra in zip(stages, spare, strict=True)]
+        rows = [
+            stage_costs(stage, extra, is_hidden=self._is_hidden) for stage, extra in zip(stages, spare, strict=True)
+        ]
         return Costs(stages=rows, edges=edges, blocks_receiver=False)
 
     def _chosen(self, played: "_Played") -> Schedule | None:
@@ -252,6 +256,10 @@ class Judge:
                 out.append(Tie(name, (first, *others), seconds))
         return tuple(out)
 
+    def moved_within(self, value: Value, stage: FoundStage, src: State, dst: State) -> float:
+        """Seconds that a value takes from one sharding to another among a stage's devices."""
+        return self._moved(value, (stage, src), (stage, dst))
+
     def _moved(self, value: Value, src: tuple[FoundStage, State], dst: tuple[FoundStage, State]) -> float:
         """Seconds that a value takes from one mesh to another."""
         names: dict[int, int] = {}
@@ -300,11 +308,12 @@ def edges_between(num_stages: int, moves: Sequence[Move]) -> dict[tuple[int, int
     return out
 
 
-def stage_costs(stage: FoundStage, extra_bytes: int = 0) -> StageCosts:
+def stage_costs(stage: FoundStage, extra_bytes: int = 0, *, is_hidden: bool = False) -> StageCosts:
     """A stage's costs, with times and activations of one microbatch."""
     held = stage.sharded.bytes
     return stage.sharded.seconds.costs(
         is_whole=is_whole(stage),
+        is_hidden=is_hidden,
         activation_bytes=round(held.per_microbatch),
         fixed_bytes=round(held.fixed) + extra_bytes,
     )
@@ -314,9 +323,12 @@ def is_whole(stage: FoundStage) -> bool:
     """Whether its backward runs at once: an activation checkpoint is computed anew for both halves, as are parameters
     fetched (ZeRO-3); experts are given tokens, or none, on some devices alone."""
     sharded = stage.sharded
-    return 3 in sharded.zero_levels.values() or any(
-        operator.is_given_again or operator.kind in CLASSES for operator in sharded.operators
-    )
+    return 3 in sharded.zero_levels.values() or any(map(is_never_split, sharded.operators))
+
+
+def is_never_split(operator: Operator) -> bool:
+    """Whether the backward of what it is in runs at once: see :func:`is_whole`."""
+    return operator.is_given_again or operator.kind in CLASSES
 
 
 def mesh_of(stage: FoundStage) -> Mesh:

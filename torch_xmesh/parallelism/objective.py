@@ -46,13 +46,17 @@ class Seconds:
             -self.step_collectives,
         )
 
-    def costs(self, *, is_whole: bool, activation_bytes: int = 0, fixed_bytes: int = 0) -> StageCosts:
+    def costs(
+        self, *, is_whole: bool, is_hidden: bool = False, activation_bytes: int = 0, fixed_bytes: int = 0
+    ) -> StageCosts:
         """What actions on one microbatch take. Collectives in backward are counted with the inputs' gradients, and so
-        are the parameters' gradients of a backward that `is_whole`: not split."""
+        are the parameters' gradients of a backward that `is_whole`: not split. `is_hidden`: collectives are another
+        microbatch's while this one computes, so that a pass takes the longer of the two."""
         later = 0.0 if is_whole else self.backward_weight
+        take = max if is_hidden else sum
         return StageCosts(
-            forward_seconds=self.forward + self.forward_collectives,
-            backward_input_seconds=self.backward + self.backward_collectives - later,
+            forward_seconds=take((self.forward, self.forward_collectives)),
+            backward_input_seconds=take((self.backward, self.backward_collectives)) - later,
             backward_weight_seconds=later,
             activation_bytes=activation_bytes,
             fixed_bytes=fixed_bytes,

@@ -132,6 +132,34 @@ class PlannedCollective:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedSegment:
+    """What a stage computes between two transfers among its devices.
+
+    Attributes:
+        seconds: what a device spends on a microbatch, and once a step; collectives are those that it runs inside.
+        is_whole: its backward is not split.
+    """
+
+    seconds: Seconds
+    is_whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedEdge:
+    """What goes from a segment to a later one of its stage by a transfer, and back.
+
+    Attributes:
+        forward_seconds, backward_seconds: how long the values are on their way, and their gradients.
+    """
+
+    from_segment: int
+    to_segment: int
+    forward_seconds: float
+    backward_seconds: float
+    has_gradient: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedStage:
     """A stage.
 
@@ -149,6 +177,7 @@ class PlannedStage:
         is_whole: its backward is not split: I takes all of its seconds, and W none.
         programs: what it does with a microbatch, move by move: one for both modes of the model, or the one of the mode
             in which the model came, and that of the other mode if it can be run in that. Files of version 1 have none.
+        segments, edges: what its segments are predicted to take, and what goes between them. Older files have none.
     """
 
     ranks: tuple[int, ...]
@@ -166,6 +195,8 @@ class PlannedStage:
     gap: float = 0.0
     is_whole: bool = False
     programs: tuple[PlannedProgram, ...] = ()
+    segments: tuple[PlannedSegment, ...] = ()
+    edges: tuple[PlannedEdge, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +210,10 @@ class PredictedStep:
         sums: that stage's collectives on gradients and parameters at the end of the step.
         transfers: transfers of all values between stages, if they were sent one after the other.
         bubble: the rest of `total`, in which that stage waits.
+        hidden: what that stage communicates while it computes: `total` is `compute`, `collectives`, `sums` and `bubble`
+            without it.
+        serial: the whole step if each action of a stage ran its segments one after the other, with a schedule of whole
+            stages; 0: that is not known (an older file).
     """
 
     total: float
@@ -187,6 +222,8 @@ class PredictedStep:
     sums: float
     transfers: float
     bubble: float
+    hidden: float = 0.0
+    serial: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +235,8 @@ class ParallelPlan:
 
     Attributes:
         model: name of the model's class.
-        fingerprint: a hash of the model's operators and their shapes. A plan is for this model and this microbatch
-            size.
+        fingerprint: a hash of the model's operators and their shapes, for a microbatch of the plan's. A plan is for
+            this model and this microbatch size.
         stages: the stages in order, each with its devices, operators, parameters and collectives.
         layers: for each layer the module in which it begins.
         values: the tensors that go from stage to stage.
@@ -211,6 +248,8 @@ class ParallelPlan:
         collectives: name of the cost model of collectives.
         ties: parameters that several stages have.
         notes: what a reader of the plan should know: what was assumed, what is not sharded.
+        parts: into how many microbatches each one like the example is cut; 2: in halves, of which one computes while
+            the other communicates.
         one_mode_because: why it does not run in the mode, of training and evaluation, in which the model was not when
             it was planned; empty where it does.
     """
@@ -230,6 +269,7 @@ class ParallelPlan:
     ties: tuple[PlannedTie, ...] = ()
     notes: tuple[str, ...] = ()
     one_mode_because: str = ""
+    parts: int = 1
     _explainer: Callable[["ParallelPlan", str], str] | None = dataclasses.field(
         default=None, repr=False, compare=False, kw_only=True
     )

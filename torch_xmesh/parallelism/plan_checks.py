@@ -27,6 +27,11 @@ def check_plan(plan: "ParallelPlan") -> None:
     if not plan.stages:
         raise ValueError("plan: no stages")
     _check_least("plan.num_microbatches", plan.num_microbatches, 1)
+    _check_least("plan.parts", plan.parts, 1)
+    if plan.num_microbatches % plan.parts:
+        raise ValueError(
+            f"plan.num_microbatches: {plan.num_microbatches} are none of whole microbatches in {plan.parts}"
+        )
     used = Counter(rank for stage in plan.stages for rank in stage.ranks)
     twice = sorted(rank for rank, count in used.items() if count > 1)
     if twice:

@@ -21,9 +21,10 @@ from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import layers_of
+from torch_xmesh.parallelism.overlap import AUTO, DUPLEX, LEAST_GAIN
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.recorded_forwards import samples_of
-from torch_xmesh.parallelism.stages import NoPlan, StageSearch, in_flight_of
+from torch_xmesh.parallelism.recorded_forwards import part_of_samples, samples_of
+from torch_xmesh.parallelism.stages import FoundPlan, NoPlan, StageSearch, in_flight_of
 from torch_xmesh.pipeline.cut.partition import check_example
 from torch_xmesh.pipeline.schedule.schedule import schedule_name
 from torch_xmesh.spec import Mesh
@@ -46,6 +47,7 @@ def plan_parallel(
     compute: Compute | Mapping[int, Compute] | None = None,
     topology: Topology | None = None,
     schedule: str = "auto",
+    overlap: str | bool = "auto",
     max_seconds: float | None = None,
     num_layers: int | None = None,
     collectives: str = "auto",
@@ -73,7 +75,11 @@ def plan_parallel(
             host index where hosts differ. None: 100 TFLOP/s and 1 TB/s.
         topology: rates and latencies of the links.
         schedule: the name of a schedule (:meth:`Schedule.names`), or "auto" for the best one. It decides how many
-            microbatches a stage holds at once, and what is simulated.
+            microbatches a stage holds at once, and what is simulated. "duplex": microbatches go in pairs, which take a
+            stage's segments in turn (HiDup, S. Zhang et al., SoCC 2022).
+        overlap: whether one microbatch computes while another communicates among a stage's devices, with
+            ``schedule="auto"``: "auto" where a step is predicted to be faster so, True whatever it takes, False: never.
+            Where a step has one microbatch it may be computed in two halves (``plan.num_microbatches`` is 2 then).
         max_seconds: how long to search; the best plan so far is returned then, which may differ from run to run. None:
             no limit.
         num_layers: into how many layers the operators are cut; stages are made of whole layers. None: as many as the
@@ -87,23 +93,54 @@ def plan_parallel(
             plan was found.
     """
     _check_seconds(max_seconds)
-    subject, name = subject_of(
-        model,
-        example_args,
-        example_kwargs,
-        devices=devices,
-        num_microbatches=num_microbatches,
-        loss_fn=loss_fn,
-        memory_limit_bytes=memory_limit_bytes,
-        compute=compute,
-        topology=topology,
-        schedule=schedule,
-        num_layers=num_layers,
-        collectives=collectives,
-    )
+    given: dict[str, Any] = {
+        "devices": devices,
+        "num_microbatches": num_microbatches,
+        "loss_fn": loss_fn,
+        "memory_limit_bytes": memory_limit_bytes,
+        "compute": compute,
+        "topology": topology,
+        "schedule": schedule,
+        "overlap": overlap,
+        "num_layers": num_layers,
+        "collectives": collectives,
+    }
     with _Progress(max_seconds) as progress:
-        judged = _searched(subject, name, progress)
-    return _explained(subject, judged)
+        plans: list[ParallelPlan] = []
+        for subject in subjects_of(model, example_args, example_kwargs, **given):
+            if plans and not progress.go_on():
+                break
+            judge = Judge(subject.cluster, subject.num_microbatches, subject.stage_schedule)
+            plans += [explained(subject, judged, judge) for judged in _searched(subject, judge, progress)]
+    return fastest(plans)
+
+
+def fastest(plans: Sequence[ParallelPlan]) -> ParallelPlan:
+    """The first plan, unless another one's step is shorter by more than what predictions are worth."""
+    best = plans[0]
+    for plan in plans[1:]:
+        if plan.predicted_seconds <= LEAST_GAIN * best.predicted_seconds:
+            best = plan
+    return best
+
+
+def subjects_of(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Subject]:
+    """What is planned, from the arguments of :func:`plan_parallel`. Where a step has one microbatch, which could not
+    compute while another communicates, also that one in two halves."""
+    whole = subject_of(model, example_args, example_kwargs, **options)
+    if whole.num_microbatches > 1 or whole.overlap is False or whole.schedule not in (AUTO, DUPLEX):
+        return [whole]
+    half = part_of_samples(example_args, example_kwargs or {}, 2)
+    if half is None or whole.cluster.num_devices == 1:
+        return [whole]
+    halves = subject_of(model, *half, **{**options, "num_microbatches": 2})
+    halves = dataclasses.replace(halves, parts=2)
+    return [halves] if whole.overlap is True or whole.schedule == DUPLEX else [whole, halves]
 
 
 def subject_of(
@@ -118,10 +155,11 @@ def subject_of(
     compute: Compute | Mapping[int, Compute] | None = None,
     topology: Topology | None = None,
     schedule: str = "auto",
+    overlap: str | bool = "auto",
     num_layers: int | None = None,
     collectives: str = "auto",
-) -> tuple[Subject, str]:
-    """What is planned, from the arguments of :func:`plan_parallel`, and the schedule's name or "auto"."""
+) -> Subject:
+    """What is planned, from the arguments of :func:`plan_parallel`."""
     positive_int("num_microbatches", num_microbatches, MOST_MICROBATCHES)
     if num_layers is not None:
         positive_int("num_layers", num_layers, MOST_LAYERS)
@@ -131,48 +169,71 @@ def subject_of(
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"loss_fn is a function or None, got {loss_fn!r} ({type(loss_fn).__name__})")
     check_example(model, example_args, example_kwargs, None)
-    name = schedule if schedule == "auto" else schedule_name(schedule)
+    name = schedule if schedule in (AUTO, DUPLEX) else schedule_name(schedule)
+    _check_overlap(overlap, name)
     cluster = cluster_of(devices, topology, compute, memory_limit_bytes)
     costs = _collectives(collectives, devices)
     arguments = tuple(example_args), dict(example_kwargs or {})
     modes = runnable(model, *arguments, checks_next=False)
     forward = dataclasses.replace(modes.recorded.forward, num_samples=samples_of(*arguments))
     layers = layers_of(forward, num_layers)
-    return Subject(type(model).__name__, modes, layers, cluster, num_microbatches, costs), name
+    return Subject(type(model).__name__, modes, layers, cluster, num_microbatches, costs, name, overlap)
 
 
-def _explained(subject: Subject, judged: Judged) -> ParallelPlan:
-    return dataclasses.replace(assembled(subject, judged), _explainer=Explainer(subject.layers, judged))
+def explained(subject: Subject, judged: Judged, judge: Judge) -> ParallelPlan:
+    """The plan as data, which knows where it comes from."""
+    return dataclasses.replace(assembled(subject, judged, judge), _explainer=Explainer(subject.layers, judged))
 
 
-def _searched(subject: Subject, schedule: str, progress: "_Progress") -> Judged:
-    """The fastest of the best plans; within a memory limit those that people write by hand are among them.
+def _searched(subject: Subject, judge: Judge, progress: "_Progress") -> list[Judged]:
+    """The fastest of the best plans; within a memory limit those that people write by hand are among them. And, where
+    one microbatch may compute while another communicates, the fastest if all of that were so, where it is another.
 
     Raises:
         NoPlan: none keeps the limit.
     """
-    judge = Judge(subject.cluster, subject.num_microbatches, schedule)
+    schedule = subject.stage_schedule
+    hiding = Judge(subject.cluster, subject.num_microbatches, schedule, is_hidden=True)
     refused: NoPlan | None = None
     best: Judged | None = None
+    hidden: Judged | None = None
     try:
-        best = _best_found(subject, schedule, judge, progress)
+        search, found, best = _best_found(subject, judge, progress)
     except NoPlan as error:
         if not subject.cluster.is_limited:
             raise
         refused = error
+    else:
+        if subject.may_overlap and progress.go_on():
+            hidden = hiding.best(found)
+        if progress.go_on():
+            best, hidden = (_refined(search, by, one) for by, one in ((judge, best), (hiding, hidden)))
     if subject.cluster.is_limited:
         plans = itertools.takewhile(lambda _: best is None or progress.go_on(), plans_by_hand(subject, schedule))
         by_hand = [*plans]
         best = judge.best(by_hand, than=best)
         if best is None:
             least = min(map(judge.least_limit, by_hand), default=None)
-            raise _with_smallest(refused, least, subject, schedule, progress)
+            raise _with_smallest(refused, least, subject, progress)
+        if subject.may_overlap:
+            hidden = hiding.best(by_hand, than=hidden)
     assert best is not None
-    return best
+    return [best] if hidden is None or hidden.plan is best.plan else [best, hidden]
 
 
-def _best_found(subject: Subject, schedule: str, judge: Judge, progress: "_Progress") -> Judged:
-    """Raises NoPlan where none that the search finds keeps the memory."""
+def _refined(search: StageSearch, judge: Judge, judged: Judged | None) -> Judged | None:
+    if judged is None:
+        return None
+    refined = search.refined(judged.plan)
+    return judged if refined is judged.plan else judge.best([judged.plan, refined])
+
+
+def _best_found(
+    subject: Subject, judge: Judge, progress: "_Progress"
+) -> tuple[StageSearch, Sequence[FoundPlan], Judged]:
+    """The search, the best plans by its tables, and the fastest of these. Raises NoPlan where none that the search
+    finds keeps the memory."""
+    schedule = subject.stage_schedule
     search = StageSearch(
         subject.layers,
         subject.cluster,
@@ -185,23 +246,17 @@ def _best_found(subject: Subject, schedule: str, judge: Judge, progress: "_Progr
     best = judge.best(found, progress.go_on)
     if best is None:
         raise NoPlan(f"no schedule keeps memory_limit_bytes for any of the {_NUM_CANDIDATES} best plans", None)
-    if progress.go_on():
-        refined = search.refined(best.plan)
-        best = judge.best([best.plan, refined]) if refined is not best.plan else best
-        assert best is not None
-    return best
+    return search, found, best
 
 
-def _with_smallest(
-    refused: NoPlan | None, least: int | None, subject: Subject, schedule: str, progress: "_Progress"
-) -> NoPlan:
+def _with_smallest(refused: NoPlan | None, least: int | None, subject: Subject, progress: "_Progress") -> NoPlan:
     """Why there is no plan, with the smallest limit that one is known to keep: of those that are written by hand, or
     what the tables of the search say, if a plan is found within that."""
     known = None if refused is None else refused.smallest_limit
     if refused is not None and known is not None and (least is None or known <= least):
         wider = dataclasses.replace(subject, cluster=subject.cluster.limited_to(known))
         try:
-            _best_found(wider, schedule, Judge(wider.cluster, wider.num_microbatches, schedule), progress)
+            _best_found(wider, Judge(wider.cluster, wider.num_microbatches, wider.stage_schedule), progress)
         except ValueError:  # none, or none in time
             pass
         else:
@@ -211,6 +266,15 @@ def _with_smallest(
     given = sorted({kind.memory_bytes for kind in subject.cluster.kinds if kind.memory_bytes is not None})
     limits = ", ".join(map(str, given))
     return NoPlan(f"no plan keeps memory_limit_bytes={limits}: the smallest limit that one keeps is {least}", least)
+
+
+def _check_overlap(overlap: object, schedule: str) -> None:
+    if overlap != AUTO and not isinstance(overlap, bool):
+        raise ValueError(f'overlap is "auto", True or False, got {overlap!r}')
+    if overlap is True and schedule not in (AUTO, DUPLEX):
+        raise ValueError(f'overlap=True orders segments itself, which schedule={schedule!r} does: pass schedule="auto"')
+    if overlap is False and schedule == DUPLEX:
+        raise ValueError('schedule="duplex" computes one microbatch while another communicates, overlap=False does not')
 
 
 def _check_seconds(max_seconds: object) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 from torch import nn
 
 from torch_xmesh.arguments import positive_int
-from torch_xmesh.parallelism.assembly import assembled
+from torch_xmesh.parallelism.assembly import Subject
 from torch_xmesh.parallelism.by_hand import Writer
-from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.plan_parallel import subject_of
+from torch_xmesh.parallelism.plan_parallel import explained, fastest, subjects_of
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
@@ -98,18 +97,21 @@ def _preset(
     tensor: int,
     zero: int,
 ) -> ParallelPlan:
-    subject, schedule = subject_of(model, example_args, **options)
-    subject = dataclasses.replace(subject, title=title)
-    writer = Writer(subject, schedule, tensor, zero)
+    subjects = subjects_of(model, example_args, **options)
+    return fastest([_written(dataclasses.replace(subject, title=title), stages, tensor, zero) for subject in subjects])
+
+
+def _written(subject: Subject, stages: int, tensor: int, zero: int) -> ParallelPlan:
+    writer = Writer(subject, subject.stage_schedule, tensor, zero)
     found = writer.written(stages)
-    judge = Judge(subject.cluster, subject.num_microbatches, schedule)
+    judge = Judge(subject.cluster, subject.num_microbatches, subject.stage_schedule)
     judged = judge.judged(found)
     if judged is None:
         most = judge.least_limit(found)
-        raise ValueError(f"{title} does not keep memory_limit_bytes: a device would hold {most} bytes")
-    plan = assembled(subject, judged)
+        raise ValueError(f"{subject.title} does not keep memory_limit_bytes: a device would hold {most} bytes")
+    plan = explained(subject, judged, judge)
     if writer.left:
         names = f"{', '.join(writer.left[:5])}{' ...' if writer.left[5:] else ''}"
         note = f"operators that several devices do alike, since their loops do not divide: {names}"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    return dataclasses.replace(plan, _explainer=Explainer(subject.layers, judged))
+    return plan

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,22 @@ def samples_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         return batch_size(args, kwargs) or 0
     except ValueError:
         return 0
+
+
+def part_of_samples(
+    args: Sequence[Any], kwargs: Mapping[str, Any], parts: int
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of the first of so many equal parts of the samples, which are along dim 0; None where they do not
+    divide. What has no samples is in every part."""
+    samples = samples_of(args, dict(kwargs))
+    if samples == 0 or samples % parts:
+        return None
+
+    def part(leaf: Any) -> Any:
+        has_samples = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
+        return leaf[: samples // parts] if has_samples else leaf
+
+    return pytree.tree_map(part, tuple(args)), pytree.tree_map(part, dict(kwargs))
 
 
 def recorded_turns(

@@ -122,6 +122,10 @@ class SegmentLayout:
     def count(self) -> int:
         return len(self._begins)
 
+    def segment_of(self, operator: int) -> int:
+        """Of an operator of the program."""
+        return self._of_operator[operator]
+
     @property
     def text(self) -> tuple[object, ...]:
         """Equal for two between whose segments the same goes, of any recordings."""

@@ -1,9 +1,11 @@
 """A plan as a picture: devices over the time of a step, each layer colored by how it is sharded."""
 
+import re
 from pathlib import Path
 
 from torch_xmesh.palette import ACTIONS, colors_of, new_figure, time_unit
 from torch_xmesh.parallelism.judge import edges_between
+from torch_xmesh.parallelism.overlap import simulated as simulated_segments
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.plan_text import parallelism_of, seconds_text
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -12,6 +14,8 @@ from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
 
 def simulated(plan: ParallelPlan) -> Simulation:
     """The plan's schedule, played as it was when the plan was judged."""
+    if plan.stages[0].segments:
+        return simulated_segments(plan)
     moves = [
         (value.from_stage, value.to_stage, (value.forward_seconds, value.backward_seconds), value.has_gradient)
         for value in plan.values
@@ -22,10 +26,11 @@ def simulated(plan: ParallelPlan) -> Simulation:
 
 
 def at_end_of(plan: ParallelPlan, number: int) -> float:
-    """Seconds that a stage spends on gradients and parameters at the end of a step, those that it shares with others
-    among them."""
+    """Seconds that a stage spends on gradients and parameters when a simulated step has ended: those that it shares
+    with others, and of a plan without segments its own."""
     shared = sum(tie.seconds for tie in plan.ties if number in tie.stages)
-    return plan.stages[number].seconds.step_collectives + shared
+    stage = plan.stages[number]
+    return shared + (0.0 if stage.segments else stage.seconds.step_collectives)
 
 
 _ALPHA = {True: 0.45, False: 0.9}
@@ -33,8 +38,9 @@ _ALPHA = {True: 0.45, False: 0.9}
 
 
 def plot_plan(plan: ParallelPlan, path: Path) -> None:
-    """Draws it (format by suffix). Forwards are light, backwards dark; each action is divided among its stage's layers.
-    What comes once a step, at the end, stands behind a stage's last action.
+    """Draws it (format by suffix). Forwards are light, backwards dark; each action is divided among its layers. What is
+    on its way among a stage's devices stands below, thinner. What comes when all else is done stands behind a stage's
+    last action.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -46,26 +52,39 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
     colors = dict(zip(kinds, colors_of(kinds), strict=True))
     axes = figure.subplots()
     scale, unit = time_unit(plan.predicted_seconds)
+    played = simulated(plan)
     ends = dict.fromkeys(range(len(plan.stages)), 0.0)
-    for action in simulated(plan).actions:
+    for action in played.actions:
         ends[action.place] = max(ends[action.place], action.end_seconds)
         stage, is_forward = plan.stages[action.place], "F" in action.action
-        width = (action.end_seconds - action.start_seconds) * scale / max(stage.layers[1] - stage.layers[0], 1)
-        order = range(*stage.layers) if is_forward else reversed(range(*stage.layers))
-        for number, layer in enumerate(order):
+        layers = _layers_of(stage, action.action)
+        width = (action.end_seconds - action.start_seconds) * scale / len(layers)
+        for number, layer in enumerate(layers if is_forward else reversed(layers)):
             axes.barh(
                 _place(plan, stage),
                 width,
                 left=action.start_seconds * scale + number * width,
-                height=0.8 * _height(plan, stage),
+                height=0.7 * _height(plan, stage),
                 color=colors[parallelism_of(stage, layer)],
                 alpha=_ALPHA[is_forward],
                 linewidth=0,
             )
-    at_end = ACTIONS["gradients"][1]
+    moved, at_end = ACTIONS["send"][1], ACTIONS["gradients"][1]
+    for transfer in played.transfers:
+        stage, is_sum = plan.stages[transfer.from_stage], transfer.microbatch < 0
+        if transfer.from_stage == transfer.to_stage:
+            ends[transfer.from_stage] = max(ends[transfer.from_stage], transfer.end_seconds)
+            axes.barh(
+                _place(plan, stage) + 0.41 * _height(plan, stage),
+                (transfer.end_seconds - transfer.start_seconds) * scale,
+                left=transfer.start_seconds * scale,
+                height=0.1 * _height(plan, stage),
+                color=at_end if is_sum else moved,
+                linewidth=0,
+            )
     for number, stage in enumerate(plan.stages):
         width, left = at_end_of(plan, number) * scale, ends[number] * scale
-        axes.barh(_place(plan, stage), width, left=left, height=0.8 * _height(plan, stage), color=at_end, linewidth=0)
+        axes.barh(_place(plan, stage), width, left=left, height=0.7 * _height(plan, stage), color=at_end, linewidth=0)
     axes.set_yticks([_place(plan, stage) for stage in plan.stages])
     axes.set_yticklabels([f"stage {i}, on\n{_devices(stage)}" for i, stage in enumerate(plan.stages)])
     axes.invert_yaxis()
@@ -77,7 +96,8 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
         handles=[
             *(Patch(color=color, label=kind) for kind, color in colors.items()),
             *(Patch(facecolor="#444444", alpha=alpha, label=text) for text, alpha in passes.items()),
-            Patch(facecolor=at_end, label="gradients and parameters, at the end"),
+            Patch(facecolor=moved, label="thin: among a stage's devices"),
+            Patch(facecolor=at_end, label="gradients and parameters, once a step"),
         ],
         title="layers, by how they are sharded",
         title_fontsize="small",
@@ -86,6 +106,19 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
         fontsize="small",
     )
     figure.savefig(path, bbox_inches="tight")
+
+
+def _layers_of(stage: PlannedStage, action: str) -> list[int]:
+    """The layers of which an action, "1F0" or "1.14F0", computes something."""
+    found = re.match(r"\d+\.(\d+)", action)
+    whole = list(range(*stage.layers)) or [stage.layers[0]]
+    if found is None:
+        return whole
+    program, segment = stage.programs[0], int(found[1])
+    ends = [*program.segments[1:], len(program.operators)]
+    names = {operator.name for operator in program.operators[program.segments[segment] : ends[segment]]}
+    own = {operator.layer for operator in stage.operators if operator.name in names and operator.layer is not None}
+    return sorted(own) or whole[:1]
 
 
 def _devices(stage: PlannedStage) -> str:

@@ -1,12 +1,14 @@
 #include "core/pipeline/choose_schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <tuple>
 #include <utility>
 
 #include "core/error.h"
 #include "core/pipeline/generators.h"
 #include "core/pipeline/play.h"
+#include "core/pipeline/segment_order.h"
 #include "core/pipeline/split_order.h"
 #include "core/pipeline/validate.h"
 
@@ -21,7 +23,13 @@ constexpr int32_t kMostSeeds = 12;
 constexpr int64_t kScreened = 40'000;       ///< actions of a schedule on which bounds are tried; longer ones repeat themselves
 constexpr int64_t kMostPlayed = 4'000'000;  ///< actions played to plan and compare, all together; about a second each million
 constexpr int64_t kConsidered = 40;         ///< candidates, about: each gets its part of that
-constexpr size_t kRemade = 2;               ///< planned orders that are made again for all microbatches of a long schedule
+constexpr size_t kMostCompared = 8;         ///< orders of segments, the fastest without noise, that are compared with it
+constexpr std::array kSegmentRules = {SegmentRule{2, true, false}, SegmentRule{3, true, false},  SegmentRule{2, false, false},
+                                      SegmentRule{3, true, true},  SegmentRule{4, true, false},  SegmentRule{2, true, true},
+                                      SegmentRule{4, true, true},  SegmentRule{3, false, false}, SegmentRule{4, false, false},
+                                      SegmentRule{1, true, false}, SegmentRule{3, false, true},  SegmentRule{4, false, true}};
+constexpr int32_t kMostMore = 2;  ///< microbatches more than in 1f1b, in the orders of stages that they are made from
+constexpr size_t kRemade = 2;     ///< planned orders that are made again for all microbatches of a long schedule
 
 int64_t numActions(const PipelineShape& shape) { return 3 * int64_t{shape.num_stages} * shape.num_microbatches; }
 
@@ -59,14 +67,19 @@ class Search {
   explicit Search(const ScheduleQuestion& question)
       : question_(question),
         shape_{static_cast<int32_t>(question.place_of_stage.size()), question.num_microbatches, question.place_of_stage},
+        is_divided_(question.segments.isDivided()),
         edges_(edgesOf(question.costs)) {}
 
   ScheduleChoice run() {
-    for (const std::string& name : scheduleNames()) {
-      consider(makeSchedule(name, shape_.num_stages, shape_.num_microbatches, shape_.place_of_stage));
+    const std::vector<Schedule> named = byName();
+    for (const Schedule& schedule : named) {
+      consider(dividedInto(schedule, question_.segments));
     }
-    consider(oneInFlight());
-    considerPlanned();
+    if (is_divided_) {
+      considerSegments(named);
+    } else {
+      considerPlanned();
+    }
     std::vector<ScheduleCandidate>& candidates = out_.candidates;
     std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.noisy_s < b.noisy_s; });
     double fastest_s = 0;
@@ -89,6 +102,16 @@ class Search {
   }
 
  private:
+  /// Of whole stages.
+  std::vector<Schedule> byName() const {
+    std::vector<Schedule> out;
+    for (const std::string& name : scheduleNames()) {
+      out.push_back(makeSchedule(name, shape_.num_stages, shape_.num_microbatches, shape_.place_of_stage));
+    }
+    out.push_back(oneInFlight());
+    return out;
+  }
+
   bool canRunEarly() const {
     const std::vector<uint8_t>& early = question_.costs.runs_weights_early;
     return std::find(early.begin(), early.end(), 1) != early.end();
@@ -250,8 +273,68 @@ class Search {
     }
   }
 
+  /// Orders of segments: from those of stages, and from some that hold more of them.
+  void considerSegments(std::vector<Schedule> stages) {
+    for (int32_t more = 1; more <= kMostMore; ++more) {
+      std::vector<int32_t> most = depths(shape_);
+      for (int32_t& own : most) {
+        own += more;
+      }
+      stages.push_back(asReady("1f1b_" + std::to_string(more) + "_more", shape_, {most, {}}));
+    }
+    stages.push_back(inPairs(shape_));
+    consider(duplex(shape_, question_.segments));
+    struct Made {
+      Schedule schedule;
+      double seconds;
+    };
+    std::vector<Made> made;
+    int64_t left = kMostPlayed / 4;
+    for (const Schedule& base : withWholeBackwards(std::move(stages))) {
+      for (const SegmentRule& rule : kSegmentRules) {
+        if (left <= 0) {
+          break;
+        }
+        const std::string name =
+            base.name + "_" + std::to_string(rule.most_open) + "_open" + (rule.is_split ? "_split" : "") + (rule.backward_first ? "_back" : "");
+        double seconds = 0;
+        Schedule schedule = orderSegments(name, base, question_.segments, rule, question_.costs, &seconds);
+        left -= 3 * schedule.num_stages * schedule.num_microbatches;
+        if (keepsLimit(peakBytes(schedule, question_.costs)) && addsInOrder(schedule)) {
+          made.push_back({std::move(schedule), seconds});
+        }
+      }
+    }
+    std::stable_sort(made.begin(), made.end(), [](const Made& a, const Made& b) { return a.seconds < b.seconds; });
+    for (size_t i = 0; i < std::min(kMostCompared, made.size()); ++i) {
+      consider(std::move(made[i].schedule));
+    }
+  }
+
+  /// Without W, and each once.
+  static std::vector<Schedule> withWholeBackwards(std::vector<Schedule> stages) {
+    std::vector<Schedule> out;
+    for (Schedule& schedule : stages) {
+      for (auto& cells : schedule.cells) {
+        std::erase_if(cells, [](const auto& cell) { return !cell || crossingOf(cell->kind) == Crossing::kNothing; });
+        for (auto& cell : cells) {
+          cell->kind = crossingOf(cell->kind) == Crossing::kValues ? ActionKind::kForward : ActionKind::kBackward;
+        }
+      }
+      if (std::none_of(out.begin(), out.end(), [&](const Schedule& other) { return other.cells == schedule.cells; })) {
+        out.push_back(std::move(schedule));
+      }
+    }
+    return out;
+  }
+
+  bool keepsLimit(const std::vector<int64_t>& peak_bytes) const {
+    return !question_.memory_limit_bytes || *std::max_element(peak_bytes.begin(), peak_bytes.end()) <= *question_.memory_limit_bytes;
+  }
+
   const ScheduleQuestion& question_;
   const PipelineShape shape_;
+  const bool is_divided_;
   const std::vector<StageEdge> edges_;
   ScheduleChoice out_;
 };
@@ -261,7 +344,11 @@ class Search {
 int64_t ScheduleCandidate::peak() const { return *std::max_element(peak_bytes.begin(), peak_bytes.end()); }
 
 ScheduleChoice chooseSchedule(const ScheduleQuestion& question) {
-  checkCosts(static_cast<int32_t>(question.place_of_stage.size()), question.costs);
+  int32_t num_segments = 0;
+  for (size_t stage = 0; stage < question.place_of_stage.size(); ++stage) {
+    num_segments += question.segments.countOf(static_cast<int32_t>(stage));
+  }
+  checkCosts(num_segments, question.costs);
   return Search(question).run();
 }
 

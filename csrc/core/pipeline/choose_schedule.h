@@ -10,10 +10,11 @@
 namespace xmesh::core {
 
 struct ScheduleQuestion {
-  ScheduleCosts costs;
-  std::vector<int32_t> place_of_stage;
+  ScheduleCosts costs;                  ///< of segments, where stages are divided
+  std::vector<int32_t> place_of_stage;  ///< by stage
   int32_t num_microbatches = 0;
   std::optional<int64_t> memory_limit_bytes;  ///< of each place
+  Segments segments{};
 };
 
 /// A schedule that was considered.
@@ -38,7 +39,10 @@ struct ScheduleChoice {
 /// slightly other costs is often better (perturbed list scheduling; Ramalingam et al., 2021). What is compared is the mean over several runs with
 /// noise, so that an order without slack does not win. Where the costs let W run early, each order is played with that and without: a W that is begun
 /// just before a value comes delays what waits for it. Of those within 0.3 % of the fastest the one that holds least is taken. Deterministic. Bounds
-/// for a long schedule are tried on its first microbatches. Throws InvalidArgument for costs that do not fit.
+/// for a long schedule are tried on its first microbatches.
+///
+/// Where stages are divided into segments, the planned orders are of these (`orderSegments`): from every schedule by name and some that hold one or
+/// two microbatches more, with two to four actions under way at once. Throws InvalidArgument for costs that do not fit.
 ScheduleChoice chooseSchedule(const ScheduleQuestion& question);
 
 }  // namespace xmesh::core

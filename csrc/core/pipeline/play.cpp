@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <map>
 #include <queue>
 
 #include "core/error.h"
@@ -45,10 +46,10 @@ struct Event {
   auto operator<=>(const Event&) const = default;
 };
 
-/// A value's way from a node to a node of another place.
+/// A value's way from a node to another; or what a node's stage sums at the end of a step, which nobody waits for.
 struct ValueFlow {
   int32_t producer;
-  int32_t user;
+  int32_t user;  ///< -1: nobody
   NicFlow flow;
   TransferSpan span;
 };
@@ -72,10 +73,12 @@ class Simulation {
         flows_(table.schedule().numPlaces()) {
     local_dependents_.resize(waits_for_.size());
     transfers_of_.resize(waits_for_.size());
+    adding_left_.resize(static_cast<size_t>(table_.schedule().num_stages), 0);
     for (int32_t node = 0; node < table_.numNodes(); ++node) {
       for (const ActionTable::Dependency& dependency : table_.dependenciesOf(node)) {
         addDependency(dependency, node);
       }
+      adding_left_[static_cast<size_t>(table_.action(node).stage)] += adds(node) ? 1 : 0;
     }
     places_.resize(static_cast<size_t>(table_.schedule().numPlaces()));
     out_.busy_s.resize(places_.size(), 0);
@@ -107,11 +110,13 @@ class Simulation {
   }
 
  private:
+  bool adds(int32_t node) const { return flightChangeOf(table_.action(node).kind) == FlightChange::kEnds; }
   PlaceState& place(int32_t node) { return places_[static_cast<size_t>(table_.placeOf(node))]; }
 
   void addDependency(const ActionTable::Dependency& dependency, int32_t node) {
     ++waits_for_[static_cast<size_t>(node)];
-    if (table_.placeOf(dependency.node) == table_.placeOf(node)) {
+    const bool is_sent = dependency.edge >= 0 && costs_.edges[static_cast<size_t>(dependency.edge)].is_resharded;
+    if (table_.placeOf(dependency.node) == table_.placeOf(node) && !is_sent) {
       local_dependents_[static_cast<size_t>(dependency.node)].push_back(node);
       return;
     }
@@ -138,18 +143,40 @@ class Simulation {
         pending_.push_back(transfer);
         ++state.num_unsent_values;
       }
+      if (adds(event.index)) {
+        sumAtEnd(event);
+      }
       return;
     }
     const int32_t user = transfers_[static_cast<size_t>(event.index)].user;
+    if (user < 0) {
+      return;
+    }
     --waits_for_[static_cast<size_t>(user)];
     place(user).has_news = true;
   }
 
+  /// Behind a stage's last B or W its gradients leave.
+  void sumAtEnd(const Event& event) {
+    const int32_t stage = table_.action(event.index).stage;
+    const double seconds = costs_.stages[static_cast<size_t>(stage)].sums_s;
+    if (--adding_left_[static_cast<size_t>(stage)] > 0 || seconds == 0) {
+      return;
+    }
+    const int32_t index = static_cast<int32_t>(transfers_.size());
+    const int32_t own = table_.placeOf(event.index);
+    transfers_.push_back({event.index, -1, {own, own, seconds * factorOf(costs_, -2 - static_cast<int64_t>(index))}, {stage, stage, -1, 0, 0, 0}});
+    transfers_.back().span.ready_s = event.time_s;
+    pending_.push_back(index);
+  }
+
   void finishSending(int32_t index, double now) {
     ValueFlow& transfer = transfers_[static_cast<size_t>(index)];
-    --place(transfer.producer).num_unsent_values;
-    --place(transfer.user).num_incoming;
-    place(transfer.producer).has_news = place(transfer.user).has_news = true;  // without overlap they may have waited for that
+    if (transfer.user >= 0) {
+      --place(transfer.producer).num_unsent_values;
+      --place(transfer.user).num_incoming;
+      place(transfer.producer).has_news = place(transfer.user).has_news = true;  // without overlap they may have waited for that
+    }
     transfer.span.end_s = now + costs_.latency_s;
     events_.push({transfer.span.end_s, Event::Kind::kArrived, index});
   }
@@ -203,11 +230,11 @@ class Simulation {
   /// False where it must wait.
   bool startTransfer(int32_t index, double now) {
     ValueFlow& transfer = transfers_[static_cast<size_t>(index)];
-    PlaceState& receiver = place(transfer.user);
+    PlaceState& receiver = place(transfer.user >= 0 ? transfer.user : transfer.producer);
     if (flows_.isBusy(transfer.flow) || (blocks_receiver_ && (receiver.is_computing || receiver.num_incoming > 0))) {
       return false;
     }
-    ++receiver.num_incoming;
+    receiver.num_incoming += transfer.user >= 0 ? 1 : 0;
     transfer.span.start_s = now;
     flows_.start(index, transfer.flow, now);
     return true;
@@ -221,6 +248,7 @@ class Simulation {
   std::vector<std::vector<int32_t>> local_dependents_;  ///< by node
   std::vector<std::vector<int32_t>> transfers_of_;      ///< by producing node
   std::vector<ValueFlow> transfers_;
+  std::vector<int32_t> adding_left_;  ///< by stage: B and W that have not ended
   std::vector<PlaceState> places_;
   NicSharing flows_;
   std::vector<int32_t> pending_;  ///< transfers whose value exists, oldest first
@@ -230,40 +258,60 @@ class Simulation {
 
 }  // namespace
 
-InOrder::InOrder(const ActionTable& table, const ScheduleCosts& costs) : table_(table), costs_(costs) {
+InOrder::InOrder(const ActionTable& table, const ScheduleCosts& costs)
+    : table_(table), costs_(costs), has_run_(static_cast<size_t>(table.numNodes()), false), next_adding_(has_run_.size(), 0) {
+  const bool may_run_early = std::find(costs.runs_weights_early.begin(), costs.runs_weights_early.end(), 1) != costs.runs_weights_early.end();
+  const std::vector<int32_t>& group_of = costs.weights_group;
   for (int32_t place = 0; place < table.schedule().numPlaces(); ++place) {
     next_.push_back(table.firstNode(place));
-    adding_.push_back(nextAdding(place, table.firstNode(place)));
+    std::vector<int32_t>& adding = adding_.emplace_back();
+    if (!may_run_early) {
+      continue;
+    }
+    std::map<int32_t, int32_t> first_of_group;
+    for (int32_t node = table.firstNode(place + 1) - 1; node >= table.firstNode(place); --node) {
+      const Action& action = table.action(node);
+      if (flightChangeOf(action.kind) == FlightChange::kEnds) {
+        const int32_t group = group_of.empty() ? 0 : group_of[static_cast<size_t>(action.stage)];
+        const auto [first, is_last] = first_of_group.emplace(group, table.firstNode(place + 1));
+        next_adding_[static_cast<size_t>(node)] = first->second;
+        first->second = node;
+      }
+    }
+    for (const auto& [group, first] : first_of_group) {
+      adding.push_back(first);
+    }
   }
-}
-
-int32_t InOrder::nextAdding(int32_t place, int32_t node) const {
-  const auto adds = [&](int32_t i) { return table_.action(i).kind == ActionKind::kBackward || table_.action(i).kind == ActionKind::kBackwardWeight; };
-  while (node < table_.firstNode(place + 1) && !adds(node)) {
-    ++node;
-  }
-  return node;
 }
 
 int32_t InOrder::choose(int32_t place, const std::vector<int32_t>& waits_for) {
   int32_t& next = next_[static_cast<size_t>(place)];
-  int32_t& adding = adding_[static_cast<size_t>(place)];
   const int32_t end = table_.firstNode(place + 1);
-  while (next < adding && next < end && table_.action(next).kind == ActionKind::kBackwardWeight) {
-    ++next;  // ran early
+  while (next < end && has_run_[static_cast<size_t>(next)]) {
+    ++next;
   }
-  const auto isReady = [&](int32_t node) { return node < end && waits_for[static_cast<size_t>(node)] == 0; };
-  if (isReady(next)) {
-    adding = next == adding ? nextAdding(place, next + 1) : adding;
-    return next++;
-  }
-  const bool may_run_early = isReady(adding) && table_.action(adding).kind == ActionKind::kBackwardWeight && !costs_.runs_weights_early.empty() &&
-                             costs_.runs_weights_early[static_cast<size_t>(table_.action(adding).stage)] != 0;
-  if (next == end || !may_run_early) {
+  if (next == end) {
     return -1;
   }
-  const int32_t early = adding;
-  adding = nextAdding(place, early + 1);
+  const auto isReady = [&](int32_t node) { return waits_for[static_cast<size_t>(node)] == 0; };
+  if (isReady(next)) {
+    has_run_[static_cast<size_t>(next)] = true;
+    return next;
+  }
+  int32_t early = end;
+  for (int32_t& adding : adding_[static_cast<size_t>(place)]) {
+    while (adding < end && has_run_[static_cast<size_t>(adding)]) {
+      adding = next_adding_[static_cast<size_t>(adding)];
+    }
+    if (adding < early && table_.action(adding).kind == ActionKind::kBackwardWeight && isReady(adding) &&
+        costs_.runs_weights_early[static_cast<size_t>(table_.action(adding).stage)] != 0) {
+      early = adding;
+    }
+  }
+  if (early == end) {
+    return -1;
+  }
+  has_run_[static_cast<size_t>(early)] = true;
   return early;
 }
 

@@ -17,21 +17,20 @@ class Chooser {
   virtual int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) = 0;
 };
 
-/// Each place runs its list in order. Before it waits it runs, where the costs say so, the next W of the list, unless a B stands before that:
-/// gradients are added in the list's order whatever comes late.
+/// Each place runs its list in order. Before it waits it runs, where the costs say so, the next W of the list, unless another B or W that adds to the
+/// same gradients stands before that: they are added in the list's order whatever comes late.
 class InOrder final : public Chooser {
  public:
   InOrder(const ActionTable& table, const ScheduleCosts& costs);
   int32_t choose(int32_t place, const std::vector<int32_t>& waits_for) override;
 
  private:
-  /// The next node from `node` on that adds to weight gradients, as far as the place's list goes.
-  int32_t nextAdding(int32_t place, int32_t node) const;
-
   const ActionTable& table_;
   const ScheduleCosts& costs_;
-  std::vector<int32_t> next_;    ///< by place: the first that has not run and need not be W
-  std::vector<int32_t> adding_;  ///< by place: the first that has not run of those that add to weight gradients
+  std::vector<int32_t> next_;                 ///< by place: the first that has not run
+  std::vector<bool> has_run_;                 ///< by node
+  std::vector<int32_t> next_adding_;          ///< by node: the next of its place that adds to the same gradients, or that one's end
+  std::vector<std::vector<int32_t>> adding_;  ///< by place and group: the first that has not run
 };
 
 /// Plays the table's actions in the order that `chooser` gives; costs.edges are the table's. All that has ended or arrived by a moment is known when

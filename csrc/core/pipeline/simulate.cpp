@@ -26,10 +26,13 @@ void checkCosts(int32_t num_stages, const ScheduleCosts& costs) {
   require(costs.runs_weights_early.empty() || costs.runs_weights_early.size() == costs.stages.size(),
           "which stages run W early is said for every stage or for none, got " + std::to_string(costs.runs_weights_early.size()) + " of " +
               std::to_string(costs.stages.size()));
+  require(costs.weights_group.empty() || costs.weights_group.size() == costs.stages.size(),
+          "which stages add to the same gradients is said for every stage or for none, got " + std::to_string(costs.weights_group.size()) + " of " +
+              std::to_string(costs.stages.size()));
   require(costs.noise >= 0 && costs.noise < 1, "noise is a part of the time, at least 0 and below 1, got " + std::to_string(costs.noise));
   for (size_t stage = 0; stage < costs.stages.size(); ++stage) {
     const StageCost& cost = costs.stages[stage];
-    for (double seconds : {cost.forward_s, cost.backward_s, cost.backward_input_s, cost.backward_weight_s}) {
+    for (double seconds : {cost.forward_s, cost.backward_s, cost.backward_input_s, cost.backward_weight_s, cost.sums_s}) {
       require(isSeconds(seconds), "seconds of stage " + std::to_string(stage) + " must be finite and not negative, got " + std::to_string(seconds));
     }
     for (int64_t bytes : {cost.activation_bytes, cost.weight_bytes, cost.fixed_bytes}) {

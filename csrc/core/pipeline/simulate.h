@@ -16,6 +16,7 @@ struct StageCost {
   int64_t activation_bytes = 0;  ///< held from F until the end of B or I
   int64_t weight_bytes = 0;      ///< held from I until the end of W
   int64_t fixed_bytes = 0;       ///< held anyway: parameters, buffers for what comes
+  double sums_s = 0;             ///< once a step, behind its last B or W: gradients are summed among the place's devices, over their links
 };
 
 /// One microbatch's way between two stages in one direction: how long it takes with both NICs to itself.
@@ -30,6 +31,9 @@ struct EdgeCost {
   StageEdge edge;
   TransferCost forward;
   TransferCost backward;
+  /// Where both stages are on one place: true: the values lie otherwise for the later one, and are on their way among the place's devices. False:
+  /// they are handed over at once.
+  bool is_resharded = false;
 };
 
 struct ScheduleCosts {
@@ -43,6 +47,8 @@ struct ScheduleCosts {
   bool blocks_receiver = true;
   /// By stage: whether its place, before it waits for a value, runs the next W of its list if that is ready. Empty: none does.
   std::vector<uint8_t> runs_weights_early;
+  /// By stage: those of one number add to the same gradients, so that their B and W keep the order of the list. Empty: all of a place do.
+  std::vector<int32_t> weights_group;
   /// Every action and transfer takes up to this part longer or shorter, by chance.
   double noise = 0;
   uint64_t noise_seed = 0;
@@ -59,14 +65,14 @@ struct ActionSpan {
   double end_s = 0;
 };
 
-/// A transfer in time; between stages of different places only.
+/// A transfer in time: between stages of different places, or among the devices of one.
 struct TransferSpan {
   int32_t from_stage = 0;  ///< a gradient goes from a later to an earlier stage
-  int32_t to_stage = 0;
-  int32_t microbatch = 0;
-  double ready_s = 0;  ///< the value exists
-  double start_s = 0;  ///< it moves from here on, at its share of the NICs
-  double end_s = 0;    ///< it can be used
+  int32_t to_stage = 0;    ///< the same where gradients are summed
+  int32_t microbatch = 0;  ///< -1 where gradients are summed
+  double ready_s = 0;      ///< the value exists
+  double start_s = 0;      ///< it moves from here on, at its share of the NICs
+  double end_s = 0;        ///< it can be used
 };
 
 struct SimulatedSchedule {
@@ -83,9 +89,10 @@ struct SimulatedSchedule {
 void checkCosts(int32_t num_stages, const ScheduleCosts& costs);
 
 /// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
-/// duplex: transfers from one place to another follow one another, those of different pairs share the NICs as TCP's flows do (`NicSharing`); where
-/// receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a
-/// schedule that validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
+/// duplex: transfers from one place to another follow one another, as do those within a place, which load both directions; those of different pairs
+/// share the NICs as TCP's flows do (`NicSharing`); where receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for
+/// costs that do not fit or are negative, and for a schedule that validateSchedule() refuses (a schedule without any backward is taken as one of
+/// forwards only).
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
 
 /// By place: the most bytes that its stages hold at once, as their costs say.

@@ -8,31 +8,6 @@
 namespace xmesh::core {
 namespace {
 
-/// Every action of a place, whose order means nothing yet.
-Schedule unordered(const PipelineShape& shape) {
-  Schedule out{"", shape.num_stages, shape.num_microbatches, shape.place_of_stage, {}};
-  out.cells.resize(static_cast<size_t>(shape.numPlaces()));
-  for (int32_t stage = 0; stage < shape.num_stages; ++stage) {
-    auto& cells = out.cells[static_cast<size_t>(shape.place_of_stage[static_cast<size_t>(stage)])];
-    for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackwardInput, ActionKind::kBackwardWeight}) {
-      for (int32_t microbatch = 0; microbatch < shape.num_microbatches; ++microbatch) {
-        cells.emplace_back(Action{kind, stage, microbatch});
-      }
-    }
-  }
-  return out;
-}
-
-/// What was done, as the order to do it in.
-Schedule inThatOrder(const std::string& name, const Schedule& from, const SimulatedSchedule& played) {
-  Schedule out{name, from.num_stages, from.num_microbatches, from.place_of_stage, {}};
-  out.cells.resize(from.cells.size());
-  for (const ActionSpan& span : played.actions) {
-    out.cells[static_cast<size_t>(span.place)].emplace_back(span.action);
-  }
-  return out;
-}
-
 /// What each stage has done so far, microbatch by microbatch, and the W that a place owes.
 class Progress {
  public:
@@ -167,18 +142,46 @@ ScheduleCosts unitCosts(const PipelineShape& shape, double transfer) {
   return costs;
 }
 
+Schedule allActions(const PipelineShape& shape, bool is_split) {
+  Schedule out{"", shape.num_stages, shape.num_microbatches, shape.place_of_stage, {}};
+  out.cells.resize(static_cast<size_t>(shape.numPlaces()));
+  std::vector<ActionKind> kinds = {ActionKind::kForward, ActionKind::kBackward};
+  if (is_split) {
+    kinds = {ActionKind::kForward, ActionKind::kBackwardInput, ActionKind::kBackwardWeight};
+  }
+  for (int32_t stage = 0; stage < shape.num_stages; ++stage) {
+    auto& cells = out.cells[static_cast<size_t>(shape.place_of_stage[static_cast<size_t>(stage)])];
+    for (const ActionKind kind : kinds) {
+      for (int32_t microbatch = 0; microbatch < shape.num_microbatches; ++microbatch) {
+        cells.emplace_back(Action{kind, stage, microbatch});
+      }
+    }
+  }
+  return out;
+}
+
+Schedule asPlayed(const std::string& name, const Schedule& all, const SimulatedSchedule& played) {
+  Schedule out = all;
+  out.name = name;
+  out.cells.assign(all.cells.size(), {});
+  for (const ActionSpan& span : played.actions) {
+    out.cells[static_cast<size_t>(span.place)].emplace_back(span.action);
+  }
+  return out;
+}
+
 Schedule splitAsReady(const std::string& name, const PipelineShape& shape, const SplitRule& rule, const ScheduleCosts& costs) {
-  const Schedule all = unordered(shape);
+  const Schedule all = allActions(shape);
   const ActionTable table(all, edgesOf(costs));
   ByRule by_rule(table, rule);
-  return inThatOrder(name, all, play(table, costs, by_rule));
+  return asPlayed(name, all, play(table, costs, by_rule));
 }
 
 Schedule splitInWaits(const std::string& name, const Schedule& whole, const std::vector<int32_t>& most_in_flight, const ScheduleCosts& costs) {
-  const Schedule all = unordered({whole.num_stages, whole.num_microbatches, whole.place_of_stage});
+  const Schedule all = allActions({whole.num_stages, whole.num_microbatches, whole.place_of_stage});
   const ActionTable table(all, edgesOf(costs));
   WeightsInWaits in_waits(table, whole, most_in_flight);
-  return inThatOrder(name, all, play(table, costs, in_waits));
+  return asPlayed(name, all, play(table, costs, in_waits));
 }
 
 }  // namespace xmesh::core

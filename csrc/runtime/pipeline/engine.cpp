@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <set>
 #include <utility>
 
 namespace xmesh::runtime {
@@ -108,17 +109,20 @@ void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current
     const std::vector<Transfer>& posted = steps[current].posted;
     return std::all_of(posted.begin(), posted.end(), [&](const Transfer& transfer) { return traffic.hasArrived(transfer); });
   };
-  size_t next = current + 1;
-  while (!hasArrived()) {
-    while (next < steps.size() && (is_done[next] || core::flightChangeOf(steps[next].action.kind) != core::FlightChange::kEnds)) {
-      ++next;
-    }
-    if (next == steps.size() || steps[next].action.kind != core::ActionKind::kBackwardWeight) {
-      return;
-    }
+  std::set<int32_t> blocked;  // of these gradients a B or W stands before the rest of the list
+  for (size_t next = current + 1; next < steps.size() && !hasArrived(); ++next) {
     const PlaceStep& step = steps[next];
-    if (!step.input_step || !is_done[*step.input_step] || !runner.mayRunEarly(step.action.stage)) {
-      return;
+    if (is_done[next] || core::flightChangeOf(step.action.kind) != core::FlightChange::kEnds) {
+      continue;
+    }
+    const int32_t group = runner.weightsGroup(step.action.stage);
+    if (blocked.contains(group)) {
+      continue;
+    }
+    const bool is_ready = step.action.kind == core::ActionKind::kBackwardWeight && step.input_step && is_done[*step.input_step];
+    if (!is_ready || !runner.mayRunEarly(step.action.stage)) {
+      blocked.insert(group);
+      continue;
     }
     traffic.check();
     compute(step.action, runner);

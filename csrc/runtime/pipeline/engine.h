@@ -32,6 +32,8 @@ class ActionRunner {
   virtual void follow(const core::Action& action) = 0;
   /// Whether a stage's W may run before the place's list comes to it: it communicates with nobody.
   virtual bool mayRunEarly(int32_t stage) const = 0;
+  /// Stages of one number add to the same gradients: their B and W keep the order of the place's list.
+  virtual int32_t weightsGroup(int32_t stage) const = 0;
 };
 
 /// Moves values between the stages of different places, in the background. Called on the thread that runs the engine.
@@ -96,9 +98,9 @@ int64_t steadyNanoseconds();
 
 /// Runs the list of one place on a runner and a traffic, in order. Receives are posted ahead, first needed first; a value is sent as soon as its
 /// action has ended and waited for only where it is needed. Before it waits for another place, with overlap, it runs the next W of the list, if that
-/// may run early, its I is done and no B stands before it: gradients are added up in the list's order, whatever comes late. What a place sends itself
-/// comes soon, and all its ranks wait for it together: a W then would hold them up. No action begins once the pipeline has failed. Threading: run()
-/// on one thread at a time; describe() on any. Runner and traffic must outlive run().
+/// may run early, its I is done and no other B or W that adds to the same gradients stands before it: these are added up in the list's order,
+/// whatever comes late. What a place sends itself comes soon, and all its ranks wait for it together: a W then would hold them up. No action begins
+/// once the pipeline has failed. Threading: run() on one thread at a time; describe() on any. Runner and traffic must outlive run().
 class Engine {
  public:
   explicit Engine(EngineOptions options) : options_(options) {}

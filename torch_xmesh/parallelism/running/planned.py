@@ -15,7 +15,7 @@ from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, fingerprint_of
 from torch_xmesh.parallelism.plan_checks import check_programs
 from torch_xmesh.parallelism.program_writer import with_programs
-from torch_xmesh.parallelism.recorded_forwards import samples_of
+from torch_xmesh.parallelism.recorded_forwards import part_of_samples, samples_of
 from torch_xmesh.parallelism.running.called_modules import check_buffers
 from torch_xmesh.parallelism.running.loss import LossShares
 from torch_xmesh.parallelism.running.optimizer_watch import OptimizerWatch, warn_of_own_parameters
@@ -61,7 +61,7 @@ class PlannedStages(StageSource):
         check_given(model, example_args, example_kwargs, None)
         self._given: nn.Module | None = model
         self._live = PlannedModel(model)
-        self._arguments = sorted_arguments(example_args, example_kwargs)
+        self._arguments = _of_microbatch(plan, sorted_arguments(example_args, example_kwargs))
         self._modes = runnable(model, *self._arguments)
         for number, turn in enumerate(self._modes.runnable):
             self.ways.add(f"turn {number}", turn.recording)
@@ -205,6 +205,21 @@ class PlannedStages(StageSource):
         for groups in self._groups:
             if groups is not None:
                 groups.leave()
+
+
+def _of_microbatch(
+    plan: ParallelPlan, arguments: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one of the plan's microbatches, where the example is cut into several."""
+    if plan.parts == 1:
+        return arguments
+    part = part_of_samples(*arguments, plan.parts)
+    if part is None:
+        raise ValueError(
+            f"the plan cuts a microbatch into {plan.parts} parts, and the example's samples along dim 0 "
+            f"({samples_of(*arguments)}) do not divide so"
+        )
+    return part
 
 
 def _operators_of(stage: PlannedStage) -> set[str]:

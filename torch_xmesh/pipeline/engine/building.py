@@ -306,6 +306,7 @@ def _make_core(
                 is_alone=is_alone,
                 whole_because=whole.whole_because,
                 waits_in_weights=whole.waits_in_weights,
+                weights_group=0 if segment is None else 1 + unit,  # each segment has accumulators of its own
             )
         )
     edge_values = []

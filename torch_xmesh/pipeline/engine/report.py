@@ -47,10 +47,12 @@ class StepReport:
         events, place = self.events(), self._place
         edges = [(edge.from_stage, edge.to_stage) for edge in place.boundaries.edges]
         ranks = [list(mesh.ranks) for mesh in place.meshes]
+        counts = [stage.num_segments for stage in place.partition.stages]
         overlap, early = place.overlap, self._steps.ran_early
 
         def write() -> None:
-            draw(events, path, predicted(events, self._steps.ran, ranks, edges, overlap=overlap, early_weights=early))
+            simulated = predicted(events, self._steps.ran, ranks, counts, edges, overlap=overlap, early_weights=early)
+            draw(events, path, simulated)
 
         self._on_first(write, path)
 

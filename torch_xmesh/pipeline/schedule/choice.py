@@ -100,6 +100,7 @@ def choose_schedule(
     num_microbatches: int,
     memory_limit_bytes: int | None = None,
     place_of_stage: Sequence[int] | None = None,
+    num_segments: Sequence[int] | None = None,
 ) -> ScheduleChoice:
     """The fastest schedule for these costs, by simulation. No process group is needed.
 
@@ -112,6 +113,9 @@ def choose_schedule(
         num_stages, num_microbatches: positive.
         memory_limit_bytes: the most bytes that the stages of a place may hold together, by `costs`; None: no limit.
         place_of_stage: as in :meth:`Schedule.make`.
+        num_segments: by stage, of how many segments it consists; `costs` are of segments then, and so is the order: one
+            microbatch's are computed while values of another's are on their way among a place's devices (HiDup's
+            Duplex, S. Zhang et al., SoCC 2022, and mixtures with other stages). None: stages are not divided.
 
     Returns:
         the choice; ``choice.schedule`` may be given to PipelineEngine, ``print(choice)`` shows what was considered.
@@ -122,11 +126,15 @@ def choose_schedule(
     instance_of("costs", costs, Costs, "xm.Costs")
     positive_int("num_stages", num_stages, MOST_STAGES)
     positive_int("num_microbatches", num_microbatches, MOST_MICROBATCHES)
-    if len(costs.stages) != num_stages:
-        raise ValueError(f"costs are for {len(costs.stages)} stages, num_stages is {num_stages}")
+    segments = [] if num_segments is None else int_list("num_segments", num_segments)
+    if num_segments is not None and (len(segments) != num_stages or min(segments) < 1):
+        raise ValueError(f"num_segments has a number of at least 1 for each of {num_stages} stages, got {segments}")
+    if len(costs.stages) != (sum(segments) or num_stages):
+        what = f"num_segments are {segments}" if segments else f"num_stages is {num_stages}"
+        raise ValueError(f"costs are for {len(costs.stages)} {'segments' if segments else 'stages'}, {what}")
     memory_limit(memory_limit_bytes)
     places = list(range(num_stages)) if place_of_stage is None else int_list("place_of_stage", place_of_stage)
-    choice, least = _considered(costs, places, num_microbatches, memory_limit_bytes)
+    choice, least = _considered(costs, places, num_microbatches, memory_limit_bytes, segments)
     if choice is None:
         raise ValueError(_refusal(memory_limit_bytes, [least]))
     return choice
@@ -166,10 +174,14 @@ def choose_microbatches(
 
 
 def _considered(
-    costs: Costs, places: Sequence[int], num_microbatches: int, memory_limit_bytes: int | None
+    costs: Costs,
+    places: Sequence[int],
+    num_microbatches: int,
+    memory_limit_bytes: int | None,
+    segments: Sequence[int] = (),
 ) -> tuple[ScheduleChoice | None, Candidate]:
     """The choice, if anything keeps the limit, and what needs least memory."""
-    best, rows = _C.choose_schedule(costs.core(), places, num_microbatches, memory_limit_bytes)
+    best, rows = _C.choose_schedule(costs.core(), places, num_microbatches, memory_limit_bytes, segments)
     candidates = [
         Candidate(
             Schedule(core), step, noisy, early, peak, memory_limit_bytes is None or max(peak) <= memory_limit_bytes

@@ -91,8 +91,8 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, source: str | Path, *, name: str = "csv") -> "Schedule":
-        """Reads torch's action notation: one row per place, cells such as ``2F0`` joined by commas, empty where idle. An
-        order of segments has cells such as ``2.14F0``: of stage 2, segment 14.
+        """Reads torch's action notation: one row per place, cells such as ``2F0`` joined by commas, empty where idle.
+        An order of segments has cells such as ``2.14F0``: of stage 2, segment 14.
 
         Args:
             source: the text, or the ``Path`` of a file.
@@ -158,8 +158,8 @@ class Schedule:
         return peak
 
     def actions(self, place: int) -> list[str]:
-        """A place's actions in order, in torch's notation (``"2F0"``), without idle cells; of segment 14 of a stage that
-        is divided ``"2.14F0"``.
+        """A place's actions in order, in torch's notation (``"2F0"``), without idle cells; of segment 14 of a stage
+        that is divided ``"2.14F0"``.
 
         Raises:
             ValueError: no such place.

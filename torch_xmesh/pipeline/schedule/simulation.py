@@ -23,6 +23,8 @@ class StageCosts:
         activation_bytes: held from F until the end of B or I: received values and what autograd keeps.
         weight_bytes: held from I until the end of W; None: as many as `activation_bytes`.
         fixed_bytes: held at all times: parameters, optimizer states, buffers for values to come.
+        sums_seconds: once a step, behind the last B or W: gradients are summed among the stage's devices, over their
+            links.
     """
 
     forward_seconds: float
@@ -32,13 +34,14 @@ class StageCosts:
     activation_bytes: int = 0
     weight_bytes: int | None = None
     fixed_bytes: int = 0
+    sums_seconds: float = 0.0
 
-    def _row(self) -> tuple[float, float, float, float, int, int, int]:
+    def _row(self) -> tuple[float, float, float, float, int, int, int, float]:
         split = self.backward_input_seconds + self.backward_weight_seconds
         full = split if self.backward_seconds is None else self.backward_seconds
         held = self.activation_bytes if self.weight_bytes is None else self.weight_bytes
         seconds = self.forward_seconds, full, self.backward_input_seconds, self.backward_weight_seconds
-        return *seconds, self.activation_bytes, held, self.fixed_bytes
+        return *seconds, self.activation_bytes, held, self.fixed_bytes, self.sums_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class EdgeCosts:
         forward_bytes: bytes of the values; they add their time at ``Costs.nic_bytes_per_s`` to `forward_seconds`.
         backward_bytes: bytes of the gradients, likewise; None: as `forward_bytes`.
         has_gradient: False where no gradient comes back.
+        is_resharded: where both stages are on one place: True where the values lie otherwise for the later one, and are
+            on their way among the place's devices, over their links; False: they are handed over at once.
     """
 
     forward_seconds: float = 0.0
@@ -58,11 +63,13 @@ class EdgeCosts:
     forward_bytes: int = 0
     backward_bytes: int | None = None
     has_gradient: bool = True
+    is_resharded: bool = False
 
-    def _row(self, edge: Edge) -> tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int]]:
+    def _row(self, edge: Edge) -> tuple[tuple[int, int, bool], tuple[float, int], tuple[float, int], bool]:
         seconds = self.forward_seconds if self.backward_seconds is None else self.backward_seconds
         num_bytes = self.forward_bytes if self.backward_bytes is None else self.backward_bytes
-        return (*edge, self.has_gradient), (self.forward_seconds, self.forward_bytes), (seconds, num_bytes)
+        ways = (self.forward_seconds, self.forward_bytes), (seconds, num_bytes)
+        return (*edge, self.has_gradient), *ways, self.is_resharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ class Costs:
     """What :func:`simulate` is given.
 
     Args:
-        stages: one per stage.
+        stages: one per stage; for an order of segments one per segment, counted through all stages.
         edges: (earlier stage, later stage) to costs, for every edge, skip connections too; a number is seconds each
             way. By default the chain of stages, at no cost.
         nic_bytes_per_s: bytes per second of each place, one way; needed where an edge has bytes.
@@ -79,6 +86,8 @@ class Costs:
         blocks_receiver: without overlap, a value also holds its receiver's computation, as in torch's 1F1B; with False
             it may come while the receiver computes, as in ``PipelineEngine(overlap=False)``.
         early_weights: stages that, before they wait for a value, run the next W of their list; True: all.
+        weights_groups: one number per stage: those of one number add to the same gradients, so that their B and W keep
+            the list's order. None: all stages of a place do.
         noise: every action and transfer takes up to this part longer or shorter, by chance (0.05: 5 %).
         noise_seed: seed of these random changes.
     """
@@ -90,6 +99,7 @@ class Costs:
     overlap: bool = True
     blocks_receiver: bool = True
     early_weights: Collection[int] | bool = False
+    weights_groups: Sequence[int] | None = None
     noise: float = 0.0
     noise_seed: int = 0
 
@@ -113,6 +123,7 @@ class Costs:
             runs_weights_early=[int(stage in early) for stage in range(num_stages)],
             noise=self.noise,
             noise_seed=self.noise_seed,
+            weights_group=list(self.weights_groups or ()),
         )
 
     @classmethod
@@ -140,8 +151,9 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """A value's way between stages of different places, seconds from the step's start: when it was made, when it left,
-    when it was there. A gradient goes from a later to an earlier stage."""
+    """A value's way between stages of different places, or between segments of a stage, seconds from the step's start:
+    when it was made, when it left, when it was there. A gradient goes from a later to an earlier one. `microbatch`: -1
+    where gradients of a step are summed; `segments`: the stages' segments between which it goes."""
 
     from_stage: int
     to_stage: int
@@ -149,6 +161,7 @@ class TransferSpan(NamedTuple):
     ready_seconds: float
     start_seconds: float
     end_seconds: float
+    segments: tuple[int, int] = (0, 0)
 
 
 class Simulation:

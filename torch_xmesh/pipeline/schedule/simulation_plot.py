@@ -8,8 +8,8 @@ from torch_xmesh.pipeline.schedule.schedule import Schedule
 
 Action = tuple[int, str, float, float]
 """Place, action, start and end in seconds."""
-Transfer = tuple[int, int, int, float, float, float]
-"""From stage, to stage, microbatch; ready, start and end in seconds."""
+Transfer = tuple[int, int, int, float, float, float, tuple[int, int]]
+"""From stage, to stage, microbatch; ready, start and end in seconds; the stages' segments."""
 
 _MAX_LABELS = 400
 _THIN = ("send", "receive")
@@ -41,7 +41,7 @@ def plot_simulation(
             axes.text(left + width / 2, place, text, ha="center", va="center", fontsize=6, color=ink)
     for is_sender, offset, color in ((True, 0.32, ACTIONS["send"][1]), (False, 0.42, ACTIONS["receive"][1])):
         lanes: dict[int, list[tuple[float, float]]] = {}
-        for from_stage, to_stage, _, _, start, end in transfers:
+        for from_stage, to_stage, _, _, start, end, _ in transfers:
             place = schedule.place_of_stage[from_stage if is_sender else to_stage]
             lanes.setdefault(place, []).append((start * scale, (end - start) * scale))
         for place, bars in lanes.items():

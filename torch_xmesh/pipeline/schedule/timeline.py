@@ -29,8 +29,8 @@ _COLUMNS = {
     "drain": "other s",
 }
 """By kind of what a rank computes or waits for: the column of the table."""
-_BETWEEN_STAGES = re.compile(r"(value|gradient) (\d+)>(\d+) ")
-"""The name of a transfer that is not within a stage."""
+_MOVED = re.compile(r"(value|gradient) (?:(\d+), segment )?(\d+)>(\d+) ")
+"""The name of a transfer: between stages, or between segments of one."""
 _INCHES, _MOST_INCHES = 12.0, 24.0
 _SHARE = 0.86  # of a figure's width is for the bars
 _FONT = 6
@@ -48,6 +48,7 @@ class Event:
             "gradients" (their sums over data shards), "tied" (those of tied parameters over their stages), "losses",
             "buffers", "schedule" (its choice), each with waiting for the ranks that take part;
             "between" for the engine's own time between actions, "drain" until what was sent has left.
+        segment: of the stage, that an action is of.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Event:
     name: str
     begin: float
     end: float
+    segment: int = 0
 
     @property
     def kind(self) -> str:
@@ -96,9 +98,9 @@ def events_of(
         return []
     events = []
     for kind, name, begin, end in spans:
-        action, _, _ = name.partition(",")  # a segment's is drawn as its stage's
-        stage = int(action.rstrip("0123456789")[:-1])
-        events.append(Event(rank, stage, "compute", action if kind == "compute" else f"wait {action}", begin, end))
+        action, _, segment = name.partition(", segment ")  # a segment's is drawn as its stage's
+        stage, text = int(action.rstrip("0123456789")[:-1]), action if kind == "compute" else f"wait {action}"
+        events.append(Event(rank, stage, "compute", text, begin, end, int(segment or 0)))
     stage = min(event.stage for event in events)
     events.insert(0, Event(rank, stage, "compute", "before", entered_ns, min(event.begin for event in events)))
     for is_send, edge, microbatch, is_gradient, begin, end in core.transfers:
@@ -127,44 +129,51 @@ def _between(rank: int, events: Sequence[Event]) -> list[Event]:
 
 
 def costs_of_events(
-    events: Sequence[Event], num_stages: int, edges: Sequence[tuple[int, int]], *, overlap: bool
+    events: Sequence[Event], counts: Sequence[int], edges: Sequence[tuple[int, int]], *, overlap: bool
 ) -> Costs:
-    """What the actions and transfers of a step took, aligned: medians of the actions of a stage, the shortest transfer
-    of each edge and direction."""
-    computed: dict[tuple[int, str, int, str], float] = {}  # a divided stage's action is its segments', together
+    """What the actions and transfers of a step took, aligned: medians of the actions of a segment, the shortest
+    transfer of each edge and direction. `counts`: by stage its segments; costs are of these, numbered through."""
+    first = [0, *itertools.accumulate(counts)]
+    taken: dict[tuple[int, str], list[float]] = {}
     moved: dict[tuple[int, int, str], list[float]] = {}
     for event in events:
         if event.kind in "FBIW":
-            action = event.stage, event.kind, event.rank, event.name
-            computed[action] = computed.get(action, 0.0) + event.end - event.begin
+            taken.setdefault((first[event.stage] + event.segment, event.kind), []).append(event.end - event.begin)
         elif event.kind == "send":
-            between = _BETWEEN_STAGES.match(event.name)
-            if between is None:
-                continue
-            what, start, stop = between[1], int(between[2]), int(between[3])
-            ends = (start, stop) if what == "value" else (stop, start)
-            moved.setdefault((*ends, what), []).append(event.end - event.begin)
-    taken: dict[tuple[int, str], list[float]] = {}
-    for (stage, kind, *_), seconds in computed.items():
-        taken.setdefault((stage, kind), []).append(seconds)
+            between = _MOVED.match(event.name)
+            assert between is not None, event.name
+            what, within, ends = between[1], between[2], (int(between[3]), int(between[4]))
+            start, stop = ends if what == "value" else ends[::-1]
+            if within is None:
+                start, stop = first[start + 1] - 1, first[stop]
+            else:
+                start, stop = first[int(within)] + start, first[int(within)] + stop
+            moved.setdefault((start, stop, what), []).append(event.end - event.begin)
     median = {key: statistics.median(found) for key, found in taken.items()}
-    stages = [
+    segments = [
         StageCosts(
-            forward_seconds=median.get((stage, "F"), 0.0),
-            backward_seconds=median.get((stage, "B"), 0.0),
-            backward_input_seconds=median.get((stage, "I"), 0.0),
-            backward_weight_seconds=median.get((stage, "W"), 0.0),
+            forward_seconds=median.get((segment, "F"), 0.0),
+            backward_seconds=median.get((segment, "B"), 0.0),
+            backward_input_seconds=median.get((segment, "I"), 0.0),
+            backward_weight_seconds=median.get((segment, "W"), 0.0),
         )
-        for stage in range(num_stages)
+        for segment in range(first[-1])
     ]
-    ways = {
+    within_stages = {(start, stop) for start, stop, _ in moved}
+    between_stages = [(first[start + 1] - 1, first[stop]) for start, stop in edges]
+    chains = [
+        (at, at + 1) for stage, count in enumerate(counts) for at in range(first[stage], first[stage] + count - 1)
+    ]
+    ways: dict[tuple[int, int], EdgeCosts | float] = {
         edge: EdgeCosts(
             forward_seconds=min(moved.get((*edge, "value"), [0.0])),
             backward_seconds=min(moved.get((*edge, "gradient"), [0.0])),
+            is_resharded=edge not in between_stages,
         )
-        for edge in edges
+        for edge in dict.fromkeys([*between_stages, *chains, *sorted(within_stages)])
     }
-    return Costs(stages=stages, edges=ways, overlap=overlap, blocks_receiver=False)
+    groups = None if max(counts) == 1 else range(first[-1])
+    return Costs(stages=segments, edges=ways, overlap=overlap, blocks_receiver=False, weights_groups=groups)
 
 
 def aligned(events: Sequence[Event], ahead_ns: Mapping[int, int]) -> list[Event]:
@@ -196,20 +205,25 @@ def predicted(
     events: Sequence[Event],
     schedule: Schedule,
     ranks: Sequence[Sequence[int]],
+    counts: Sequence[int],
     edges: Sequence[tuple[int, int]],
     *,
     overlap: bool,
     early_weights: bool,
 ) -> dict[int, list[ActionSpan]]:
-    """By rank, what a simulation with the costs of these events, aligned, says of its actions; `ranks` by stage."""
+    """By rank, what a simulation with the costs of these events, aligned, says of its actions; `ranks`, and `counts` of
+    segments, by stage."""
     if not events:
         return {}
-    costs = costs_of_events(events, len(ranks), edges, overlap=overlap)
-    alone = [stage for stage, mesh in enumerate(ranks) if len(mesh) == 1]
-    spans = simulate(schedule, dataclasses.replace(costs, early_weights=alone if early_weights else False)).actions
+    costs = costs_of_events(events, counts, edges, overlap=overlap)
+    first = [0, *itertools.accumulate(counts)]
+    alone = [at for stage, mesh in enumerate(ranks) if len(mesh) == 1 for at in range(first[stage], first[stage + 1])]
+    costs = dataclasses.replace(costs, early_weights=alone if early_weights else False)
     found: dict[int, list[ActionSpan]] = {}
-    for span in spans:
-        for rank in ranks[int(span.action.rstrip("0123456789")[:-1])]:
+    for span in simulate(Schedule(schedule.core.divided(counts)), costs).actions:
+        stage = re.match(r"\d+", span.action)
+        assert stage is not None, span.action
+        for rank in ranks[int(stage[0])]:
             found.setdefault(rank, []).append(span)
     return found
 
@@ -257,7 +271,7 @@ def draw(events: Sequence[Event], path: Path, simulated: Mapping[int, Sequence[A
             axes.text(at, row, event.name, ha="center", va="center", fontsize=_FONT, color=ink_on(color), rotation=turn)
     for rank, spans in (simulated or {}).items():
         for span in spans:
-            width, kind = span.end_seconds - span.start_seconds, span.action.strip("0123456789")
+            width, kind = span.end_seconds - span.start_seconds, span.action.strip("0123456789.")
             at = (begin + span.start_seconds) * scale
             color = ACTIONS[kind][1]
             axes.barh(ranks.index(rank) - 0.34, width * scale, 0.12, at, color=color, edgecolor="white", linewidth=0.3)

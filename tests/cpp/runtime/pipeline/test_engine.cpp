@@ -37,6 +37,7 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
     }
   }
   bool mayRunEarly(int32_t /*stage*/) const override { return runs_early; }
+  int32_t weightsGroup(int32_t stage) const override { return has_groups ? stage : 0; }
   bool hasArrived(const Transfer& transfer) const override { return late.count(text(transfer)) == 0; }
   void postReceive(const Transfer& transfer) override {
     log.push_back("post " + text(transfer));
@@ -64,6 +65,7 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
   std::set<Transfer> sent;
   size_t peak_posted = 0;
   bool runs_early = false;
+  bool has_groups = false;     ///< each stage adds to gradients of its own
   std::set<std::string> late;  ///< transfers that arrive only when they are waited for
   std::string fails;           ///< the action that throws
   std::string fails_after;     ///< the line after which the traffic has failed
@@ -133,8 +135,9 @@ TEST(Engine, WaitsBeforeAndSendsAfterEachAction) {
 }
 
 /// The actions of a list in the order in which a place with that edge runs them.
-std::string orderOf(const std::string& list, const PlaceEdge& edge, bool runs_early, std::set<std::string> late) {
+std::string orderOf(const std::string& list, const PlaceEdge& edge, bool runs_early, std::set<std::string> late, bool has_groups = false) {
   Recorder recorder;
+  recorder.has_groups = has_groups;
   recorder.runs_early = runs_early;
   recorder.late = std::move(late);
   std::vector<Action> actions;
@@ -159,6 +162,16 @@ TEST(Engine, RunsWeightsBeforeItWaits) {
   EXPECT_EQ(orderOf(list, from_another, true, {"v0.1"}), "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2");
   EXPECT_EQ(orderOf(list, from_another, true, {"v0.2"}), list) << "both have run already";
   EXPECT_EQ(orderOf("1F0 1I0 1F1 1B1 1W0", from_another, true, {"v0.1"}), "1F0 1I0 1F1 1B1 1W0") << "B1 adds to the gradients before W0 does";
+}
+
+/// Segments of a stage add to gradients of their own: only the same one's B or W must come first.
+TEST(Engine, RunsWeightsPastThoseOfOtherGradients) {
+  const PlaceEdge from_another{0, 1, true, false, true};
+  const std::string list = "1F0 2F0 2I0 1F1 1B0 2W0 1B1";
+  EXPECT_EQ(orderOf(list, from_another, true, {"v0.1"}), list);
+  EXPECT_EQ(orderOf(list, from_another, true, {"v0.1"}, true), "1F0 2F0 2I0 2W0 1F1 1B0 1B1");
+  const std::string split = "1F0 1I0 2F0 2I0 1F1 2B1 2W0 1W0";
+  EXPECT_EQ(orderOf(split, from_another, true, {"v0.1"}, true), "1F0 1I0 2F0 2I0 1W0 1F1 2B1 2W0");
 }
 
 TEST(Engine, RunsNoWeightsBeforeItWaitsForItsOwn) {

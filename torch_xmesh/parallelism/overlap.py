@@ -1,0 +1,155 @@
+"""The order of segments: one microbatch's are computed while what another's have made is on its way among a stage's
+devices (HiDup's Duplex, S. Zhang et al., SoCC 2022, as a schedule).
+
+plan, its schedule of whole stages --> segments' costs --> orders, simulated --> the plan with the fastest
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch_xmesh import _C
+from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, PredictedStep
+from torch_xmesh.parallelism.segment_costs import costs_of_segments
+from torch_xmesh.pipeline.schedule.choice import ScheduleChoice, choose_schedule
+from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
+
+AUTO, DUPLEX = "auto", "duplex"
+_MOST_ORDERED_ACTIONS = 40_000
+"""For a step with more actions of segments no order is searched for."""
+LEAST_GAIN = 0.99
+"""An order of segments is taken if a step takes at most this part of what it takes in the order of whole stages."""
+
+
+def with_order(
+    plan: ParallelPlan, *, schedule: str = AUTO, overlap: str | bool = AUTO, limits: Sequence[int | None] = ()
+) -> ParallelPlan:
+    """The plan with its segments in the order that is predicted to be the fastest, if that is faster than its schedule
+    of whole stages.
+
+    Args:
+        plan: with its segments' costs.
+        schedule: "duplex": HiDup's order, whatever it takes; "auto": any; else that of the plan is kept.
+        overlap: False: the plan's schedule is kept; True: an order of segments, whatever it takes.
+        limits: by stage the bytes that a device may hold.
+    """
+    serial = _played(plan, _schedule_of(plan), limits)
+    kept = dataclasses.replace(plan, step=_step(plan, serial, serial))
+    if schedule == DUPLEX:
+        counts = [len(stage.segments) for stage in plan.stages]
+        core = _C.duplex(range(len(plan.stages)), plan.num_microbatches, counts)
+        return _ordered(plan, Schedule(core), serial, limits)
+    if overlap is False or schedule != AUTO or not can_overlap(plan):
+        return kept
+    found = _found(plan, limits)
+    if found is None:
+        return kept
+    ordered = _ordered(plan, found, serial, limits)
+    is_faster = ordered.step.total <= LEAST_GAIN * kept.step.total
+    return ordered if is_faster or overlap is True else kept
+
+
+def can_overlap(plan: ParallelPlan) -> bool:
+    """Whether one microbatch can compute while another communicates, and orders are not too long to be searched for."""
+    num_segments = sum(len(stage.segments) for stage in plan.stages)
+    has_edges = any(stage.edges for stage in plan.stages)
+    return has_edges and plan.num_microbatches > 1 and 3 * num_segments * plan.num_microbatches <= _MOST_ORDERED_ACTIONS
+
+
+def simulated(plan: ParallelPlan) -> Simulation:
+    """The plan's schedule, played with its segments' costs."""
+    return _played(plan, _schedule_of(plan), ())
+
+
+def _schedule_of(plan: ParallelPlan) -> Schedule:
+    return Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
+
+
+def _played(plan: ParallelPlan, schedule: Schedule, limits: Sequence[int | None]) -> Simulation:
+    counts = [len(stage.segments) for stage in plan.stages]
+    return simulate(Schedule(schedule.core.divided(counts)), costs_of_segments(plan, _spare(limits)))
+
+
+def _spare(limits: Sequence[int | None]) -> list[int]:
+    """By stage the bytes that are counted as held, so that one limit, the largest, holds for all."""
+    most = max((limit for limit in limits if limit is not None), default=None)
+    return [0 if limit is None or most is None else most - limit for limit in limits]
+
+
+def _found(plan: ParallelPlan, limits: Sequence[int | None]) -> Schedule | None:
+    costs: Costs = costs_of_segments(plan, _spare(limits))
+    try:
+        choice: ScheduleChoice = choose_schedule(
+            costs,
+            num_stages=len(plan.stages),
+            num_microbatches=plan.num_microbatches,
+            memory_limit_bytes=max((limit for limit in limits if limit is not None), default=None),
+            num_segments=[len(stage.segments) for stage in plan.stages],
+        )
+    except ValueError:  # none keeps the limit
+        return None
+    return choice.schedule
+
+
+def _ordered(plan: ParallelPlan, schedule: Schedule, serial: Simulation, limits: Sequence[int | None]) -> ParallelPlan:
+    simulation = _played(plan, schedule, limits)
+    stages = tuple(
+        _with_in_flight(stage, in_flight)
+        for stage, in_flight in zip(plan.stages, simulation.peak_in_flight, strict=True)
+    )
+    return dataclasses.replace(
+        plan,
+        stages=stages,
+        schedule=schedule.name,
+        schedule_csv=schedule.to_csv(),
+        step=_step(plan, simulation, serial),
+    )
+
+
+def _with_in_flight(stage: PlannedStage, in_flight: int) -> PlannedStage:
+    return dataclasses.replace(stage, in_flight=in_flight, peak_bytes=round(stage.bytes.total(in_flight)))
+
+
+def _step(plan: ParallelPlan, simulation: Simulation, serial: Simulation) -> PredictedStep:
+    """Of the stage that works longest: what it computes and communicates, and what of that is at the same time."""
+
+    def work(stage: PlannedStage) -> tuple[float, float, float]:
+        count = plan.num_microbatches
+        compute = sum(segment.seconds.forward + segment.seconds.backward for segment in stage.segments)
+        inside = sum(
+            segment.seconds.forward_collectives + segment.seconds.backward_collectives for segment in stage.segments
+        )
+        edges = sum(edge.forward_seconds + edge.backward_seconds for edge in stage.edges)
+        sums = sum(segment.seconds.step_collectives for segment in stage.segments)
+        return count * compute, count * (inside + edges), sums
+
+    works = [work(stage) for stage in plan.stages]
+    longest = max(range(len(works)), key=lambda number: sum(works[number]))
+    compute, collectives, sums = works[longest]
+    shared = [sum(tie.seconds for tie in plan.ties if number in tie.stages) for number in range(len(works))]
+    total = simulation.makespan_seconds + max(shared)
+    before = serial.makespan_seconds + max(shared)
+    hidden = _hidden(plan, simulation, longest)
+    bubble = max(total - (compute + collectives + sums - hidden), 0.0)
+    return PredictedStep(total, compute, collectives, sums, plan.step.transfers, bubble, hidden, before)
+
+
+def _hidden(plan: ParallelPlan, simulation: Simulation, stage: int) -> float:
+    """Seconds for which a stage's devices compute and communicate among themselves at once."""
+    computed = sorted(
+        (action.start_seconds, action.end_seconds) for action in simulation.actions if action.place == stage
+    )
+    moved = sorted(
+        (transfer.start_seconds, transfer.end_seconds)
+        for transfer in simulation.transfers
+        if transfer.from_stage == transfer.to_stage == stage
+    )
+    out, at = 0.0, 0
+    for start, end in moved:
+        while at < len(computed) and computed[at][1] <= start:
+            at += 1
+        later = at
+        while later < len(computed) and computed[later][0] < end:
+            out += max(0.0, min(end, computed[later][1]) - max(start, computed[later][0]))
+            later += 1
+    return out
