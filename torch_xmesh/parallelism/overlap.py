@@ -17,6 +17,10 @@ from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
 AUTO, DUPLEX = "auto", "duplex"
 _MOST_ORDERED_ACTIONS = 40_000
 """For a step with more actions of segments no order is searched for."""
+_NOTHING_HIDDEN = (
+    "schedule duplex: nothing can be hidden, since a step has one microbatch, or nothing is moved among a stage's "
+    "devices but what is moved once a step"
+)
 LEAST_GAIN = 0.99
 """An order of segments is taken if a step takes at most this part of what it takes in the order of whole stages."""
 
@@ -38,7 +42,8 @@ def with_order(
     if schedule == DUPLEX:
         counts = [len(stage.segments) for stage in plan.stages]
         core = _C.duplex(range(len(plan.stages)), plan.num_microbatches, counts)
-        return _ordered(plan, Schedule(core), serial, limits)
+        ordered = _ordered(plan, Schedule(core), serial, limits)
+        return ordered if _has_pairs(plan) else dataclasses.replace(ordered, notes=(*plan.notes, _NOTHING_HIDDEN))
     if overlap is False or schedule != AUTO or not can_overlap(plan):
         return kept
     found = _found(plan, limits)
@@ -52,8 +57,11 @@ def with_order(
 def can_overlap(plan: ParallelPlan) -> bool:
     """Whether one microbatch can compute while another communicates, and orders are not too long to be searched for."""
     num_segments = sum(len(stage.segments) for stage in plan.stages)
-    has_edges = any(stage.edges for stage in plan.stages)
-    return has_edges and plan.num_microbatches > 1 and 3 * num_segments * plan.num_microbatches <= _MOST_ORDERED_ACTIONS
+    return _has_pairs(plan) and 3 * num_segments * plan.num_microbatches <= _MOST_ORDERED_ACTIONS
+
+
+def _has_pairs(plan: ParallelPlan) -> bool:
+    return plan.num_microbatches > 1 and any(stage.edges for stage in plan.stages)
 
 
 def simulated(plan: ParallelPlan) -> Simulation:

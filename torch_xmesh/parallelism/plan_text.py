@@ -38,6 +38,13 @@ def plan_text(plan: ParallelPlan) -> str:
         f"{seconds_text(step.sums)}, bubble {seconds_text(step.bubble)} of the stage that works longest; transfers "
         f"{seconds_text(step.transfers)}",
     ]
+    if step.hidden:
+        lines.append(f"  {seconds_text(step.hidden)} of its collectives are under computation")
+    if step.serial > step.total:
+        lines.append(
+            f"  one microbatch computes while another communicates; with segments one after the other a step takes "
+            f"{seconds_text(step.serial)}"
+        )
     for number, stage in enumerate(plan.stages):
         lines += _stage_lines(plan, number, stage)
     for tie in plan.ties:

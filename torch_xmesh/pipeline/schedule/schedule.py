@@ -37,6 +37,10 @@ def schedule_name(given: object) -> str:
             f"schedule {text} overlaps a forward with a backward inside one action, which this engine does not: 'zb_v' "
             "has the same places; a CSV of it runs with each pair one after the other"
         )
+    if plain == "duplex":
+        raise ValueError(
+            "schedule 'duplex' is an order of segments, which a plan's stages have: pass it to plan_parallel or presets"
+        )
     known = ", ".join(map(repr, Schedule.names()))
     close = difflib.get_close_matches(plain, list(ours), n=1)
     hint = f"; did you mean {ours[close[0]]!r}?" if close else ""
