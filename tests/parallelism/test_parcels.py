@@ -126,10 +126,15 @@ def test_sums_of_what_some_have() -> None:
 def is_filled(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     way = (AxisMove(0, PARTIAL, REPLICATED),)
-    members = [Member(str(number), (1 << 18,), torch.float32, way) for number in range(9)]
-    found = parcels_of(members, Moves(mesh), mesh_grid(mesh))
-    assert [len(parcel.members) for parcel in found] == [4, 4, 1]
-    assert [member for parcel in found for member in parcel.members] == members
+    for numel, count, filled in (
+        (1 << 18, 65, [*(16 * [4]), 1]),  # 1 MiB each: 4 MiB
+        (1 << 18, 9, 9 * [1]),  # an eighth of all
+        (1 << 10, 40, [32, 8]),  # no less than 128 KiB
+    ):
+        members = [Member(str(number), (numel,), torch.float32, way) for number in range(count)]
+        found = parcels_of(members, Moves(mesh), mesh_grid(mesh))
+        assert [len(parcel.members) for parcel in found] == filled
+        assert [member for parcel in found for member in parcel.members] == members
 
 
 def test_a_parcel_is_filled_in_order() -> None:

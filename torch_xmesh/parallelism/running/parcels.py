@@ -21,6 +21,9 @@ from torch_xmesh.spec import Mesh
 _PARCEL_BYTES = 4 << 20
 """The most that share a parcel, if it is not one tensor, of the larger of what leaves and what comes: soon enough full,
 so that much of a backward is left when the first ones leave, and soon there for who waits for one of them."""
+_LEAST_PARCELS, _LEAST_BYTES = 8, 1 << 17
+"""Of small tensors so many parcels, for the same reason, unless these were smaller than that: then a transfer takes
+about as long as a message."""
 _SUMS = {"all-reduce", "reduce-scatter"}
 
 
@@ -184,9 +187,8 @@ class Sent:
 def parcels_of(members: Sequence[Member], moves: Moves, mesh: Mesh) -> list[Parcel]:
     """Parcels of those that have to leave a device; a parcel is full before the next one of its kind begins. What moves
     within each device alone is in none."""
-    open_ones: dict[Any, list[Member]] = {}
-    filled: dict[Any, int] = {}
-    bundles: list[list[Member]] = []
+    moving: list[tuple[Member, Any, int]] = []
+    total: dict[Any, int] = {}
     for member in members:
         steps = _sent(member.way, moves.shape)
         if not steps:
@@ -195,7 +197,14 @@ def parcels_of(members: Sequence[Member], moves: Moves, mesh: Mesh) -> list[Parc
         num_bytes = max(map(math.prod, shapes)) * member.dtype.itemsize
         is_packed = _is_sum(steps) or _is_gather(steps)
         key = (member.dtype, *((step.axis, kind_of(step)) for step in steps), *(() if is_packed else (member.name,)))
-        if key not in open_ones or filled[key] + num_bytes > _PARCEL_BYTES:
+        moving.append((member, key, num_bytes))
+        total[key] = total.get(key, 0) + num_bytes
+    open_ones: dict[Any, list[Member]] = {}
+    filled: dict[Any, int] = {}
+    bundles: list[list[Member]] = []
+    for member, key, num_bytes in moving:
+        most = min(_PARCEL_BYTES, max(total[key] // _LEAST_PARCELS, _LEAST_BYTES))
+        if key not in open_ones or filled[key] + num_bytes > most:
             open_ones[key], filled[key] = [], 0
             bundles.append(open_ones[key])
         open_ones[key].append(member)

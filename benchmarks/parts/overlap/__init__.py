@@ -1,0 +1,1 @@
+"""One microbatch under another: models with experts on paced devices, ranks, records."""

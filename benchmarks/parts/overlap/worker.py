@@ -1,0 +1,237 @@
+"""One rank of overlap_perf.py: the same model under plans that overlap and plans that do not, and under DDP and FSDP2,
+step by step in turn; every gradient of every step is compared with one process.
+
+Started on each device with one argument, the path of a job description; rank 0 writes one JSON line per record.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_xmesh as xm
+from parts.auto_parallel.models import Paced
+from parts.overlap.models import Subject, subject
+from parts.shared.harness import job_of_arguments, publish
+from parts.shared.progress import tell
+from torch_xmesh.calibration import calibrate
+
+_ROUNDS = 3
+"""Plans that are made until devices are so fast that communication is the wanted part of computation."""
+
+
+class Method(ABC):
+    """A way to train a subject on all ranks."""
+
+    plan: xm.ParallelPlan | None = None
+
+    @abstractmethod
+    def step(self) -> None: ...
+
+    @abstractmethod
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+
+    def close(self) -> None:  # noqa: B027  # most have nothing
+        """Ends what it holds."""
+
+
+class Planned(Method):
+    """A plan in torch_xmesh's engine."""
+
+    def __init__(self, one: Subject, plan: xm.ParallelPlan) -> None:
+        self._subject, self.plan = one, plan
+        example = one.batch[: len(one.batch) * plan.parts // plan.num_microbatches]
+        self._engine = xm.PipelineEngine(one.make(), (example,), plan=plan, loss_fn=one.loss_fn)
+
+    def step(self) -> None:
+        self._engine.step(self._subject.batch, target=self._subject.target, return_outputs=False)
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._engine.named_parameters())
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class DataParallel(Method):
+    """As a user of torch writes it: DDP, or FSDP2 with each layer by itself."""
+
+    def __init__(self, one: Subject, kind: str, group: Any) -> None:
+        self._subject, model = one, one.make()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        self._batch, self._target = one.batch.chunk(size)[rank], one.target.chunk(size)[rank]
+        if kind == "DDP":
+            self._model: Any = DistributedDataParallel(model, process_group=group)
+            return
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        self._model = fully_shard(model, mesh=mesh)
+
+    def step(self) -> None:
+        self._subject.loss_fn(self._model(self._batch), self._target).backward()  # type: ignore[no-untyped-call]
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return {name.removeprefix("module."): one for name, one in self._model.named_parameters()}
+
+
+def plan_of(one: Subject, method: str, options: dict[str, Any]) -> xm.ParallelPlan:
+    """ "unsplit": no overlap; "accumulation": of two halves, one after the other; "duplex": HiDup's order; "overlap":
+    the fastest order of halves; "auto": with overlap or without. Of a found plan; ", Megatron": of that preset."""
+    model, half = one.make(), one.batch[: len(one.batch) // 2]
+    kind, _, preset = method.partition(", ")
+    plan: Callable[..., xm.ParallelPlan] = xm.plan_parallel
+    if preset == "Megatron":
+        options = {**options, "tensor_parallel": options["devices"].size()}
+        plan = xm.presets.megatron
+    if kind == "accumulation":
+        return plan(model, (half,), **{**options, "num_microbatches": 2}, overlap=False)
+    chosen: dict[str, dict[str, Any]] = {
+        "unsplit": {"overlap": False},
+        "duplex": {"schedule": "duplex"},
+        "overlap": {"overlap": True},
+        "auto": {},
+    }
+    return plan(model, (one.batch,), **{**options, "num_microbatches": 1}, **chosen[kind])
+
+
+class Case:
+    """A model with devices so fast that its plan without overlap communicates for a given part of its computation."""
+
+    def __init__(
+        self, job: dict[str, Any], case: dict[str, Any], topology: xm.Topology, paced: Paced, group: Any
+    ) -> None:
+        self._job, self._case, self._group, self._paced = job, case, group, paced
+        self._subject = subject(case["model"], case["samples"])
+        hosts, devices = job["hosts"], job["devices"]
+        options: dict[str, Any] = {
+            "devices": xm.Mesh(torch.arange(hosts * devices).view(hosts, devices), device_type="cpu"),
+            "topology": topology,
+            "loss_fn": self._subject.loss_fn,
+        }
+        preset = case["methods"][0].partition(", ")[2]
+        paced.flops = self._fast_enough(f"unsplit, {preset}" if preset else "unsplit", case["ratio"], options)
+        options["compute"] = xm.Compute(flops=paced.flops, bytes_per_s=1e15)
+        self.methods: dict[str, Method] = {}
+        for name in case["methods"]:
+            if name in ("DDP", "FSDP2"):
+                self.methods[name] = DataParallel(self._subject, name, group)
+            else:
+                self.methods[name] = Planned(self._subject, plan_of(self._subject, name, options))
+        self._expected = self._gradients()
+        self._seconds: dict[str, list[float]] = {name: [] for name in self.methods}
+        self._computed: dict[str, float] = {}
+        self._wrong = dict.fromkeys(self.methods, 0)
+
+    def _fast_enough(self, method: str, ratio: float, options: dict[str, Any]) -> float:
+        flops = 1e9
+        for _ in range(_ROUNDS):
+            step = plan_of(self._subject, method, {**options, "compute": xm.Compute(flops, 1e15)}).step
+            flops *= ratio * step.compute / (step.collectives + step.sums)
+        return flops
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """What one process gets."""
+        model = self._subject.make()
+        self._subject.loss_fn(model(self._subject.batch), self._subject.target).backward()  # type: ignore[no-untyped-call]
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+    def run(self, name: str) -> float:
+        """A step, from the first rank's start to the last one's end; its gradients are checked."""
+        method = self.methods[name]
+        for parameter in method.parameters().values():
+            parameter.grad = None
+        with self._paced:
+            self._paced.operations = 0
+            dist.barrier(group=self._group)
+            begin = time.monotonic()
+            method.step()
+            end = time.monotonic()
+        seconds = self._paced.operations / self._paced.flops
+        told = torch.tensor([-begin, end, seconds], dtype=torch.float64)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        wrong = torch.tensor([self._count_wrong(method)])
+        dist.all_reduce(wrong, group=self._group)
+        self._wrong[name] += int(wrong)
+        self._computed[name] = float(told[2])
+        return float(told[:2].sum())
+
+    def _count_wrong(self, method: Method) -> int:
+        """Elements beyond float32's tolerance for sums in another order; all of a gradient that is missing."""
+        wrong = 0
+        for name, parameter in method.parameters().items():
+            expected, found = self._expected[name], parameter.grad
+            if isinstance(found, DTensor):
+                found = found.full_tensor()
+            if found is None or found.shape != expected.shape:
+                wrong += expected.numel()
+            else:
+                tolerance = 1e-3 * expected.abs() + 1e-4 * expected.abs().max() + 1e-9
+                wrong += int((~((found - expected).abs() <= tolerance)).sum())
+        return wrong
+
+    def measure(self) -> None:
+        """One uncounted step of each, then rounds of all."""
+        for number in range(1 + self._job["runs"]):
+            for name in self.methods:
+                if dist.get_rank() == 0:
+                    left = self._job["ends_at"] - time.time()
+                    tell(self._case["name"], name, f"run {number} of {self._job['runs']}", left)
+                seconds = self.run(name)
+                if number:
+                    self._seconds[name].append(seconds)
+
+    def records(self) -> list[dict[str, Any]]:
+        out = []
+        for name, method in self.methods.items():
+            plan = method.plan
+            step = None if plan is None else dataclasses.asdict(plan.step)
+            meshes = "" if plan is None else " | ".join("x".join(map(str, stage.mesh_shape)) for stage in plan.stages)
+            out.append(
+                {
+                    "case": self._case["name"],
+                    "method": name,
+                    "text": "" if plan is None else f"{meshes} {plan.schedule}",
+                    "seconds": statistics.median(self._seconds[name]),
+                    "seconds_min": min(self._seconds[name]),
+                    "seconds_max": max(self._seconds[name]),
+                    "computed_seconds": self._computed[name],
+                    "predicted": step,
+                    "runs": len(self._seconds[name]),
+                    "wrong": self._wrong[name],
+                }
+            )
+        return out
+
+    def close(self) -> None:
+        for method in self.methods.values():
+            method.close()
+
+
+def main() -> None:
+    job = job_of_arguments()
+    dist.init_process_group("xmesh", timeout=timedelta(seconds=job["timeout_seconds"]))
+    group: Any = dist.new_group(backend="gloo")
+    topology = calibrate(num_bytes=8 << 20)
+    paced = Paced()
+    for description in job["cases"]:
+        case = Case(job, description, topology, paced, group)
+        case.measure()
+        publish(job, case.records() if int(os.environ["RANK"]) == 0 else [])
+        case.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
