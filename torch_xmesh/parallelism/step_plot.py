@@ -35,6 +35,8 @@ def at_end_of(plan: ParallelPlan, number: int) -> float:
 
 _ALPHA = {True: 0.45, False: 0.9}
 """Of forwards, and of backwards."""
+_LEAST_LABELLED = 0.01
+"""The part of a step that an action takes at least that is marked with its microbatch's number."""
 
 
 def plot_plan(plan: ParallelPlan, path: Path) -> None:
@@ -69,6 +71,10 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
                 alpha=_ALPHA[is_forward],
                 linewidth=0,
             )
+        if action.end_seconds - action.start_seconds >= _LEAST_LABELLED * plan.predicted_seconds:
+            at = (action.start_seconds + action.end_seconds) / 2 * scale
+            text = re.split("[FBIW]", action.action)[1]
+            axes.text(at, _place(plan, stage), text, ha="center", va="center", fontsize=7, color="white")
     moved, at_end = ACTIONS["send"][1], ACTIONS["gradients"][1]
     for transfer in played.transfers:
         stage, is_sum = plan.stages[transfer.from_stage], transfer.microbatch < 0
@@ -97,6 +103,7 @@ def plot_plan(plan: ParallelPlan, path: Path) -> None:
             *(Patch(color=color, label=kind) for kind, color in colors.items()),
             *(Patch(facecolor="#444444", alpha=alpha, label=text) for text, alpha in passes.items()),
             Patch(facecolor=moved, label="thin: among a stage's devices"),
+            Patch(visible=False, label="0, 1, ...: microbatches"),
             Patch(facecolor=at_end, label="gradients and parameters, once a step"),
         ],
         title="layers, by how they are sharded",
