@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import torch_xmesh as xm
+
 ROOT = Path(__file__).parents[2]
 ON_META = """
 import torch
@@ -30,6 +34,17 @@ def test_a_model_is_planned_and_trained() -> None:
     assert [number for number, _ in steps] == ["0", "1", "2"]
     losses = [float(loss) for _, loss in steps]
     assert losses[2] < losses[0]
+
+
+def test_a_plan_that_overlaps_is_compared_with_one_that_does_not(tmp_path: Path) -> None:
+    links = tmp_path / "links.json"
+    xm.Topology(devices_per_host=1, nic_bytes_per_s=10**7, local_bytes_per_s=10**9).save(links)
+    options = ["--flops", "1e9", "--bytes-per-s", "1e12", "--topology", str(links), "--run"]
+    done = command("examples/models/sparse.py:bert_sgmoe", "--mesh", "2x1", "--microbatches", "1", *options)
+    assert done.returncode == 0, done.stderr
+    losses = [re.findall(r"step \d: .* loss (\S+)", text) for text in done.stdout.split("without overlap:")]
+    assert [len(found) for found in losses] == [3, 3]
+    assert list(map(float, losses[1])) == pytest.approx(list(map(float, losses[0])), rel=1e-3)
 
 
 def test_what_would_not_be_printed_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""``xmesh parallelize --run``: three steps of a plan, predicted beside measured.
+"""``xmesh parallelize --run``: three steps of a plan, predicted beside measured; where one microbatch computes while
+another communicates, also of the plan without that.
 
 Without torchrun the command starts itself under it, with a process for each device of the mesh on this machine."""
 
@@ -64,10 +65,15 @@ def run_plan(
         number = given["devices"].size()
         if dist.get_world_size() != number:
             raise ValueError(f"--mesh has {number} devices, torchrun started {dist.get_world_size()} processes")
-        plan = make(_measured(model, given))
+        measured = _measured(model, given)
+        plan = make(measured)
         if dist.get_rank() == 0:
             print(plan, flush=True)
         _train(model, args, kwargs, plan)
+        if plan.step.serial > plan.predicted_seconds:
+            if dist.get_rank() == 0:
+                print("without overlap:", flush=True)
+            _train(model, args, kwargs, make({**measured, "overlap": False}))
     finally:
         dist.destroy_process_group()
 
@@ -93,7 +99,7 @@ def _measured(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 def _train(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ParallelPlan) -> None:
     def repeated(leaf: Any) -> Any:
         is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-        return torch.cat([leaf] * plan.num_microbatches) if is_cut else leaf
+        return torch.cat([leaf] * (plan.num_microbatches // plan.parts)) if is_cut else leaf
 
     batch, named = pytree.tree_map(repeated, (args, kwargs))
     with PipelineEngine(model, args, kwargs, plan=plan, loss_fn=output_loss) as engine:
