@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parts.auto_parallel import records as auto_parallel_records
+from parts.overlap import records as overlap_records
 from parts.parallelism import alpa as parallelism_alpa
 from parts.pipeline import charts as pipeline_charts
 from parts.pipeline import records as pipeline_records
@@ -30,6 +31,8 @@ def redraw(path: Path) -> Path:
     elif about.get("suite") == "auto_parallel":
         found = [auto_parallel_records.Record(**record) for record in records]
         auto_parallel_records.plot(picture, found, about["cluster"])
+    elif about.get("suite") == "overlap_perf":
+        overlap_records.plot(picture, [overlap_records.Record(**record) for record in records], about["cluster"])
     elif about.get("suite") in PIPELINE_SUITES:
         title = f"suite {about['suite']}: {about['cluster']}"
         pipeline_charts.plot(picture, [pipeline_records.Record(**record) for record in records], title=title)

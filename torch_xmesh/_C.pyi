@@ -333,6 +333,7 @@ class ScheduleCosts:
         noise: float,
         noise_seed: int,
         weights_group: Sequence[int] = ...,
+        is_on_one_host: Sequence[int] = ...,
     ) -> None:
         """``stages``: seconds of F, B, I, W; bytes held from F to I, from I to W, and anyway; seconds of sums at the
         end. ``edges``: edge, forward and backward (seconds, bytes) each, whether also on one place."""

@@ -81,7 +81,13 @@ def add_parallelize(commands: Any) -> None:
         help="a file of what operators take; where there is none they are measured on this machine, and it is written",
     )
     parser.add_argument("--topology", type=Path, help="a topology file, for links")
-    parser.add_argument("--schedule", default="auto", help="auto, or a name (default: %(default)s)")
+    parser.add_argument("--schedule", default="auto", help="auto, duplex, or a name (default: %(default)s)")
+    parser.add_argument(
+        "--overlap",
+        default="auto",
+        choices=["auto", "yes", "no"],
+        help="one microbatch computes while another communicates (default: %(default)s)",
+    )
     parser.add_argument("--collectives", default="auto", help="cost model: auto, ring, gloo, alpa")
     parser.add_argument("--max-seconds", type=values.seconds, help="then the best so far is taken")
     parser.add_argument("--costs", action="store_true", help="tables of what collectives and operators cost")

@@ -85,7 +85,7 @@ using EdgeCostTuple = std::tuple<EdgeTuple, TransferTuple, TransferTuple, bool>;
 
 core::ScheduleCosts costsOf(const std::vector<StageTuple>& stages, const std::vector<EdgeCostTuple>& edges, double nic_bytes_per_s, double latency_s,
                             bool overlap, bool blocks_receiver, std::vector<uint8_t> runs_weights_early, double noise, uint64_t noise_seed,
-                            std::vector<int32_t> weights_group) {
+                            std::vector<int32_t> weights_group, std::vector<uint8_t> is_on_one_host) {
   core::ScheduleCosts costs;
   for (const auto& [forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes, sums] : stages) {
     costs.stages.push_back({forward, backward, input, weight, activation_bytes, weight_bytes, fixed_bytes, sums});
@@ -101,6 +101,7 @@ core::ScheduleCosts costsOf(const std::vector<StageTuple>& stages, const std::ve
   costs.noise = noise;
   costs.noise_seed = noise_seed;
   costs.weights_group = std::move(weights_group);
+  costs.is_on_one_host = std::move(is_on_one_host);
   return costs;
 }
 
@@ -154,7 +155,9 @@ void bindPipelineCore(py::module_& module) {
           py::arg("edges"), py::arg("is_forward_only") = false, py::call_guard<py::gil_scoped_release>())
       .def(
           "refuse_cell",
-          [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) { core::refuseCell(self, {place, cell}, message); },
+          [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) {
+            core::refuseCell(self, {place, cell}, message);
+          },
           py::arg("place"), py::arg("cell"), py::arg("message"))
       .def("forwards", &core::forwardsOf)
       .def(
@@ -172,7 +175,7 @@ void bindPipelineCore(py::module_& module) {
   py::class_<core::ScheduleCosts>(module, "ScheduleCosts")
       .def(py::init(&costsOf), py::arg("stages"), py::arg("edges"), py::arg("nic_bytes_per_s"), py::arg("latency_s"), py::arg("overlap"),
            py::arg("blocks_receiver"), py::arg("runs_weights_early"), py::arg("noise"), py::arg("noise_seed"),
-           py::arg("weights_group") = std::vector<int32_t>());
+           py::arg("weights_group") = std::vector<int32_t>(), py::arg("is_on_one_host") = std::vector<uint8_t>());
   module.def("simulate_schedule", &simulate, py::arg("schedule"), py::arg("costs"));
   module.def("choose_schedule", &chooseSchedule, py::arg("costs"), py::arg("place_of_stage"), py::arg("num_microbatches"),
              py::arg("memory_limit_bytes"), py::arg("segments") = std::vector<int32_t>());

@@ -64,6 +64,7 @@ class StageRunner final : public runtime::ActionRunner {
   /// after one, and in a group of several stages before a step without one, none of the group runs early.
   bool mayRunEarly(int32_t stage) const override;
   int32_t weightsGroup(int32_t stage) const override { return flights_.stage(stage).weights_group; }
+  size_t numWeightsGroups() const override { return groups_.size(); }
   /// The same of a step like the last one.
   bool mayRunEarlyNext(int32_t stage) const;
   /// By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 class Experts(nn.Module):
     """[batch, length, width] to the same: each token goes to the `top` experts with the highest gates. An expert takes
-    the first `capacity` tokens of a sample: `factor` times as many as it would get of an even share."""
+    the first `capacity` tokens of a sample, `factor` times length over the number of experts."""
 
     def __init__(self, width: int, hidden: int, number: int, top: int, factor: float, length: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Vit(nn.Module):
 
 
 def bert(top: int, factor: float, *, width: int = 32, depth: int = 8, length: int = 64, experts: int = 64) -> Bert:
-    """Small, but in its size as in HiDup's experiments."""
+    """A small one; HiDup's has width 768."""
     layers = layers_of(width, 4, depth, lambda: Experts(width, 4 * width, experts, top, factor, length), is_causal=True)
     return Bert(256, length, width, layers)
 
@@ -117,7 +117,7 @@ def dense_bert(*, width: int = 32, depth: int = 8, length: int = 64) -> Bert:
 
 
 def vit(top: int, factor: float, *, width: int = 32, depth: int = 8, size: int = 32, experts: int = 64) -> Vit:
-    """Small, but in its size as in HiDup's experiments."""
+    """A small one; HiDup's has width 768."""
     length = (size // 4) ** 2
     layers = layers_of(
         width, 4, depth, lambda: Experts(width, 4 * width, experts, top, factor, length), is_causal=False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import json
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from planned_cases import whole_of
 from small_models import Gpt
 from test_planned_segments import Adds
 from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn import functional as F
 
 import torch_xmesh as xm
 from torch_xmesh.parallelism.overlap import simulated
 from torch_xmesh.testing import spawn
 
+plan_parallel_module = importlib.import_module("torch_xmesh.parallelism.plan_parallel")
 SLOW = xm.Topology(devices_per_host=2, nic_bytes_per_s=10**7, local_bytes_per_s=10**9)
 OPTIONS: dict[str, Any] = {
     "devices": xm.Mesh([[0, 1], [2, 3]]),
@@ -30,8 +34,8 @@ ACROSS_HOSTS: dict[str, Any] = {**OPTIONS, "tensor_parallel": 4}
 X = torch.zeros(16, 64)
 
 
-def megatron(model: nn.Module | None = None, **options: Any) -> xm.ParallelPlan:
-    return xm.presets.megatron(model or Adds(), (X,), **{**ACROSS_HOSTS, **options})
+def megatron(model: nn.Module | None = None, x: torch.Tensor = X, **options: Any) -> xm.ParallelPlan:
+    return xm.presets.megatron(model or Adds(), (x,), **{**ACROSS_HOSTS, **options})
 
 
 def segments_of(plan: xm.ParallelPlan) -> tuple[int, ...]:
@@ -64,6 +68,103 @@ def test_halves_of_the_only_microbatch() -> None:
     assert (odd.num_microbatches, odd.parts) == (1, 1)
 
 
+def refusing_halves() -> dict[str, tuple[nn.Module, torch.Tensor, str]]:
+    """Models that cannot be planned in halves."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x.view(4, 64))
+            return out
+
+    normed = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    return {
+        "a view of all samples": (Views(), torch.zeros(4, 64), ""),
+        "batch norm of one sample": (normed, torch.zeros(2, 64), ""),
+        "an odd number": (Adds(), torch.zeros(15, 64), "do not divide into two parts"),
+    }
+
+
+@pytest.mark.parametrize("name", refusing_halves())
+def test_halves_that_cannot_be_planned_are_left_out(name: str) -> None:
+    model, x, reason = refusing_halves()[name]
+    options = {**OPTIONS, "num_microbatches": 1}
+    assert xm.plan_parallel(model, (x,), **options).num_microbatches == 1
+    asked = xm.plan_parallel(model, (x,), **options, overlap=True)
+    assert asked.num_microbatches == 1
+    assert [note for note in asked.notes if "not computed in halves" in note and reason in note]
+
+
+def test_samples_that_do_not_divide_into_as_many_halves() -> None:
+    """Four samples are one for each device, and two are not."""
+    plan = xm.presets.data_parallel(Adds(), (X[:4],), **{**OPTIONS, "num_microbatches": 1})
+    assert (plan.num_microbatches, plan.parts) == (1, 1)
+
+
+def test_halves_keep_a_limit_that_the_whole_does_not() -> None:
+    whole = megatron(num_microbatches=1, overlap=False).stages[0].bytes
+    half = megatron(num_microbatches=2, x=X[:8], overlap=False).stages[0].bytes
+    between = round((whole.total(1) + half.total(1)) / 2)
+    plan = megatron(num_microbatches=1, memory_limit_bytes=between)
+    assert plan.parts == 2
+    assert plan.predicted_bytes(0) <= between
+    with pytest.raises(ValueError, match="does not keep memory_limit_bytes"):
+        megatron(num_microbatches=1, memory_limit_bytes=between, overlap=False)
+    with pytest.raises(ValueError, match=f"a device would hold {round(half.total(1))} bytes"):
+        megatron(num_microbatches=1, memory_limit_bytes=round(half.total(1)) - 1)
+
+
+def test_the_time_that_ends_in_halves_leaves_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan_parallel_module._searched
+
+    def searched(subject: Any, *others: Any) -> Any:
+        if subject.parts > 1:
+            raise ValueError("max_seconds were over before a plan was found")
+        return made(subject, *others)
+
+    monkeypatch.setattr(plan_parallel_module, "_searched", searched)
+    plan = xm.plan_parallel(Adds(), (X,), **{**OPTIONS, "num_microbatches": 1}, max_seconds=100)
+    assert plan.num_microbatches == 1
+
+
+def test_duplex_keeps_the_limit_or_is_refused() -> None:
+    held = megatron(schedule="duplex").stages[0]
+    assert megatron(schedule="duplex", memory_limit_bytes=held.peak_bytes).schedule == "duplex"
+    with pytest.raises(ValueError, match="schedule='duplex' does not keep memory_limit_bytes"):
+        megatron(schedule="duplex", memory_limit_bytes=held.peak_bytes - 1)
+
+
+def test_what_is_asked_for_and_cannot_be_is_noted() -> None:
+    long = megatron(num_microbatches=3000, overlap=True)
+    assert max(segments_of(long)) == 1
+    assert [note for note in long.notes if "no order is searched for" in note]
+
+
+def test_collectives_have_one_price() -> None:
+    plan = megatron()
+    seconds = plan.stages[0].seconds
+    assert plan.step.collectives == pytest.approx(4 * (seconds.forward_collectives + seconds.backward_collectives))
+
+
+def test_torn_files() -> None:
+    plan = megatron()
+    fields = json.loads(plan.to_json())
+    count = len(plan.stages[0].segments)
+    for change, expected in (
+        ({"segments": fields["stages"][0]["segments"][:-1]}, f"{count - 1} segments, its program has {count}"),
+        ({"segments": [], "edges": []}, "an order of segments, of which"),
+        ({"edges": [{**fields["stages"][0]["edges"][0], "to_segment": 99}]}, "to 99 of"),
+        ({"edges": [{**fields["stages"][0]["edges"][0], "from_segment": -1}]}, "from segment -1"),
+        ({"edges": 2 * fields["stages"][0]["edges"]}, "edges"),
+    ):
+        torn = {**fields, "stages": [{**fields["stages"][0], **change}]}
+        with pytest.raises(ValueError, match=expected):
+            xm.ParallelPlan.from_json(json.dumps(torn))
+
+
 def test_nothing_is_split_where_that_is_slower() -> None:
     """Links whose messages take long: twice as many take twice as long."""
     late = xm.Topology(devices_per_host=2, nic_bytes_per_s=10**12, local_bytes_per_s=10**12, latency_us=5000)
@@ -89,10 +190,10 @@ def test_duplex_by_name() -> None:
 def test_what_says_how_much_is_hidden() -> None:
     text = str(megatron())
     assert "of its collectives are under computation" in text
-    assert "with segments one after the other a step takes" in text
-    assert "one after the other" not in str(megatron(overlap=False))
+    assert "without that a step takes" in text
+    assert "without that" not in str(megatron(overlap=False))
     alone = xm.presets.data_parallel(Adds(), (X,), **{**OPTIONS, "schedule": "duplex"})
-    assert "note: schedule duplex: nothing can be hidden" in str(alone)
+    assert "note: schedule='duplex': nothing is hidden" in str(alone)
 
 
 def _gpt(schedule: str) -> dict[str, Any]:
@@ -153,6 +254,17 @@ def trains(rank: int, world_size: int, options: dict[str, Any]) -> None:
     F.mse_loss(model(batch), torch.ones_like(batch)).backward()  # type: ignore[no-untyped-call]
     for name, found in zip(names, kept[0][plan.num_microbatches :], strict=True):
         torch.testing.assert_close(found, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
+def refuses_other_dims(rank: int, world_size: int) -> None:
+    plan = megatron(num_microbatches=1)
+    assert plan.parts == 2
+    with pytest.raises(ValueError, match="cuts each microbatch into 2 parts along dim 0"):
+        xm.PipelineEngine(Adds(), (X,), plan=plan, loss_fn=F.mse_loss, args_chunk_spec=(TensorChunkSpec(1),))  # type: ignore[no-untyped-call]
+
+
+def test_halves_of_samples_along_another_dim_are_refused() -> None:
+    spawn(refuses_other_dims, 4)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,10 @@ from torch.utils.checkpoint import checkpoint
 import torch_xmesh as xm
 from torch_xmesh import _C
 from torch_xmesh.parallelism.layers import layers_of
+from torch_xmesh.parallelism.overlap import simulated
 from torch_xmesh.parallelism.recorded_forwards import forward_of
 from torch_xmesh.parallelism.space import Space
-from torch_xmesh.parallelism.step_plot import at_end_of, simulated
+from torch_xmesh.parallelism.step_plot import at_end_of
 from torch_xmesh.parallelism.stretch import Stretch
 from torch_xmesh.parallelism.stretch_tables import StretchTables, parameter_bytes
 from torch_xmesh.parallelism.zero import with_zero

@@ -32,6 +32,7 @@ def undivided(plan: xm.ParallelPlan) -> xm.ParallelPlan:
     fields = json.loads(plan.to_json())
     fields["schedule_csv"] = xm.Schedule.make("1f1b", len(plan.stages), plan.num_microbatches).to_csv()
     for stage in fields["stages"]:
+        stage["segments"], stage["edges"] = [], []
         for program in stage["programs"]:
             program["segments"] = []
     return xm.ParallelPlan.from_json(json.dumps(fields))

@@ -105,6 +105,7 @@ def _options(options: argparse.Namespace) -> dict[str, Any]:
     topology = None if options.topology is None else Topology.load(options.topology)
     return {
         "devices": Mesh(torch.arange(hosts * devices).reshape(hosts, devices)),
+        "overlap": {"auto": "auto", "yes": True, "no": False}[options.overlap],
         "num_microbatches": options.microbatches,
         "memory_limit_bytes": options.memory_limit,
         "compute": compute,

@@ -70,7 +70,10 @@ def assembled(subject: Subject, judged: Judged, judge: Judge) -> ParallelPlan:
     layers = subject.layers
     operators = layers.forward.operators
     stages = tuple(
-        planned_stage(layers, stage, judged.simulation.peak_in_flight[number], judged.peak_bytes[number])
+        dataclasses.replace(
+            planned_stage(layers, stage, judged.simulation.peak_in_flight[number], judged.peak_bytes[number]),
+            is_on_one_host=any(set(stage.ranks) <= set(host.ranks) for host in subject.cluster.hosts),
+        )
         for number, stage in enumerate(judged.plan.stages)
     )
     values = tuple(
@@ -189,7 +192,8 @@ def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:
     if subject.parts > 1:
         out.append(
             f"each microbatch is computed in {subject.parts} parts, which are microbatches: a step has as many losses, "
-            "and batch norm takes the statistics of a part"
+            "and what depends on a microbatch's other samples (batch norm, experts' places by batch, a loss over "
+            "tokens that count) is of a part"
         )
     operators = [operator for operator in subject.layers.forward.operators if not operator.is_constant]
     unknown = Counter(operator.kind for operator in operators if not operator.is_known)

@@ -8,19 +8,17 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch_xmesh import _C
+from torch_xmesh.parallelism.judge import edges_between
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, PredictedStep
 from torch_xmesh.parallelism.segment_costs import costs_of_segments
-from torch_xmesh.pipeline.schedule.choice import ScheduleChoice, choose_schedule
+from torch_xmesh.pipeline.schedule.choice import best_schedule
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
 
 AUTO, DUPLEX = "auto", "duplex"
 _MOST_ORDERED_ACTIONS = 40_000
 """For a step with more actions of segments no order is searched for."""
-_NOTHING_HIDDEN = (
-    "schedule duplex: nothing can be hidden, since a step has one microbatch, or nothing is moved among a stage's "
-    "devices but what is moved once a step"
-)
+_NO_ORDER_FITS = "no order of segments keeps the limit of memory"
 LEAST_GAIN = 0.99
 """An order of segments is taken if a step takes at most this part of what it takes in the order of whole stages."""
 
@@ -40,24 +38,47 @@ def with_order(
     serial = _played(plan, _schedule_of(plan), limits)
     kept = dataclasses.replace(plan, step=_step(plan, serial, serial))
     if schedule == DUPLEX:
-        counts = [len(stage.segments) for stage in plan.stages]
-        core = _C.duplex(range(len(plan.stages)), plan.num_microbatches, counts)
-        ordered = _ordered(plan, Schedule(core), serial, limits)
-        return ordered if _has_pairs(plan) else dataclasses.replace(ordered, notes=(*plan.notes, _NOTHING_HIDDEN))
-    if overlap is False or schedule != AUTO or not can_overlap(plan):
+        return _duplex(plan, serial, limits)
+    if overlap is False or schedule != AUTO:
         return kept
-    found = _found(plan, limits)
-    if found is None:
-        return kept
-    ordered = _ordered(plan, found, serial, limits)
-    is_faster = ordered.step.total <= LEAST_GAIN * kept.step.total
-    return ordered if is_faster or overlap is True else kept
+    reason = why_no_order(plan)
+    found = None if reason else _found(plan, limits)
+    if found is not None:
+        ordered = _ordered(plan, found, serial, limits)
+        if overlap is True or ordered.step.total <= LEAST_GAIN * kept.step.total:
+            return ordered
+    return with_note(kept, f"overlap=True: {reason or _NO_ORDER_FITS}") if overlap is True else kept
 
 
-def can_overlap(plan: ParallelPlan) -> bool:
-    """Whether one microbatch can compute while another communicates, and orders are not too long to be searched for."""
+def with_note(plan: ParallelPlan, note: str) -> ParallelPlan:
+    """The same with a note more."""
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
+
+
+def why_no_order(plan: ParallelPlan) -> str:
+    """Why segments are not ordered; empty where they can be."""
     num_segments = sum(len(stage.segments) for stage in plan.stages)
-    return _has_pairs(plan) and 3 * num_segments * plan.num_microbatches <= _MOST_ORDERED_ACTIONS
+    if plan.num_microbatches == 1:
+        return "nothing is hidden, since a step has one microbatch"
+    if not any(stage.edges for stage in plan.stages):
+        return "nothing is hidden, since nothing is moved among a stage's devices but what is moved once a step"
+    if 3 * num_segments * plan.num_microbatches > _MOST_ORDERED_ACTIONS:
+        return f"no order is searched for more than {_MOST_ORDERED_ACTIONS} actions of segments"
+    return ""
+
+
+def _duplex(plan: ParallelPlan, serial: Simulation, limits: Sequence[int | None]) -> ParallelPlan:
+    """Raises ValueError where it does not keep the limits."""
+    counts = [len(stage.segments) for stage in plan.stages]
+    ordered = _ordered(plan, Schedule(_C.duplex(range(len(counts)), plan.num_microbatches, counts)), serial, limits)
+    for number, (stage, limit) in enumerate(zip(ordered.stages, limits, strict=False)):
+        if limit is not None and stage.peak_bytes > limit:
+            raise ValueError(
+                f"schedule='duplex' does not keep memory_limit_bytes={limit}: a device of stage {number} would hold "
+                f"{stage.peak_bytes} bytes"
+            )
+    reason = why_no_order(plan) if not _has_pairs(plan) else ""
+    return with_note(ordered, f"schedule='duplex': {reason}") if reason else ordered
 
 
 def _has_pairs(plan: ParallelPlan) -> bool:
@@ -65,7 +86,7 @@ def _has_pairs(plan: ParallelPlan) -> bool:
 
 
 def simulated(plan: ParallelPlan) -> Simulation:
-    """The plan's schedule, played with its segments' costs."""
+    """The plan's schedule, played as it was when the plan was judged."""
     return _played(plan, _schedule_of(plan), ())
 
 
@@ -75,7 +96,14 @@ def _schedule_of(plan: ParallelPlan) -> Schedule:
 
 def _played(plan: ParallelPlan, schedule: Schedule, limits: Sequence[int | None]) -> Simulation:
     counts = [len(stage.segments) for stage in plan.stages]
-    return simulate(Schedule(schedule.core.divided(counts)), costs_of_segments(plan, _spare(limits)))
+    if min(counts) > 0:
+        return simulate(Schedule(schedule.core.divided(counts)), costs_of_segments(plan, _spare(limits)))
+    moves = [
+        (value.from_stage, value.to_stage, (value.forward_seconds, value.backward_seconds), value.has_gradient)
+        for value in plan.values
+    ]
+    stages = [stage.seconds.costs(is_whole=stage.is_whole) for stage in plan.stages]
+    return simulate(schedule, Costs(stages=stages, edges=edges_between(len(stages), moves), blocks_receiver=False))
 
 
 def _spare(limits: Sequence[int | None]) -> list[int]:
@@ -85,18 +113,12 @@ def _spare(limits: Sequence[int | None]) -> list[int]:
 
 
 def _found(plan: ParallelPlan, limits: Sequence[int | None]) -> Schedule | None:
-    costs: Costs = costs_of_segments(plan, _spare(limits))
-    try:
-        choice: ScheduleChoice = choose_schedule(
-            costs,
-            num_stages=len(plan.stages),
-            num_microbatches=plan.num_microbatches,
-            memory_limit_bytes=max((limit for limit in limits if limit is not None), default=None),
-            num_segments=[len(stage.segments) for stage in plan.stages],
-        )
-    except ValueError:  # none keeps the limit
-        return None
-    return choice.schedule
+    """None where none keeps the limits."""
+    most = max((limit for limit in limits if limit is not None), default=None)
+    costs = costs_of_segments(plan, _spare(limits))
+    counts = [len(stage.segments) for stage in plan.stages]
+    best = best_schedule(costs, range(len(counts)), plan.num_microbatches, most, counts)
+    return None if best is None else best.schedule
 
 
 def _ordered(plan: ParallelPlan, schedule: Schedule, serial: Simulation, limits: Sequence[int | None]) -> ParallelPlan:

@@ -178,6 +178,7 @@ class PlannedStage:
         programs: what it does with a microbatch, move by move: one for both modes of the model, or the one of the mode
             in which the model came, and that of the other mode if it can be run in that. Files of version 1 have none.
         segments, edges: what its segments are predicted to take, and what goes between them. Older files have none.
+        is_on_one_host: its devices are: what goes among them does not leave it.
     """
 
     ranks: tuple[int, ...]
@@ -197,6 +198,7 @@ class PlannedStage:
     programs: tuple[PlannedProgram, ...] = ()
     segments: tuple[PlannedSegment, ...] = ()
     edges: tuple[PlannedEdge, ...] = ()
+    is_on_one_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +214,9 @@ class PredictedStep:
         bubble: the rest of `total`, in which that stage waits.
         hidden: what that stage communicates while it computes: `total` is `compute`, `collectives`, `sums` and `bubble`
             without it.
-        serial: the whole step if each action of a stage ran its segments one after the other, with a schedule of whole
-            stages; 0: that is not known (an older file).
+        serial: the whole step without overlap: if each action of a stage ran its segments one after the other, with a
+            schedule of whole stages; of a plan in halves that of the whole microbatch, where that was planned too. 0:
+            that is not known (an older file).
     """
 
     total: float

@@ -49,6 +49,7 @@ def check_plan(plan: "ParallelPlan") -> None:
         _check_stage(stage, plan.num_microbatches, f"plan.stages[{number}]")
     _check_values(plan)
     _check_ties(plan)
+    _check_segments(plan)
     _check_schedule(plan)
     if any(stage.programs for stage in plan.stages):
         check_programs(plan)
@@ -194,6 +195,8 @@ def _check_schedule(plan: "ParallelPlan") -> None:
             f"plan.schedule_csv: {schedule.num_places} places for {len(plan.stages)} stages, expected one for each: "
             "they have devices of their own"
         )
+    if max(schedule.num_segments) > 1 and not all(stage.segments for stage in plan.stages):
+        raise ValueError("plan.schedule_csv: an order of segments, of which the plan does not say what they take")
     for number, stage in enumerate(plan.stages):
         counts = {max(1, len(program.segments)) for program in stage.programs}
         if max(schedule.num_segments) > 1 and counts - {schedule.num_segments[number]}:
@@ -201,6 +204,23 @@ def _check_schedule(plan: "ParallelPlan") -> None:
                 f"plan.schedule_csv: {schedule.num_segments[number]} segments of stage {number}, its programs have "
                 f"{sorted(counts)}"
             )
+
+
+def _check_segments(plan: "ParallelPlan") -> None:
+    """What segments take is said of all or of none, and edges are between them."""
+    if len({bool(stage.segments) for stage in plan.stages}) > 1:
+        raise ValueError("plan: some stages say what their segments take, and some do not")
+    for number, stage in enumerate(plan.stages):
+        where, count = f"plan.stages[{number}]", len(stage.segments)
+        for program in stage.programs:
+            if count and count != max(1, len(program.segments)):
+                raise ValueError(f"{where}: {count} segments, its program has {max(1, len(program.segments))}")
+        for edge in stage.edges:
+            if not 0 <= edge.from_segment < edge.to_segment < count:
+                raise ValueError(
+                    f"{where}: an edge from segment {edge.from_segment} to {edge.to_segment} of {count} segments"
+                )
+        _check_distinct(f"{where}.edges", (f"{edge.from_segment}>{edge.to_segment}" for edge in stage.edges))
 
 
 def _check_stage(stage: "PlannedStage", num_microbatches: int, where: str) -> None:

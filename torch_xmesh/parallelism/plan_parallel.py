@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch_xmesh.parallelism.explanation import Explainer
 from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.judge import Judge, Judged
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.overlap import AUTO, DUPLEX, LEAST_GAIN
+from torch_xmesh.parallelism.overlap import AUTO, DUPLEX, LEAST_GAIN, with_note
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.recorded_forwards import part_of_samples, samples_of
 from torch_xmesh.parallelism.stages import FoundPlan, NoPlan, StageSearch, in_flight_of
@@ -105,14 +105,96 @@ def plan_parallel(
         "num_layers": num_layers,
         "collectives": collectives,
     }
+    subjects = Subjects.of(model, example_args, example_kwargs, given)
     with _Progress(max_seconds) as progress:
-        plans: list[ParallelPlan] = []
-        for subject in subjects_of(model, example_args, example_kwargs, **given):
-            if plans and not progress.go_on():
-                break
+
+        def plans_of(subject: Subject) -> list[ParallelPlan]:
             judge = Judge(subject.cluster, subject.num_microbatches, subject.stage_schedule)
-            plans += [explained(subject, judged, judge) for judged in _searched(subject, judge, progress)]
-    return fastest(plans)
+            return [explained(subject, judged, judge) for judged in _searched(subject, judge, progress)]
+
+        return subjects.best(plans_of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subjects:
+    """What is planned: a model with its microbatch, and, where a step has one, which could not compute while another
+    communicates, also with that one in two halves.
+
+    Attributes:
+        halves: makes that subject; None: there is none. It raises ValueError where a half cannot be recorded.
+        no_halves: why there is none though overlap is asked for.
+    """
+
+    whole: Subject
+    halves: Callable[[], Subject] | None = None
+    no_halves: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> "Subjects":
+        """From the arguments of :func:`plan_parallel`."""
+        whole = subject_of(model, args, kwargs, **options)
+        if whole.num_microbatches > 1 or whole.overlap is False or whole.schedule not in (AUTO, DUPLEX):
+            return cls(whole)
+        half = part_of_samples(args, kwargs or {}, 2)
+        if half is None:
+            return cls(whole, None, "its samples along dim 0 do not divide into two parts")
+        if whole.cluster.num_devices == 1:
+            return cls(whole)
+
+        def halves() -> Subject:
+            made = subject_of(model, *half, **{**options, "num_microbatches": 2})
+            return dataclasses.replace(made, parts=2)
+
+        return cls(whole, halves)
+
+    def best(self, plans_of: Callable[[Subject], list[ParallelPlan]]) -> ParallelPlan:
+        """The fastest plan; where overlap is asked for that of halves, if there is one. Halves that cannot be planned
+        are left out, as are those for which there is no time.
+
+        Raises:
+            ValueError: there is no plan.
+        """
+        is_asked = self.whole.overlap is True or self.whole.schedule == DUPLEX
+        if is_asked:
+            halves, reason = self._of_halves(plans_of)
+            if halves:
+                return fastest(halves)
+            plan, because = fastest(plans_of(self.whole)), str(reason or self.no_halves)
+            return with_note(plan, f"the microbatch is not computed in halves: {because}") if because else plan
+        whole: list[ParallelPlan] = []
+        refused: NoPlan | None = None
+        try:
+            whole = plans_of(self.whole)
+        except NoPlan as error:
+            refused = error
+        halves, reason = self._of_halves(plans_of)
+        if refused is not None and not halves:
+            raise _less_refused(refused, reason)
+        return _best_of(whole, halves)
+
+    def _of_halves(
+        self, plans_of: Callable[[Subject], list[ParallelPlan]]
+    ) -> tuple[list[ParallelPlan], ValueError | None]:
+        """Or why there are none, where somebody says why."""
+        try:
+            return ([], None) if self.halves is None else (plans_of(self.halves()), None)
+        except ValueError as error:
+            return [], error
+        except KeyboardInterrupt:
+            return [], None
+
+
+def _less_refused(whole: NoPlan, halves: ValueError | None) -> NoPlan:
+    """That which names the smaller limit that would do."""
+    if isinstance(halves, NoPlan) and None not in (whole.smallest_limit, halves.smallest_limit):
+        return min((whole, halves), key=lambda refused: refused.smallest_limit or 0)
+    return whole
 
 
 def fastest(plans: Sequence[ParallelPlan]) -> ParallelPlan:
@@ -124,23 +206,13 @@ def fastest(plans: Sequence[ParallelPlan]) -> ParallelPlan:
     return best
 
 
-def subjects_of(
-    model: nn.Module,
-    example_args: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> list[Subject]:
-    """What is planned, from the arguments of :func:`plan_parallel`. Where a step has one microbatch, which could not
-    compute while another communicates, also that one in two halves."""
-    whole = subject_of(model, example_args, example_kwargs, **options)
-    if whole.num_microbatches > 1 or whole.overlap is False or whole.schedule not in (AUTO, DUPLEX):
-        return [whole]
-    half = part_of_samples(example_args, example_kwargs or {}, 2)
-    if half is None or whole.cluster.num_devices == 1:
-        return [whole]
-    halves = subject_of(model, *half, **{**options, "num_microbatches": 2})
-    halves = dataclasses.replace(halves, parts=2)
-    return [halves] if whole.overlap is True or whole.schedule == DUPLEX else [whole, halves]
+def _best_of(whole: Sequence[ParallelPlan], halves: Sequence[ParallelPlan]) -> ParallelPlan:
+    """The fastest of all; one in halves says what the whole microbatch takes."""
+    best = fastest([*whole, *halves])
+    if best.parts == 1 or not whole:
+        return best
+    serial = min(plan.predicted_seconds for plan in whole)
+    return dataclasses.replace(best, step=dataclasses.replace(best.step, serial=serial))
 
 
 def subject_of(

@@ -41,10 +41,8 @@ def plan_text(plan: ParallelPlan) -> str:
     if step.hidden:
         lines.append(f"  {seconds_text(step.hidden)} of its collectives are under computation")
     if step.serial > step.total:
-        lines.append(
-            f"  one microbatch computes while another communicates; with segments one after the other a step takes "
-            f"{seconds_text(step.serial)}"
-        )
+        serial = seconds_text(step.serial)
+        lines.append(f"  one microbatch computes while another communicates; without that a step takes {serial}")
     for number, stage in enumerate(plan.stages):
         lines += _stage_lines(plan, number, stage)
     for tie in plan.ties:

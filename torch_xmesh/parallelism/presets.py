@@ -15,7 +15,8 @@ from torch_xmesh.parallelism.assembly import Subject
 from torch_xmesh.parallelism.by_hand import Writer
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.plan_parallel import explained, fastest, subjects_of
+from torch_xmesh.parallelism.plan_parallel import Subjects, explained
+from torch_xmesh.parallelism.stages import NoPlan
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
@@ -97,8 +98,9 @@ def _preset(
     tensor: int,
     zero: int,
 ) -> ParallelPlan:
-    subjects = subjects_of(model, example_args, **options)
-    return fastest([_written(dataclasses.replace(subject, title=title), stages, tensor, zero) for subject in subjects])
+    given = {name: value for name, value in options.items() if name != "example_kwargs"}
+    subjects = Subjects.of(model, example_args, options.get("example_kwargs"), given)
+    return subjects.best(lambda subject: [_written(dataclasses.replace(subject, title=title), stages, tensor, zero)])
 
 
 def _written(subject: Subject, stages: int, tensor: int, zero: int) -> ParallelPlan:
@@ -108,7 +110,7 @@ def _written(subject: Subject, stages: int, tensor: int, zero: int) -> ParallelP
     judged = judge.judged(found)
     if judged is None:
         most = judge.least_limit(found)
-        raise ValueError(f"{subject.title} does not keep memory_limit_bytes: a device would hold {most} bytes")
+        raise NoPlan(f"{subject.title} does not keep memory_limit_bytes: a device would hold {most} bytes", most)
     plan = explained(subject, judged, judge)
     if writer.left:
         names = f"{', '.join(writer.left[:5])}{' ...' if writer.left[5:] else ''}"

@@ -26,11 +26,23 @@ def with_segment_costs(
 ) -> ParallelPlan:
     """The plan with what its stages' segments take. `recorded`: the forward that was planned; `found`: by stage."""
     stages = tuple(
-        dataclasses.replace(planned, segments=segments, edges=edges)
+        _with_costs(planned, *_Stage(planned, recorded, stage, moved).costs())
         for planned, stage in zip(plan.stages, found, strict=True)
-        for segments, edges in (_Stage(planned, recorded, stage, moved).costs(),)
     )
     return dataclasses.replace(plan, stages=stages)
+
+
+def _with_costs(
+    stage: PlannedStage, segments: tuple[PlannedSegment, ...], edges: tuple[PlannedEdge, ...]
+) -> PlannedStage:
+    """The stage's collectives take what those of its segments and its transfers do."""
+    inside = sum((segment.seconds for segment in segments), Seconds())
+    seconds = dataclasses.replace(
+        stage.seconds,
+        forward_collectives=inside.forward_collectives + sum(edge.forward_seconds for edge in edges),
+        backward_collectives=inside.backward_collectives + sum(edge.backward_seconds for edge in edges),
+    )
+    return dataclasses.replace(stage, seconds=seconds, segments=segments, edges=edges)
 
 
 class _Stage:
@@ -175,4 +187,13 @@ def costs_of_segments(plan: ParallelPlan, spare: Sequence[int] = ()) -> Costs:
             with_gradient.add(ends)
     for ends, (forward, backward) in between.items():
         edges[ends] = EdgeCosts(forward_seconds=forward, backward_seconds=backward, has_gradient=ends in with_gradient)
-    return Costs(stages=stages, edges=edges, blocks_receiver=False, weights_groups=range(len(stages)))
+    inside = [
+        start + at
+        for start, stage in zip(first, plan.stages, strict=True)
+        if stage.is_on_one_host
+        for at in range(len(stage.segments))
+    ]
+    groups = range(len(stages))
+    return Costs(
+        stages=stages, edges=edges, blocks_receiver=False, weights_groups=groups, on_one_host=frozenset(inside)
+    )

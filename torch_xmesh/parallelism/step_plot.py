@@ -4,25 +4,9 @@ import re
 from pathlib import Path
 
 from torch_xmesh.palette import ACTIONS, colors_of, new_figure, time_unit
-from torch_xmesh.parallelism.judge import edges_between
-from torch_xmesh.parallelism.overlap import simulated as simulated_segments
+from torch_xmesh.parallelism.overlap import simulated
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage
 from torch_xmesh.parallelism.plan_text import parallelism_of, seconds_text
-from torch_xmesh.pipeline.schedule.schedule import Schedule
-from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
-
-
-def simulated(plan: ParallelPlan) -> Simulation:
-    """The plan's schedule, played as it was when the plan was judged."""
-    if plan.stages[0].segments:
-        return simulated_segments(plan)
-    moves = [
-        (value.from_stage, value.to_stage, (value.forward_seconds, value.backward_seconds), value.has_gradient)
-        for value in plan.values
-    ]
-    stages = [stage.seconds.costs(is_whole=stage.is_whole) for stage in plan.stages]
-    schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
-    return simulate(schedule, Costs(stages=stages, edges=edges_between(len(stages), moves), blocks_receiver=False))
 
 
 def at_end_of(plan: ParallelPlan, number: int) -> float:

@@ -138,7 +138,8 @@ class Case:
         flops = 1e9
         for _ in range(_ROUNDS):
             step = plan_of(self._subject, method, {**options, "compute": xm.Compute(flops, 1e15)}).step
-            flops *= ratio * step.compute / (step.collectives + step.sums)
+            communicated = step.collectives + step.sums + step.transfers
+            flops *= ratio * step.compute / communicated if communicated else 1.0
         return flops
 
     def _gradients(self) -> dict[str, torch.Tensor]:

@@ -24,12 +24,24 @@ constexpr int64_t kScreened = 40'000;       ///< actions of a schedule on which 
 constexpr int64_t kMostPlayed = 4'000'000;  ///< actions played to plan and compare, all together; about a second each million
 constexpr int64_t kConsidered = 40;         ///< candidates, about: each gets its part of that
 constexpr size_t kMostCompared = 8;         ///< orders of segments, the fastest without noise, that are compared with it
-constexpr std::array kSegmentRules = {SegmentRule{2, true, false}, SegmentRule{3, true, false},  SegmentRule{2, false, false},
-                                      SegmentRule{3, true, true},  SegmentRule{4, true, false},  SegmentRule{2, true, true},
-                                      SegmentRule{4, true, true},  SegmentRule{3, false, false}, SegmentRule{4, false, false},
-                                      SegmentRule{1, true, false}, SegmentRule{3, false, true},  SegmentRule{4, false, true}};
-constexpr int32_t kMostMore = 2;  ///< microbatches more than in 1f1b, in the orders of stages that they are made from
-constexpr size_t kRemade = 2;     ///< planned orders that are made again for all microbatches of a long schedule
+/// How segments are ordered, the most promising first.
+constexpr std::array kSegmentRules = {
+    SegmentRule{.most_open = 3},
+    SegmentRule{.most_open = 2},
+    SegmentRule{.most_open = 4},
+    SegmentRule{.most_open = 2, .is_split = false},
+    SegmentRule{.most_open = 3, .backward_first = true},
+    SegmentRule{.most_open = 2, .backward_first = true},
+    SegmentRule{.most_open = 4, .backward_first = true},
+    SegmentRule{.most_open = 3, .is_split = false},
+    SegmentRule{.most_open = 4, .is_split = false},
+    SegmentRule{.most_open = 1},
+    SegmentRule{.most_open = 3, .is_split = false, .backward_first = true},
+    SegmentRule{.most_open = 4, .is_split = false, .backward_first = true},
+};
+constexpr int64_t kOrdered = kMostPlayed / 8;  ///< actions played to order segments
+constexpr int32_t kMostMore = 2;               ///< microbatches more than in 1f1b, in the orders of stages that they are made from
+constexpr size_t kRemade = 2;                  ///< planned orders that are made again for all microbatches of a long schedule
 
 int64_t numActions(const PipelineShape& shape) { return 3 * int64_t{shape.num_stages} * shape.num_microbatches; }
 
@@ -119,7 +131,8 @@ class Search {
 
   /// Seconds without noise, and their mean with runs that have noise.
   std::pair<double, double> played(const ActionTable& table, ScheduleCosts costs) const {
-    const int32_t num_runs = affordable(kConsidered * table.numNodes() * (canRunEarly() ? 2 : 1), kMostNoisyRuns);
+    const int64_t times = kConsidered * (canRunEarly() ? 2 : 1) * (is_divided_ ? 4 : 1);
+    const int32_t num_runs = affordable(times * table.numNodes(), kMostNoisyRuns);
     double step_s = 0;
     double noisy_s = 0;
     for (int32_t run = 0; run <= num_runs; ++run) {
@@ -284,28 +297,19 @@ class Search {
     }
     stages.push_back(inPairs(shape_));
     consider(duplex(shape_, question_.segments));
-    struct Made {
-      Schedule schedule;
-      double seconds;
-    };
-    std::vector<Made> made;
-    int64_t left = kMostPlayed / 4;
-    for (const Schedule& base : withWholeBackwards(std::move(stages))) {
-      for (const SegmentRule& rule : kSegmentRules) {
-        if (left <= 0) {
-          break;
-        }
-        const std::string name =
-            base.name + "_" + std::to_string(rule.most_open) + "_open" + (rule.is_split ? "_split" : "") + (rule.backward_first ? "_back" : "");
-        double seconds = 0;
-        Schedule schedule = orderSegments(name, base, question_.segments, rule, question_.costs, &seconds);
-        left -= 3 * schedule.num_stages * schedule.num_microbatches;
-        if (keepsLimit(peakBytes(schedule, question_.costs)) && addsInOrder(schedule)) {
-          made.push_back({std::move(schedule), seconds});
+    const std::vector<Schedule> bases = withWholeBackwards(std::move(stages));
+    std::vector<SegmentOrder> made;
+    int64_t left = kOrdered;
+    for (const SegmentRule& rule : kSegmentRules) {
+      for (auto base = bases.begin(); base != bases.end() && left > 0; ++base) {
+        SegmentOrder order = orderSegments(*base, question_.segments, rule, question_.costs);
+        left -= numActions({order.schedule.num_stages, order.schedule.num_microbatches, {}});
+        if (keepsLimit(peakBytes(order.schedule, question_.costs)) && addsInOrder(order.schedule)) {
+          made.push_back(std::move(order));
         }
       }
     }
-    std::stable_sort(made.begin(), made.end(), [](const Made& a, const Made& b) { return a.seconds < b.seconds; });
+    std::stable_sort(made.begin(), made.end(), [](const SegmentOrder& a, const SegmentOrder& b) { return a.seconds < b.seconds; });
     for (size_t i = 0; i < std::min(kMostCompared, made.size()); ++i) {
       consider(std::move(made[i].schedule));
     }

@@ -12,7 +12,7 @@
 namespace xmesh::core {
 namespace {
 
-double secondsOf(const StageCost& stage, ActionKind kind) {
+double actionSeconds(const StageCost& stage, ActionKind kind) {
   switch (kind) {
     case ActionKind::kForward:
       return stage.forward_s;
@@ -70,7 +70,7 @@ class Simulation {
         chooser_(chooser),
         blocks_receiver_(!costs.overlap && costs.blocks_receiver),
         waits_for_(static_cast<size_t>(table.numNodes()), 0),
-        flows_(table.schedule().numPlaces()) {
+        flows_(2 * table.schedule().numPlaces()) {  // of each place its NIC, and behind all these the links inside its host
     local_dependents_.resize(waits_for_.size());
     transfers_of_.resize(waits_for_.size());
     adding_left_.resize(static_cast<size_t>(table_.schedule().num_stages), 0);
@@ -115,18 +115,16 @@ class Simulation {
 
   void addDependency(const ActionTable::Dependency& dependency, int32_t node) {
     ++waits_for_[static_cast<size_t>(node)];
-    const bool is_sent = dependency.edge >= 0 && costs_.edges[static_cast<size_t>(dependency.edge)].is_resharded;
-    if (table_.placeOf(dependency.node) == table_.placeOf(node) && !is_sent) {
+    const Action& user = table_.action(node);
+    const double seconds = dependency.edge < 0 ? 0 : secondsOf(costs_.edges[static_cast<size_t>(dependency.edge)], user.kind);
+    const bool is_within = table_.placeOf(dependency.node) == table_.placeOf(node);
+    if (is_within && (seconds == 0 || !costs_.edges[static_cast<size_t>(dependency.edge)].is_resharded)) {
       local_dependents_[static_cast<size_t>(dependency.node)].push_back(node);
       return;
     }
-    const EdgeCost& edge = costs_.edges[static_cast<size_t>(dependency.edge)];
-    const Action& user = table_.action(node);
-    const TransferCost& cost = crossingOf(user.kind) == Crossing::kValues ? edge.forward : edge.backward;
-    const double seconds = cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
     transfers_of_[static_cast<size_t>(dependency.node)].push_back(static_cast<int32_t>(transfers_.size()));
-    const NicFlow flow{table_.placeOf(dependency.node), table_.placeOf(node),
-                       seconds * factorOf(costs_, -2 - static_cast<int64_t>(transfers_.size()))};
+    const double taken = seconds * factorOf(costs_, -2 - static_cast<int64_t>(transfers_.size()));
+    const NicFlow flow = is_within ? flowWithin(node, taken) : NicFlow{table_.placeOf(dependency.node), table_.placeOf(node), taken};
     transfers_.push_back({dependency.node, node, flow, {table_.action(dependency.node).stage, user.stage, user.microbatch, 0, 0, 0}});
   }
 
@@ -156,6 +154,19 @@ class Simulation {
     place(user).has_news = true;
   }
 
+  double secondsOf(const EdgeCost& edge, ActionKind user) const {
+    const TransferCost& cost = crossingOf(user) == Crossing::kValues ? edge.forward : edge.backward;
+    return cost.seconds + (cost.num_bytes > 0 ? static_cast<double>(cost.num_bytes) / costs_.nic_bytes_per_s : 0);
+  }
+
+  /// Among the devices of a node's place.
+  NicFlow flowWithin(int32_t node, double seconds) const {
+    const auto stage = static_cast<size_t>(table_.action(node).stage);
+    const bool is_inside = !costs_.is_on_one_host.empty() && costs_.is_on_one_host[stage] != 0;
+    const int32_t at = table_.placeOf(node) + (is_inside ? table_.schedule().numPlaces() : 0);
+    return {at, at, seconds};
+  }
+
   /// Behind a stage's last B or W its gradients leave.
   void sumAtEnd(const Event& event) {
     const int32_t stage = table_.action(event.index).stage;
@@ -164,8 +175,8 @@ class Simulation {
       return;
     }
     const int32_t index = static_cast<int32_t>(transfers_.size());
-    const int32_t own = table_.placeOf(event.index);
-    transfers_.push_back({event.index, -1, {own, own, seconds * factorOf(costs_, -2 - static_cast<int64_t>(index))}, {stage, stage, -1, 0, 0, 0}});
+    const NicFlow flow = flowWithin(event.index, seconds * factorOf(costs_, -2 - static_cast<int64_t>(index)));
+    transfers_.push_back({event.index, -1, flow, {stage, stage, -1, 0, 0, 0}});
     transfers_.back().span.ready_s = event.time_s;
     pending_.push_back(index);
   }
@@ -220,7 +231,7 @@ class Simulation {
       return;
     }
     const Action& action = table_.action(node);
-    const double seconds = secondsOf(costs_.stages[static_cast<size_t>(action.stage)], action.kind) * factorOf(costs_, node);
+    const double seconds = actionSeconds(costs_.stages[static_cast<size_t>(action.stage)], action.kind) * factorOf(costs_, node);
     state.is_computing = true;
     out_.busy_s[static_cast<size_t>(index)] += seconds;
     out_.actions.push_back({index, action, now, now + seconds});

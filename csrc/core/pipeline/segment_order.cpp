@@ -115,17 +115,15 @@ class OpenActions final : public Chooser {
 
 }  // namespace
 
-Schedule orderSegments(const std::string& name, const Schedule& stages, const Segments& segments, const SegmentRule& rule, const ScheduleCosts& costs,
-                       double* seconds) {
+SegmentOrder orderSegments(const Schedule& stages, const Segments& segments, const SegmentRule& rule, const ScheduleCosts& costs) {
   Schedule all = allActions(shapeOfSegments(stages, segments), rule.is_split);
   all.segments = segments;
   const ActionTable table(all, edgesOf(costs));
   OpenActions open_actions(table, stages, segments, rule);
   const SimulatedSchedule played = play(table, costs, open_actions);
-  if (seconds != nullptr) {
-    *seconds = played.makespan_s;
-  }
-  return asPlayed(name, all, played);
+  const std::string name =
+      stages.name + "_" + std::to_string(rule.most_open) + "_open" + (rule.is_split ? "_split" : "") + (rule.backward_first ? "_back" : "");
+  return {asPlayed(name, all, played), played.makespan_s};
 }
 
 Schedule inPairs(const PipelineShape& shape) {

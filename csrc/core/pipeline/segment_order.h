@@ -15,12 +15,16 @@ struct SegmentRule {
   bool backward_first = false;  ///< of those that are ready
 };
 
+struct SegmentOrder {
+  Schedule schedule;
+  double seconds = 0;  ///< that a step takes
+};
+
 /// An order of segments from one of stages: each place runs what is ready of the next `most_open` actions of its list, segment by segment, so that
 /// one microbatch computes while values of another are on their way among the place's devices. List scheduling (Graham, 1966), the list's order as
 /// priority; W, oldest first, where a place would wait otherwise, or where a stage holds `most_open` - 1 microbatches more than in `stages`.
-/// `stages`: with B. `costs`: of segments. `seconds`: what a step takes then, without noise.
-Schedule orderSegments(const std::string& name, const Schedule& stages, const Segments& segments, const SegmentRule& rule, const ScheduleCosts& costs,
-                       double* seconds = nullptr);
+/// `stages`: with B. `costs`: of segments.
+SegmentOrder orderSegments(const Schedule& stages, const Segments& segments, const SegmentRule& rule, const ScheduleCosts& costs);
 
 /// Microbatches in pairs through the segments of each stage, which take the two in turn (HiDup's Duplex; S. Zhang et al., SoCC 2022), and pairs
 /// through the stages as in 1f1b. Of an odd number of microbatches the last one goes alone. `shape`: of stages.

@@ -29,6 +29,9 @@ void checkCosts(int32_t num_stages, const ScheduleCosts& costs) {
   require(costs.weights_group.empty() || costs.weights_group.size() == costs.stages.size(),
           "which stages add to the same gradients is said for every stage or for none, got " + std::to_string(costs.weights_group.size()) + " of " +
               std::to_string(costs.stages.size()));
+  require(costs.is_on_one_host.empty() || costs.is_on_one_host.size() == costs.stages.size(),
+          "which stages are on one host is said for every stage or for none, got " + std::to_string(costs.is_on_one_host.size()) + " of " +
+              std::to_string(costs.stages.size()));
   require(costs.noise >= 0 && costs.noise < 1, "noise is a part of the time, at least 0 and below 1, got " + std::to_string(costs.noise));
   for (size_t stage = 0; stage < costs.stages.size(); ++stage) {
     const StageCost& cost = costs.stages[stage];

@@ -49,6 +49,8 @@ struct ScheduleCosts {
   std::vector<uint8_t> runs_weights_early;
   /// By stage: those of one number add to the same gradients, so that their B and W keep the order of the list. Empty: all of a place do.
   std::vector<int32_t> weights_group;
+  /// By stage: whether the devices of its place are on one host, so that what goes among them does not load its NIC. Empty: none are.
+  std::vector<uint8_t> is_on_one_host;
   /// Every action and transfer takes up to this part longer or shorter, by chance.
   double noise = 0;
   uint64_t noise_seed = 0;
@@ -89,10 +91,10 @@ struct SimulatedSchedule {
 void checkCosts(int32_t num_stages, const ScheduleCosts& costs);
 
 /// Plays a schedule: places run their lists in order, an action starts once its place is free and its values are there. A place has one NIC, full
-/// duplex: transfers from one place to another follow one another, as do those within a place, which load both directions; those of different pairs
-/// share the NICs as TCP's flows do (`NicSharing`); where receivers block a place receives one at a time. Deterministic. Throws InvalidArgument for
-/// costs that do not fit or are negative, and for a schedule that validateSchedule() refuses (a schedule without any backward is taken as one of
-/// forwards only).
+/// duplex: transfers from one place to another follow one another, as do those within a place, which load both directions, or, if it is one host's,
+/// none; what takes no time there is handed over at once. Those of different pairs share the NICs as TCP's flows do (`NicSharing`); where receivers
+/// block a place receives one at a time. Deterministic. Throws InvalidArgument for costs that do not fit or are negative, and for a schedule that
+/// validateSchedule() refuses (a schedule without any backward is taken as one of forwards only).
 SimulatedSchedule simulateSchedule(const Schedule& schedule, const ScheduleCosts& costs);
 
 /// By place: the most bytes that its stages hold at once, as their costs say.

@@ -109,10 +109,14 @@ void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current
     const std::vector<Transfer>& posted = steps[current].posted;
     return std::all_of(posted.begin(), posted.end(), [&](const Transfer& transfer) { return traffic.hasArrived(transfer); });
   };
+  const auto adds = [](const PlaceStep& step) { return core::flightChangeOf(step.action.kind) == core::FlightChange::kEnds; };
   std::set<int32_t> blocked;  // of these gradients a B or W stands before the rest of the list
-  for (size_t next = current + 1; next < steps.size() && !hasArrived(); ++next) {
+  if (adds(steps[current])) {
+    blocked.insert(runner.weightsGroup(steps[current].action.stage));
+  }
+  for (size_t next = current + 1; next < steps.size() && blocked.size() < runner.numWeightsGroups() && !hasArrived(); ++next) {
     const PlaceStep& step = steps[next];
-    if (is_done[next] || core::flightChangeOf(step.action.kind) != core::FlightChange::kEnds) {
+    if (is_done[next] || !adds(step)) {
       continue;
     }
     const int32_t group = runner.weightsGroup(step.action.stage);

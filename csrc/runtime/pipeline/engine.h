@@ -34,6 +34,7 @@ class ActionRunner {
   virtual bool mayRunEarly(int32_t stage) const = 0;
   /// Stages of one number add to the same gradients: their B and W keep the order of the place's list.
   virtual int32_t weightsGroup(int32_t stage) const = 0;
+  virtual size_t numWeightsGroups() const = 0;
 };
 
 /// Moves values between the stages of different places, in the background. Called on the thread that runs the engine.

@@ -88,6 +88,29 @@ TEST(SegmentOrders, TransfersOfAPlaceShareItsNic) {
   EXPECT_DOUBLE_EQ(simulated.transfers[0].end_s, 6) << "the last second alone";
 }
 
+/// The devices of stage 0 are on one host: what goes among them leaves the NIC alone.
+TEST(SegmentOrders, TransfersInsideAHostLoadNoNic) {
+  ScheduleCosts costs;
+  costs.stages.assign(3, {1, 1, 1, 1});
+  costs.edges = {{{0, 1}, {3, 0}, {}, true}, {{0, 2}, {2, 0}, {}, false}};
+  costs.is_on_one_host = {1, 1, 0};
+  const SimulatedSchedule simulated = simulateSchedule(forwardsOf(dividedInto(makeSchedule("gpipe", 2, 1), Segments({2, 1}))), costs);
+  EXPECT_DOUBLE_EQ(simulated.transfers[0].end_s, 4);
+  EXPECT_DOUBLE_EQ(simulated.transfers[1].end_s, 3);
+  costs.is_on_one_host = {1};
+  EXPECT_THROW(simulateSchedule(makeSchedule("gpipe", 3, 1), costs), InvalidArgument);
+}
+
+/// What takes no time waits for no other.
+TEST(SegmentOrders, WhatTakesNoTimeIsHandedOver) {
+  ScheduleCosts costs;
+  costs.stages.assign(3, {1, 1, 1, 1});
+  costs.edges = {{{0, 2}, {5, 0}, {5, 0}, true}, {{0, 1}, {0, 0}, {}, true}, {{1, 2}, {0, 0}, {}, true}};
+  const SimulatedSchedule simulated = simulateSchedule(forwardsOf(scheduleFromCsv("0.0F0,0.0F1,0.1F0,0.1F1,0.2F0,0.2F1")), costs);
+  EXPECT_DOUBLE_EQ(simulated.actions[3].start_s, 3);
+  EXPECT_EQ(simulated.transfers.size(), 2U);
+}
+
 TEST(SegmentOrders, SumsLeaveBehindASegmentsLastWeights) {
   ScheduleCosts costs = chainCosts(2, 1, 0);
   costs.stages[1].sums_s = 2;
@@ -180,8 +203,7 @@ TEST(SegmentOrders, OfAnyCostsCanRunAndHoldAsMuchAsTheyMay) {
     const std::vector<std::string> names = {"gpipe", "1f1b", "eager_1f1b"};
     const auto num_stages = static_cast<int32_t>(counts.size());
     const Schedule stages = makeSchedule(names[static_cast<size_t>(random.number(0, 2))], num_stages, num_microbatches);
-    double seconds = 0;
-    const Schedule order = orderSegments("order", stages, segments, rule, costs, &seconds);
+    const auto [order, seconds] = orderSegments(stages, segments, rule, costs);
     SCOPED_TRACE("seed " + std::to_string(seed) + "\n" + order.str());
     validateSchedule(order, edgesOf(costs));
     EXPECT_EQ(order.segments, segments);

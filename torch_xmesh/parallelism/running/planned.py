@@ -112,6 +112,11 @@ class PlannedStages(StageSource):
             ValueError: the ranks' models have other values.
         """
         assert self._given is not None
+        if self._plan.parts > 1 and not all(map(_is_along_first, request.chunk_specs.values())):
+            raise ValueError(
+                f"the plan cuts each microbatch into {self._plan.parts} parts along dim 0, where args_chunk_spec and "
+                "kwargs_chunk_spec say that samples are elsewhere: plan with overlap=False, or two microbatches"
+            )
         modules = self._modules(self._given, request)
         out = planned_partition(self._given, self._modes, self._plan, modules, self._arguments, request.chunk_specs)
         self._num_samples = out.batch_size

@@ -173,6 +173,17 @@ def choose_microbatches(
     return ScheduleChoice(found[best]._best, found[best].candidates, memory_limit_bytes, others)
 
 
+def best_schedule(
+    costs: Costs,
+    places: Sequence[int],
+    num_microbatches: int,
+    memory_limit_bytes: int | None,
+    segments: Sequence[int] = (),
+) -> ScheduleChoice | None:
+    """As :func:`choose_schedule`; None where no schedule keeps the limit."""
+    return _considered(costs, places, num_microbatches, memory_limit_bytes, segments)[0]
+
+
 def _considered(
     costs: Costs,
     places: Sequence[int],

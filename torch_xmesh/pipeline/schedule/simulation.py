@@ -88,6 +88,8 @@ class Costs:
         early_weights: stages that, before they wait for a value, run the next W of their list; True: all.
         weights_groups: one number per stage: those of one number add to the same gradients, so that their B and W keep
             the list's order. None: all stages of a place do.
+        on_one_host: stages whose place's devices are on one host: what goes among them (`is_resharded`, sums) has links
+            of its own, and does not load the host's network interface.
         noise: every action and transfer takes up to this part longer or shorter, by chance (0.05: 5 %).
         noise_seed: seed of these random changes.
     """
@@ -100,6 +102,7 @@ class Costs:
     blocks_receiver: bool = True
     early_weights: Collection[int] | bool = False
     weights_groups: Sequence[int] | None = None
+    on_one_host: Collection[int] = ()
     noise: float = 0.0
     noise_seed: int = 0
 
@@ -124,6 +127,7 @@ class Costs:
             noise=self.noise,
             noise_seed=self.noise_seed,
             weights_group=list(self.weights_groups or ()),
+            is_on_one_host=[int(stage in self.on_one_host) for stage in range(num_stages)] if self.on_one_host else [],
         )
 
     @classmethod

@@ -159,7 +159,7 @@ def costs_of_events(
         )
         for segment in range(first[-1])
     ]
-    within_stages = {(start, stop) for start, stop, _ in moved}
+    sent = {(start, stop) for start, stop, _ in moved}
     between_stages = [(first[start + 1] - 1, first[stop]) for start, stop in edges]
     chains = [
         (at, at + 1) for stage, count in enumerate(counts) for at in range(first[stage], first[stage] + count - 1)
@@ -168,9 +168,9 @@ def costs_of_events(
         edge: EdgeCosts(
             forward_seconds=min(moved.get((*edge, "value"), [0.0])),
             backward_seconds=min(moved.get((*edge, "gradient"), [0.0])),
-            is_resharded=edge not in between_stages,
+            is_resharded=edge in sent,
         )
-        for edge in dict.fromkeys([*between_stages, *chains, *sorted(within_stages)])
+        for edge in dict.fromkeys([*between_stages, *chains, *sorted(sent)])
     }
     groups = None if max(counts) == 1 else range(first[-1])
     return Costs(stages=segments, edges=ways, overlap=overlap, blocks_receiver=False, weights_groups=groups)

@@ -38,6 +38,7 @@ class Recorder final : public ActionRunner, public BoundaryTraffic {
   }
   bool mayRunEarly(int32_t /*stage*/) const override { return runs_early; }
   int32_t weightsGroup(int32_t stage) const override { return has_groups ? stage : 0; }
+  size_t numWeightsGroups() const override { return has_groups ? 3 : 1; }
   bool hasArrived(const Transfer& transfer) const override { return late.count(text(transfer)) == 0; }
   void postReceive(const Transfer& transfer) override {
     log.push_back("post " + text(transfer));
@@ -162,6 +163,8 @@ TEST(Engine, RunsWeightsBeforeItWaits) {
   EXPECT_EQ(orderOf(list, from_another, true, {"v0.1"}), "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2");
   EXPECT_EQ(orderOf(list, from_another, true, {"v0.2"}), list) << "both have run already";
   EXPECT_EQ(orderOf("1F0 1I0 1F1 1B1 1W0", from_another, true, {"v0.1"}), "1F0 1I0 1F1 1B1 1W0") << "B1 adds to the gradients before W0 does";
+  const PlaceEdge to_another{1, 2, true, true, false};
+  EXPECT_EQ(orderOf("1F0 1F1 1I0 1B1 1W0", to_another, true, {"g0.1"}), "1F0 1F1 1I0 1B1 1W0") << "so does the B that waits itself";
 }
 
 /// Segments of a stage add to gradients of their own: only the same one's B or W must come first.
