@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import importlib
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "topology": SLOW,
     "loss_fn": F.mse_loss,
 }
+DATA_PARALLEL = {"gradient all-reduce", "gradient reduce-scatter", "parameter all-gather"}
 ACROSS_HOSTS: dict[str, Any] = {**OPTIONS, "tensor_parallel": 4}
 X = torch.zeros(16, 64)
 
@@ -272,3 +275,30 @@ def test_halves_of_samples_along_another_dim_are_refused() -> None:
 )
 def test_training_is_exact(options: dict[str, Any]) -> None:
     spawn(trains, 4, options)
+
+
+def strategy_of(model: nn.Module, tokens: torch.Tensor, hosts: int, nic_bytes_per_s: int) -> set[str]:
+    """The collectives of the plan that is found, which is no slower than data parallel by hand."""
+    options: dict[str, Any] = {
+        "devices": xm.Mesh(torch.arange(hosts)[:, None]),
+        "num_microbatches": 2,
+        "compute": xm.Compute(flops=1e10, bytes_per_s=1e12),
+        "topology": xm.Topology(devices_per_host=1, nic_bytes_per_s=nic_bytes_per_s),
+        "schedule": "1f1b",
+    }
+    plan = xm.plan_parallel(model, (tokens,), **options)
+    by_hand = xm.presets.data_parallel(model, (tokens,), **options)
+    assert plan.predicted_seconds <= 1.01 * by_hand.predicted_seconds
+    return {f"{one.why} {one.collective}" for stage in plan.stages for one in stage.collectives}
+
+
+def test_clusters_and_models_get_the_strategies_that_people_give_them() -> None:
+    """Many experts lie on different devices, and tokens go to them by all-to-all; few are copied, and the batch is
+    divided, as a model without experts has it."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
+    sparse = importlib.import_module("sparse")
+    tokens = torch.zeros(16, 64, dtype=torch.int64)
+    many, few = (sparse.bert(2, 2.5, depth=4, experts=number) for number in (64, 4))
+    assert "forward all-to-all" in strategy_of(many, tokens, 4, 10**7)
+    assert strategy_of(few, torch.cat([tokens] * 16), 4, 10**10) <= DATA_PARALLEL
+    assert strategy_of(sparse.dense_bert(depth=4), torch.cat([tokens] * 16), 4, 10**10) <= DATA_PARALLEL
