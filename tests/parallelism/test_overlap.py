@@ -277,6 +277,48 @@ def test_training_is_exact(options: dict[str, Any]) -> None:
     spawn(trains, 4, options)
 
 
+def sparse_models() -> Any:
+    """Those of examples/models."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
+    return importlib.import_module("sparse")
+
+
+def learns(rank: int, world_size: int, num_steps: int) -> None:
+    """A step's loss is one process's, step by step, to the last one."""
+    torch.manual_seed(0)
+    model = sparse_models().bert(1, 1.25, width=16, depth=4, length=16, experts=8).double()
+    tokens, following = torch.randint(256, (2, 16, 16)).unbind()
+
+    def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    options = {**OPTIONS, "devices": xm.Mesh([[0], [1]]), "num_microbatches": 1, "loss_fn": loss_of}
+    options |= {"overlap": True, "num_layers": 1}
+    options["topology"] = xm.Topology(devices_per_host=1, nic_bytes_per_s=10**7, local_bytes_per_s=10**9)
+    plan = xm.plan_parallel(model, (tokens,), **options)
+    assert plan.parts == 2
+    assert max(segments_of(plan)) > 2, str(plan)
+    whole = copy.deepcopy(model)
+    with xm.PipelineEngine(model, (tokens,), plan=plan, loss_fn=loss_of) as engine:
+        optimizers = [torch.optim.Adam(parameters, 1e-2) for parameters in (engine.parameters(), whole.parameters())]
+        losses = []
+        for _ in range(num_steps):
+            engine.step(tokens, target=following)
+            loss = loss_of(whole(tokens), following)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert engine.last_loss() == pytest.approx(loss.item(), rel=1e-6)
+            losses.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("num_steps", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_training_goes_as_in_one_process(num_steps: int) -> None:
+    spawn(learns, 2, num_steps, timeout=300)
+
+
 def strategy_of(model: nn.Module, tokens: torch.Tensor, hosts: int, nic_bytes_per_s: int) -> set[str]:
     """The collectives of the plan that is found, which is no slower than data parallel by hand."""
     options: dict[str, Any] = {
@@ -295,8 +337,7 @@ def strategy_of(model: nn.Module, tokens: torch.Tensor, hosts: int, nic_bytes_pe
 def test_clusters_and_models_get_the_strategies_that_people_give_them() -> None:
     """Many experts lie on different devices, and tokens go to them by all-to-all; few are copied, and the batch is
     divided, as a model without experts has it."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
-    sparse = importlib.import_module("sparse")
+    sparse = sparse_models()
     tokens = torch.zeros(16, 64, dtype=torch.int64)
     many, few = (sparse.bert(2, 2.5, depth=4, experts=number) for number in (64, 4))
     assert "forward all-to-all" in strategy_of(many, tokens, 4, 10**7)
