@@ -10,8 +10,8 @@ from small_models import Gpt
 
 import torch_xmesh as xm
 from torch_xmesh.parallelism.judge import Judge
-from torch_xmesh.parallelism.plan_parallel import subject_of
 from torch_xmesh.parallelism.stages import FoundPlan, StageSearch, in_flight_of
+from torch_xmesh.parallelism.subjects import subject_of
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import simulate
 

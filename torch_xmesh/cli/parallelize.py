@@ -12,8 +12,8 @@ from torch import nn
 
 from torch_xmesh.parallelism import Compute, OperatorTimes, ParallelPlan, plan_parallel, presets
 from torch_xmesh.parallelism.cost_tables import collective_table, compute_table
-from torch_xmesh.parallelism.plan_parallel import subject_of
 from torch_xmesh.parallelism.plan_text import bytes_text, seconds_text
+from torch_xmesh.parallelism.subjects import subject_of
 from torch_xmesh.spec import Mesh
 from torch_xmesh.topology import Topology
 

@@ -15,8 +15,9 @@ from torch_xmesh.parallelism.assembly import Subject
 from torch_xmesh.parallelism.by_hand import Writer
 from torch_xmesh.parallelism.judge import Judge
 from torch_xmesh.parallelism.plan import ParallelPlan
-from torch_xmesh.parallelism.plan_parallel import Subjects, explained
+from torch_xmesh.parallelism.plan_parallel import explained
 from torch_xmesh.parallelism.stages import NoPlan
+from torch_xmesh.parallelism.subjects import Subjects
 
 __all__ = ["data_parallel", "megatron", "pipeline", "zero_2", "zero_3"]
 
