@@ -49,10 +49,10 @@ def check_plan(plan: "ParallelPlan") -> None:
         _check_stage(stage, plan.num_microbatches, f"plan.stages[{number}]")
     _check_values(plan)
     _check_ties(plan)
-    _check_segments(plan)
     _check_schedule(plan)
     if any(stage.programs for stage in plan.stages):
         check_programs(plan)
+    _check_segments(plan)
 
 
 def check_programs(plan: "ParallelPlan") -> None:
