@@ -155,9 +155,7 @@ void bindPipelineCore(py::module_& module) {
           py::arg("edges"), py::arg("is_forward_only") = false, py::call_guard<py::gil_scoped_release>())
       .def(
           "refuse_cell",
-          [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) {
-            core::refuseCell(self, {place, cell}, message);
-          },
+          [](const Schedule& self, int32_t place, int32_t cell, const std::string& message) { core::refuseCell(self, {place, cell}, message); },
           py::arg("place"), py::arg("cell"), py::arg("message"))
       .def("forwards", &core::forwardsOf)
       .def(
