@@ -35,6 +35,8 @@ _PRESETS = (
 )
 _RIVALS = ("FSDP2 on gloo", "FSDP2 on xmesh", "DTensor TP on gloo", "DTensor TP on xmesh")
 METHODS = ("found", *_PRESETS, *_RIVALS)
+_SERIAL = tuple(f"{name} serial" for name in ("found", *_PRESETS))
+"""Plans without overlap: measured where they are asked for."""
 CASES: dict[str, dict[str, Any]] = {
     "gpt 0.05 GFLOP/s": {"model": "gpt", "flops": [5e7, 5e7]},
     "gpt 0.2 GFLOP/s": {"model": "gpt", "flops": [2e8, 2e8]},
@@ -56,8 +58,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
     options = parser.parse_args(arguments)
     options.methods = options.methods.split(",")
-    if unknown := sorted(set(options.methods) - set(METHODS)):
-        parser.error(f"there are no {unknown}; there are {list(METHODS)}")
+    if unknown := sorted(set(options.methods) - {*METHODS, *_SERIAL}):
+        parser.error(f"there are no {unknown}; there are {list(METHODS)}, and {list(_SERIAL)}")
     names = list(CASES)
     options.cases = [names[int(number)] for number in options.cases.split(",")]
     return options

@@ -9,11 +9,12 @@ from pathlib import Path
 import auto_parallel
 import pytest
 import torch
-from parts.auto_parallel.models import Paced, subject
+from parts.auto_parallel.models import subject
 from parts.auto_parallel.records import Record, summary
+from parts.shared.pacing import Paced
 from redraw import redraw
 
-FOUND = Record("a case", "found", "4 | 4 1f1b", 1.0, 0.9, 1.1, 1.0, runs=2, wrong=0)
+FOUND = Record("a case", "found", "4 | 4 1f1b", 1.0, 0.9, 1.1, runs=2, wrong=0, predicted_seconds=1.0)
 
 
 def test_what_records_come_to() -> None:
@@ -49,7 +50,7 @@ def test_products_take_as_long_as_on_a_device_of_that_speed() -> None:
     assert paced.operations == 3 * forward
     with pytest.raises(RuntimeError) as outside:
         a @ torch.randn(3, 64)
-    assert not [entry for entry in outside.traceback if "parts/auto_parallel/models" in str(entry.path)]
+    assert not [entry for entry in outside.traceback if "parts/shared/pacing" in str(entry.path)]
 
 
 def test_subjects_are_the_same_each_time() -> None:
@@ -62,10 +63,10 @@ def test_subjects_are_the_same_each_time() -> None:
 
 def test_plans_and_rivals_train_and_are_drawn(tmp_path: Path) -> None:
     path, picture = tmp_path / "out.json", tmp_path / "out.png"
-    command = ["--cases", "2", "--methods", "found,FSDP2 on xmesh", "--runs", "1", "--no-shaping"]
+    command = ["--cases", "2", "--methods", "found,found serial,FSDP2 on xmesh", "--runs", "1", "--no-shaping"]
     assert auto_parallel.main([*command, "--json", str(path), "--plot", str(picture)]) == 0
     records = json.loads(path.read_text())["records"]
-    assert [record["method"] for record in records] == ["found", "FSDP2 on xmesh"]
+    assert [record["method"] for record in records] == ["found", "found serial", "FSDP2 on xmesh"]
     assert all(record["wrong"] == 0 and record["seconds"] > 0 for record in records)
     drawn = picture.read_bytes()
     assert redraw(path).read_bytes() == drawn

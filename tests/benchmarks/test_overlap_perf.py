@@ -14,7 +14,7 @@ from parts.overlap.records import Record, hidden_part, rows
 from redraw import redraw
 
 STEP = {"total": 1.5, "compute": 1.0, "collectives": 0.5, "sums": 0.0}
-UNSPLIT = Record("a case", "unsplit", "2 1f1b", 1.6, 1.5, 1.7, 1.0, STEP, runs=3, wrong=0)
+UNSPLIT = Record("a case", "unsplit", "2 1f1b", 1.6, 1.5, 1.7, runs=3, wrong=0, computed_seconds=1.0, predicted=STEP)
 
 
 def test_what_is_hidden() -> None:

@@ -101,7 +101,7 @@ def assembled(subject: Subject, judged: Judged, judge: Judge) -> ParallelPlan:
         num_microbatches=subject.num_microbatches,
         schedule=judged.schedule.name,
         schedule_csv=judged.schedule.to_csv(),
-        step=_step(subject, judged),
+        step=PredictedStep(judged.step_seconds, 0.0, 0.0, 0.0, 0.0, 0.0),  # with_order() knows it by segments
         devices=subject.cluster.num_devices,
         collectives=subject.collectives,
         title=subject.title,
@@ -165,21 +165,6 @@ def planned_stage(layers: Layers, stage: FoundStage, in_flight: int, peak_bytes:
         stage.gap,
         is_whole(stage),
     )
-
-
-def _step(subject: Subject, judged: Judged) -> PredictedStep:
-    """What a step's time consists of: computation, collectives and sums of gradients are those of the stage that works
-    longest, transfers those of all stages."""
-
-    def work(stage: FoundStage) -> tuple[float, float, float]:
-        seconds, count = stage.sharded.seconds, subject.num_microbatches
-        collectives = seconds.forward_collectives + seconds.backward_collectives
-        return count * (seconds.forward + seconds.backward), count * collectives, seconds.step_collectives
-
-    compute, collectives, sums = max(map(work, judged.plan.stages), key=sum)
-    transfers = subject.num_microbatches * sum(sum(transfer.seconds) for transfer in judged.transfers)
-    bubble = max(judged.step_seconds - compute - collectives - sums, 0.0)
-    return PredictedStep(judged.step_seconds, compute, collectives, sums, transfers, bubble)
 
 
 def _notes(subject: Subject, judged: Judged) -> tuple[str, ...]:

@@ -170,9 +170,7 @@ class Judge:
 
     def _played(self, plan: FoundPlan) -> "_Played":
         transfers = self._transfers(plan.stages)
-        limits = [stage.shape.kind.memory_bytes for stage in plan.stages]
-        most = max((limit for limit in limits if limit is not None), default=None)
-        spare = [0 if limit is None or most is None else most - limit for limit in limits]
+        most, spare = spare_of([stage.shape.kind.memory_bytes for stage in plan.stages])
         costs = self._costs(plan.stages, transfers, spare)
         ties = self._ties(plan.stages)
         return _Played(plan, tuple(transfers), ties, costs, tuple(spare), most, self._num_microbatches)
@@ -282,6 +280,13 @@ class Judge:
         spec = Spec(value.shape, value.dtype, mesh_of(src[0]), placements_of(src[1]))
         plan = plan_resharding(spec, mesh_of(dst[0]), placements_of(dst[1]), topology=self._topology)
         return plan.predicted_seconds
+
+
+def spare_of(limits: Sequence[int | None]) -> tuple[int | None, list[int]]:
+    """The largest of the stages' limits of bytes, and by stage what is counted as held more, so that this one holds for
+    all."""
+    most = max((limit for limit in limits if limit is not None), default=None)
+    return most, [0 if limit is None or most is None else most - limit for limit in limits]
 
 
 def _faster(best: Judged | None, other: Judged | None) -> Judged | None:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch_xmesh import _C
-from torch_xmesh.parallelism.judge import edges_between
+from torch_xmesh.parallelism.judge import edges_between, spare_of
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, PredictedStep
 from torch_xmesh.parallelism.segment_costs import costs_of_segments
 from torch_xmesh.pipeline.schedule.choice import best_schedule
@@ -41,7 +41,7 @@ def with_order(
         return _duplex(plan, serial, limits)
     if overlap is False or schedule != AUTO:
         return kept
-    reason = why_no_order(plan)
+    reason = _why_no_order(plan)
     found = None if reason else _found(plan, limits)
     if found is not None:
         ordered = _ordered(plan, found, serial, limits)
@@ -55,16 +55,21 @@ def with_note(plan: ParallelPlan, note: str) -> ParallelPlan:
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
-def why_no_order(plan: ParallelPlan) -> str:
-    """Why segments are not ordered; empty where they can be."""
-    num_segments = sum(len(stage.segments) for stage in plan.stages)
+def _why_nothing_hides(plan: ParallelPlan) -> str:
+    """Why no order of segments hides anything; empty where one may."""
     if plan.num_microbatches == 1:
         return "nothing is hidden, since a step has one microbatch"
     if not any(stage.edges for stage in plan.stages):
         return "nothing is hidden, since nothing is moved among a stage's devices but what is moved once a step"
+    return ""
+
+
+def _why_no_order(plan: ParallelPlan) -> str:
+    """Why no order of segments is searched for; empty where one is."""
+    num_segments = sum(len(stage.segments) for stage in plan.stages)
     if 3 * num_segments * plan.num_microbatches > _MOST_ORDERED_ACTIONS:
         return f"no order is searched for more than {_MOST_ORDERED_ACTIONS} actions of segments"
-    return ""
+    return _why_nothing_hides(plan)
 
 
 def _duplex(plan: ParallelPlan, serial: Simulation, limits: Sequence[int | None]) -> ParallelPlan:
@@ -77,12 +82,8 @@ def _duplex(plan: ParallelPlan, serial: Simulation, limits: Sequence[int | None]
                 f"schedule='duplex' does not keep memory_limit_bytes={limit}: a device of stage {number} would hold "
                 f"{stage.peak_bytes} bytes"
             )
-    reason = why_no_order(plan) if not _has_pairs(plan) else ""
+    reason = _why_nothing_hides(plan)
     return with_note(ordered, f"schedule='duplex': {reason}") if reason else ordered
-
-
-def _has_pairs(plan: ParallelPlan) -> bool:
-    return plan.num_microbatches > 1 and any(stage.edges for stage in plan.stages)
 
 
 def simulated(plan: ParallelPlan) -> Simulation:
@@ -97,7 +98,7 @@ def _schedule_of(plan: ParallelPlan) -> Schedule:
 def _played(plan: ParallelPlan, schedule: Schedule, limits: Sequence[int | None]) -> Simulation:
     counts = [len(stage.segments) for stage in plan.stages]
     if min(counts) > 0:
-        return simulate(Schedule(schedule.core.divided(counts)), costs_of_segments(plan, _spare(limits)))
+        return simulate(Schedule(schedule.core.divided(counts)), costs_of_segments(plan, spare_of(limits)[1]))
     moves = [
         (value.from_stage, value.to_stage, (value.forward_seconds, value.backward_seconds), value.has_gradient)
         for value in plan.values
@@ -106,16 +107,10 @@ def _played(plan: ParallelPlan, schedule: Schedule, limits: Sequence[int | None]
     return simulate(schedule, Costs(stages=stages, edges=edges_between(len(stages), moves), blocks_receiver=False))
 
 
-def _spare(limits: Sequence[int | None]) -> list[int]:
-    """By stage the bytes that are counted as held, so that one limit, the largest, holds for all."""
-    most = max((limit for limit in limits if limit is not None), default=None)
-    return [0 if limit is None or most is None else most - limit for limit in limits]
-
-
 def _found(plan: ParallelPlan, limits: Sequence[int | None]) -> Schedule | None:
     """None where none keeps the limits."""
-    most = max((limit for limit in limits if limit is not None), default=None)
-    costs = costs_of_segments(plan, _spare(limits))
+    most, spare = spare_of(limits)
+    costs = costs_of_segments(plan, spare)
     counts = [len(stage.segments) for stage in plan.stages]
     best = best_schedule(costs, range(len(counts)), plan.num_microbatches, most, counts)
     return None if best is None else best.schedule
@@ -141,27 +136,24 @@ def _with_in_flight(stage: PlannedStage, in_flight: int) -> PlannedStage:
 
 
 def _step(plan: ParallelPlan, simulation: Simulation, serial: Simulation) -> PredictedStep:
-    """Of the stage that works longest: what it computes and communicates, and what of that is at the same time."""
+    """Of the stage that works longest: what it computes and communicates, and what of that is at the same time;
+    transfers are those of all stages."""
 
     def work(stage: PlannedStage) -> tuple[float, float, float]:
-        count = plan.num_microbatches
-        compute = sum(segment.seconds.forward + segment.seconds.backward for segment in stage.segments)
-        inside = sum(
-            segment.seconds.forward_collectives + segment.seconds.backward_collectives for segment in stage.segments
-        )
-        edges = sum(edge.forward_seconds + edge.backward_seconds for edge in stage.edges)
-        sums = sum(segment.seconds.step_collectives for segment in stage.segments)
-        return count * compute, count * (inside + edges), sums
+        seconds, count = stage.seconds, plan.num_microbatches
+        collectives = seconds.forward_collectives + seconds.backward_collectives
+        return count * (seconds.forward + seconds.backward), count * collectives, seconds.step_collectives
 
     works = [work(stage) for stage in plan.stages]
     longest = max(range(len(works)), key=lambda number: sum(works[number]))
     compute, collectives, sums = works[longest]
+    transfers = plan.num_microbatches * sum(value.forward_seconds + value.backward_seconds for value in plan.values)
     shared = [sum(tie.seconds for tie in plan.ties if number in tie.stages) for number in range(len(works))]
     total = simulation.makespan_seconds + max(shared)
     before = serial.makespan_seconds + max(shared)
     hidden = _hidden(plan, simulation, longest)
     bubble = max(total - (compute + collectives + sums - hidden), 0.0)
-    return PredictedStep(total, compute, collectives, sums, plan.step.transfers, bubble, hidden, before)
+    return PredictedStep(total, compute, collectives, sums, transfers, bubble, hidden, before)
 
 
 def _hidden(plan: ParallelPlan, simulation: Simulation, stage: int) -> float:

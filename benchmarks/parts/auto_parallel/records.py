@@ -1,41 +1,30 @@
 """Records of auto_parallel.py, their rows in a table, and what they come to."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
-from parts.shared.charts import Bar, draw_bars, new_figure, save_figure
+from parts.shared.steps import StepRecord, plot_steps
 from parts.shared.table import LiveTable
-from torch_xmesh import palette
 
 _APART = 0.05
 """Plans whose predictions differ by less are not compared."""
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class Record(StepRecord):
     """One model on devices of one speed under one method.
 
     Attributes:
-        text: stages' meshes and the schedule of a plan.
-        seconds: the median step.
         predicted_seconds: what the plan says; None of rivals.
     """
 
-    case: str
-    method: str
-    text: str
-    seconds: float
-    seconds_min: float
-    seconds_max: float
     predicted_seconds: float | None
-    runs: int
-    wrong: int
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        return self.predicted_seconds
 
 
 _HEAD = (
@@ -115,26 +104,9 @@ def _order(plans: Sequence[Record]) -> tuple[int, int]:
 
 def plot(path: Path, records: Sequence[Record], about: str) -> None:
     """A group of bars for each case; the line across a bar is the prediction."""
-    groups = list(dict.fromkeys(record.case for record in records))
-    methods = list(dict.fromkeys(record.method for record in records))
-    colors = dict(zip(methods, palette.colors_of(methods), strict=True))
-    best = {group: min(one.seconds for one in records if one.case == group) for group in groups}
-    bars = [
-        Bar(
-            one.case,
-            one.method,
-            one.seconds / best[one.case],
-            one.seconds_min / best[one.case],
-            one.seconds_max / best[one.case],
-            None if one.predicted_seconds is None else one.predicted_seconds / best[one.case],
-        )
-        for one in records
-    ]
-    figure = new_figure(4.0 * len(groups), 5.0)
-    axes = figure.add_subplot()
-    draw_bars(axes, bars, groups=groups, colors=colors)
-    axes.set_ylabel("step, over the case's fastest")
-    axes.set_title(f"plans found and plans by hand; black lines are predictions ({about})", fontsize=9)
-    handles = [axes.bar(0, 0, color=colors[method]) for method in methods]
-    axes.legend(handles, methods, fontsize=7, ncols=2)
-    save_figure(figure, path)
+
+    def fastest(case: str) -> float:
+        return min(one.seconds for one in records if one.case == case)
+
+    title = f"plans found and plans by hand; black lines are predictions ({about})"
+    plot_steps(path, records, fastest, over="the case's fastest", title=title)

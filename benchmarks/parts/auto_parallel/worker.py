@@ -7,22 +7,22 @@ Started on each device with one argument, the path of a job description; rank 0 
 import os
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_xmesh as xm
-from parts.auto_parallel.models import Paced, Subject, subject
+from parts.auto_parallel.models import Subject, subject
 from parts.shared.harness import job_of_arguments, publish
-from parts.shared.progress import tell
+from parts.shared.pacing import Paced
+from parts.shared.steps import Method, TimedSteps, gradients_of
 from torch_xmesh import _C
 from torch_xmesh.calibration import calibrate
 
@@ -30,7 +30,7 @@ _NUM_PROBES = 10
 _PROBE_BYTES = 1 << 20
 
 
-class Method(ABC):
+class Trained(Method):
     """A way to train a subject on all ranks.
 
     Attributes:
@@ -41,21 +41,8 @@ class Method(ABC):
     predicted_seconds: float | None = None
     text = ""
 
-    @abstractmethod
-    def step(self) -> None: ...
 
-    @abstractmethod
-    def parameters(self) -> Mapping[str, torch.Tensor]: ...
-
-    def zero_gradients(self) -> None:
-        for parameter in self.parameters().values():
-            parameter.grad = None
-
-    def close(self) -> None:  # noqa: B027  # most have nothing
-        """Ends what it holds."""
-
-
-class Planned(Method):
+class Planned(Trained):
     """A plan in torch_xmesh's engine."""
 
     def __init__(self, one: Subject, plan: xm.ParallelPlan) -> None:
@@ -74,7 +61,7 @@ class Planned(Method):
         self._engine.close()
 
 
-class ByHand(Method):
+class ByHand(Trained):
     """As a user writes it with torch: data parallel over hosts and tensor parallel within them, or FSDP2 over all
     devices; gradients are summed with the last microbatch."""
 
@@ -137,7 +124,7 @@ def _all_reduce_seconds(group: dist.ProcessGroup, count: int) -> float:
 
 def plans_of(
     one: Subject, topology: xm.Topology, job: dict[str, Any], case: dict[str, Any]
-) -> dict[str, Callable[[], xm.ParallelPlan]]:
+) -> Mapping[str, Callable[[], xm.ParallelPlan]]:
     """By method, who makes its plan."""
     hosts, devices = job["hosts"], job["devices"]
     rates = {host: xm.Compute(flops=flops, bytes_per_s=1e15) for host, flops in enumerate(case["flops"])}
@@ -150,18 +137,20 @@ def plans_of(
     }
     model, args = one.make(), (one.example,)
     presets = xm.presets
-    return {
-        "found": lambda: xm.plan_parallel(model, args, **options),
-        "DP": lambda: presets.data_parallel(model, args, **options),
-        "ZeRO-2": lambda: presets.zero_2(model, args, **options),
-        "ZeRO-3": lambda: presets.zero_3(model, args, **options),
-        "Megatron 4": lambda: presets.megatron(model, args, tensor_parallel=4, **options),
-        "Megatron 8": lambda: presets.megatron(model, args, tensor_parallel=8, **options),
-        "PP 2 x DP 4": lambda: presets.pipeline(model, args, num_stages=2, **options),
-        "PP 4 x DP 2": lambda: presets.pipeline(model, args, num_stages=4, **options),
-        "PP 2 x TP 4": lambda: presets.pipeline(model, args, num_stages=2, tensor_parallel=4, **options),
-        "PP 2 x TP 2": lambda: presets.pipeline(model, args, num_stages=2, tensor_parallel=2, **options),
+    made: dict[str, Callable[..., xm.ParallelPlan]] = {
+        "found": xm.plan_parallel,
+        "DP": presets.data_parallel,
+        "ZeRO-2": presets.zero_2,
+        "ZeRO-3": presets.zero_3,
+        "Megatron 4": partial(presets.megatron, tensor_parallel=4),
+        "Megatron 8": partial(presets.megatron, tensor_parallel=8),
+        "PP 2 x DP 4": partial(presets.pipeline, num_stages=2),
+        "PP 4 x DP 2": partial(presets.pipeline, num_stages=4),
+        "PP 2 x TP 4": partial(presets.pipeline, num_stages=2, tensor_parallel=4),
+        "PP 2 x TP 2": partial(presets.pipeline, num_stages=2, tensor_parallel=2),
     }
+    plans = {name: partial(make, model, args, **options) for name, make in made.items()}
+    return plans | {f"{name} serial": partial(make, overlap=False) for name, make in plans.items()}
 
 
 class Rivals:
@@ -177,7 +166,7 @@ class Rivals:
             both = DeviceMesh.from_group(groups, "cpu", mesh=grid, mesh_dim_names=("data", "tensor"))
             self._meshes[backend] = flat, both
 
-    def make(self, name: str, one: Subject) -> Method:
+    def make(self, name: str, one: Subject) -> Trained:
         kind, _, backend = name.partition(" on ")
         flat, both = self._meshes[backend]
         return ByHand(one, flat, None) if kind == "FSDP2" else ByHand(one, both["data"], both["tensor"])
@@ -199,81 +188,28 @@ class Case:
         self._job, self._case, self._group = job, case, group
         self._subject = subject(case["model"])
         plans = plans_of(self._subject, topology, job, case)
-        self.methods: dict[str, Method] = {}
+        self.methods: dict[str, Trained] = {}
         for name in case["methods"]:
             if name in plans:
                 self.methods[name] = Planned(self._subject, plans[name]())
             elif name.startswith("FSDP2") or self._subject.tensor_parallel is not None:
                 self.methods[name] = rivals.make(name, self._subject)
-        self._expected = self._gradients()
-        self._seconds: dict[str, list[float]] = {name: [] for name in self.methods}
-        self._wrong = dict.fromkeys(self.methods, 0)
-        self._paced = paced
+        one = self._subject
+        self._steps = TimedSteps(
+            self.methods, gradients_of(one.make(), one.batch, one.target, one.loss_fn), paced, group
+        )
         paced.flops = case["flops"][dist.get_rank() // job["devices"]]
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """What one process gets."""
-        model = self._subject.make()
-        self._subject.loss_fn(model(self._subject.batch), self._subject.target).backward()  # type: ignore[no-untyped-call]
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-
-    def run(self, name: str) -> float:
-        """A step, from the first rank's start to the last one's end; its gradients are checked."""
-        method = self.methods[name]
-        method.zero_gradients()
-        with self._paced:
-            dist.barrier(group=self._group)
-            begin = time.monotonic()
-            method.step()
-            end = time.monotonic()
-        times = torch.tensor([-begin, end], dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
-        wrong = torch.tensor([self._count_wrong(method)])
-        dist.all_reduce(wrong, group=self._group)
-        self._wrong[name] += int(wrong)
-        return float(times.sum())
-
-    def _count_wrong(self, method: Method) -> int:
-        """Elements beyond float32's tolerance for sums in another order; all of a gradient that is missing."""
-        wrong = 0
-        for name, parameter in method.parameters().items():
-            expected, found = self._expected[name], parameter.grad
-            if isinstance(found, DTensor):
-                found = found.full_tensor()
-            if found is None or found.shape != expected.shape:
-                wrong += expected.numel()
-            else:
-                tolerance = 1e-4 * expected.abs() + 1e-5 * expected.abs().max() + 1e-9
-                wrong += int((~((found - expected).abs() <= tolerance)).sum())
-        return wrong
-
     def measure(self) -> None:
-        """One uncounted step of each, then rounds of all."""
-        for number in range(1 + self._job["runs"]):
-            for name in self.methods:
-                if dist.get_rank() == 0:
-                    tell(
-                        self._case["name"],
-                        name,
-                        f"run {number} of {self._job['runs']}",
-                        self._job["ends_at"] - time.time(),
-                    )
-                seconds = self.run(name)
-                if number:
-                    self._seconds[name].append(seconds)
+        self._steps.measure(self._case["name"], self._job)
 
     def records(self) -> list[dict[str, Any]]:
         return [
             {
                 "case": self._case["name"],
-                "method": name,
                 "text": method.text,
-                "seconds": statistics.median(self._seconds[name]),
-                "seconds_min": min(self._seconds[name]),
-                "seconds_max": max(self._seconds[name]),
                 "predicted_seconds": method.predicted_seconds,
-                "runs": len(self._seconds[name]),
-                "wrong": self._wrong[name],
+                **self._steps.record(name),
             }
             for name, method in self.methods.items()
         ]

@@ -1,41 +1,30 @@
 """Records of overlap_perf.py, their rows in a table, and a chart."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from parts.shared.charts import Bar, draw_bars, new_figure, save_figure
+from parts.shared.steps import StepRecord, plot_steps
 from parts.shared.table import LiveTable
-from torch_xmesh import palette
 
 UNSPLIT = "unsplit"
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class Record(StepRecord):
     """One model under one method.
 
     Attributes:
-        text: stages' meshes and the schedule of a plan.
-        seconds: the median step.
         computed_seconds: what products of the step take on the device that has most of them.
         predicted: a plan's PredictedStep by field; None of others.
     """
 
-    case: str
-    method: str
-    text: str
-    seconds: float
-    seconds_min: float
-    seconds_max: float
     computed_seconds: float
     predicted: dict[str, float] | None
-    runs: int
-    wrong: int
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        return None if self.predicted is None else self.predicted["total"]
 
 
 _HEAD = (
@@ -100,26 +89,9 @@ def _row(records: Sequence[Record], record: Record) -> list[str]:
 
 def plot(path: Path, records: Sequence[Record], about: str) -> None:
     """A group of bars for each case; the line across a bar is the prediction."""
-    groups = list(dict.fromkeys(record.case for record in records))
-    methods = list(dict.fromkeys(record.method for record in records))
-    colors = dict(zip(methods, palette.colors_of(methods), strict=True))
-    of = {group: next(one.seconds for one in records if one.case == group) for group in groups}
-    bars = [
-        Bar(
-            one.case,
-            one.method,
-            one.seconds / of[one.case],
-            one.seconds_min / of[one.case],
-            one.seconds_max / of[one.case],
-            None if one.predicted is None else one.predicted["total"] / of[one.case],
-        )
-        for one in records
-    ]
-    figure = new_figure(4.0 * len(groups), 5.0)
-    axes = figure.add_subplot()
-    draw_bars(axes, bars, groups=groups, colors=colors)
-    axes.set_ylabel("step, over the unsplit one's")
-    axes.set_title(f"one microbatch under another; black lines are predictions ({about})", fontsize=9)
-    handles = [axes.bar(0, 0, color=colors[method]) for method in methods]
-    axes.legend(handles, methods, fontsize=7, ncols=2)
-    save_figure(figure, path)
+
+    def unsplit(case: str) -> float:
+        return next(one.seconds for one in records if one.case == case)
+
+    title = f"one microbatch under another; black lines are predictions ({about})"
+    plot_steps(path, records, unsplit, over="the unsplit one's", title=title)

@@ -6,9 +6,6 @@ Started on each device with one argument, the path of a job description; rank 0 
 
 import dataclasses
 import os
-import statistics
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,36 +14,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_xmesh as xm
-from parts.auto_parallel.models import Paced
 from parts.overlap.models import Subject, subject
 from parts.shared.harness import job_of_arguments, publish
-from parts.shared.progress import tell
+from parts.shared.pacing import Paced
+from parts.shared.steps import Method, TimedSteps, gradients_of
 from torch_xmesh.calibration import calibrate
 
 _ROUNDS = 3
 """Plans that are made until devices are so fast that communication is the wanted part of computation."""
 
 
-class Method(ABC):
-    """A way to train a subject on all ranks."""
+class Trained(Method):
+    """A way to train a subject on all ranks; `plan`: None of rivals."""
 
     plan: xm.ParallelPlan | None = None
 
-    @abstractmethod
-    def step(self) -> None: ...
 
-    @abstractmethod
-    def parameters(self) -> Mapping[str, torch.Tensor]: ...
-
-    def close(self) -> None:  # noqa: B027  # most have nothing
-        """Ends what it holds."""
-
-
-class Planned(Method):
+class Planned(Trained):
     """A plan in torch_xmesh's engine."""
 
     def __init__(self, one: Subject, plan: xm.ParallelPlan) -> None:
@@ -64,7 +51,7 @@ class Planned(Method):
         self._engine.close()
 
 
-class DataParallel(Method):
+class DataParallel(Trained):
     """As a user of torch writes it: DDP, or FSDP2 with each layer by itself."""
 
     def __init__(self, one: Subject, kind: str, group: Any) -> None:
@@ -123,16 +110,15 @@ class Case:
         preset = case["methods"][0].partition(", ")[2]
         paced.flops = self._fast_enough(f"unsplit, {preset}" if preset else "unsplit", case["ratio"], options)
         options["compute"] = xm.Compute(flops=paced.flops, bytes_per_s=1e15)
-        self.methods: dict[str, Method] = {}
+        self.methods: dict[str, Trained] = {}
         for name in case["methods"]:
             if name in ("DDP", "FSDP2"):
                 self.methods[name] = DataParallel(self._subject, name, group)
             else:
                 self.methods[name] = Planned(self._subject, plan_of(self._subject, name, options))
-        self._expected = self._gradients()
-        self._seconds: dict[str, list[float]] = {name: [] for name in self.methods}
-        self._computed: dict[str, float] = {}
-        self._wrong = dict.fromkeys(self.methods, 0)
+        one = self._subject
+        expected = gradients_of(one.make(), one.batch, one.target, one.loss_fn)
+        self._steps = TimedSteps(self.methods, expected, paced, group, tolerance=1e-3)
 
     def _fast_enough(self, method: str, ratio: float, options: dict[str, Any]) -> float:
         flops = 1e9
@@ -142,56 +128,8 @@ class Case:
             flops *= ratio * step.compute / communicated if communicated else 1.0
         return flops
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """What one process gets."""
-        model = self._subject.make()
-        self._subject.loss_fn(model(self._subject.batch), self._subject.target).backward()  # type: ignore[no-untyped-call]
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-
-    def run(self, name: str) -> float:
-        """A step, from the first rank's start to the last one's end; its gradients are checked."""
-        method = self.methods[name]
-        for parameter in method.parameters().values():
-            parameter.grad = None
-        with self._paced:
-            self._paced.operations = 0
-            dist.barrier(group=self._group)
-            begin = time.monotonic()
-            method.step()
-            end = time.monotonic()
-        seconds = self._paced.operations / self._paced.flops
-        told = torch.tensor([-begin, end, seconds], dtype=torch.float64)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        wrong = torch.tensor([self._count_wrong(method)])
-        dist.all_reduce(wrong, group=self._group)
-        self._wrong[name] += int(wrong)
-        self._computed[name] = float(told[2])
-        return float(told[:2].sum())
-
-    def _count_wrong(self, method: Method) -> int:
-        """Elements beyond float32's tolerance for sums in another order; all of a gradient that is missing."""
-        wrong = 0
-        for name, parameter in method.parameters().items():
-            expected, found = self._expected[name], parameter.grad
-            if isinstance(found, DTensor):
-                found = found.full_tensor()
-            if found is None or found.shape != expected.shape:
-                wrong += expected.numel()
-            else:
-                tolerance = 1e-3 * expected.abs() + 1e-4 * expected.abs().max() + 1e-9
-                wrong += int((~((found - expected).abs() <= tolerance)).sum())
-        return wrong
-
     def measure(self) -> None:
-        """One uncounted step of each, then rounds of all."""
-        for number in range(1 + self._job["runs"]):
-            for name in self.methods:
-                if dist.get_rank() == 0:
-                    left = self._job["ends_at"] - time.time()
-                    tell(self._case["name"], name, f"run {number} of {self._job['runs']}", left)
-                seconds = self.run(name)
-                if number:
-                    self._seconds[name].append(seconds)
+        self._steps.measure(self._case["name"], self._job)
 
     def records(self) -> list[dict[str, Any]]:
         out = []
@@ -202,15 +140,10 @@ class Case:
             out.append(
                 {
                     "case": self._case["name"],
-                    "method": name,
                     "text": "" if plan is None else f"{meshes} {plan.schedule}",
-                    "seconds": statistics.median(self._seconds[name]),
-                    "seconds_min": min(self._seconds[name]),
-                    "seconds_max": max(self._seconds[name]),
-                    "computed_seconds": self._computed[name],
+                    "computed_seconds": self._steps.computed[name],
                     "predicted": step,
-                    "runs": len(self._seconds[name]),
-                    "wrong": self._wrong[name],
+                    **self._steps.record(name),
                 }
             )
         return out
