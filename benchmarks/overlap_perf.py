@@ -19,29 +19,37 @@ from parts.shared.progress import Listener
 
 from torch_xmesh.testing.cluster import EmulatedCluster
 
-_RATE = "200mbit"
+_RATE, _BURST = "50mbit", "16kb"
 _MOST_SECONDS = 3600.0
 _WORKER = Path(__file__).parent / "parts" / "overlap" / "worker.py"
-MODELS = ("BERT SGMoE", "BERT Switch", "ViT SGMoE", "ViT Switch", "BERT dense")
-PLANS = ("unsplit", "accumulation", "duplex", "overlap", "auto")
+MODELS = ("BERT SGMoE", "BERT Switch", "ViT SGMoE", "ViT Switch", "BERT Megatron", "BERT two stages")
+ORDERS = ("unsplit", "accumulation", "duplex", "overlap")
 RIVALS = ("DDP", "FSDP2")
+PLANS = ("auto", "auto serial", "DP", "ZeRO-3", "Megatron")
+METHODS = (*ORDERS, *RIVALS, *PLANS)
 RATIOS = (0.1, 0.49, 1.0, 1.47)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated")
-    parser.add_argument("--methods", default=",".join((*PLANS, *RIVALS)), help="comma-separated; the first is unsplit")
+    parser.add_argument(
+        "--methods",
+        default=",".join((*ORDERS, *RIVALS)),
+        help=f"comma-separated, of {', '.join(METHODS)}; the first is unsplit",
+    )
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)), help="communication / computation, unsplit")
     parser.add_argument("--hosts", type=int, default=2, help="network namespaces (default 2)")
     parser.add_argument("--devices", type=int, default=1, help="processes of each (default 1)")
     parser.add_argument("--samples", type=int, default=64, help="of a step (default 64)")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step; 1: split in halves (default 1)")
     parser.add_argument("--runs", type=int, default=3, help="timed steps of each method (default 3)")
+    parser.add_argument("--rate", default=_RATE, help=f"of the hosts' network interfaces (default {_RATE})")
     parser.add_argument("--no-shaping", action="store_true", help="plain localhost")
     parser.add_argument("--json", type=Path, help="write the records here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
     options = parser.parse_args(arguments)
-    for name, known in (("models", MODELS), ("methods", (*PLANS, *RIVALS))):
+    for name, known in (("models", MODELS), ("methods", METHODS)):
         given = getattr(options, name).split(",")
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"there are no {name} {unknown}; there are {list(known)}")
@@ -53,26 +61,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def cases_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A dense model has the preset that communicates in every layer: a plan found for it would be data parallel."""
-    out = []
-    for model in options.models:
-        kind = ", Megatron" if model == "BERT dense" else ""
-        methods = [name if name in RIVALS else f"{name}{kind}" for name in options.methods]
-        for ratio in options.ratios:
-            name = f"{model} R {ratio:g}"
-            out.append({"name": name, "model": model, "ratio": ratio, "samples": options.samples, "methods": methods})
-    return out
+    given = {"samples": options.samples, "microbatches": options.microbatches, "methods": options.methods}
+    return [
+        {"name": f"{model} R {ratio:g}", "model": model, "ratio": ratio, **given}
+        for model in options.models
+        for ratio in options.ratios
+    ]
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
     """Rows are printed as they are measured. Raises MeasurementError when a rank fails or does not end in time."""
     cases = cases_of(options)
-    methods = list(dict.fromkeys(name for case in cases for name in case["methods"]))
-    live = live_table(methods, [case["name"] for case in cases])
+    live = live_table(options.methods, [case["name"] for case in cases])
     listener = Listener(lambda found: live.rows(rows([Record(**row) for row in found])))
     listener.say("building the cluster, measuring its links")
-    rate = None if options.no_shaping else _RATE
-    with EmulatedCluster(hosts=options.hosts, devices=options.devices, rate=rate, output=listener.stream) as cluster:
+    rate = None if options.no_shaping else options.rate
+    with EmulatedCluster(
+        hosts=options.hosts, devices=options.devices, rate=rate, burst=_BURST, output=listener.stream
+    ) as cluster:
         notes = machine_notes()
         live.begin([f"torch_xmesh overlap_perf, {cluster.description}", *notes])
         job = {

@@ -14,7 +14,7 @@ from parts.auto_parallel.records import Record, summary
 from parts.shared.pacing import Paced
 from redraw import redraw
 
-FOUND = Record("a case", "found", "4 | 4 1f1b", 1.0, 0.9, 1.1, runs=2, wrong=0, predicted_seconds=1.0)
+FOUND = Record("a case", "found", "4 | 4 1f1b", 1.0, 0.9, 1.1, runs=2, wrong=0, peak_bytes=0, predicted_seconds=1.0)
 
 
 def test_what_records_come_to() -> None:

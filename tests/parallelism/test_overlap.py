@@ -120,6 +120,26 @@ def test_halves_keep_a_limit_that_the_whole_does_not() -> None:
         megatron(num_microbatches=1, memory_limit_bytes=round(half.total(1)) - 1)
 
 
+def test_microbatches_of_which_memory_holds_one_are_halved() -> None:
+    """They are not where two fit, nor for a plan that moves nothing among a stage's devices."""
+    serial = megatron(overlap=False)
+    one = serial.stages[0].peak_bytes
+    for schedule in ("auto", "duplex"):
+        plan = megatron(memory_limit_bytes=one, schedule=schedule)
+        assert (plan.num_microbatches, plan.parts) == (8, 2)
+        assert plan.stages[0].peak_bytes <= one
+        assert plan.stages[0].in_flight == 2
+        assert plan.predicted_seconds < 0.9 * serial.predicted_seconds
+        assert megatron(memory_limit_bytes=2 * one, schedule=schedule).parts == 1
+    copies = xm.presets.data_parallel(Adds(), (X,), **OPTIONS, overlap=False)
+    assert xm.presets.data_parallel(Adds(), (X,), **OPTIONS, memory_limit_bytes=copies.stages[0].peak_bytes).parts == 1
+    assert megatron(memory_limit_bytes=one, overlap=False).parts == 1
+    odd = megatron(x=X[:15], overlap=False).stages[0].peak_bytes
+    assert megatron(x=X[:15], memory_limit_bytes=odd).parts == 1
+    with pytest.raises(ValueError, match="does not keep memory_limit_bytes"):
+        megatron(memory_limit_bytes=one // 2, schedule="duplex")
+
+
 def test_the_time_that_ends_in_halves_leaves_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan_parallel_module._searched
 
@@ -134,10 +154,16 @@ def test_the_time_that_ends_in_halves_leaves_the_whole(monkeypatch: pytest.Monke
 
 
 def test_duplex_keeps_the_limit_or_is_refused() -> None:
-    held = megatron(schedule="duplex").stages[0]
-    assert megatron(schedule="duplex", memory_limit_bytes=held.peak_bytes).schedule == "duplex"
-    with pytest.raises(ValueError, match="schedule='duplex' does not keep memory_limit_bytes"):
-        megatron(schedule="duplex", memory_limit_bytes=held.peak_bytes - 1)
+    """Where a limit has no room for a pair of microbatches there may be room for a pair of halves."""
+    held = megatron(schedule="duplex").stages[0].peak_bytes
+    kept = megatron(schedule="duplex", memory_limit_bytes=held)
+    assert (kept.schedule, kept.parts) == ("duplex", 1)
+    halved = megatron(schedule="duplex", memory_limit_bytes=held - 1)
+    assert (halved.schedule, halved.parts) == ("duplex", 2)
+    least = halved.stages[0].peak_bytes
+    assert least < held
+    with pytest.raises(ValueError, match=f"a device would hold {least} bytes"):
+        megatron(schedule="duplex", memory_limit_bytes=least - 1)
 
 
 def test_what_is_asked_for_and_cannot_be_is_noted() -> None:
@@ -209,7 +235,7 @@ def test_the_limit_of_memory_is_kept() -> None:
     for in_flight in (1, 2, 3):
         limit = round(held.total(in_flight)) + 1
         plan = megatron(num_microbatches=8, memory_limit_bytes=limit)
-        assert plan.stages[0].in_flight <= in_flight
+        assert plan.stages[0].in_flight <= in_flight * plan.parts
         assert plan.predicted_bytes(0) <= limit
 
 
@@ -235,8 +261,11 @@ def trains(rank: int, world_size: int, options: dict[str, Any]) -> None:
     the order of whole stages; and those of one process."""
     torch.manual_seed(1)
     model, x = Adds().double(), torch.randn(16, 64, dtype=torch.float64)
-    plan = xm.presets.megatron(model, (x,), **{**ACROSS_HOSTS, **options})
+    if "memory_limit_bytes" in options:
+        options["memory_limit_bytes"] = megatron(model, x, overlap=False).stages[0].peak_bytes
+    plan = megatron(model, x, **options)
     assert max(segments_of(plan)) > 2
+    assert plan.parts == (2 if "memory_limit_bytes" in options or options.get("num_microbatches") == 1 else 1)
     serial = xm.Schedule.make("1f1b", 1, plan.num_microbatches)
     split = xm.Schedule.make("zb_h1", 1, plan.num_microbatches)
     kept = []
@@ -271,7 +300,9 @@ def test_halves_of_samples_along_another_dim_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_microbatches": 1}, {"num_microbatches": 3}, {"schedule": "duplex"}], ids=str
+    "options",
+    [{}, {"num_microbatches": 1}, {"num_microbatches": 3}, {"schedule": "duplex"}, {"memory_limit_bytes": "one"}],
+    ids=str,
 )
 def test_training_is_exact(options: dict[str, Any]) -> None:
     spawn(trains, 4, options)

@@ -11,6 +11,7 @@ from torch_xmesh import _C
 from torch_xmesh.parallelism.judge import edges_between, spare_of
 from torch_xmesh.parallelism.plan import ParallelPlan, PlannedStage, PredictedStep
 from torch_xmesh.parallelism.segment_costs import costs_of_segments
+from torch_xmesh.parallelism.stages import NoPlan
 from torch_xmesh.pipeline.schedule.choice import best_schedule
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.schedule.simulation import Costs, Simulation, simulate
@@ -55,6 +56,11 @@ def with_note(plan: ParallelPlan, note: str) -> ParallelPlan:
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
+def orders_segments(plan: ParallelPlan) -> bool:
+    """Whether the plan's schedule is one of segments, not of whole stages."""
+    return max(_schedule_of(plan).num_segments) > 1
+
+
 def _why_nothing_hides(plan: ParallelPlan) -> str:
     """Why no order of segments hides anything; empty where one may."""
     if plan.num_microbatches == 1:
@@ -78,9 +84,10 @@ def _duplex(plan: ParallelPlan, serial: Simulation, limits: Sequence[int | None]
     ordered = _ordered(plan, Schedule(_C.duplex(range(len(counts)), plan.num_microbatches, counts)), serial, limits)
     for number, (stage, limit) in enumerate(zip(ordered.stages, limits, strict=False)):
         if limit is not None and stage.peak_bytes > limit:
-            raise ValueError(
+            raise NoPlan(
                 f"schedule='duplex' does not keep memory_limit_bytes={limit}: a device of stage {number} would hold "
-                f"{stage.peak_bytes} bytes"
+                f"{stage.peak_bytes} bytes",
+                stage.peak_bytes,
             )
     reason = _why_nothing_hides(plan)
     return with_note(ordered, f"schedule='duplex': {reason}") if reason else ordered

@@ -71,7 +71,8 @@ def plan_parallel(
             stage's segments in turn (HiDup, S. Zhang et al., SoCC 2022).
         overlap: whether one microbatch computes while another communicates among a stage's devices, with
             ``schedule="auto"``: "auto" where a step is predicted to be faster so, True whatever it takes, False: never.
-            Where a step has one microbatch it may be computed in two halves (``plan.num_microbatches`` is 2 then).
+            Where a step has one microbatch it may be computed in two halves (``plan.num_microbatches`` is 2 then), as
+            may each one where ``memory_limit_bytes`` has room for one at a time (``plan.num_microbatches`` doubles).
         max_seconds: how long to search; the best plan so far is returned then, which may differ from run to run. None:
             no limit.
         num_layers: into how many layers the operators are cut; stages are made of whole layers. None: as many as the

@@ -1,4 +1,5 @@
-"""What is planned: a model with its microbatch on a cluster, and, where that may be faster, with it in two halves."""
+"""What is planned: a model with its microbatch on a cluster, and, where that may be faster, with it in two halves that
+take turns: a step has one microbatch, or memory has room for one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch_xmesh.parallelism.cluster import cluster_of
 from torch_xmesh.parallelism.compute import Compute
 from torch_xmesh.parallelism.forward_modes import runnable
 from torch_xmesh.parallelism.layers import layers_of
-from torch_xmesh.parallelism.overlap import AUTO, DUPLEX, LEAST_GAIN, with_note
+from torch_xmesh.parallelism.overlap import AUTO, DUPLEX, LEAST_GAIN, orders_segments, with_note
 from torch_xmesh.parallelism.plan import ParallelPlan
 from torch_xmesh.parallelism.recorded_forwards import part_of_samples, samples_of
 from torch_xmesh.parallelism.stages import NoPlan
@@ -63,8 +64,7 @@ def subject_of(
 
 @dataclasses.dataclass(frozen=True)
 class Subjects:
-    """What is planned: a model with its microbatch, and, where a step has one, which could not compute while another
-    communicates, also with that one in two halves.
+    """What is planned: a model with its microbatch, and in halves of it.
 
     Attributes:
         halves: makes that subject; None: there is none. It raises ValueError where a half cannot be recorded.
@@ -85,16 +85,19 @@ class Subjects:
     ) -> "Subjects":
         """From the arguments of :func:`plan_parallel`."""
         whole = subject_of(model, args, kwargs, **options)
-        if whole.num_microbatches > 1 or whole.overlap is False or whole.schedule not in (AUTO, DUPLEX):
+        if whole.overlap is False or whole.schedule not in (AUTO, DUPLEX):
+            return cls(whole)
+        if whole.num_microbatches > 1 and not whole.cluster.is_limited:
             return cls(whole)
         half = part_of_samples(args, kwargs or {}, 2)
         if half is None:
             return cls(whole, None, "its samples along dim 0 do not divide into two parts")
-        if whole.cluster.num_devices == 1:
+        count = 2 * whole.num_microbatches
+        if whole.cluster.num_devices == 1 or count > MOST_MICROBATCHES:
             return cls(whole)
 
         def halves() -> Subject:
-            made = subject_of(model, *half, **{**options, "num_microbatches": 2})
+            made = subject_of(model, *half, **{**options, "num_microbatches": count})
             return dataclasses.replace(made, parts=2)
 
         return cls(whole, halves)
@@ -106,8 +109,9 @@ class Subjects:
         Raises:
             ValueError: there is no plan.
         """
-        is_asked = self.whole.overlap is True or self.whole.schedule == DUPLEX
-        if is_asked:
+        if self.whole.num_microbatches > 1:
+            return self._best_of_several(plans_of)
+        if self._is_asked:
             halves, reason = self._of_halves(plans_of)
             if halves:
                 return fastest(halves)
@@ -124,6 +128,27 @@ class Subjects:
             raise _less_refused(refused, reason)
         return _best_of(whole, halves)
 
+    @property
+    def _is_asked(self) -> bool:
+        return self.whole.overlap is True or self.whole.schedule == DUPLEX
+
+    def _best_of_several(self, plans_of: Callable[[Subject], list[ParallelPlan]]) -> ParallelPlan:
+        """Whole microbatches take turns, or, where memory has room for one at a time, halves of them."""
+        whole: list[ParallelPlan] = []
+        refused: NoPlan | None = None
+        try:
+            whole = plans_of(self.whole)
+        except NoPlan as error:
+            if self.whole.schedule != DUPLEX:
+                raise
+            refused = error
+        halves, reason = self._of_halves(plans_of) if refused or any(map(_waits, whole)) else ([], None)
+        if refused is not None and not halves:
+            raise _less_refused(refused, reason)
+        if halves and self._is_asked:
+            whole = [plan for plan in whole if orders_segments(plan)]
+        return _best_of(whole, halves)
+
     def _of_halves(
         self, plans_of: Callable[[Subject], list[ParallelPlan]]
     ) -> tuple[list[ParallelPlan], ValueError | None]:
@@ -134,6 +159,11 @@ class Subjects:
             return [], error
         except KeyboardInterrupt:
             return [], None
+
+
+def _waits(plan: ParallelPlan) -> bool:
+    """Whether a stage's devices hold one microbatch at a time, and have nothing to compute while they communicate."""
+    return any(stage.edges and stage.in_flight == 1 for stage in plan.stages)
 
 
 def _less_refused(whole: NoPlan, halves: ValueError | None) -> NoPlan:

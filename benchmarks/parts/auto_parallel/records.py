@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from parts.shared.steps import StepRecord, plot_steps
+from parts.shared.charts import new_figure, save_figure
+from parts.shared.steps import StepRecord, draw_steps
 from parts.shared.table import LiveTable
 
 _APART = 0.05
@@ -109,4 +110,6 @@ def plot(path: Path, records: Sequence[Record], about: str) -> None:
         return min(one.seconds for one in records if one.case == case)
 
     title = f"plans found and plans by hand; black lines are predictions ({about})"
-    plot_steps(path, records, fastest, over="the case's fastest", title=title)
+    figure = new_figure(4.0 * len({one.case for one in records}), 5.0)
+    draw_steps(figure.add_subplot(), records, fastest, over="the case's fastest", title=title)
+    save_figure(figure, path)

@@ -8,6 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_xmesh as xm
-from parts.overlap.models import Subject, subject
+from parts.overlap.models import WORKLOADS, Planner, Subject
 from parts.shared.harness import job_of_arguments, publish
 from parts.shared.pacing import Paced
 from parts.shared.steps import Method, TimedSteps, gradients_of
@@ -73,24 +74,56 @@ class DataParallel(Trained):
         return {name.removeprefix("module."): one for name, one in self._model.named_parameters()}
 
 
-def plan_of(one: Subject, method: str, options: dict[str, Any]) -> xm.ParallelPlan:
-    """ "unsplit": no overlap; "accumulation": of two halves, one after the other; "duplex": HiDup's order; "overlap":
-    the fastest order of halves; "auto": with overlap or without. Of a found plan; ", Megatron": of that preset."""
-    model, half = one.make(), one.batch[: len(one.batch) // 2]
-    kind, _, preset = method.partition(", ")
-    plan: Callable[..., xm.ParallelPlan] = xm.plan_parallel
-    if preset == "Megatron":
-        options = {**options, "tensor_parallel": options["devices"].size()}
-        plan = xm.presets.megatron
-    if kind == "accumulation":
-        return plan(model, (half,), **{**options, "num_microbatches": 2}, overlap=False)
-    chosen: dict[str, dict[str, Any]] = {
-        "unsplit": {"overlap": False},
-        "duplex": {"schedule": "duplex"},
-        "overlap": {"overlap": True},
-        "auto": {},
-    }
-    return plan(model, (one.batch,), **{**options, "num_microbatches": 1}, **chosen[kind])
+_PLANS: dict[str, Callable[[int], Planner]] = {
+    "auto": lambda _: xm.plan_parallel,
+    "auto serial": lambda _: partial(xm.plan_parallel, overlap=False),
+    "DP": lambda _: xm.presets.data_parallel,
+    "ZeRO-3": lambda _: xm.presets.zero_3,
+    "Megatron": lambda devices: partial(xm.presets.megatron, tensor_parallel=devices),
+}
+"""Plans other than the workload's own, by method, for so many devices."""
+_ORDERS: dict[str, dict[str, Any]] = {
+    "unsplit": {"overlap": False},
+    "accumulation": {"overlap": False},
+    "duplex": {"schedule": "duplex"},
+    "overlap": {"overlap": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planning:
+    """A workload on devices of some speed.
+
+    Attributes:
+        options: of all planners.
+    """
+
+    subject: Subject
+    planner: Planner
+    devices: int
+    num_microbatches: int
+    options: Mapping[str, Any]
+
+    def plan(self, method: str, flops: float) -> xm.ParallelPlan:
+        options = {**self.options, "compute": xm.Compute(flops=flops, bytes_per_s=1e15)}
+        planner, count, samples = self.planner, self.num_microbatches, len(self.subject.batch)
+        if method in _PLANS:
+            planner = _PLANS[method](self.devices)
+        else:
+            options |= _ORDERS[method]
+            count = max(count, 2) if method == "accumulation" else count
+        example = self.subject.batch[: samples // count]
+        return planner(self.subject.make(), (example,), num_microbatches=count, **options)
+
+    def fast_enough(self, ratio: float) -> float:
+        """Operations per second of devices on which the plan without overlap communicates for this part of its
+        computation."""
+        flops = 1e9
+        for _ in range(_ROUNDS):
+            step = self.plan("unsplit", flops).step
+            communicated = step.collectives + step.sums
+            flops *= ratio * step.compute / communicated if communicated else 1.0
+        return flops
 
 
 class Case:
@@ -99,34 +132,25 @@ class Case:
     def __init__(
         self, job: dict[str, Any], case: dict[str, Any], topology: xm.Topology, paced: Paced, group: Any
     ) -> None:
-        self._job, self._case, self._group, self._paced = job, case, group, paced
-        self._subject = subject(case["model"], case["samples"])
-        hosts, devices = job["hosts"], job["devices"]
-        options: dict[str, Any] = {
+        self._job, self._case = job, case
+        workload, hosts, devices = WORKLOADS[case["model"]], job["hosts"], job["devices"]
+        one = workload.subject(case["samples"])
+        options = {
             "devices": xm.Mesh(torch.arange(hosts * devices).view(hosts, devices), device_type="cpu"),
             "topology": topology,
-            "loss_fn": self._subject.loss_fn,
+            "loss_fn": one.loss_fn,
         }
-        preset = case["methods"][0].partition(", ")[2]
-        paced.flops = self._fast_enough(f"unsplit, {preset}" if preset else "unsplit", case["ratio"], options)
-        options["compute"] = xm.Compute(flops=paced.flops, bytes_per_s=1e15)
+        count = max(case["microbatches"], workload.least_microbatches)
+        planning = Planning(one, workload.planner(hosts * devices), hosts * devices, count, options)
+        paced.flops = planning.fast_enough(case["ratio"])
         self.methods: dict[str, Trained] = {}
         for name in case["methods"]:
             if name in ("DDP", "FSDP2"):
-                self.methods[name] = DataParallel(self._subject, name, group)
+                self.methods[name] = DataParallel(one, name, group)
             else:
-                self.methods[name] = Planned(self._subject, plan_of(self._subject, name, options))
-        one = self._subject
+                self.methods[name] = Planned(one, planning.plan(name, paced.flops))
         expected = gradients_of(one.make(), one.batch, one.target, one.loss_fn)
         self._steps = TimedSteps(self.methods, expected, paced, group, tolerance=1e-3)
-
-    def _fast_enough(self, method: str, ratio: float, options: dict[str, Any]) -> float:
-        flops = 1e9
-        for _ in range(_ROUNDS):
-            step = plan_of(self._subject, method, {**options, "compute": xm.Compute(flops, 1e15)}).step
-            communicated = step.collectives + step.sums + step.transfers
-            flops *= ratio * step.compute / communicated if communicated else 1.0
-        return flops
 
     def measure(self) -> None:
         self._steps.measure(self._case["name"], self._job)

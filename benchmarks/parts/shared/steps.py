@@ -8,12 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts.shared.charts import Bar, draw_bars, new_figure, save_figure
+from parts.shared.charts import Bar, draw_bars
+from parts.shared.heap import PeakMemory
 from parts.shared.pacing import Paced
 from parts.shared.progress import tell
 from torch.distributed.tensor import DTensor
@@ -45,6 +45,8 @@ class StepRecord:
     Attributes:
         text: stages' meshes and the schedule of a plan.
         seconds: the median step.
+        peak_bytes: what the heap of a rank holds at most during a step, beyond what it held before; of the rank with the
+            most.
     """
 
     case: str
@@ -55,6 +57,7 @@ class StepRecord:
     seconds_max: float
     runs: int
     wrong: int
+    peak_bytes: int
 
     @property
     def predicted_step_seconds(self) -> float | None:
@@ -88,10 +91,11 @@ class TimedSteps:
         self._tolerance = tolerance
         self._seconds: dict[str, list[float]] = {name: [] for name in methods}
         self._wrong = dict.fromkeys(methods, 0)
+        self._peaks = dict.fromkeys(methods, 0)
         self.computed: dict[str, float] = {}
 
     def measure(self, case: str, job: Mapping[str, Any]) -> None:
-        """One uncounted step of each, then rounds of all."""
+        """One uncounted step of each, then rounds of all, then a step of each whose memory is looked at."""
         for number in range(1 + job["runs"]):
             for name in self._methods:
                 if dist.get_rank() == 0:
@@ -99,6 +103,13 @@ class TimedSteps:
                 seconds = self._run(name)
                 if number:
                     self._seconds[name].append(seconds)
+        for name, method in self._methods.items():
+            method.zero_gradients()
+            with PeakMemory() as memory:
+                self._run(name)
+            peak = torch.tensor([memory.peak_bytes])
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=self._group)
+            self._peaks[name] = int(peak)
 
     def record(self, name: str) -> dict[str, Any]:
         """The fields of a StepRecord that were measured."""
@@ -110,6 +121,7 @@ class TimedSteps:
             "seconds_max": max(seconds),
             "runs": len(seconds),
             "wrong": self._wrong[name],
+            "peak_bytes": self._peaks[name],
         }
 
     def _run(self, name: str) -> float:
@@ -150,7 +162,9 @@ def gradients_of(model: Any, batch: torch.Tensor, target: torch.Tensor, loss_fn:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def plot_steps(path: Path, records: Sequence[StepRecord], unit_of: Callable[[str], float], *, over: str, title: str) -> None:
+def draw_steps(
+    axes: Any, records: Sequence[StepRecord], unit_of: Callable[[str], float], *, over: str, title: str
+) -> None:
     """A group of bars for each case, in units of `unit_of(case)` seconds, which `over` names; the line across a bar is
     the prediction."""
     groups = list(dict.fromkeys(record.case for record in records))
@@ -162,11 +176,8 @@ def plot_steps(path: Path, records: Sequence[StepRecord], unit_of: Callable[[str
         unit, predicted = units[one.case], one.predicted_step_seconds
         ends = one.seconds / unit, one.seconds_min / unit, one.seconds_max / unit
         bars.append(Bar(one.case, one.method, *ends, None if predicted is None else predicted / unit))
-    figure = new_figure(4.0 * len(groups), 5.0)
-    axes = figure.add_subplot()
     draw_bars(axes, bars, groups=groups, colors=colors)
     axes.set_ylabel(f"step, over {over}")
     axes.set_title(title, fontsize=9)
     handles = [axes.bar(0, 0, color=colors[method]) for method in methods]
     axes.legend(handles, methods, fontsize=7, ncols=2)
-    save_figure(figure, path)
