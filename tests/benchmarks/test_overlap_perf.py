@@ -13,6 +13,7 @@ from parts.overlap.models import WORKLOADS
 from parts.overlap.records import Record, breakdown, hidden_part, rows
 from redraw import redraw
 
+RESULTS = Path(overlap_perf.__file__).parent / "results"
 STEP = {"total": 1.5, "compute": 1.0, "collectives": 0.5, "sums": 0.0}
 UNSPLIT = Record(
     "a case", "unsplit", "2 1f1b", 1.6, 1.5, 1.7, runs=3, wrong=0, peak_bytes=100, computed_seconds=1.0, predicted=STEP
@@ -88,3 +89,14 @@ def test_plans_and_rivals_train_and_are_drawn(tmp_path: Path) -> None:
     assert all(record["peak_bytes"] > 0 for record in records)
     assert all(record["wrong"] == 0 and record["seconds"] > 0 for record in records)
     assert redraw(path).read_bytes() == picture.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(RESULTS.glob("auto-parallel*.json")) + sorted(RESULTS.glob("overlap-perf*.json")),
+    ids=lambda path: path.stem,
+)
+def test_recorded_results_are_drawn_again(path: Path, tmp_path: Path) -> None:
+    kept = tmp_path / path.name
+    kept.write_bytes(path.read_bytes())
+    assert redraw(kept).stat().st_size > 10_000

@@ -71,7 +71,9 @@ def _row(records: Sequence[Record], record: Record) -> list[str]:
     predicted, first = record.predicted, unsplit_of(records, record)
     part = hidden = told = memory = "-"
     if first is not None:
-        part, memory = f"{record.seconds / first.seconds:.2f}", f"{record.peak_bytes / max(first.peak_bytes, 1):.2f}"
+        part = f"{record.seconds / first.seconds:.2f}"
+        if record.peak_bytes is not None and first.peak_bytes:
+            memory = f"{record.peak_bytes / first.peak_bytes:.2f}"
     if first is not None and predicted is not None and first.predicted is not None and first is not record:
         hidden = f"{hidden_part(record.seconds, first.seconds, first.computed_seconds):.2f}"
         told = f"{hidden_part(predicted['total'], first.predicted['total'], first.predicted['compute']):.2f}"

@@ -46,7 +46,7 @@ class StepRecord:
         text: stages' meshes and the schedule of a plan.
         seconds: the median step.
         peak_bytes: what the heap of a rank holds at most during a step, beyond what it held before; of the rank with the
-            most.
+            most. None of records from before it was looked at.
     """
 
     case: str
@@ -57,7 +57,7 @@ class StepRecord:
     seconds_max: float
     runs: int
     wrong: int
-    peak_bytes: int
+    peak_bytes: int | None = None
 
     @property
     def predicted_step_seconds(self) -> float | None:
