@@ -207,9 +207,11 @@ class ReshardGroup:
         labels: Sequence[str] = [],
         entries: Sequence[tuple[str, str]] = [],
         devices: Sequence[tuple[str, str]] = [],
+        through_host: bool = False,
     ) -> PreparedPlan:
         """``requires_grad``: one letter, 0 or 1, per tensor; ``labels``: a name per tensor, or none at all;
-        ``entries``: what ranks compare besides; ``devices``: kinds of source and destination per tensor; none: cpu."""
+        ``entries``: what ranks compare besides; ``devices``: kinds of source and destination per tensor; none: cpu.
+        ``through_host``: host memory carries tensors of all kinds."""
     def begin(
         self,
         prepared: PreparedPlan,
@@ -382,7 +384,8 @@ def split_backward(
 class PipelineCall:
     """A transfer in flight."""
 
-    def is_completed(self) -> bool: ...
+    def has_arrived(self) -> bool:
+        """What it receives is there, or on its way on a stream of the device; what it sends need not be kept."""
 
 class PipelineTraffic:
     """The transfers of one pipeline on one rank."""
@@ -434,6 +437,7 @@ class StageValues:
         model_positions: Sequence[int],
         is_alone: bool,
         whole_because: str,
+        device: torch.device,
         waits_in_weights: bool = False,
         weights_group: int = 0,
     ) -> None: ...

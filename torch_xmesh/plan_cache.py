@@ -115,6 +115,7 @@ class PlanRequest:
         is_backward: it is the backward of another call.
         labels: one name per move; empty: by number.
         entries: what ranks compare besides, before the moves.
+        through_host: host memory carries the tensors, whatever they are on.
     """
 
     moves: tuple[Move, ...]
@@ -122,6 +123,7 @@ class PlanRequest:
     is_backward: bool = False
     labels: tuple[str, ...] = ()
     entries: tuple[tuple[str, str], ...] = ()
+    through_host: bool = False
 
     def ranks(self) -> list[int]:
         """Those of any mesh, ascending."""
@@ -208,5 +210,13 @@ class Plans:
             requires_grad = "".join("1" if move.src.requires_grad else "0" for move in request.moves)
             plan = self.plan(request.moves, request.plan_options)
             devices = [(move.src_device, move.dst_device) for move in request.moves]
-            core = group.prepare(plan, requires_grad, request.is_backward, request.labels, request.entries, devices)
+            core = group.prepare(
+                plan,
+                requires_grad,
+                request.is_backward,
+                request.labels,
+                request.entries,
+                devices,
+                through_host=request.through_host,
+            )
         return Prepared(core, tuple(target.local_shape(group.global_rank) for target in targets))

@@ -38,7 +38,7 @@ class Mesh:
             ranks, axis_names = ranks.mesh, axis_names or ranks.mesh_dim_names
         elif isinstance(ranks, Mesh):
             device_type = device_type or ranks.device_type
-            ranks, axis_names = _array_of(ranks), axis_names or ranks.axis_names
+            ranks, axis_names = array_of(ranks), axis_names or ranks.axis_names
         try:
             grid = torch.as_tensor(ranks, device="cpu")  # whatever torch takes for the default
         except (TypeError, ValueError, RuntimeError) as error:
@@ -109,7 +109,7 @@ class Mesh:
         if rank not in self._ranks:
             raise ValueError(f"rank {rank} is not in {self!r}")
         kept = {_axis_of(self, axis) for axis in axes}
-        coordinate = (_array_of(self) == rank).nonzero()[0].tolist()
+        coordinate = (array_of(self) == rank).nonzero()[0].tolist()
         part = self._part(tuple(slice(None) if i in kept else at for i, at in enumerate(coordinate)))
         part._sliced_from = self._sliced_from or self
         return part
@@ -118,7 +118,7 @@ class Mesh:
         if len(index) > self.ndim or not all(isinstance(at, int | slice) for at in index):
             raise ValueError(f"{self!r} has no part {index!r}: expected at most {self.ndim} integers or slices")
         try:
-            grid = _array_of(self)[index]
+            grid = array_of(self)[index]
         except (IndexError, ValueError) as error:
             raise ValueError(f"{self!r} has no part {index!r} ({error})") from None
         kept = [i for i in range(self.ndim) if i >= len(index) or isinstance(index[i], slice)]
@@ -134,7 +134,7 @@ class Mesh:
     def __repr__(self) -> str:
         names = "" if self._axis_names is None else f", axis_names={self._axis_names}"
         device = "" if self.device_type in (None, "cpu") else f", device_type={self.device_type!r}"
-        return f"Mesh({_array_of(self).tolist()}{names}{device})"
+        return f"Mesh({array_of(self).tolist()}{names}{device})"
 
 
 AnyMesh = Mesh | DeviceMesh
@@ -164,7 +164,8 @@ def _checked_names(names: Sequence[str], num_axes: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _array_of(mesh: Mesh) -> torch.Tensor:
+def array_of(mesh: Mesh) -> torch.Tensor:
+    """The ranks as a tensor of the mesh's shape, on cpu."""
     return torch.tensor(mesh.ranks, dtype=torch.int64, device="cpu").reshape(mesh.shape)
 
 
@@ -263,7 +264,7 @@ class Spec:
 
 @functools.lru_cache(maxsize=4096)
 def _grid_of(mesh: AnyMesh) -> Mesh:
-    return Mesh(mesh.mesh if isinstance(mesh, DeviceMesh) else _array_of(mesh))
+    return Mesh(mesh.mesh if isinstance(mesh, DeviceMesh) else array_of(mesh))
 
 
 def mesh_grid(mesh: AnyMesh) -> Mesh:
@@ -378,7 +379,7 @@ def device_mesh(mesh: AnyMesh, device_type: str = "cpu") -> DeviceMesh:
 
 @functools.lru_cache(maxsize=1024)
 def _ranks_only(mesh: Mesh, device_type: str) -> DeviceMesh:
-    return _RanksOnlyMesh(device_type, _array_of(mesh), _init_backend=False)
+    return _RanksOnlyMesh(device_type, array_of(mesh), _init_backend=False)
 
 
 class _NoProcessGroups(AttributeError, RuntimeError):
@@ -453,7 +454,7 @@ def stage_meshes(world_mesh: AnyMesh, axis: str | int) -> list[Mesh]:
     Raises:
         ValueError: no such axis.
     """
-    grid = _array_of(mesh_grid(world_mesh))
+    grid = array_of(mesh_grid(world_mesh))
     if isinstance(axis, str):
         axis = named_axis(world_mesh, axis, "the mesh")
     if not -grid.dim() <= axis < grid.dim():

@@ -68,8 +68,7 @@ py::list transfersOf(const PipelinePlace& place) {
 }
 
 void bindTraffic(py::module_& module) {
-  py::class_<runtime::ReshardCall, std::shared_ptr<runtime::ReshardCall>>(module, "PipelineCall")
-      .def("is_completed", &runtime::ReshardCall::isCompleted);
+  py::class_<pipeline::PipelineCall>(module, "PipelineCall").def("has_arrived", &pipeline::PipelineCall::hasArrived);
   py::class_<PipelineTraffic, std::shared_ptr<PipelineTraffic>>(module, "PipelineTraffic")
       .def(py::init([](std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks) {
              return std::make_shared<PipelineTraffic>(std::move(group), std::move(ranks));
@@ -80,8 +79,8 @@ void bindTraffic(py::module_& module) {
           "begin",
           [](PipelineTraffic& self, const std::string& lane, uint64_t count, const std::shared_ptr<PreparedPlan>& prepared,
              const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
-            PipelineTraffic::CallHandle call = self.begin(self.lane(lane), count, prepared, src, dst,
-                                                          [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
+            pipeline::PipelineCall call = self.begin(self.lane(lane), count, prepared, src, dst,
+                                                     [lane, count] { return "the transfer of " + lane + ", number " + std::to_string(count); });
             self.flush();
             return call;
           },
@@ -114,12 +113,13 @@ void bindPipeline(py::module_& module) {
   bindTraffic(module);
   py::class_<StageValues>(module, "StageValues")
       .def(py::init([](int32_t stage, std::vector<std::string> inputs, std::vector<std::string> outputs, std::vector<int64_t> model_positions,
-                       bool is_alone, std::string whole_because, bool waits_in_weights, int32_t weights_group) {
+                       bool is_alone, std::string whole_because, c10::Device device, bool waits_in_weights, int32_t weights_group) {
              return StageValues{stage,    std::move(inputs),        std::move(outputs), std::move(model_positions),
-                                is_alone, std::move(whole_because), waits_in_weights,   weights_group};
+                                is_alone, std::move(whole_because), waits_in_weights,   weights_group,
+                                device};
            }),
            py::arg("stage"), py::arg("inputs"), py::arg("outputs"), py::arg("model_positions"), py::arg("is_alone"), py::arg("whole_because"),
-           py::arg("waits_in_weights") = false, py::arg("weights_group") = 0);
+           py::arg("device"), py::arg("waits_in_weights") = false, py::arg("weights_group") = 0);
   py::class_<EdgeValues>(module, "EdgeValues")
       .def(py::init<>())
       .def_readwrite("from_stage", &EdgeValues::from)

@@ -120,13 +120,14 @@ void bindReshard(py::module_& module) {
       .def(
           "prepare",
           [](const ReshardGroup& self, std::shared_ptr<core::ReshardingPlan> plan, std::string requires_grad, bool is_backward,
-             std::vector<std::string> labels, runtime::CallFields entries, std::vector<std::pair<std::string, std::string>> devices) {
-            return std::const_pointer_cast<runtime::PreparedPlan>(
-                self.prepare(std::move(plan), {std::move(requires_grad), is_backward, std::move(labels), std::move(devices), std::move(entries)}));
+             std::vector<std::string> labels, runtime::CallFields entries, std::vector<std::pair<std::string, std::string>> devices,
+             bool through_host) {
+            return std::const_pointer_cast<runtime::PreparedPlan>(self.prepare(
+                std::move(plan), {std::move(requires_grad), is_backward, std::move(labels), std::move(devices), std::move(entries), through_host}));
           },
           py::arg("plan"), py::arg("requires_grad"), py::arg("is_backward"), py::arg("labels") = std::vector<std::string>(),
           py::arg("entries") = runtime::CallFields(), py::arg("devices") = std::vector<std::pair<std::string, std::string>>(),
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("through_host") = false, py::call_guard<py::gil_scoped_release>())
       .def(
           "begin",
           [](ReshardGroup& self, const std::shared_ptr<runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src, std::vector<at::Tensor> dst,

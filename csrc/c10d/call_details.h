@@ -17,6 +17,7 @@ struct CallDetails {
   std::vector<std::string> labels = {};                           ///< one name per tensor; empty where they are numbered
   std::vector<std::pair<std::string, std::string>> devices = {};  ///< kinds of source and destination of each tensor; empty: all on cpu
   runtime::CallFields entries = {};  ///< what is compared before the tensors: the names and kinds of a container's entries
+  bool through_host = false;         ///< host memory carries them, whatever they are on
 };
 
 /// What the ranks of a call compare, by name.

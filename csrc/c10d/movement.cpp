@@ -89,13 +89,12 @@ CallMovement Movements::of(const std::shared_ptr<const runtime::PreparedPlan>& p
   }
   use(*device);
   out.on_device = std::make_shared<CallOnDevice>(*device);
-  const bool through_host = moveThroughHost(prepared->devices);
-  out.movement.route = {static_cast<int16_t>(device->type()), device->index(), through_host};
-  if (!through_host) {
+  out.movement.route = {static_cast<int16_t>(device->type()), device->index(), prepared->through_host};
+  if (!prepared->through_host) {
     out.movement.caller = out.on_device;
     return out;
   }
-  const auto mirrors = std::make_shared<HostMirrors>(lines_->mirrorLine(*device), out.on_device);
+  const auto mirrors = std::make_shared<HostMirrors>(lines_->mirrorLines(*device), out.on_device);
   mirrors->standIn(out.movement, src, dst);
   if (!mirrors->hasDestinations()) {
     out.on_device = nullptr;

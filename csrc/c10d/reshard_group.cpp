@@ -220,7 +220,8 @@ std::shared_ptr<const runtime::PreparedPlan> ReshardGroup::prepare(std::shared_p
   runtime::ProgramOptions options;
   options.max_message_bytes = std::min<int64_t>(int64_t{4} << 20, options_.staging_bytes / kMessagesPerStaging);
   int64_t agreed_staging_bytes = options.max_message_bytes * kMessagesPerStaging;
-  if (!moveThroughHost(out->devices)) {
+  out->through_host = details.through_host || moveThroughHost(out->devices);
+  if (!out->through_host) {
     agreed_staging_bytes = options_.staging_bytes;
     options.broadcasts = core::parseStrategy(plan->strategy).isCollective();
     options.groups = runtime::GroupLimits{agreed_staging_bytes, options.max_message_bytes};

@@ -1,5 +1,7 @@
 #include "pipeline/boundary.h"
 
+#include <ATen/ops/empty.h>
+
 #include <chrono>
 #include <utility>
 
@@ -15,7 +17,7 @@ void PipelineBoundary::beginStep(StepTransfers plans) {
     lanes_.push_back({traffic_->lane(plans_.edges[i]->lane), traffic_->lane(plans_.edges[i]->lane + "/gradient")});
   }
   pool_.beginStep();
-  spans_.clear();
+  waited_.clear();
 }
 
 void PipelineBoundary::endStep() {
@@ -30,6 +32,8 @@ const PipelineTraffic::Prepared& PipelineBoundary::planOf(const Transfer& transf
 }
 
 std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
+  const EdgeValues& edge = flights_.edges()[static_cast<size_t>(transfer.edge)];
+  const c10::Device device = flights_.stage(transfer.is_gradient ? edge.from : edge.to).device;
   const std::vector<at::ScalarType>& dtypes = plans_.edges.at(static_cast<size_t>(transfer.edge))->dtypes;
   const std::vector<size_t>& differentiable = flights_.differentiable(transfer.edge);
   const runtime::Program& program = *planOf(transfer)->program;
@@ -37,7 +41,10 @@ std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
   out.reserve(static_cast<size_t>(program.numTensors()));
   for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
     const auto i = static_cast<size_t>(tensor);
-    out.push_back(pool_.take(program.dstShape(tensor).value(), dtypes.at(transfer.is_gradient ? differentiable.at(i) : i)));
+    const std::vector<int64_t>& shape = program.dstShape(tensor).value();
+    const at::ScalarType dtype = dtypes.at(transfer.is_gradient ? differentiable.at(i) : i);
+    // Devices have allocators that keep memory, and know when their streams have passed its last use.
+    out.push_back(device.is_cpu() ? pool_.take(shape, dtype) : at::empty(shape, at::TensorOptions(dtype).device(device)));
   }
   return out;
 }
@@ -55,14 +62,24 @@ PipelineBoundary::Pending PipelineBoundary::begin(const Transfer& transfer, cons
            std::to_string(transfer.microbatch) + " of step " + std::to_string(step);
   };
   const PipelineTraffic::Lane lane = transfer.is_gradient ? lanes_[index].gradients : lanes_[index].values;
-  PipelineTraffic::CallHandle call = traffic_->begin(lane, count, planOf(transfer), src, dst, describe);
+  PipelineCall call = traffic_->begin(lane, count, planOf(transfer), src, dst, describe);
   return {std::move(call), {transfer, is_send, begin_ns, 0}, std::move(dst)};
 }
 
-void PipelineBoundary::wait(Pending& pending) {
+void PipelineBoundary::wait(const Pending& pending) {
   traffic_->wait(pending.call);
-  pending.span.end_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(pending.call->endedAt().time_since_epoch()).count();
-  spans_.push_back(pending.span);
+  waited_.push_back({pending.call.call, pending.span});
+}
+
+std::vector<TrafficSpan> PipelineBoundary::spans() const {
+  std::vector<TrafficSpan> out;
+  for (const Waited& waited : waited_) {
+    if (waited.call->isCompleted()) {
+      TrafficSpan& span = out.emplace_back(waited.span);
+      span.end_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(waited.call->endedAt().time_since_epoch()).count();
+    }
+  }
+  return out;
 }
 
 void PipelineBoundary::postReceive(const Transfer& transfer) {
@@ -71,7 +88,7 @@ void PipelineBoundary::postReceive(const Transfer& transfer) {
 
 bool PipelineBoundary::hasArrived(const Transfer& transfer) const {
   const auto found = receives_.find(transfer);
-  return found == receives_.end() || found->second.call->isCompleted();
+  return found == receives_.end() || found->second.call.hasArrived();
 }
 
 void PipelineBoundary::waitReceive(const Transfer& transfer) {
@@ -94,7 +111,7 @@ void PipelineBoundary::send(const Transfer& transfer) {
     receives_.insert_or_assign(transfer, begin(transfer, values, buffersFor(transfer), true));
     return;
   }
-  while (!sends_.empty() && sends_.front().call->isCompleted()) {
+  while (!sends_.empty() && sends_.front().call.hasArrived()) {
     wait(sends_.front());
     sends_.pop_front();
   }

@@ -59,15 +59,20 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   void check() const override { traffic_->check(); }
 
   const TensorPool& pool() const { return pool_; }
-  /// The spans of those transfers of the last step that have ended.
-  const std::vector<TrafficSpan>& spans() const { return spans_; }
+  /// The spans of those transfers of the last step that have ended by now.
+  std::vector<TrafficSpan> spans() const;
 
  private:
   /// A transfer that has been begun.
   struct Pending {
-    PipelineTraffic::CallHandle call;
+    PipelineCall call;
     TrafficSpan span;
     std::vector<at::Tensor> buffers;  ///< that receive
+  };
+  /// One that the runner need not wait for any more, though a device's stream may still have to pass it.
+  struct Waited {
+    std::shared_ptr<const runtime::ReshardCall> call;
+    TrafficSpan span;
   };
   struct EdgeLanes {
     PipelineTraffic::Lane values;
@@ -76,7 +81,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   const PipelineTraffic::Prepared& planOf(const runtime::Transfer& transfer) const;
   std::vector<at::Tensor> buffersFor(const runtime::Transfer& transfer);
   Pending begin(const runtime::Transfer& transfer, const std::vector<at::Tensor>& src, std::vector<at::Tensor> dst, bool is_send);
-  void wait(Pending& pending);
+  void wait(const Pending& pending);
 
   std::shared_ptr<PipelineTraffic> traffic_;
   Flights& flights_;
@@ -86,7 +91,7 @@ class PipelineBoundary final : public runtime::BoundaryTraffic {
   StepTransfers plans_;
   std::map<runtime::Transfer, Pending> receives_;
   std::deque<Pending> sends_;
-  std::vector<TrafficSpan> spans_;
+  std::vector<Waited> waited_;
 };
 
 }  // namespace xmesh::pipeline

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <string>
@@ -36,6 +37,7 @@ struct StageValues {
   std::string whole_because{};           ///< why its backward is never split; empty where that depends on the graph
   bool waits_in_weights = false;         ///< in each of its W, or behind it, the ranks of its mesh wait for each other: none runs before its turn
   int32_t weights_group = 0;             ///< stages of one number add to the same gradients
+  c10::Device device = c10::kCPU;        ///< that it computes on
 };
 
 }  // namespace xmesh::pipeline

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -43,6 +44,14 @@ void StageRunner::endStep(bool is_done) {
 }
 
 void StageRunner::run(const core::Action& action) {
+  compute(action);
+  const c10::Device device = flights_.stage(action.stage).device;
+  if (step_.is_measured && !device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  }
+}
+
+void StageRunner::compute(const core::Action& action) {
   switch (action.kind) {
     case core::ActionKind::kForward:
       return forward(action.stage, action.microbatch);

@@ -38,7 +38,7 @@ struct StepInputs {
   bool has_backward = true;
   uint64_t weights_key = 0;          ///< equal in steps whose W do the same: the same sizes, the same trained parameters
   bool runs_weights_early = true;    ///< W may run before its turn
-  bool is_measured = false;          ///< what waits between I and W is counted
+  bool is_measured = false;          ///< what waits between I and W is counted, and each action waits for its device
   std::vector<double> loss_weights;  ///< by microbatch: the gradient that enters its loss
   WeightsDone weights_done{};        ///< empty: nobody asks
   /// By stage the last B or W of the step.
@@ -74,6 +74,7 @@ class StageRunner final : public runtime::ActionRunner {
   void follow(const core::Action& action) override;
 
  private:
+  void compute(const core::Action& action);
   void forward(int32_t stage, int32_t microbatch);
   /// Input and weight gradients.
   void backward(int32_t stage, int32_t microbatch);

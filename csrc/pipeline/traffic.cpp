@@ -64,25 +64,30 @@ PipelineTraffic::Lane PipelineTraffic::lane(const std::string& name) {
   return known->second;
 }
 
-PipelineTraffic::CallHandle PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
-                                                   const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
+PipelineCall PipelineTraffic::begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src,
+                                    const std::vector<at::Tensor>& dst, std::function<std::string()> what) {
+  c10d_backend::CallMovement moving = group_->movements().of(prepared, src, dst);
   runtime::TransferRequest request;
-  request.movement = group_->movements().of(prepared, src, dst).movement;  // of cpu tensors: no stream waits for it
+  request.movement = std::move(moving.movement);
   request.key = runtime::CallKey{participants_, lane.key, count};
   request.watch = watch_->key();
   request.phase = phase_;
   request.describe = std::move(what);
-  return group_->service().transfer(std::move(request));
+  return {group_->service().transfer(std::move(request)), std::move(moving.on_device)};
 }
 
-void PipelineTraffic::wait(const CallHandle& call) {
-  if (const std::chrono::milliseconds timeout = group_->timeout(); timeout.count() > 0) {
-    if (call->wait(timeout)) {
-      return;
-    }
+void PipelineTraffic::wait(const PipelineCall& call) {
+  const auto has_come = [&call](std::chrono::milliseconds timeout) {
+    return call.on_device != nullptr ? call.call->waitEnqueued(timeout) : call.call->wait(timeout);
+  };
+  const std::chrono::milliseconds timeout = group_->timeout();
+  if (!has_come(timeout)) {
     group_->service().suspect(watch_->key());
+    has_come(std::chrono::milliseconds(0));
   }
-  call->wait();
+  if (call.on_device != nullptr) {
+    call.on_device->orderCurrentStream();
+  }
 }
 
 void PipelineTraffic::check() const {

@@ -13,11 +13,20 @@
 
 namespace xmesh::pipeline {
 
+/// A transfer that has been begun.
+struct PipelineCall {
+  std::shared_ptr<runtime::ReshardCall> call;
+  /// Null: what comes is there for the host when the call has ended. Else it is there for streams that go on behind the call.
+  std::shared_ptr<c10d_backend::CallOnDevice> on_device;
+
+  /// Whether PipelineTraffic::wait() returns at once.
+  bool hasArrived() const { return on_device != nullptr ? call->isEnqueued() : call->isCompleted(); }
+};
+
 /// The transfers of one pipeline on one rank. They need no agreement of their own: the ranks have met once (meet()), and number them alike. All are
 /// tied to one watch: a rank that fails, is lost or refuses ends them on all ranks. Threading: one thread; fail() on any. No method needs the GIL.
 class PipelineTraffic {
  public:
-  using CallHandle = std::shared_ptr<runtime::ReshardCall>;
   using Prepared = std::shared_ptr<const runtime::PreparedPlan>;
   /// Transfers that are numbered together.
   struct Lane {
@@ -39,12 +48,13 @@ class PipelineTraffic {
   /// The transfers from now on are of the next phase, the same on all ranks: a phase is one thing that all of them do together.
   void beginPhase() { ++phase_; }
   /// Transfer number `count` of a lane, which starts with the next flush(); `what` tells for error texts what it carries.
-  CallHandle begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
-                   std::function<std::string()> what);
+  PipelineCall begin(Lane lane, uint64_t count, const Prepared& prepared, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
+                     std::function<std::string()> what);
   /// Starts the transfers begun since the last time; together they wake the network's thread once.
   void flush() { group_->service().flush(); }
-  /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with.
-  void wait(const CallHandle& call);
+  /// Waits for a transfer, at most the group's timeout; then all ranks are asked and the pipeline fails. Throws what the transfer failed with. Of one
+  /// that receives on a device it waits until the stream has it, behind which the current stream goes on.
+  void wait(const PipelineCall& call);
   /// Throws what the pipeline has failed with, if it has.
   void check() const;
   bool hasFailed() const { return watch_->failure().has_value(); }
@@ -71,7 +81,7 @@ class PipelineTraffic {
   const uint64_t participants_;
   std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
-  CallHandle watch_;
+  std::shared_ptr<runtime::ReshardCall> watch_;
   uint64_t phase_ = 0;
   uint64_t num_meetings_ = 0;
   const runtime::ForkMark fork_;

@@ -95,13 +95,19 @@ class Executor {
   virtual std::vector<PeerProgress> progress() const = 0;
 };
 
+/// When an executor may start.
+enum class StartsWhen : uint8_t {
+  kAtOnce,
+  kIsSameCall,  ///< once the ranks know that they make the same call; those of a transfer do from the beginning
+  kInTurn,      ///< once they have agreed on its turn, too: its bytes could meet those of another plan
+};
+
 /// Makes the executors of one group's rank on one data transport, and owns what they share. It outlives them. Threading: the network's thread;
 /// peakStagingBytes() on any.
 class Executors {
  public:
   virtual ~Executors() = default;
-  /// Whether an executor may start only once the ranks have agreed on its call, since its bytes could meet those of another plan.
-  virtual bool needsAgreement() const = 0;
+  virtual StartsWhen startsWhen() const = 0;
   /// Whether Executor::progress() is up to date; else messages may be done of which it does not know yet.
   virtual bool knowsProgress() const { return true; }
   /// Throws InvalidArgument when the tensors' shapes are not what the plan says.

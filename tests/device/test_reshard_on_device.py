@@ -144,22 +144,6 @@ def _refused_by_other_options(rank: int) -> None:
         xm.reshard(x, TARGET, [Shard(0)], group=group)
 
 
-def _refused_by_a_pipeline(rank: int) -> None:
-    """Its messages are cpu tensors: a ValueError on all ranks."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to("emu")
-    batch = torch.ones(4, 4, device="emu")
-    if rank < 2:
-        with pytest.raises(ValueError, match=r"model is on emu:0 \(0.weight\): so far an engine's stages are on cpu"):
-            xm.PipelineEngine(
-                model,
-                (batch[:2],),
-                meshes=[xm.Mesh([rank], device_type="emu") for rank in (0, 1)],
-                split=xm.split_at("1"),
-                num_microbatches=2,
-                loss_fn=torch.nn.functional.mse_loss,
-            )
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -170,7 +154,6 @@ def _refused_by_a_pipeline(rank: int) -> None:
         _many_communicators,
         _refused_in_a_capture,
         _refused_by_other_options,
-        _refused_by_a_pipeline,
     ],
 )
 def test_reshard(body: Callable[[int], None]) -> None:

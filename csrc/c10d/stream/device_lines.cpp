@@ -38,25 +38,26 @@ std::unique_ptr<runtime::Executors> DeviceLines::executors(const runtime::Route&
   return out;
 }
 
-std::shared_ptr<DeviceLine> DeviceLines::mirrorLine(c10::Device device) {
+MirrorLines DeviceLines::mirrorLines(c10::Device device) {
   const std::lock_guard lock(mutex_);
-  std::shared_ptr<DeviceLine>& line = mirror_lines_[device.type()];
-  if (line == nullptr) {
-    line = std::make_shared<DeviceLine>(device);
+  auto found = mirror_lines_.find(device.type());
+  if (found == mirror_lines_.end()) {
+    found = mirror_lines_.emplace(device.type(), MirrorLines{std::make_shared<DeviceLine>(device), std::make_shared<DeviceLine>(device)}).first;
   }
-  return line;
+  return found->second;
 }
 
 void DeviceLines::close() noexcept {
   std::map<runtime::Route, Line> lines;
-  std::map<c10::DeviceType, std::shared_ptr<DeviceLine>> mirror_lines;
+  std::map<c10::DeviceType, MirrorLines> mirror_lines;
   {
     const std::lock_guard lock(mutex_);
     lines = std::exchange(lines_, {});
     mirror_lines = mirror_lines_;
   }
-  for (auto& [type, line] : mirror_lines) {
-    line->close();
+  for (auto& [type, copies] : mirror_lines) {
+    copies.to_host->close();
+    copies.from_host->close();
   }
   for (auto& [route, line] : lines) {
     if (line.communicators->abortAll({"the process group was closed", -1}) && line.use->isShared()) {

@@ -17,6 +17,12 @@
 
 namespace xmesh::c10d_backend {
 
+/// The lines on which calls that move through host memory copy. One stream would have copies in wait behind copies out.
+struct MirrorLines {
+  std::shared_ptr<DeviceLine> to_host;
+  std::shared_ptr<DeviceLine> from_host;
+};
+
 /// What one group's rank has on devices: its communicators on their lines, the executors there, and lines for its mirrors. Threading: any thread.
 class DeviceLines {
  public:
@@ -28,8 +34,8 @@ class DeviceLines {
 
   /// The executors of a route: on its device's line. Once per route.
   std::unique_ptr<runtime::Executors> executors(const runtime::Route& route, runtime::StreamExecutors::Post network);
-  /// The line on which calls that move through host memory copy to it and from it; made at the first.
-  std::shared_ptr<DeviceLine> mirrorLine(c10::Device device);
+  /// Made at the first call that moves through host memory.
+  MirrorLines mirrorLines(c10::Device device);
   /// Aborts what the group has in flight, and closes the lines that no other group uses; after the executors have been abandoned.
   void close() noexcept;
 
@@ -43,7 +49,7 @@ class DeviceLines {
   const std::shared_ptr<CommunicatorThreads> threads_ = std::make_shared<CommunicatorThreads>();
   std::mutex mutex_;
   std::map<runtime::Route, Line> lines_;
-  std::map<c10::DeviceType, std::shared_ptr<DeviceLine>> mirror_lines_;  ///< a group keeps to one device of a type
+  std::map<c10::DeviceType, MirrorLines> mirror_lines_;  ///< a group keeps to one device of a type
 };
 
 }  // namespace xmesh::c10d_backend

@@ -64,8 +64,8 @@ void HostMirrors::standIn(runtime::Movement& movement, const std::vector<at::Ten
   movement.mirrors = shared_from_this();
 }
 
-void HostMirrors::onLine(std::function<void()> copy, Told told) {
-  line_->post([self = shared_from_this(), copy = std::move(copy), told = std::move(told)] {
+void HostMirrors::onLine(const std::shared_ptr<DeviceLine>& line, std::function<void()> copy, Told told) {
+  line->post([self = shared_from_this(), line, copy = std::move(copy), told = std::move(told)] {
     if (self->is_given_up_) {
       return;
     }
@@ -77,7 +77,7 @@ void HostMirrors::onLine(std::function<void()> copy, Told told) {
       failure = error.what();
     }
     try {  // also after a failure: what was enqueued before it still uses the memory
-      self->line_->whenPassed([self, told, failure](const std::string* error) { told(failure.has_value() ? &*failure : error); });
+      line->whenPassed([self, told, failure](const std::string* error) { told(failure.has_value() ? &*failure : error); });
     } catch (const std::exception& error) {
       const std::string text = failure.value_or(error.what());
       told(&text);
@@ -90,6 +90,7 @@ void HostMirrors::fetch(Told told) {
     return told(nullptr);
   }
   onLine(
+      lines_.to_host,
       [this] {
         for (const Pair& pair : sources_) {
           copyTensor(pair.host, pair.device);
@@ -104,6 +105,7 @@ void HostMirrors::store(std::function<void()> enqueued, Told told) {
     return told(nullptr);
   }
   onLine(
+      lines_.from_host,
       [this, enqueued = std::move(enqueued)] {
         for (const Pair& pair : destinations_) {
           copyTensor(pair.device, pair.host);

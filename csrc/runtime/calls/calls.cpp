@@ -117,8 +117,9 @@ void Calls::makeExecutor(Call& call) {
     });
   };
   Executors& executors = executors_->at(execution.movement.route);
-  call.waits_for_agreement = executors.needsAgreement();
-  core::require(!call.waits_for_agreement || isCompared(call.kind),
+  const StartsWhen when = executors.startsWhen();
+  call.waits_for_agreement = when != StartsWhen::kAtOnce && isCompared(call.kind);
+  core::require(when != StartsWhen::kInTurn || isCompared(call.kind),
                 "calls on a device start in an order that their ranks agree on: a transfer cannot");
   call.knows_progress = executors.knowsProgress();
   call.executor = executors.make(std::move(execution));

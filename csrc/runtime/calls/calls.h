@@ -41,7 +41,7 @@ struct Call {
   std::optional<Movement> movement;       ///< until it starts
 
   std::unique_ptr<Executor> executor;  ///< null where nothing moves
-  bool waits_for_agreement = false;    ///< what that executor says
+  bool waits_for_agreement = false;    ///< before that executor starts
   bool knows_progress = true;          ///< what that executor says
   StartTerms start_terms;              ///< the most that a participant has said
   bool is_moved = false;               ///< all messages sent and received

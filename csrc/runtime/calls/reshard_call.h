@@ -23,6 +23,8 @@ class ReshardCall {
   /// Its caller does not wait for its end.
   bool isDetached() const { return is_detached_; }
   bool isCompleted() const { return is_completed_.load(std::memory_order_acquire); }
+  /// It is on its device's stream, or has ended.
+  bool isEnqueued() const { return hasCome(Until::kEnqueued); }
   /// The failure of a call that has completed with one.
   std::optional<Failure> failure() const { return isCompleted() ? failure_ : std::nullopt; }
   /// When a call that has completed did so.

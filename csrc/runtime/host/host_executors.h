@@ -16,7 +16,7 @@ class HostExecutors final : public Executors {
  public:
   HostExecutors(transport::HostTransport& transport, int64_t staging_bytes) : transport_(transport), staging_(staging_bytes), pacer_(transport) {}
 
-  bool needsAgreement() const override { return false; }
+  StartsWhen startsWhen() const override { return StartsWhen::kAtOnce; }
   std::unique_ptr<Executor> make(Execution execution) override;
   void abandon() override { pacer_.abandon(); }
   int64_t peakStagingBytes() const override { return staging_.peakBytes(); }

@@ -16,7 +16,7 @@ class MirroredExecutors final : public Executors {
   MirroredExecutors(Executors& host, ClosablePost::Post network);
   ~MirroredExecutors() override;
 
-  bool needsAgreement() const override { return true; }
+  StartsWhen startsWhen() const override { return StartsWhen::kIsSameCall; }
   std::unique_ptr<Executor> make(Execution execution) override;
   void disconnect() override;
   void abandon() override {}  // `host` is told

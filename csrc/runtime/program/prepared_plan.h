@@ -32,6 +32,7 @@ struct PreparedPlan {
   std::shared_ptr<const core::ReshardingPlan> plan;
   std::shared_ptr<const Program> program;
   std::vector<DeviceKinds> devices;                  ///< by tensor
+  bool through_host = false;                         ///< host memory carries them
   std::vector<std::optional<Participants>> circles;  ///< the program's circles; nullopt for one that this rank is not in
   std::vector<int32_t> program_peers;                ///< group ranks of program->peers()
   /// (group rank, bytes per second) of the peers on other hosts; empty to let TCP share the NIC.

@@ -59,7 +59,7 @@ class StreamExecutors final : public Executors {
   StreamExecutors(Line line, Allocate allocate, Threads threads);
   ~StreamExecutors() override;
 
-  bool needsAgreement() const override { return true; }
+  StartsWhen startsWhen() const override { return StartsWhen::kInTurn; }
   bool knowsProgress() const override { return false; }
   void promise(uint64_t turn) override;
   void disconnect() override;

@@ -27,7 +27,7 @@ from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.stages.batch_parts import ByRank
 from torch_xmesh.pipeline.stages.live_model import LiveModel
-from torch_xmesh.pipeline.stages.model_checks import check_given
+from torch_xmesh.pipeline.stages.model_checks import check_given, check_on_cpu
 from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
 from torch_xmesh.spec import Mesh
 
@@ -59,6 +59,7 @@ class PlannedStages(StageSource):
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_given(model, example_args, example_kwargs, None)
+        check_on_cpu(model)
         self._given: nn.Module | None = model
         self._live = PlannedModel(model)
         self._arguments = _of_microbatch(plan, sorted_arguments(example_args, example_kwargs))

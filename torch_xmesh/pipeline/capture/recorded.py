@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.generators import rng_kept
 from torch_xmesh.pipeline.capture.errors import (
     READY_STAGES,
     CaptureError,
@@ -221,7 +222,7 @@ class RecordedModel:
             has_gradients = torch.is_grad_enabled()
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(has_gradients))
-            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(rng_kept(self.device))
             stack.callback(random.setstate, random.getstate())
             stack.callback(np.random.set_state, np.random.get_state())
             stack.enter_context(quiet())
@@ -263,13 +264,19 @@ def record_checked(recorded: RecordedModel, inputs: Sequence[torch.Tensor], dims
 
 
 def stand_ins(examples: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The example's tensors; for those on meta real ones, of ones, which are valid as masks, tokens and positions."""
-    return [
-        torch.ones(example.shape, dtype=example.dtype, device=device).requires_grad_(example.requires_grad)
-        if example.is_meta
-        else example
-        for example in examples
-    ]
+    """The example's tensors on a device; for those on meta real ones, of ones, which are valid as masks, tokens and
+    positions."""
+    found = []
+    for example in examples:
+        if example.is_meta:
+            made = torch.ones(example.shape, dtype=example.dtype, device=device)
+        elif example.device == device:
+            found.append(example)
+            continue
+        else:
+            made = example.detach().to(device)
+        found.append(made.requires_grad_(example.requires_grad))
+    return found
 
 
 def resized(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

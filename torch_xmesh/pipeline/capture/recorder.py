@@ -115,6 +115,7 @@ class Recorder(TorchFunctionMode):
         constants = make_canonical(writer.graph, writer.sites, writer.facts, self._mutations, writer.constants, order)
         return Recording(
             graph=writer.graph,
+            device=self._shadow.device,
             output=output,
             constants=constants,
             facts=writer.facts,
@@ -128,7 +129,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _input(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        made = tensor.detach().to(self._shadow.device, copy=True).requires_grad_(tensor.requires_grad)
         if made.requires_grad:
             made = made.view_as(made)  # a leaf could not be changed in place
         made = self._shadow.fake_like(made) if name in self._as_fakes else made

@@ -97,6 +97,7 @@ class Recording:
         output: the model's output, any pytree with nodes as leaves.
         constants: what the graph reads and the model does not hold, by name.
         facts: what every node was.
+        device: on which the forward ran.
         guards: in the order in which values were read.
         mutations: (storage, number of nodes then, node that changed it).
         changed_tensors: the first node that changes a buffer or a parameter, by its name.
@@ -107,6 +108,7 @@ class Recording:
     """
 
     graph: fx.Graph
+    device: torch.device
     output: Any
     constants: dict[str, Any]
     facts: dict[fx.Node, NodeFacts]
@@ -210,6 +212,8 @@ def _text(value: Any) -> str:
         return f"({', '.join(f'{key}={_text(value[key])}' for key in sorted(value, key=str))})"
     if isinstance(value, slice):
         return f"{_text(value.start)}:{_text(value.stop)}:{_text(value.step)}"
+    if isinstance(value, torch.device):
+        return "a device"  # ranks have other ones
     return repr(value)
 
 

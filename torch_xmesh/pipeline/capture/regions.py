@@ -1,17 +1,30 @@
 """Regions of a stage's graph in which grad mode or autocast are others than outside the model."""
 
 import contextlib
+import functools
 
 import torch
 
 Autocasts = tuple[tuple[str, bool, torch.dtype], ...]
 Modes = tuple[bool, Autocasts]
-_KINDS = ("cpu", *(("cuda",) if torch.version.cuda is not None else ()))
+
+
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    """The kinds of device that this process may have: alike on all ranks of one installation."""
+    of_torch = ("cpu", *(("cuda",) if torch.version.cuda is not None else ()))
+    accelerator = torch.accelerator.current_accelerator()
+    is_other = accelerator is not None and accelerator.type not in of_torch and _has_autocast(accelerator.type)
+    return (*of_torch, accelerator.type) if accelerator is not None and is_other else of_torch
+
+
+def _has_autocast(kind: str) -> bool:
+    return hasattr(torch.get_device_module(kind), "get_amp_supported_dtype") or kind in ("xpu", "mps", "hpu", "mtia")
 
 
 def autocasts() -> Autocasts:
     """By kind of device, whether autocast is on and for which dtype."""
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
 
 
 def current_modes() -> Modes:

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.generators import rng_kept
 from torch_xmesh.pipeline.capture.hooks import BACKWARD_HOOKS, MODULE_HOOKS
 
 
@@ -215,7 +216,7 @@ class Sandbox:
 
         self._put_real()
         try:
-            with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), self._zeros_for_meta(module):
+            with unset_fake_temporarily(), rng_kept(self._device), self._zeros_for_meta(module):
                 kept = {buffer: buffer.detach().clone() for buffer in module.buffers()}
                 try:
                     args, kwargs = pytree.tree_map_only(torch.Tensor, zeros, (args, kwargs))

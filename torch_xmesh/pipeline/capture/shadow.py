@@ -25,22 +25,24 @@ class Shadow:
     """A copy of a model with fakes for its tensors; torch.compile and users' hooks are left out, hooks that are defined
     in installed libraries belong to the model and are kept. With `records_hooks` all hooks around forwards are.
 
-    A fake has the device of the tensor for which it stands, for one on meta `device`. Threading: one thread at a time.
+    All fakes are on `device`: stages may be on several, which one process never runs. Threading: one thread at a time.
 
     Attributes:
         model: the copy. Its tensors need no fake mode around them: what has a fake among its operands gives fakes,
             everything else is computed.
+        device: that of the fakes.
         own: ids of the tensors that its modules hold as long as no forward has changed that.
         names: names of its modules, by id; the first one of each.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, records_hooks: bool = False) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
         memo: dict[int, Any] = {}
         for module in model.modules():
             for _, tensor in module_tensors(module):
                 if id(tensor) not in memo:
-                    memo[id(tensor)] = self._fake(tensor, device)
+                    memo[id(tensor)] = self._fake(tensor)
         kept = [{} if records_hooks else _library_hooks(module) for module in model.modules()]
         self._originals = _paths_of(model)
         try:
@@ -59,11 +61,9 @@ class Shadow:
                 make_recordable(module, name)
             module._compiled_call_impl = None
 
-    def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
-            made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device if tensor.is_meta else tensor.device
-            )
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         return of_kind(made, tensor)
 
     def tensors(self) -> dict[int, tuple[str, torch.Tensor]]:

@@ -72,6 +72,6 @@ def _filled(like: torch.Tensor, samples: int | None) -> torch.Tensor:
     """Numbers in the same shape, fewer of as many samples; ones where numbers may be indices."""
     shape = [2, *like.shape[1:]] if samples is not None and like.dim() > 1 and like.shape[0] == samples else like.shape
     if not like.dtype.is_floating_point:
-        return torch.ones(shape, dtype=like.dtype)
+        return torch.ones(shape, dtype=like.dtype, device="cpu")
     count = torch.Size(shape).numel()
-    return (torch.arange(count, dtype=torch.float64) % 7 / 8 + 0.125).view(shape).to(like.dtype)
+    return (torch.arange(count, dtype=torch.float64, device="cpu") % 7 / 8 + 0.125).view(shape).to(like.dtype)

@@ -94,6 +94,7 @@ class Assembled:
                 graph,
                 uses_rng=self.cut.draws_random_numbers(stage),
                 has_gradients=self.recording.has_gradients,
+                device=self.recording.device,
                 way=self.recording.way,
                 situation=self.situation,
             )

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.generators import rng_kept
 from torch_xmesh.pipeline.capture.library_models import without_caches
 from torch_xmesh.pipeline.capture.node_forms import tensors_of
 from torch_xmesh.pipeline.capture.opened import check_opened, opened_modules
@@ -133,7 +134,7 @@ class Profile:
         real = [torch.zeros(e.shape, dtype=e.dtype, device=device) if e.is_meta else e.detach() for e in examples]
         kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
-            with hooks_off(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with hooks_off(model), rng_kept(device):
                 return _walk(model, self._traced, real, make_meter(real))
         finally:
             with torch.no_grad():
@@ -231,8 +232,8 @@ def _measure(call: _Call) -> tuple[Any, float]:
 
 
 def _now(leaves: list[torch.Tensor]) -> float:
-    if any(leaf.is_cuda for leaf in leaves):
-        torch.cuda.synchronize()
+    for kind in {leaf.device.type for leaf in leaves} - {"cpu", "meta"}:
+        torch.get_device_module(kind).synchronize()
     return time.perf_counter()
 
 

@@ -194,6 +194,8 @@ def stage_signature(
 def _run(
     stage: int, module: nn.Module, tree: Any, *, samples: int, device: torch.device, watch: OperatorWatch | None = None
 ) -> tuple[Any, frozenset[int]]:
+    tensors_of_stage = (*module.parameters(), *module.buffers())
+    device = next((tensor.device for tensor in tensors_of_stage if not tensor.is_meta), device)
     with Sandbox(module, device) as sandbox:
 
         def fake(leaf: Leaf) -> Any:

@@ -12,6 +12,8 @@ from torch_xmesh.pipeline.capture.node_forms import expecter
 from torch_xmesh.pipeline.capture.regions import autocasts, enter_modes, exit_modes
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
 
+_DEVICE = "stage_device"
+
 
 class StageBuilder:
     """Builds the graph of one stage."""
@@ -54,8 +56,10 @@ class StageBuilder:
             if node.op == "get_attr" and str(node.target) in self._cut.recording.constants:
                 reader = _constant_reader(str(node.target), self._cut.recording.constants[str(node.target)])
                 self._here[node] = self._graph.call_function(reader)
+                if isinstance(self._cut.recording.constants[str(node.target)], torch.Tensor):
+                    self._here[node] = self._graph.call_method("to", (self._here[node], self._device()))
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._here[source])
+            args, kwargs = self._placed(fx.node.map_arg((node.args, node.kwargs), lambda source: self._here[source]))
             self._here[node] = self._graph.create_node(node.op, node.target, args, kwargs, node.name)
             self._here[node].meta["source"] = node.meta["source"]
             if "expects" in node.meta:
@@ -63,6 +67,18 @@ class StageBuilder:
                 self._here[node] = self._graph.call_function(expect, (self._here[node],))
         if token is not None:
             self._graph.call_function(exit_modes, (token,))
+
+    def _placed(self, arguments: Any) -> Any:
+        """A node's arguments, in which the device that the forward was recorded on is the stage's."""
+        recorded = self._cut.recording.device
+
+        def change(value: Any) -> Any:
+            return self._device() if isinstance(value, torch.device) and value == recorded else value
+
+        return fx.node.map_aggregate(arguments, change)
+
+    def _device(self) -> fx.Node:
+        return self._graph.get_attr(_DEVICE)
 
     def _refuse_shared_change(self, node: fx.Node) -> None:
         cut = self._cut
@@ -85,6 +101,12 @@ def _constant_reader(name: str, value: Any) -> Callable[[], Any]:
     return read
 
 
+def _held(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that call or read what the model has, calls first."""
+    called = [node for node in graph.nodes if node.op == "call_module"]
+    return [*called, *(node for node in graph.nodes if node.op == "get_attr" and node.target != _DEVICE)]
+
+
 class StageCode:
     """What a stage runs for inputs of certain sizes, in one mode.
 
@@ -92,19 +114,30 @@ class StageCode:
         graph: as torch.fx has it.
         uses_rng: it may draw random numbers.
         has_gradients: it was recorded with gradients enabled.
+        device: on which it was recorded; graphs name that of the stage.
         way: what the model read of its inputs' values, in words that are the same on every rank.
         situation: that in which it is run, as Ways have it.
     """
 
-    def __init__(self, graph: fx.Graph, *, uses_rng: bool, has_gradients: bool, way: str, situation: str) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        *,
+        uses_rng: bool,
+        has_gradients: bool,
+        device: torch.device,
+        way: str,
+        situation: str,
+    ) -> None:
         self.graph, self.uses_rng, self.has_gradients, self.way = graph, uses_rng, has_gradients, way
+        self.device = device
         self.situation = situation
         self._function: Callable[..., Any] | None = None
 
     @functools.cached_property
     def targets(self) -> frozenset[str]:
         """Names of what of the model it calls and reads."""
-        return frozenset(str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr"))
+        return frozenset(str(node.target) for node in _held(self.graph))
 
     def __call__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Runs it on a stage's module."""
@@ -116,11 +149,16 @@ class StageCode:
 
 
 class StageModule(nn.Module):
-    """A stage: what its graph calls and reads, under the model's names. Runs the code that was chosen last."""
+    """A stage: what its graph calls and reads, under the model's names. Runs the code that was chosen last.
+
+    Attributes:
+        stage_device: on which it makes tensors; to be set before it runs elsewhere than it was recorded.
+    """
 
     def __init__(self, code: StageCode, training: bool) -> None:
         super().__init__()
         self.training = training
+        self.stage_device = code.device
         self.chosen = code
         self.looked_into: list[nn.Module] = []  # the modules that hold others of the stage
         self._ran: dict[Any, set[StageCode]] = {}  # by shapes, mode and autocast
@@ -176,10 +214,8 @@ class ModuleElsewhere(nn.Module):
 def stage_module(model: nn.Module, code: StageCode) -> StageModule:
     """A module that runs `code` and shares, under the model's names, what it calls and reads."""
     module = StageModule(code, model.training)
-    for kind in ("call_module", "get_attr"):
-        for node in code.graph.nodes:
-            if node.op == kind:
-                _install(module, model, str(node.target))
+    for node in _held(code.graph):
+        _install(module, model, str(node.target))
     return module
 
 

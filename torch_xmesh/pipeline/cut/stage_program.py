@@ -82,6 +82,11 @@ class StageProgram:
         self.inner.chosen = code
         return tuple(self.module(*inputs))
 
+    def on_device(self, device: torch.device) -> None:
+        """From now on it runs there; its parameters and buffers are there already."""
+        if self.inner is not None:
+            self.inner.stage_device = device
+
     def begin_step(self) -> None:
         """What ran in the last step runs no more, neither in a checkpoint's backward."""
         if self.inner is not None:

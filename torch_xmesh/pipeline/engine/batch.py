@@ -13,7 +13,7 @@ from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
-from torch_xmesh.spec import device_mesh, mesh_grid, wrap_local
+from torch_xmesh.spec import mesh_grid, wrap_local
 
 
 def num_samples(tree: Any, specs: Sequence[Any], what: str) -> int | None:
@@ -38,7 +38,7 @@ def as_shards(tree: Any, specs: Sequence[Any], meshes: Sequence[StageMesh], what
     if len({(mesh.whole, mesh.data_axes) for mesh in cut}) > 1 or len(cut) < len(set(meshes)):
         raise ValueError(f"{what} is read by stages with other data shards than each other: pass DTensors")
     mesh = cut[0]
-    on = device_mesh(mesh.mesh)
+    on = mesh.device_mesh
     leaves, structure = pytree.tree_flatten(tree)
     for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and isinstance(spec, Chunk):
@@ -86,7 +86,7 @@ def microbatch_columns(
         where = f"{what}, tensor {position}"
         if not isinstance(spec, Chunk):
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            columns.append([whole.detach() if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
+            columns.append([_on(mesh, whole.detach()) if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
         elif not isinstance(leaf, DTensor):
             columns.append(_shards_of_whole(leaf, spec.split_dim, order=order, mesh=mesh, what=where))
         elif mesh.num_shards == 1:
@@ -117,12 +117,17 @@ def model_inputs(
     return [list(parts) for parts in zip(*chosen, strict=True)]
 
 
+def _on(mesh: StageMesh, tensor: torch.Tensor) -> torch.Tensor:
+    """On the stage's device: batches come from anywhere. The host does not wait for the copy."""
+    return tensor.to(mesh.device, non_blocking=True)
+
+
 def _shards_of_whole(
     tensor: torch.Tensor, dim: int, *, order: SampleOrder, mesh: StageMesh, what: str
 ) -> Sequence[torch.Tensor]:
     if tensor.size(dim) != sum(order.sizes):
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(order.sizes)}")
-    tensor, num_shards = tensor.detach(), mesh.num_shards
+    tensor, num_shards = _on(mesh, tensor.detach()), mesh.num_shards
     if order.num_shards == 1:
         if num_shards == 1:
             return torch.split(tensor, list(order.sizes), dim)
@@ -154,7 +159,7 @@ def _shards_of_dtensor(
 ) -> list[torch.Tensor]:
     _check_placed(tensor, dim, mesh, what)
     mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in order.sizes]
-    local = tensor.to_local().detach()
+    local = _on(mesh, tensor.to_local().detach())
     if local.size(dim) != sum(mine):
         raise ValueError(
             f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of "

@@ -121,9 +121,9 @@ class Boundaries:
         return info.name in self._given and bool(self._given[info.name][1])
 
     def is_local(self, edge: Edge) -> bool:
-        """Nothing needs to move: both stages have the same mesh and the same placements."""
+        """Nothing needs to move: both stages have the same mesh, the same placements and the same device."""
         start, other = self.meshes[edge.from_stage], self.meshes[edge.to_stage]
-        return (start.grid, start.data_axis) == (other.grid, other.data_axis)
+        return (start.grid, start.data_axis, start.device.type) == (other.grid, other.data_axis, other.device.type)
 
     def sent_shape(self, info: ValueInfo, num_samples: int) -> tuple[int, ...]:
         """The shape of a value in a microbatch of `num_samples` samples; where data shards' values are stacked, that of
@@ -143,9 +143,9 @@ class Boundaries:
             start, end = self.placements(info, edge.from_stage), self.placements(info, edge.to_stage)
             if is_gradient:
                 back = dst.gradient_placements(info, end)
-                moves.append(Move.of(shape, info.dtype, (dst.grid, back), (src.grid, start)))
+                moves.append(Move.of(shape, info.dtype, (dst.values_grid, back), (src.values_grid, start)))
             else:
-                moves.append(Move.of(shape, info.dtype, (src.grid, start), (dst.grid, end)))
+                moves.append(Move.of(shape, info.dtype, (src.values_grid, start), (dst.values_grid, end)))
         return moves
 
     def check_samples(self, num_samples: int) -> None:
@@ -218,5 +218,5 @@ def segment_moves(edge: SegmentEdge, mesh: StageMesh, *, is_gradient: bool) -> l
         if is_gradient and not value.is_differentiable:
             continue
         src, dst = (value.gradient_src, value.gradient_dst) if is_gradient else (value.src, value.dst)
-        moves.append(Move.of(value.shape, value.dtype, (mesh.grid, src), (mesh.grid, dst)))
+        moves.append(Move.of(value.shape, value.dtype, (mesh.values_grid, src), (mesh.values_grid, dst)))
     return moves

@@ -19,6 +19,7 @@ from torch_xmesh.pipeline.engine.place import EnginePlace
 from torch_xmesh.pipeline.engine.setup import LOOKAHEAD, PlaceOptions, check_options, schedule_of
 from torch_xmesh.pipeline.engine.stage import StageForward, StageWork
 from torch_xmesh.pipeline.engine.way_comparison import WayComparison
+from torch_xmesh.pipeline.ranks.stage_device import on_devices
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.schedule.schedule import Schedule
@@ -35,7 +36,6 @@ from torch_xmesh.pipeline.state.init_sync import (
 )
 from torch_xmesh.pipeline.state.materialize import InitFn, is_unset, materialize
 from torch_xmesh.plan_cache import PlanOptions
-from torch_xmesh.spec import device_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,11 @@ def build_place(given: Given, transfers: Transfers) -> EnginePlace:
             in_flight=schedule.peak_in_flight,
         )
     )
+    held = {stage: partition.stages[stage].module for stage, mesh in enumerate(meshes) if transfers.rank in mesh.ranks}
+    meshes = on_devices(transfers, meshes, held)
+    given = dataclasses.replace(given, meshes=meshes)
+    for stage in held:
+        partition.stages[stage].on_device(meshes[stage].device)
     boundaries = _agree_on_model(given, transfers, partition, schedule, plan_options)
     ways = WayComparison(transfers, partition.ways)
     ways.compare()
@@ -222,11 +227,12 @@ def _make_stages(given: Given, transfers: Transfers, cut: Partition, boundaries:
     ties = ties_of(modules)
     for stage, module in modules.items():
         if options.parallelize is not None:
-            made = options.parallelize(stage, module, device_mesh(meshes[stage].mesh))
+            made = options.parallelize(stage, module, meshes[stage].device_mesh)
             if not isinstance(made, nn.Module):
                 raise ValueError(f"parallelize must return a module, got {type(made).__name__} for stage {stage}")
             modules[stage] = cut.stages[stage].module = made
-    unset.update(materialize(modules, given.init_fn, device=torch.device("cpu"), seed=options.seed, rank=rank))
+    devices = {stage: meshes[stage].device for stage in stages}
+    unset.update(materialize(modules, given.init_fn, devices=devices, seed=options.seed, rank=rank))
     works = {
         stage: StageWork(
             cut,
@@ -271,7 +277,7 @@ def _unused_parameters(
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     init_fn, seed = given.init_fn, given.options.seed
     for module in owners.values():
-        materialize({0: module}, init_fn, device=torch.device("cpu"), seed=seed, rank=rank)
+        materialize({0: module}, init_fn, devices={0: given.meshes[0].device}, seed=seed, rank=rank)
     found = {name: (model.get_parameter(name), given.meshes[0]) for name in names}
     unset.update((name, parameter) for name, (parameter, _) in found.items() if was_meta[name] and is_unset(parameter))
     return found
@@ -305,6 +311,7 @@ def _make_core(
                 positions,
                 is_alone=is_alone,
                 whole_because=whole.whole_because,
+                device=boundaries.meshes[stage].device,
                 waits_in_weights=whole.waits_in_weights,
                 weights_group=0 if segment is None else 1 + unit,  # each segment has accumulators of its own
             )

@@ -329,7 +329,12 @@ class PipelineEngine:
             has_any = True
             yield parameter
         if not has_any:
-            yield nn.Parameter(torch.zeros(0))
+            yield nn.Parameter(torch.zeros(0, device=self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        """The first of this rank's stages'."""
+        return self._place.meshes[self._place.stages[0]].device
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this rank's parameters, or sets them to zero."""
@@ -394,7 +399,7 @@ class PipelineEngine:
             ValueError: it is none.
         """
         guard = functools.partial(self._guarded, "the scaler's unscale_() or step()")
-        self._steps.scaler = PipelineScaler(self._transfers, scaler, guard)
+        self._steps.scaler = PipelineScaler(self._transfers, scaler, guard, self._device)
         return self._steps.scaler
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _as_made(info: ValueInfo, meshes: Sequence[StageMesh]) -> ValueInfo:
 def _to_whole(info: ValueInfo, last: StageMesh, num_samples: int) -> Move:
     everywhere = (Replicate(),) * len(last.grid.shape)
     shape = last.global_shape(info, num_samples)
-    return Move.of(shape, info.dtype, (last.grid, last.placements(info)), (last.grid, everywhere))
+    return Move.of(shape, info.dtype, (last.values_grid, last.placements(info)), (last.values_grid, everywhere))
 
 
 def _part(info: ValueInfo, mine: Mapping[str, torch.Tensor], last: StageMesh, num_samples: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _part(info: ValueInfo, mine: Mapping[str, torch.Tensor], last: StageMesh, nu
             )
         return mine[info.name].unsqueeze(0) if info.varies else mine[info.name]
     shape = (1, *last.global_shape(info, num_samples)[1:]) if info.varies else info.shape_for(0)
-    return torch.zeros(shape, dtype=info.dtype)
+    return torch.zeros(shape, dtype=info.dtype, device=last.device)
 
 
 def _by_shard(
@@ -145,15 +145,15 @@ class BufferSync:
             stamps = [_stamp(owner) for owner in owners]
             pairs = zip(owners, stamps, self._seen[stage], strict=True)
             changed = [stamp != old or _hides_changes(owner) for owner, stamp, old in pairs]
-            move = _from_first(mesh, (len(owners),), torch.uint8)
-            flags = [torch.tensor(changed, dtype=torch.uint8)] if mesh.shard == 0 else []
+            move = _from_first(mesh, (len(owners),), torch.uint8, "cpu")
+            flags = [torch.tensor(changed, dtype=torch.uint8, device="cpu")] if mesh.shard == 0 else []
             told.append(self._transfers.start(f"buffers/{stage}/changed", [move], flags))
         started = []
         for (stage, mesh, owners), flags_there in zip(self._owners, told, strict=True):
             flags_now = flags_there.wait()[0].tolist()
             buffers = [b for owner, flag in zip(owners, flags_now, strict=True) if flag for b in _own_buffers(owner)]
             if buffers:
-                moves = [_from_first(mesh, tuple(b.shape), b.dtype) for b in buffers]
+                moves = [_from_first(mesh, tuple(b.shape), b.dtype, b.device.type) for b in buffers]
                 mine = buffers if mesh.shard == 0 else []
                 started.append((mesh, buffers, self._transfers.start(f"buffers/{stage}", moves, mine)))
         for mesh, buffers, pending in started:
@@ -164,9 +164,9 @@ class BufferSync:
         self._seen = {stage: [_stamp(owner) for owner in owners] for stage, _, owners in self._owners}
 
 
-def _from_first(mesh: StageMesh, shape: tuple[int, ...], dtype: torch.dtype) -> Move:
-    line, everywhere = mesh.line, (Replicate(),)
-    return Move.of(shape, dtype, (Mesh([line.ranks[0]]), everywhere), (line, everywhere))
+def _from_first(mesh: StageMesh, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Move:
+    line, everywhere = Mesh(mesh.line, device_type=kind), (Replicate(),)
+    return Move.of(shape, dtype, (Mesh([line.ranks[0]], device_type=kind), everywhere), (line, everywhere))
 
 
 def _own_buffers(module: nn.Module) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ class SampleOrder:
         total = sum(self.sizes)
         if self.num_shards == 1 or tensor.size(dim) % total:
             return tensor
-        order = torch.cat([torch.arange(*part) for parts in self.ranges for part in parts])
+        order = torch.cat([torch.arange(*part, device="cpu") for parts in self.ranges for part in parts])
         dim, num_rows = dim % tensor.dim(), tensor.size(dim) // total
-        rows = (torch.argsort(order)[:, None] * num_rows + torch.arange(num_rows)).flatten()
+        rows = (torch.argsort(order)[:, None] * num_rows + torch.arange(num_rows, device="cpu")).flatten()
         return tensor.index_select(dim, rows.to(tensor.device))

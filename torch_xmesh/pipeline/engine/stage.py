@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torch_xmesh.generators import Drawn
 from torch_xmesh.pipeline.cut.losses import loss_of, needs_target
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.units import Units
@@ -39,7 +40,7 @@ class StepState:
         self.keeps_outputs = True
         self.meter: MemoryMeter | None = None  # counts memory in the first microbatch
         self.codes: Mapping[int, list[Any]] = {}
-        self.drawn: dict[tuple[int, int], torch.Tensor] = {}
+        self.drawn: dict[tuple[int, int], Drawn] = {}
         self.targets: list[Any] = []
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, dict[str, torch.Tensor]] = {}
@@ -116,7 +117,7 @@ class StageWork:
         a stage that is divided one segment is run; the last one's outputs are the stage's."""
         samples = self.samples(step.sizes[microbatch])
         if samples == 0:
-            return [torch.empty(info.shape_for(0), dtype=info.dtype) for info in self._outputs], None
+            return self._empty_outputs(), None
         if torch.is_grad_enabled() is not step.is_train:  # the step has set it; a stage may have left it otherwise
             torch.set_grad_enabled(step.is_train)
         code = step.codes[self.stage][microbatch] if self.is_recorded else None
@@ -127,11 +128,15 @@ class StageWork:
             seed=self._seed, step=step.number, stage=self.stage, microbatch=microbatch, data_shard=self._shard
         )
         drawn = step.drawn.pop((self.stage, microbatch), None)
-        with dropout_rng(seed, drawn=drawn) as state:
+        with dropout_rng(seed, self.mesh.device, drawn=drawn) as state:
             result = self._run(step, microbatch, samples, inputs, segment)
             if segment + 1 < self.program.num_segments:  # masks do not hang on where a stage is divided
                 step.drawn[self.stage, microbatch] = state()
             return result
+
+    def _empty_outputs(self) -> list[torch.Tensor]:
+        device = self.mesh.device
+        return [torch.empty(info.shape_for(0), dtype=info.dtype, device=device) for info in self._outputs]
 
     @property
     def is_recorded(self) -> bool:

@@ -105,7 +105,9 @@ class StepAgreement:
         known.update(others or {})
         known["call"] = CALLS.index(call)
         numbers = [sign * known[name] if name in known else _UNKNOWN for name in self._texts for sign in (1, -1)]
-        told = self._told.exchange(torch.tensor([*numbers, int(has_news), int(refusal is not None)])).tolist()
+        told = self._told.exchange(
+            torch.tensor([*numbers, int(has_news), int(refusal is not None)], device="cpu")
+        ).tolist()
         pairs = {name: (told[2 * i], -told[2 * i + 1]) for i, name in enumerate(self._texts)}
         if told[-1] or any(most != least for most, least in pairs.values() if most != _UNKNOWN):
             self._refuse(known, refusal)

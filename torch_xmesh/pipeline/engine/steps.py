@@ -27,6 +27,7 @@ from torch_xmesh.pipeline.ranks.clocks import now_ns
 from torch_xmesh.pipeline.ranks.exchange import TensorExchange, exchange_of_shards
 from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.schedule.schedule import Schedule
+from torch_xmesh.pipeline.state.numbers import numbers_of
 from torch_xmesh.pipeline.state.training import PipelineScaler
 
 
@@ -311,9 +312,9 @@ class EngineSteps:
             made = exchange_of_shards(place.transfers, f"losses of {number}", place.meshes[-1], number + 1)
             self._shared_losses[number] = made
         if is_last:
-            found = [state.losses.get(microbatch) for microbatch in range(number)]
-            shares = [0.0 if loss is None else loss.item() for loss in found]
-            mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64)
+            there = dict(zip(state.losses, numbers_of(list(state.losses.values())), strict=True))
+            shares = [there.get(microbatch, 0.0) for microbatch in range(number)]
+            mine = torch.tensor([*shares, float(has_losses)], dtype=torch.float64, device="cpu")
             if self._loss_shares is not None:
                 mine[:number] = self._loss_shares.total(mine[:number].clone())
         told = self._shared_losses[number].exchange(mine)
@@ -323,7 +324,9 @@ class EngineSteps:
         weights = loss_weights(state.sizes, self._place.scale_grads)
         self.loss = sum(weight * loss for weight, loss in zip(weights, means, strict=True))
         if losses is not None and is_last:
+            last = self._place.meshes[-1]
+            told = told.to(last.device)
             for microbatch in range(number):
                 own = state.losses.get(microbatch)
-                alone = self._place.meshes[-1].num_shards == 1 and self._loss_shares is None and own is not None
+                alone = last.num_shards == 1 and self._loss_shares is None and own is not None
                 losses.append(own if alone else told[microbatch].to(torch.float32 if own is None else own.dtype))

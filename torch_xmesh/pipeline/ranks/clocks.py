@@ -63,5 +63,7 @@ def _ask(transfers: Transfers, first: int, other: int) -> tuple[int, int]:
 
 def _tell(transfers: Transfers, lane: str, *, source: int, target: int, value: int) -> int:
     move = Move.of((1,), torch.int64, (Mesh([source]), [Replicate()]), (Mesh([target]), [Replicate()]))
-    received = transfers.start(lane, [move], [torch.tensor([value])] if transfers.rank == source else []).wait()
+    received = transfers.start(
+        lane, [move], [torch.tensor([value], device="cpu")] if transfers.rank == source else []
+    ).wait()
     return int(received[0][0]) if transfers.rank == target else value

@@ -11,14 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh, coordinate_in
-from torch_xmesh.spec import Mesh, device_mesh, mesh_grid
+from torch_xmesh.spec import Mesh, array_of, device_mesh, mesh_grid
 
 
 def slice_of(mesh: StageMesh, axes: Sequence[int]) -> Mesh:
     """The ranks with which this one differs in these axes of the user's mesh only."""
-    ranks = torch.tensor(mesh.ranks).reshape(mesh.whole.shape)
     at = [slice(None) if axis in axes else i for axis, i in enumerate(coordinate_in(mesh.whole, mesh.rank))]
-    return Mesh(ranks[tuple(at)])
+    return Mesh(array_of(mesh.whole)[tuple(at)])
 
 
 def spanned_axes(mesh: StageMesh, other: DeviceMesh) -> tuple[int, ...] | None:
@@ -40,12 +39,12 @@ def activation_mesh(mesh: StageMesh, module: nn.Module) -> tuple[DeviceMesh, tup
         if isinstance(parameter, DTensor) and spanned_axes(mesh, parameter.device_mesh) == axes:
             return parameter.device_mesh, of_grid
     if len(axes) == len(mesh.whole.shape):
-        return device_mesh(mesh.mesh), of_grid
+        return mesh.device_mesh, of_grid
     names = mesh.mesh.mesh_dim_names if isinstance(mesh.mesh, DeviceMesh) else None
     if names and axes:
         assert isinstance(mesh.mesh, DeviceMesh)
         return mesh.mesh[tuple(names[axis] for axis in axes)], of_grid
-    return device_mesh(slice_of(mesh, axes)), of_grid
+    return device_mesh(slice_of(mesh, axes), mesh.device.type), of_grid
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

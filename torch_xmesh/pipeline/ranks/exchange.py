@@ -14,13 +14,13 @@ class TensorExchange:
     def __init__(self, transfers: Transfers, lane: str, move: Move) -> None:
         self._transfers = transfers
         self._lane = lane
-        self._shape, self._dtype = move.dst.shape, move.dst.dtype
+        self._shape, self._dtype, self._device = move.dst.shape, move.dst.dtype, move.dst_device
         self._plan = transfers.prepare([move])
         self._count = 0
 
     def exchange(self, mine: torch.Tensor | None) -> torch.Tensor:
         """Everybody's result; `mine` is this rank's part where it is on the source mesh."""
-        received = torch.empty(self._shape, dtype=self._dtype)
+        received = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         traffic = self._transfers.traffic
         sources = [] if mine is None else [mine]
         call = traffic.begin(self._lane, self._count, self._plan, sources, [received])

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_xmesh.pipeline.cut.microbatch import shard_sizes
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
-from torch_xmesh.spec import AnyMesh, Mesh, mesh_grid, named_axis
+from torch_xmesh.spec import AnyMesh, Mesh, array_of, device_mesh, mesh_grid, named_axis
 
+_CPU = torch.device("cpu")
 DEFAULT_AXIS = "default"
 
 
@@ -23,16 +25,27 @@ class StageMesh:
         mesh: as the user gave it.
         data_axes: its axes over which the batch is sharded: none, one, or several that together are one data axis.
         rank: this process's global rank, which may be outside.
+        device: that the stage computes on; of a stage of other ranks the kind alone.
     """
 
     mesh: AnyMesh
     data_axes: tuple[int, ...]
     rank: int
+    device: torch.device = _CPU
 
-    @property
+    def on_device(self, device: torch.device) -> "StageMesh":
+        """The same stage's, on a device."""
+        return dataclasses.replace(self, device=device)
+
+    @functools.cached_property
     def whole(self) -> Mesh:
-        """The ranks as the user gave them."""
-        return mesh_grid(self.mesh)
+        """The ranks as the user gave them, for what is on cpu wherever the stage computes."""
+        return Mesh(mesh_grid(self.mesh), device_type="cpu")
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The user's mesh for DTensors on the stage's device."""
+        return device_mesh(self.mesh, self.device.type)
 
     @functools.cached_property
     def grid(self) -> Mesh:
@@ -40,12 +53,17 @@ class StageMesh:
         fastest."""
         if len(self.data_axes) < 2:
             return self.whole
-        ranks = torch.tensor(self.whole.ranks).reshape(self.whole.shape)
+        ranks = array_of(self.whole)
         order: list[int] = []
         for axis in self._grid_axes:
             order.extend(self.data_axes if axis == self.data_axes[0] else (axis,))
         shape = [self.num_shards if axis == self.data_axes[0] else self.whole.shape[axis] for axis in self._grid_axes]
-        return Mesh(ranks.permute(order).reshape(shape))
+        return Mesh(ranks.permute(order).reshape(shape), device_type="cpu")
+
+    @functools.cached_property
+    def values_grid(self) -> Mesh:
+        """The grid, for what is on the stage's device."""
+        return Mesh(self.grid, device_type=self.device.type)
 
     @functools.cached_property
     def _grid_axes(self) -> tuple[int, ...]:
@@ -86,7 +104,7 @@ class StageMesh:
         """The ranks with which this one differs in the data axis only, in its order."""
         if self.data_axis is None:
             return Mesh([self.rank])
-        grid = torch.tensor(self.grid.ranks).reshape(self.grid.shape)
+        grid = array_of(self.grid)
         at = [slice(None) if axis == self.data_axis else i for axis, i in enumerate(self.coordinate)]
         return Mesh(grid[tuple(at)])
 
@@ -134,7 +152,7 @@ class StageMesh:
 
 def coordinate_in(grid: Mesh, rank: int) -> tuple[int, ...]:
     """A rank's, one index per axis."""
-    index = torch.tensor(grid.ranks.index(rank))
+    index = torch.tensor(grid.ranks.index(rank), device="cpu")
     return tuple(int(i) for i in torch.unravel_index(index, grid.shape)) if grid.shape else ()
 
 

@@ -77,20 +77,25 @@ class Transfers:
 
     def prepare(self, moves: Sequence[Move], plan_options: PlanOptions = _USUAL) -> "_C.PreparedPlan":
         """The plan of a transfer. This rank must be on one of the meshes."""
-        return _of_participant(self.plans.prepare(PlanRequest(tuple(moves), plan_options)))
+        return _of_participant(self._prepare(moves, plan_options))
+
+    def _prepare(self, moves: Sequence[Move], plan_options: PlanOptions) -> Prepared:
+        """Through host memory: a device's own line takes calls in an order that their ranks agree on one by one, and
+        transfers do not."""
+        return self.plans.prepare(PlanRequest(tuple(moves), plan_options, through_host=True))
 
     def start(self, lane: str, moves: Sequence[Move], tensors: Sequence[torch.Tensor] = ()) -> Pending:
         """Starts a transfer; `tensors` are this rank's local ones where it is on the source meshes."""
         count = self._counts.get(lane, 0)
         self._counts[lane] = count + 1
-        prepared = self.plans.prepare(PlanRequest(tuple(moves), _USUAL))
+        prepared = self._prepare(moves, _USUAL)
         received = [move.empty_result(shape) for move, shape in zip(moves, prepared.dst_shapes, strict=True)]
         call = self.traffic.begin(lane, count, _of_participant(prepared), list(tensors), received)
         return Pending(self.traffic, call, received)
 
     def sum(self, lane: str, tensor: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
         """The sum of a tensor (equal shapes) over a one-axis mesh, by default all ranks; bitwise equal on all."""
-        mesh = mesh or self.everyone
+        mesh = Mesh(mesh or self.everyone, device_type=tensor.device.type)
         shape = tuple(tensor.shape)
         if len(mesh.ranks) > 2 and tensor.dim() == 1 and tensor.numel() >= 4096:
             parts = Move.of(shape, tensor.dtype, (mesh, [Partial("sum")]), (mesh, [Shard(0)]))
@@ -104,7 +109,7 @@ class Transfers:
         """A picklable value of rank `root` on every rank."""
         source, target = (Mesh([root]), [Replicate()]), (self.everyone, [Replicate()])
         payload = _pickled(value) if self.rank == root else None
-        size = torch.tensor([0 if payload is None else payload.numel()])
+        size = torch.tensor([0 if payload is None else payload.numel()], device="cpu")
         length = self.start(lane, [Move.of((1,), torch.int64, source, target)], [size]).wait()
         move = Move.of((int(length[0]),), torch.uint8, source, target)
         received = self.start(f"{lane}/bytes", [move], [] if payload is None else [payload]).wait()[0]
@@ -113,7 +118,7 @@ class Transfers:
     def gather(self, lane: str, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on every rank."""
         payload = _pickled(value)
-        mine = torch.zeros(len(self.ranks), dtype=torch.int64)
+        mine = torch.zeros(len(self.ranks), dtype=torch.int64, device="cpu")
         mine[self.ranks.index(self.rank)] = payload.numel()
         lengths = self.sum(f"{lane}/lengths", mine).tolist()
         moves = [

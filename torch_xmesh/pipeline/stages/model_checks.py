@@ -20,7 +20,8 @@ def check_given(model: Any, example_args: Any, example_kwargs: Any, split: Any) 
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raises ValueError for what is no module nor a list of them, averages gradients itself, or is not on cpu."""
+    """Raises ValueError for what is no module nor a list of them, averages gradients itself, or was made in
+    inference mode."""
     if isinstance(model, Sequence) and not isinstance(model, str | nn.Module):
         for stage, module in enumerate(model):
             if module is not None:
@@ -33,15 +34,14 @@ def check_model(model: Any, what: str) -> None:
             "the batch is sharded, and the engine sums gradients over it (fully_shard goes into parallelize=)"
         )
     else:
-        _check_device(model, what)
         no_inference_tensors(model)
 
 
-def _check_device(model: nn.Module, what: str) -> None:
-    """Messages between stages are cpu tensors."""
+def check_on_cpu(model: nn.Module) -> None:
+    """Raises ValueError for a model of which something is on a device."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"{what} is on {tensor.device} ({name}): so far an engine's stages are on cpu, reshards alone move "
-                "tensors on other devices"
+                f"the model is on {tensor.device} ({name}): the stages of a plan are on cpu so far; an engine without "
+                "plan= runs stages on devices"
             )

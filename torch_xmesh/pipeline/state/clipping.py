@@ -12,6 +12,7 @@ import torch
 from torch_xmesh.pipeline.ranks.refused import StepRefusedError
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of, settle_gradient
+from torch_xmesh.pipeline.state.numbers import numbers_of
 from torch_xmesh.pipeline.state.training import OwnParameter
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # a row has their place here
@@ -62,7 +63,7 @@ class _Row:
 
 
 def clip_gradients(transfers: Transfers, parameters: Sequence[OwnParameter], clipping: Clipping) -> torch.Tensor:
-    """Scales the gradients of the whole model; returns their norm before, equal everywhere.
+    """Scales the gradients of the whole model; returns their norm before, equal everywhere, where this rank's are.
 
     Raises:
         StepRefusedError: on all ranks, with all gradients as they were: ranks pass other arguments, or the norm is not
@@ -90,7 +91,7 @@ def clip_gradients(transfers: Transfers, parameters: Sequence[OwnParameter], cli
         SimpleNamespace(grad=local_of(own.parameter.grad)) for own in parameters if own.parameter.grad is not None
     ]
     torch.nn.utils.clip_grads_with_norm_(given, clipping.max_norm, exact, clipping.foreach)
-    return norm
+    return norm.to(given[0].grad.device) if given else norm
 
 
 def _row_of(gradients: Sequence[torch.Tensor], clipping: Clipping) -> _Row:
@@ -99,16 +100,16 @@ def _row_of(gradients: Sequence[torch.Tensor], clipping: Clipping) -> _Row:
         return row
     dtype = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients))
     row = dataclasses.replace(row, dtype=float(_DTYPES.index(dtype)))
-    parts = [_part_of(gradient, clipping.norm_type) for gradient in gradients if gradient.numel()]
+    parts = numbers_of([_part_of(gradient, clipping.norm_type) for gradient in gradients if gradient.numel()])
     return dataclasses.replace(row, has_elements=1.0, part=_together(parts, clipping.norm_type)) if parts else row
 
 
-def _part_of(gradient: torch.Tensor, p: float) -> float:
+def _part_of(gradient: torch.Tensor, p: float) -> torch.Tensor:
     if p == math.inf:
-        return gradient.abs().amax().item()
+        return gradient.abs().amax()
     if p == -math.inf:
-        return gradient.abs().amin().item()
-    return gradient.abs().double().pow(p).sum().item()
+        return gradient.abs().amin()
+    return gradient.abs().double().pow(p).sum()
 
 
 def _together(parts: Sequence[float], p: float) -> float:
@@ -122,8 +123,10 @@ def _together(parts: Sequence[float], p: float) -> float:
 
 def _told(transfers: Transfers, mine: _Row) -> list[_Row]:
     """The rows of all ranks: each has its own place in one sum, in which nan and infinities stay what they are."""
-    table = torch.zeros(len(transfers.ranks), len(dataclasses.fields(_Row)), dtype=torch.float64)
-    table[transfers.ranks.index(transfers.rank)] = torch.tensor(dataclasses.astuple(mine), dtype=torch.float64)
+    table = torch.zeros(len(transfers.ranks), len(dataclasses.fields(_Row)), dtype=torch.float64, device="cpu")
+    table[transfers.ranks.index(transfers.rank)] = torch.tensor(
+        dataclasses.astuple(mine), dtype=torch.float64, device="cpu"
+    )
     told = transfers.sum("norm", table.flatten()).view(table.shape)
     return [_Row(*row) for row in told.tolist()]
 
@@ -145,12 +148,13 @@ def _dtype_of(rows: Sequence[_Row]) -> torch.dtype:
 
 def _norm_of_rows(rows: Sequence[_Row], p: float) -> torch.Tensor:
     parts = [row.part for row in rows if row.has_elements]
-    whole = torch.tensor(_together(parts, p) if parts else 0.0, dtype=torch.float64)
+    whole = torch.tensor(_together(parts, p) if parts else 0.0, dtype=torch.float64, device="cpu")
     return whole if math.isinf(p) or not parts else whole.pow(1.0 / p)
 
 
 def _norm_of_names(transfers: Transfers, mine: dict[str, torch.Tensor]) -> torch.Tensor:
     """The norm of order 0: the number of parameters whose gradient is not all zeros, since torch takes the norm of the
     parameters' norms."""
-    found = transfers.gather("norm/names", {name for name, gradient in mine.items() if gradient.count_nonzero()})
-    return torch.tensor(float(len(set().union(*found))), dtype=torch.float64)
+    counts = numbers_of([gradient.count_nonzero() for gradient in mine.values()])
+    found = transfers.gather("norm/names", {name for name, count in zip(mine, counts, strict=True) if count})
+    return torch.tensor(float(len(set().union(*found))), dtype=torch.float64, device="cpu")

@@ -129,7 +129,8 @@ class FullySharded:
         groups = [(unit, group.fsdp_params) for unit in units for group in _groups_of(unit.module)]
         there = [[int(_has_gradient(parameter)) for parameter in held] for _, held in groups]
         line = self._meshes[stage].line
-        mine = torch.tensor([count for flags in there for count in (max(flags, default=0), *flags)])
+        counts = [count for flags in there for count in (max(flags, default=0), *flags)]
+        mine = torch.tensor(counts, device="cpu")
         told = iter(self._transfers.sum(f"gradients/{stage}/used", mine, line).tolist())
         for unit, held in groups:
             if 0 < next(told) < len(line.ranks):

@@ -218,7 +218,8 @@ class GradientSync:
         (stage, src), (to, dst) = tie.holders[start], tie.holders[end]
         there, here = self._lies[tie.name, stage], self._lies[tie.name, to]
         assert tie.parameter is not None
-        return Move.of(tie.parameter.shape, tie.parameter.dtype, (src.whole, there), (dst.whole, here))
+        meshes = [Mesh(mesh.whole, device_type=mesh.device.type) for mesh in (src, dst)]
+        return Move.of(tie.parameter.shape, tie.parameter.dtype, (meshes[0], there), (meshes[1], here))
 
     @property
     def has_shards(self) -> bool:
@@ -317,7 +318,7 @@ class GradientSync:
     def _sum_bucket(self, lane: str, line: Mesh, bucket: Sequence[nn.Parameter]) -> None:
         """One flat sum; a count per parameter at its end tells whether anybody has a gradient at all."""
         locals_ = [local_of(p) for p in bucket]
-        has = torch.tensor([p.grad is not None for p in bucket], dtype=locals_[0].dtype)
+        has = torch.tensor([p.grad is not None for p in bucket], dtype=locals_[0].dtype, device=locals_[0].device)
         parts = [
             torch.zeros_like(local).flatten() if p.grad is None else local_of(p.grad).reshape(-1)
             for p, local in zip(bucket, locals_, strict=True)

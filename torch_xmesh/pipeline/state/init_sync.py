@@ -163,7 +163,7 @@ def _compare(ranks: tuple[int, ...], found: Mapping[int, Mapping[str, tuple[str,
 
 
 def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tuple[str, torch.Tensor]]) -> None:
-    src, dst, everywhere = Mesh([ranks[0]]), Mesh(list(ranks[1:])), (Replicate(),)
+    everywhere = (Replicate(),)
     is_first = transfers.rank == ranks[0]
     start = 0
     while start < len(held):
@@ -172,7 +172,10 @@ def _broadcast(transfers: Transfers, ranks: tuple[int, ...], held: Sequence[tupl
             filled += held[end][1].numel() * held[end][1].element_size()
             end += 1
         tensors = [tensor for _, tensor in held[start:end]]
-        moves = [Move.of(tensor.shape, tensor.dtype, (src, everywhere), (dst, everywhere)) for tensor in tensors]
+        moves = []
+        for tensor in tensors:
+            src, dst = (Mesh(list(part), device_type=tensor.device.type) for part in (ranks[:1], ranks[1:]))
+            moves.append(Move.of(tensor.shape, tensor.dtype, (src, everywhere), (dst, everywhere)))
         received = transfers.start("init/values", moves, tensors if is_first else []).wait()
         if not is_first:
             for tensor, value in zip(tensors, received, strict=True):

@@ -17,9 +17,14 @@ InitFn = Callable[[nn.Module], object]
 
 
 def materialize(
-    modules: Mapping[int, nn.Module], init_fn: InitFn | None, *, device: torch.device, seed: int, rank: int
+    modules: Mapping[int, nn.Module],
+    init_fn: InitFn | None,
+    *,
+    devices: Mapping[int, torch.device],
+    seed: int,
+    rank: int,
 ) -> dict[str, torch.Tensor]:
-    """Gives every parameter and buffer on meta memory on `device`, in place; then calls `init_fn`, or else
+    """Gives every parameter and buffer on meta memory on its stage's device, in place; then calls `init_fn`, or else
     ``reset_parameters`` where there is one, for each module that directly holds such a tensor.
 
     Random numbers come from a seed per module: ranks that hold the same tensors draw the same numbers, ranks that hold
@@ -27,6 +32,7 @@ def materialize(
 
     Args:
         modules: by stage, this rank's. A parameter that has several names stays one.
+        devices: by stage.
 
     Returns:
         what still has no value, by name: tensors whose elements nobody has set.
@@ -47,9 +53,9 @@ def materialize(
                     setattr(parameter, _REPLACED, True)
                     ties.setdefault(id(parameter), []).append((submodule, key))
     with torch.no_grad():
-        for module in modules.values():
+        for stage, module in modules.items():
             apply: Any = module._apply  # FSDP2's too, which has tensors of its own
-            apply(lambda tensor: _unset(tensor, device) if tensor.is_meta else tensor)
+            apply(lambda tensor, device=devices[stage]: _unset(tensor, device) if tensor.is_meta else tensor)
     for names in ties.values():
         first, key = names[0]
         for other, other_key in names[1:]:
@@ -60,7 +66,8 @@ def materialize(
         has_shards = any(isinstance(parameter, DTensor) for parameter in holder.parameters(recurse=False))
         with (
             dropout_rng(
-                dropout_seed(seed=seed, step=-1, stage=stage, microbatch=number, data_shard=rank if has_shards else -1)
+                dropout_seed(seed=seed, step=-1, stage=stage, microbatch=number, data_shard=rank if has_shards else -1),
+                devices[stage],
             ),
             torch.no_grad(),
         ):

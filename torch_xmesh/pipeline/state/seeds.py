@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from torch_xmesh.generators import Drawn, Generators
+
 
 def dropout_seed(*, seed: int, step: int, stage: int, microbatch: int, data_shard: int) -> int:
     """The seed of one stage's forward: 63 bits, equal on all ranks that pass the same five numbers.
@@ -19,23 +21,17 @@ def dropout_seed(*, seed: int, step: int, stage: int, microbatch: int, data_shar
 
 @contextlib.contextmanager
 def dropout_rng(
-    seed: int, device: torch.device | None = None, *, drawn: torch.Tensor | None = None
-) -> Iterator[Callable[[], torch.Tensor]]:
-    """Draw from `seed` inside, or go on from where another one has `drawn`, and leave the global generators (CPU, and
-    `device` if it is CUDA) as they were. Inside, calling what it gives tells how far the CPU's has drawn."""
-    cuda = device if device is not None and device.type == "cuda" else None
-    cpu_state = torch.random.get_rng_state()
-    cuda_state = None if cuda is None else torch.cuda.get_rng_state(cuda)
+    seed: int, device: torch.device | None = None, *, drawn: Drawn | None = None
+) -> Iterator[Callable[[], Drawn]]:
+    """Draw from `seed` inside, or go on from where another one has `drawn`, and leave the global generators (the CPU's
+    and that of `device`) as they were. Inside, calling what it gives tells how far they have drawn."""
+    generators = Generators(device)
+    before = generators.states()
     if drawn is None:
-        torch.default_generator.manual_seed(seed)
+        generators.seed(seed)
     else:
-        torch.random.set_rng_state(drawn)
-    if cuda is not None:
-        with torch.cuda.device(cuda):
-            torch.cuda.manual_seed(seed)
+        generators.set_states(drawn)
     try:
-        yield torch.random.get_rng_state
+        yield generators.states
     finally:
-        torch.random.set_rng_state(cpu_state)
-        if cuda is not None and cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, cuda)
+        generators.set_states(before)

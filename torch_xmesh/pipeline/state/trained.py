@@ -29,7 +29,7 @@ class TrainedTogether:
 
     def begin(self, trained: Collection[nn.Parameter]) -> None:
         """Tells the other ranks which parameters are trained here; waits for nobody."""
-        mine = torch.tensor([int(parameter in trained) for parameter in self.parameters])
+        mine = torch.tensor([int(parameter in trained) for parameter in self.parameters], device="cpu")
         move = Move.of(mine.shape, mine.dtype, (self._mesh, [Partial("sum")]), (self._mesh, [Replicate()]))
         self._pending = self._transfers.start(self._lane, [move], [mine])
 

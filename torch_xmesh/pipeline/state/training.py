@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
-from torch_xmesh.spec import mesh_grid
+from torch_xmesh.pipeline.state.numbers import numbers_of
+from torch_xmesh.spec import array_of, mesh_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ def is_counted(parameter: nn.Parameter, mesh: StageMesh) -> bool:
         covered = set(mesh_grid(parameter.device_mesh).ranks)
     else:
         covered = {mesh.rank}
-    grid = torch.tensor(mesh.grid.ranks).reshape(mesh.grid.shape)
+    grid = array_of(mesh.grid)
     for axis, index in enumerate(mesh.coordinate):
         at = [slice(None) if a == axis else i for a, i in enumerate(mesh.coordinate)]
         line = set(grid[tuple(at)].tolist())
@@ -65,19 +66,28 @@ class PipelineScaler:
     A disabled one does nothing, here as there; it is disabled on all ranks."""
 
     def __init__(
-        self, transfers: Transfers, scaler: "torch.amp.GradScaler", guard: Callable[[], AbstractContextManager[None]]
+        self,
+        transfers: Transfers,
+        scaler: "torch.amp.GradScaler",
+        guard: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
     ) -> None:
+        """`device`: of this rank's parameters."""
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"engine.scaler() takes a torch.amp.GradScaler, got {type(scaler).__name__}")
         self._transfers = transfers
         self._guard = guard  # around what all ranks do together
         self._scaler = scaler
         self._unscaled: set[int] = set()
-        scaler.scale(torch.zeros(()))  # makes its tensors
+        self._device = device
+        self._scale: float | None = None  # as it was read since the last change
+        scaler.scale(torch.zeros((), device=device))  # makes its tensors
 
     def get_scale(self) -> float:
         """The factor by which the next step's losses are scaled."""
-        return float(self._scaler.get_scale())
+        if self._scale is None:  # a device is waited for
+            self._scale = float(self._scaler.get_scale())
+        return self._scale
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale, and shares whether any rank found one that is not finite. Called by all
@@ -90,15 +100,13 @@ class PipelineScaler:
             return
         self._unscale_locals(optimizer)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        mine = torch.zeros(1, dtype=torch.float64)
-        for flag in found.values():
-            mine += flag.double()
+        mine = torch.tensor([sum(numbers_of(list(found.values())))], dtype=torch.float64, device="cpu")
         with self._guard():
             total = self._transfers.sum("found_inf", mine)
         if not found:
-            found[torch.device("cpu")] = torch.zeros((), dtype=torch.float32)
+            found[self._device] = torch.zeros((), dtype=torch.float32, device=self._device)
         for flag in found.values():
-            flag.copy_((total[0] > 0).to(flag.dtype))
+            flag.fill_(float(total[0] > 0))
         self._unscaled.add(id(optimizer))
 
     def _unscale_locals(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,6 +138,7 @@ class PipelineScaler:
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapts the scale, alike on every rank: less after an overflow, more after many steps without one; or takes
         `new_scale`."""
+        self._scale = None
         self._scaler.update(new_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,4 +147,5 @@ class PipelineScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what :meth:`state_dict` gives."""
+        self._scale = None
         self._scaler.load_state_dict(state)

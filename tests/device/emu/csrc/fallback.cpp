@@ -66,10 +66,13 @@ Tensor toMeta(const Tensor& tensor) {
   return meta;
 }
 
-// A host tensor's value is taken now, as a kernel's argument is.
+// A host tensor's value is taken now, as a kernel's argument is; a number of Python's stays one, which promotes no type.
 Tensor toAlias(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
-  return tensor.is_privateuseone() ? aliasOf(tensor) : tensor.detach().clone();
+  if (tensor.is_privateuseone()) return aliasOf(tensor);
+  Tensor taken = tensor.detach().clone();
+  taken.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return taken;
 }
 
 // The device of all arguments; refuses two devices, and host tensors that are more than a number or an index.
@@ -209,6 +212,7 @@ bool makeResults(const Call& call, Stack& results) {
 
 void copyResult(const std::string& name, const Tensor& computed, const Tensor& result) {
   if (!result.defined() || !computed.defined()) return;
+  if (computed.numel() == 0 && computed.dim() == 1) return;  // statistics that batch norm does not make in evaluation, which its meta kernel has
   TORCH_CHECK(computed.sizes() == result.sizes(), "emu: ", name, " made a result of shape ", computed.sizes(), " where ", result.sizes(),
               " was expected");
   result.copy_(computed);

@@ -1,0 +1,245 @@
+"""What an engine does besides steps, with stages on a device: as on cpu, to the last bit. Each function is called by
+four ranks, with the kinds of device of two stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_pipelines import assert_same, on_cpu
+from torch import nn
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+
+BOTH = (("emu", "emu"), ("cpu", "emu"), ("emu", "cpu"))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.drop = nn.Dropout(0.25)
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.drop(self.first(x)) + torch.arange(8, device=x.device) / 8)
+        return y
+
+
+def made(kinds: tuple[str, ...], *, mesh: Any = ([0, 1], [2, 3]), on_meta: bool = False, **options: Any) -> Any:
+    """An engine of two stages of two data shards each; `kinds` by stage."""
+    torch.manual_seed(3)
+    with torch.device("cpu"):
+        model = Net()
+        model.drop.p = options.pop("dropout", 0.25)
+    if on_meta:
+        model = model.to("meta")
+    else:
+        model.first.to(kinds[0])
+        model.second.to(kinds[1])
+    usual: dict[str, Any] = {
+        "meshes": [xm.Mesh(ranks, device_type=kind) for ranks, kind in zip(mesh, kinds, strict=True)],
+        "split": xm.split_at("second"),
+        "num_microbatches": 4,
+        "loss_fn": F.mse_loss,
+        "schedule": "zb_h1",
+    }
+    return xm.PipelineEngine(model, (torch.zeros(4, 6, device="cpu"),), **usual | options)
+
+
+def batch(step: int, number: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(100 + step)
+    with torch.device("cpu"):
+        return torch.randn(number, 6), torch.randn(number, 3)
+
+
+def gradients(engine: Any) -> Any:
+    return on_cpu({name: parameter.grad for name, parameter in engine.named_parameters()})
+
+
+def compared(body: Callable[[Any, tuple[str, ...]], Any], **options: Any) -> None:
+    """What `body` finds with each choice of devices is what it finds on cpu."""
+    with made(("cpu", "cpu"), **options) as engine:
+        want = on_cpu(body(engine, ("cpu", "cpu")))
+    for kinds in BOTH:
+        with made(kinds, **options) as engine:
+            assert_same([want, on_cpu(body(engine, kinds))], f"{body.__name__} on {kinds}")
+
+
+def _clipped(engine: Any, kinds: tuple[str, ...]) -> Any:
+    found: list[Any] = []
+    optimizer = torch.optim.AdamW(engine.parameters(), 1e-2, foreach=True)
+    for step, norm_type in enumerate((2.0, float("inf"), 1.0, 0.0)):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        engine.step(x, target=y)
+        norm = engine.clip_grad_norm_(0.05, norm_type)
+        assert norm.device.type == kinds[engine.stages[0]]
+        found += [engine.last_loss(), norm, gradients(engine)]
+        optimizer.step()
+    return found, dict(engine.named_parameters())
+
+
+def clipping(rank: int, world_size: int) -> None:
+    compared(_clipped)
+
+
+def _scaled(engine: Any, kinds: tuple[str, ...]) -> Any:
+    found: list[Any] = []
+    kind = kinds[engine.stages[0]]
+    scaler = engine.scaler(torch.amp.GradScaler(kind, init_scale=8.0, growth_interval=2))
+    optimizer = torch.optim.SGD(engine.parameters(), 1e-2)
+    for step in range(5):
+        x, y = batch(step)
+        if step == 2:
+            x[3] = float("inf")  # one rank's gradients are not finite: no rank steps
+        optimizer.zero_grad()
+        engine.step(x, target=y)
+        scaler.unscale_(optimizer)
+        engine.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found += [scaler.get_scale(), dict(engine.named_parameters())]
+        found[-1] = on_cpu(found[-1])
+    return found
+
+
+def scaler(rank: int, world_size: int) -> None:
+    compared(_scaled)
+
+
+def _evaluated(engine: Any, kinds: tuple[str, ...]) -> Any:
+    found: list[Any] = []
+    x, y = batch(0)
+    engine.step(x, target=y)
+    engine.eval()
+    for number in (16, 12, 5):
+        x, y = batch(number, number)
+        losses: list[torch.Tensor] = []
+        output = engine.evaluate(x, target=y, losses=losses)
+        found += [output, losses, engine.last_loss()]
+    engine.train()
+    with engine.no_sync():
+        engine.step(*batch(1)[:1], target=batch(1)[1])
+    engine.step(*batch(2)[:1], target=batch(2)[1])
+    return found, gradients(engine), [dict(engine.stage_module(stage).named_buffers()) for stage in engine.stages]
+
+
+def evaluating(rank: int, world_size: int) -> None:
+    compared(_evaluated)
+
+
+def _set_all(module: nn.Module) -> None:
+    for number, parameter in enumerate(module.parameters(recurse=False)):
+        numbers = torch.arange(parameter.numel(), device="cpu").view(parameter.shape)
+        parameter.copy_(((numbers * (7 + number)) % 11 - 5) / 10)
+    if isinstance(module, nn.BatchNorm1d):
+        module.reset_running_stats()
+
+
+def _trained(engine: Any, kinds: tuple[str, ...]) -> Any:
+    optimizer = torch.optim.AdamW(engine.parameters(), 1e-2, foreach=True)
+    for step in range(2):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        engine.step(x, target=y)
+        optimizer.step()
+    assert all(parameter.device.type == kinds[engine.stages[0]] for parameter in engine.parameters())
+    return engine.last_loss(), dict(engine.named_parameters())
+
+
+def on_meta(rank: int, world_size: int) -> None:
+    """The mesh says where the stage is; the modules' own initial values are drawn there."""
+    compared(_trained, on_meta=True, init_fn=_set_all)
+
+
+def _resumed(engine: Any, kinds: tuple[str, ...]) -> Any:
+    optimizer = torch.optim.AdamW(engine.parameters(), 1e-2, foreach=True)
+    for step in range(2):
+        optimizer.zero_grad()
+        engine.step(*batch(step)[:1], target=batch(step)[1])
+        optimizer.step()
+    saved = engine.state_dict(optimizer)
+    kept = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), saved)
+    after = []
+    for turn in range(2):
+        if turn:
+            engine.load_state_dict(kept, optimizer)
+        optimizer.zero_grad()
+        engine.step(*batch(7)[:1], target=batch(7)[1])
+        optimizer.step()
+        after.append(on_cpu([engine.last_loss(), dict(engine.named_parameters())]))
+    assert_same(after, f"resumed on {kinds}")
+    for name, tensor in saved["model"].items():
+        assert tensor.to_local().device.type == kinds[engine.stages[0]], name
+    return after
+
+
+def resuming(rank: int, world_size: int) -> None:
+    compared(_resumed)
+
+
+def _lengths(engine: Any, kinds: tuple[str, ...]) -> Any:
+    found = []
+    for number in (16, 24, 32):
+        engine.zero_grad()
+        x, y = batch(number, number)
+        found.append((engine.step(x.to(kinds[0]), target=y.to(kinds[1])), gradients(engine)))
+    return found
+
+
+def lengths(rank: int, world_size: int) -> None:
+    compared(_lengths)
+
+
+def chosen_schedule(rank: int, world_size: int) -> None:
+    """Each action is measured with its device waited for."""
+    for kinds in (("emu", "emu"), ("cpu", "emu")):
+        with made(kinds, schedule="auto", num_microbatches="auto") as engine:
+            for step in range(5):
+                engine.step(*batch(step)[:1], target=batch(step)[1])
+            assert f"{engine.schedule.name}: predicted" in engine.summary()
+
+
+def mistakes(rank: int, world_size: int) -> None:
+    """ValueErrors, on all ranks; a new engine on the same ranks works."""
+    with torch.device("cpu"):
+        mixed = Net()
+    mixed.first[0].to("emu")
+    ranks = ([0, 1], [2, 3])
+    for model, kinds, text in (
+        (mixed, (None, None), "stage 0 is on several devices: first.0.weight on emu:0, first.1.weight on cpu"),
+        (Net().to("cpu"), ("emu", None), "stage 0's mesh is one of emu devices, its parameters are on cpu"),
+        (Net().to("emu"), (None, "cpu"), "stage 1's mesh is one of cpu devices, its parameters are on emu"),
+        (Net().to("emu:1"), (None, None), "is on emu:1, the current device is emu:0"),
+        (Net().to("emu" if rank else "cpu"), (None, None), "stage 0 is on cpu on rank 0 and on emu on rank 1"),
+        (Net().to("meta"), ("cuda", None), "stage . is to be on a cuda device, and rank . has none"),
+    ):
+        meshes = [xm.Mesh(here, device_type=kind) for here, kind in zip(ranks, kinds, strict=True)]
+        with pytest.raises(ValueError, match=text.replace("(", r"\(")):
+            xm.PipelineEngine(
+                model,
+                (torch.zeros(4, 6, device="cpu"),),
+                meshes=meshes,
+                split=xm.split_at("second"),
+                num_microbatches=2,
+                loss_fn=F.mse_loss,
+            )
+    with made(("emu", "emu")) as engine:
+        engine.step(*batch(0)[:1], target=batch(0)[1])
+
+
+def dropout(rank: int, world_size: int) -> None:
+    """The caller's generators go on as if nothing had been drawn."""
+    with made(("emu", "emu")) as engine:
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        engine.step(*batch(0)[:1], target=batch(0)[1])
+        torch.manual_seed(5)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+CASES = (clipping, scaler, evaluating, on_meta, resuming, lengths, chosen_schedule, mistakes, dropout)

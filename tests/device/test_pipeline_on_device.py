@@ -1,0 +1,88 @@
+"""Pipelines whose stages are on a device, on the emulated one: to the last bit what they give on cpu."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import device_features
+import pytest
+import test_pipeline
+import torch
+from device_pipelines import train_both
+from device_ranks import on_device
+from pipeline_cases import Run
+
+pytestmark = pytest.mark.timeout(900)  # the first test builds the device
+
+
+def train_all(rank: int, world_size: int, runs: list[tuple[Run, tuple[str, ...] | None]]) -> int:
+    import emu_device
+
+    emu_device.delays(0.3, 300, rank)
+    torch.backends.cuda.enable_flash_sdp(False)  # the CPU's, too: the device has none
+    mine = [(run, kinds) for run, kinds in runs if rank in run.ranks]
+    for run, kinds in mine:
+        train_both(run, kinds)
+    return len(mine)
+
+
+_UNKNOWN = ("lstm", "autocast", "hooks")  # `place` makes other parameters, without a user's hooks
+
+
+def _known(runs: list[Run]) -> list[Run]:
+    """The emulated device has no fused recurrent cells, and the CPU's autocast is not for it."""
+    return [run for run in runs if run.model not in _UNKNOWN]
+
+
+def all_on_device(runs: list[Run]) -> list[tuple[Run, tuple[str, ...] | None]]:
+    return [(dataclasses.replace(run, steps=2), None) for run in _known(runs)]
+
+
+_TIED = ("gpt", "gpt_dropout", "gpt_checkpoint", "tied")
+
+
+def on_both(runs: list[Run]) -> list[tuple[Run, tuple[str, ...] | None]]:
+    """Every other stage on cpu: each run with the first stage here, or there."""
+    found: list[tuple[Run, tuple[str, ...] | None]] = []
+    for number, run in enumerate(runs):
+        kinds = tuple(("emu", "cpu")[(stage + number) % 2] for stage in range(len(run.meshes)))
+        found.append((dataclasses.replace(run, steps=2), kinds))
+    return found
+
+
+def test_schedules() -> None:
+    on_device(train_all, 4, all_on_device(test_pipeline.SCHEDULES[1::3]))
+
+
+def test_models() -> None:
+    on_device(train_all, 4, all_on_device(test_pipeline.MODELS))
+
+
+def test_split_backwards() -> None:
+    on_device(train_all, 4, all_on_device(test_pipeline.SPLIT_BACKWARDS))
+
+
+def test_meshes() -> None:
+    on_device(train_all, 4, all_on_device(test_pipeline.MIXED + test_pipeline.WIDE))
+
+
+def test_several_stages_per_rank() -> None:
+    on_device(train_all, 4, all_on_device(test_pipeline.SHARED + test_pipeline.OFF))
+
+
+def test_stages_on_both() -> None:
+    runs = [run for run in _known(test_pipeline.MODELS) if run.split]
+    runs += test_pipeline.SHARED[:6] + test_pipeline.MIXED[:5]
+    on_device(train_all, 4, on_both([run for run in runs if run.model not in _TIED]))
+
+
+def usual(rank: int, world_size: int, case: Callable[[int, int], None]) -> None:
+    """With torch's own default device, as most programs have it."""
+    torch.set_default_device("cpu")
+    case(rank, world_size)
+
+
+@pytest.mark.parametrize("case", device_features.CASES)
+def test_features(case: Callable[[int, int], None]) -> None:
+    on_device(usual, 4, case)

@@ -1,0 +1,112 @@
+"""The device that each stage of a pipeline computes on: that of its tensors, or of its mesh."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
+from torch_xmesh.pipeline.ranks.transfers import Transfers
+from torch_xmesh.spec import device_type_of, is_device_here
+
+_CPU = torch.device("cpu")
+
+
+def on_devices(transfers: Transfers, meshes: Sequence[StageMesh], modules: Mapping[int, nn.Module]) -> list[StageMesh]:
+    """The meshes with their stages' devices. Called by all ranks, each with the modules of its stages.
+
+    A stage is where its parameters and buffers are; one whose tensors are on the meta device, or that has none, where
+    its mesh's device type says; if that says nothing, where the stage before is, and the first one where the next is.
+
+    Raises:
+        ValueError: a stage's tensors are on several devices, on another kind than its mesh says, or than on another
+            rank; this rank has no such device, or stages on several of one kind; two of its stages that are on other
+            devices than each other share a parameter.
+    """
+    held = {stage: _device_of(module, stage) for stage, module in modules.items()}
+    mine = {stage: device.type for stage, device in held.items() if device is not None}
+    told = dict(zip(transfers.ranks, transfers.gather("devices", mine), strict=True))
+    found: list[str | None] = []
+    for stage, mesh in enumerate(meshes):
+        said = device_type_of(mesh.mesh)
+        kinds = {rank: by_stage[stage] for rank, by_stage in told.items() if stage in by_stage}
+        first, *others = kinds.items() if kinds else [(None, said)]
+        for rank, kind in others:
+            if kind != first[1]:
+                raise ValueError(f"stage {stage} is on {first[1]} on rank {first[0]} and on {kind} on rank {rank}")
+        if kinds and said is not None and said != first[1]:
+            raise ValueError(
+                f"stage {stage}'s mesh is one of {said} devices, its parameters are on {first[1]}: move the module "
+                f'there before, as model.to("{said}") does, or make it on the meta device'
+            )
+        found.append(first[1])
+    kinds_of_stages = _filled(found)
+    placed = []
+    for stage, (mesh, kind) in enumerate(zip(meshes, kinds_of_stages, strict=True)):
+        is_here = transfers.rank in mesh.ranks
+        device = held.get(stage) or (_own_device(kind, stage, transfers.rank) if is_here else torch.device(kind))
+        placed.append(mesh.on_device(device))
+    _check_own([placed[stage].device for stage in modules], transfers.rank)
+    _check_ties({stage: (module, placed[stage].device) for stage, module in modules.items()})
+    return placed
+
+
+def _device_of(module: nn.Module, stage: int) -> torch.device | None:
+    """Where a stage's tensors are; None where nothing says."""
+    out: tuple[str, torch.device] | None = None
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_meta:
+            continue
+        if out is not None and tensor.device != out[1]:
+            raise ValueError(
+                f"stage {stage} is on several devices: {out[0]} on {out[1]}, {name} on {tensor.device}: move all of it "
+                "to one, as module.to(device) does"
+            )
+        out = out or (name, tensor.device)
+    return None if out is None else out[1]
+
+
+def _filled(found: Sequence[str | None]) -> list[str]:
+    """By stage its kind of device: where none is known, that of the nearest stage before, or else behind."""
+    known = next((kind for kind in found if kind is not None), "cpu")
+    out = []
+    for kind in found:
+        known = kind or known
+        out.append(known)
+    return out
+
+
+def _own_device(kind: str, stage: int, rank: int) -> torch.device:
+    """This process's current device of a kind."""
+    if kind == "cpu":
+        return _CPU
+    if not is_device_here(kind):
+        raise ValueError(f"stage {stage} is to be on a {kind} device, and rank {rank} has none")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _check_own(devices: Sequence[torch.device], rank: int) -> None:
+    """Raises ValueError where this rank's stages are not all on its current device, or on cpu."""
+    for device in devices:
+        if device.type == "cpu":
+            continue
+        current = _own_device(device.type, -1, rank)
+        if device != current:
+            raise ValueError(
+                f"a stage of rank {rank} is on {device}, the current device is {current}: a rank has one device of a "
+                f"kind, and is told which before anything else, as torch.{device.type}.set_device({device.index}) does"
+            )
+
+
+def _check_ties(stages: Mapping[int, tuple[nn.Module, torch.device]]) -> None:
+    """Raises ValueError where a parameter would have to be on two devices of this rank."""
+    seen: dict[int, tuple[int, torch.device]] = {}
+    for stage, (module, device) in stages.items():
+        for name, parameter in module.named_parameters():
+            first, there = seen.setdefault(id(parameter), (stage, device))
+            if there != device:
+                raise ValueError(
+                    f"stages {first} and {stage} of one rank share parameter {name}, and are on {there} and {device}: "
+                    "put them on one kind of device, or on other ranks"
+                )
