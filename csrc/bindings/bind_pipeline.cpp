@@ -51,7 +51,7 @@ void run(PipelinePlace& self, const core::Schedule& schedule, int32_t place, pip
 
 py::list spansOf(const PipelinePlace& place) {
   py::list out;
-  for (const runtime::EngineSpan& span : place.engine().spans()) {
+  for (const runtime::EngineSpan& span : place.spans()) {
     const char* kind = span.kind == runtime::EngineSpan::Kind::kCompute ? "compute" : "wait";
     out.append(py::make_tuple(kind, place.segments().nameOf(span.action), span.begin_ns, span.end_ns));
   }
@@ -61,7 +61,7 @@ py::list spansOf(const PipelinePlace& place) {
 /// Whether a send, the edge, the microbatch, whether gradients, begin, end.
 py::list transfersOf(const PipelinePlace& place) {
   py::list out;
-  for (const pipeline::TrafficSpan& span : place.boundary().spans()) {
+  for (const pipeline::TrafficSpan& span : place.transfers()) {
     out.append(py::make_tuple(span.is_send, span.transfer.edge, span.transfer.microbatch, span.transfer.is_gradient, span.begin_ns, span.end_ns));
   }
   return out;
@@ -191,8 +191,8 @@ void bindPipeline(py::module_& module) {
                              })
       .def_property_readonly("spans", &spansOf)
       .def_property_readonly("transfers", &transfersOf)
-      .def_property_readonly("num_buffers", [](const PipelinePlace& self) { return self.boundary().pool().numAllocated(); })
-      .def_property_readonly("buffer_bytes", [](const PipelinePlace& self) { return self.boundary().pool().bytesAllocated(); });
+      .def_property_readonly("num_buffers", [](const PipelinePlace& self) { return self.pool().numAllocated(); })
+      .def_property_readonly("buffer_bytes", [](const PipelinePlace& self) { return self.pool().bytesAllocated(); });
 }
 
 }  // namespace xmesh::bindings

@@ -31,6 +31,58 @@ std::vector<runtime::PlaceEdge> PipelinePlace::placeEdges() const {
   return out;
 }
 
+std::vector<runtime::EngineSpan> PipelinePlace::spans() const {
+  using runtime::EngineSpan;
+  const std::map<core::Action, DeviceSpan>& on_devices = runner_.deviceSpans();
+  std::vector<EngineSpan> out;
+  std::optional<EngineSpan> waiting;  // the host's last wait, whatever became of it on a device
+  int64_t last_ns = 0;
+  for (const EngineSpan& span : engine_->spans()) {
+    if (span.kind == EngineSpan::Kind::kWait) {
+      waiting = span;
+      continue;
+    }
+    EngineSpan computed = span;
+    if (const auto there = on_devices.find(span.action); there != on_devices.end()) {
+      computed.begin_ns = std::max(there->second.begin_ns, last_ns);
+      computed.end_ns = std::max(there->second.end_ns, computed.begin_ns);
+      if (waiting.has_value()) {
+        waiting->end_ns = computed.begin_ns;
+      }
+    }
+    if (waiting.has_value()) {
+      waiting->begin_ns = std::max(waiting->begin_ns, last_ns);
+      if (waiting->end_ns > waiting->begin_ns) {
+        out.push_back(*waiting);
+      }
+      waiting.reset();
+    }
+    out.push_back(computed);
+    last_ns = computed.end_ns;
+  }
+  return out;
+}
+
+std::vector<TrafficSpan> PipelinePlace::transfers() const {
+  const std::map<core::Action, DeviceSpan>& on_devices = runner_.deviceSpans();
+  std::vector<TrafficSpan> out = boundary_.spans();
+  for (TrafficSpan& span : out) {
+    const EdgeValues& edge = flights_.edges()[static_cast<size_t>(span.transfer.edge)];
+    if (!span.is_send || on_devices.empty()) {
+      continue;
+    }
+    const int32_t maker = span.transfer.is_gradient ? edge.to : edge.from;
+    for (const core::ActionKind kind : {core::ActionKind::kForward, core::ActionKind::kBackward, core::ActionKind::kBackwardInput}) {
+      const auto made = on_devices.find({kind, maker, span.transfer.microbatch});
+      if (made != on_devices.end() && (kind != core::ActionKind::kForward) == span.transfer.is_gradient) {
+        span.begin_ns = std::max(span.begin_ns, made->second.end_ns);
+      }
+    }
+    span.begin_ns = std::min(span.begin_ns, span.end_ns);
+  }
+  return out;
+}
+
 void PipelinePlace::run(const core::Schedule& schedule, int32_t place, StepInputs inputs, StepTransfers plans) {
   const bool is_divided = schedule.segments.isDivided();
   core::require(!is_divided || schedule.segments == *segments_,

@@ -26,6 +26,7 @@ void StageRunner::beginStep(StepInputs inputs) {
   flights_.begin(inputs.has_backward);
   step_ = std::move(inputs);
   weight_storages_.clear();
+  device_times_.beginStep();
 }
 
 void StageRunner::endStep(bool is_done) {
@@ -44,9 +45,14 @@ void StageRunner::endStep(bool is_done) {
 }
 
 void StageRunner::run(const core::Action& action) {
-  compute(action);
   const c10::Device device = flights_.stage(action.stage).device;
-  if (step_.is_measured && !device.is_cpu()) {
+  if (device.is_cpu()) {
+    return compute(action);
+  }
+  device_times_.begins(action, device);
+  compute(action);
+  device_times_.ends();
+  if (step_.is_measured) {
     c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
   }
 }

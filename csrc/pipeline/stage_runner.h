@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/pipeline/segments.h"
+#include "pipeline/device_times.h"
 #include "pipeline/flights.h"
 #include "runtime/pipeline/engine.h"
 
@@ -69,6 +70,8 @@ class StageRunner final : public runtime::ActionRunner {
   bool mayRunEarlyNext(int32_t stage) const;
   /// By stage, of the last I of a measured step: the memory that waited for its W, bytes by storage.
   const std::map<int32_t, std::map<const void*, int64_t>>& weightStorages() const { return weight_storages_; }
+  /// When the actions of the last step were on their devices; waits for these. Nothing of actions on cpu.
+  const std::map<core::Action, DeviceSpan>& deviceSpans() const { return device_times_.spans(); }
   void release(const core::Action& action) override { flights_.release(action); }
   /// Tells of a B or W.
   void follow(const core::Action& action) override;
@@ -95,6 +98,7 @@ class StageRunner final : public runtime::ActionRunner {
   StepInputs step_;
   at::Tensor loss_gradient_;  ///< the last one made; equal weights share it
   double loss_gradient_weight_ = 0;
+  DeviceTimes device_times_;
   std::map<int32_t, std::string> whole_because_;
   std::map<int32_t, std::map<const void*, int64_t>> weight_storages_;
   /// What is known of the W of a stage that shares its mesh. They run in the list's order until a step of the same key has shown that they call no

@@ -3,6 +3,8 @@ four ranks, with the kinds of device of two stages."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -242,4 +244,59 @@ def dropout(rank: int, world_size: int) -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
-CASES = (clipping, scaler, evaluating, on_meta, resuming, lengths, chosen_schedule, mistakes, dropout)
+class Held(nn.Module):
+    """The identity. Once it is armed, its first call stops the device's stream behind it, and its last one lets it go
+    on."""
+
+    gate: Any = None
+    calls = -1
+    released_ns = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import emu_device
+
+        y: torch.Tensor = x + 0
+        if self.calls >= 0 and type(y) is torch.Tensor and y.device.type == "emu":
+            type(self).calls += 1
+            if self.calls == 1:
+                type(self).gate = emu_device.hold()
+            if self.calls == 4:
+                type(self).released_ns = time.monotonic_ns()
+                self.gate.release()
+        return y
+
+
+def run_ahead(rank: int, world_size: int) -> None:
+    """The host waits for no device between the microbatches' forwards; what is shown of them is when the device was at
+    them."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), Held(), nn.Linear(8, 3))
+    engine = xm.PipelineEngine(
+        model.to("emu"),
+        (torch.zeros(4, 6),),
+        meshes=[xm.Mesh([0, 1], device_type="emu"), xm.Mesh([2, 3], device_type="emu")],
+        split=xm.split_at("2"),
+        num_microbatches=4,
+        loss_fn=F.mse_loss,
+        schedule="gpipe",
+    )
+    x, y = batch(0)
+    engine.step(x, target=y)
+    Held.calls = 0
+    engine.step(x, target=y)
+    if rank < 2:
+        assert Held.calls == 4
+        spans = {name: (begin, end) for kind, name, begin, end in engine._place.core.spans if kind == "compute"}
+        assert len(spans) == 8
+        assert spans["0F0"][0] < Held.released_ns <= spans["0F0"][1]
+        ordered = sorted(spans.values())
+        assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(ordered))
+        sent = [begin for is_send, _, _, _, begin, _ in engine._place.core.transfers if is_send]
+        assert min(sent) >= spans["0F0"][1]
+    Held.calls = -1
+    text = engine.summary()
+    assert "waiting s" in text
+    engine.close()
+
+
+CASES = (run_ahead, clipping, scaler, evaluating, on_meta, resuming, lengths, chosen_schedule, mistakes, dropout)
