@@ -17,6 +17,7 @@ namespace {
 
 // The state behind a c10::Event. Only its last recording counts.
 struct EventState {
+  c10::DeviceIndex device = 0;
   std::mutex mutex;
   RecordingPtr last;
 
@@ -64,6 +65,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new EventState;
     auto* state = static_cast<EventState*>(*event);
     std::lock_guard lock(state->mutex);
+    state->device = stream.device_index();
     state->last = workerOf(stream).record();
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -71,7 +73,10 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     const auto last = lastOf(event);
-    return last == nullptr || last->isDone();
+    if (last == nullptr) return true;
+    if (!last->isDone()) return false;
+    throwDeviceError(static_cast<EventState*>(event)->device);  // an error stays: whoever asks is told
+    return true;
   }
   void synchronizeEvent(void* event) const override {
     if (const auto last = lastOf(event)) last->wait();
