@@ -1,12 +1,14 @@
 """Trains a small GPT on two pipeline stages of different shape, and checks it against one process.
 
 Run it with at least 2 processes: ``torchrun --nproc-per-node 3 examples/train_gpt.py --timeline timeline.png``.
-The first stage has all ranks but the last, as data shards; the last rank has the second stage. The text, sums of small
-numbers, is made here.
+The first stage has all ranks but the last, as data shards; the last rank has the second stage. With ``--device cuda``
+stages are on GPUs: each rank has one, or shares it where there are fewer. The text, sums of small numbers, is made
+here.
 """
 
 import argparse
 import copy
+import os
 import random
 
 import torch
@@ -102,11 +104,19 @@ def check_against_serial(
     assert_as_serial(engine, reference, serial)
 
 
+def own_device(kind: str) -> torch.device:
+    """This rank's, made the current one; torchrun says how many-th rank of its machine it is."""
+    if kind != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
+    return torch.device(kind)
+
+
 def train(options: argparse.Namespace) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     meshes = [xm.Mesh(list(range(world - 1))), xm.Mesh([world - 1])]
     torch.manual_seed(0)
-    model = GPT(options.width, options.depth)
+    device = own_device(options.device)
+    model = GPT(options.width, options.depth).to(device)
     reference = copy.deepcopy(model)
     example = torch.empty(options.batch // options.microbatches, CONTEXT, dtype=torch.int64)
     engine = xm.PipelineEngine(
@@ -129,7 +139,7 @@ def train(options: argparse.Namespace) -> None:
         engine.step(tokens, target=target, return_outputs=False)
         if step < options.check_steps:
             other.zero_grad()
-            check_against_serial(engine, reference, (tokens, target), options.microbatches)
+            check_against_serial(engine, reference, (tokens.to(device), target.to(device)), options.microbatches)
             other.step()
         else:
             engine.clip_grad_norm_(1.0)
@@ -150,6 +160,7 @@ def main() -> None:
     parser = training_parser(__doc__, batch=32)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--device", default="cpu", help="cuda, for stages on GPUs (%(default)s)")
     options = parser.parse_args()
     dist.init_process_group("xmesh")
     if dist.get_world_size() < 2:

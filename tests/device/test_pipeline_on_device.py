@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import device_features
 import pytest
@@ -86,3 +89,19 @@ def usual(rank: int, world_size: int, case: Callable[[int, int], None]) -> None:
 @pytest.mark.parametrize("case", device_features.CASES)
 def test_features(case: Callable[[int, int], None]) -> None:
     on_device(usual, 4, case)
+
+
+def example(rank: int, world_size: int, folder: str) -> None:
+    """``examples/train_gpt.py --device emu``: its own check is against one process on the device."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    import train_gpt
+
+    torch.set_default_device("cpu")
+    options = {"steps": 3, "check_steps": 2, "batch": 8, "microbatches": 4, "width": 16, "depth": 2, "device": "emu"}
+    pictures = {"losses": f"{folder}/losses.png", "timeline": f"{folder}/timeline.png"}
+    train_gpt.train(argparse.Namespace(**options, **pictures))
+
+
+def test_example(tmp_path: Path) -> None:
+    on_device(example, 3, str(tmp_path))
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
