@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device_pipelines import assert_same, on_cpu
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import torch_xmesh as xm
@@ -244,6 +247,53 @@ def dropout(rank: int, world_size: int) -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
+class Sharded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x))
+        return y
+
+
+def fully_sharded(rank: int, world_size: int) -> None:
+    """FSDP2's collectives are the inner backend's."""
+    found = []
+    for kind in ("cpu", "emu"):
+        inner = xm.Options()
+        inner.inner = {"emu": "emunccl"}
+        groups = [dist.new_group(ranks, backend="cpu:xmesh,emu:xmesh", pg_options=inner) for ranks in ([0, 1], [2, 3])]
+        mine = DeviceMesh.from_group(groups[rank // 2], kind, mesh=[0, 1] if rank < 2 else [2, 3])
+        torch.manual_seed(3)
+        with torch.device("cpu"):
+            model = Sharded()
+        engine = xm.PipelineEngine(
+            model.to(kind),
+            (torch.zeros(4, 6),),
+            meshes=[xm.Mesh(ranks, device_type=kind) for ranks in ([0, 1], [2, 3])],
+            split=xm.split_at("second"),
+            num_microbatches=4,
+            loss_fn=F.mse_loss,
+            schedule="zb_h1",
+            parallelize=lambda stage, module, mesh, mine=mine: fully_shard(module, mesh=mine),  # type: ignore[misc]
+        )
+        optimizer = torch.optim.SGD(engine.parameters(), 1e-2)
+        results = []
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            engine.step(x, target=y)
+            norm = engine.clip_grad_norm_(0.1)
+            local = {name: parameter.grad.to_local() for name, parameter in engine.named_parameters()}  # type: ignore[union-attr]
+            results.append(on_cpu([engine.last_loss(), norm, local]))
+            optimizer.step()
+        found.append(results)
+        engine.close()
+    assert_same(found, "fully sharded")
+
+
 class Held(nn.Module):
     """The identity. Once it is armed, its first call stops the device's stream behind it, and its last one lets it go
     on."""
@@ -299,4 +349,16 @@ def run_ahead(rank: int, world_size: int) -> None:
     engine.close()
 
 
-CASES = (run_ahead, clipping, scaler, evaluating, on_meta, resuming, lengths, chosen_schedule, mistakes, dropout)
+CASES = (
+    run_ahead,
+    fully_sharded,
+    clipping,
+    scaler,
+    evaluating,
+    on_meta,
+    resuming,
+    lengths,
+    chosen_schedule,
+    mistakes,
+    dropout,
+)

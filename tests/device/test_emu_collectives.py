@@ -110,6 +110,23 @@ def collectives(rank: int, world_size: int) -> None:
     whole = torch.empty(2 * world_size, device="emu")
     dist.all_gather_into_tensor(whole, torch.full((2,), float(rank), device="emu"))
     assert whole[::2].tolist() == list(range(world_size))
+    many = torch.arange(2.0 * world_size, device="emu") + rank
+    own = torch.empty(2, device="emu")
+    dist.reduce_scatter_tensor(own, many)
+    ranks = world_size * (world_size - 1) // 2
+    assert own.tolist() == [world_size * (2 * rank + i) + ranks for i in range(2)]
+    dist.reduce_scatter(own, list(many.view(world_size, 2)), op=dist.ReduceOp.AVG)
+    assert own.tolist() == [2 * rank + i + ranks / world_size for i in range(2)]
+    turned = torch.empty_like(many)
+    dist.all_to_all_single(turned, many)
+    assert turned.tolist() == [2 * rank + i + peer for peer in range(world_size) for i in range(2)]
+    dist.all_to_all(list(turned.view(world_size, 2)), list(many.view(world_size, 2)))
+    assert turned.tolist() == [2 * rank + i + peer for peer in range(world_size) for i in range(2)]
+    uneven = torch.full((world_size * (world_size + 1) // 2,), float(rank), device="emu")
+    splits = list(range(1, world_size + 1))
+    found = torch.empty(world_size * (rank + 1), device="emu")
+    dist.all_to_all_single(found, uneven, [rank + 1] * world_size, splits)
+    assert found.tolist() == [float(peer) for peer in range(world_size) for _ in range(rank + 1)]
     assert emu_device.communicators() == 1
     dist.barrier()
     neighbour = rank ^ 1

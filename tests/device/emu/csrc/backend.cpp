@@ -9,6 +9,7 @@
 #include <exception>
 #include <utility>
 
+#include "message_tensors.h"
 #include "ops.h"
 
 namespace emu {
@@ -22,39 +23,6 @@ constexpr std::chrono::seconds kShutdownPatience{5};
 constexpr std::chrono::seconds kAbortPatience{60};
 
 thread_local bool has_open_group = false;  // NCCL counts its open groups per thread
-
-const Tensor& single(const std::vector<Tensor>& tensors, const char* what) {
-  TORCH_CHECK(tensors.size() == 1, "emunccl: ", what, " takes one tensor, but got ", tensors.size());
-  return tensors[0];
-}
-
-void checkTensor(const Tensor& tensor, const char* what) {
-  TORCH_CHECK(tensor.device().type() == kDeviceType, "emunccl: ", what, " takes tensors of the emulated device, but got one on ", tensor.device());
-  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "emunccl: tensors for ", what, " must be non-overlapping and dense, but got strides ",
-              tensor.strides(), " for shape ", tensor.sizes());
-}
-
-char* bytesOf(const Tensor& tensor) { return static_cast<char*>(const_cast<void*>(tensor.unsafeGetTensorImpl()->data())); }
-
-void combine(const Tensor& sum, const Tensor& next, c10d::ReduceOp::RedOpType type) {
-  switch (type) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::AVG:
-      sum.add_(next);
-      break;
-    case c10d::ReduceOp::PRODUCT:
-      sum.mul_(next);
-      break;
-    case c10d::ReduceOp::MIN:
-      at::minimum_out(const_cast<Tensor&>(sum), sum, next);
-      break;
-    case c10d::ReduceOp::MAX:
-      at::maximum_out(const_cast<Tensor&>(sum), sum, next);
-      break;
-    default:
-      TORCH_CHECK(false, "emunccl: allreduce knows sum, average, product, minimum and maximum");
-  }
-}
 
 Members allMembers(int rank, int size) {
   Members members;
@@ -242,82 +210,6 @@ WorkPtr EmuNccl::pointToPoint(std::vector<Tensor>& tensors, int peer, bool is_se
 
 WorkPtr EmuNccl::send(std::vector<Tensor>& tensors, int peer, int /*tag*/) { return pointToPoint(tensors, peer, true); }
 WorkPtr EmuNccl::recv(std::vector<Tensor>& tensors, int peer, int /*tag*/) { return pointToPoint(tensors, peer, false); }
-
-WorkPtr EmuNccl::broadcast(std::vector<Tensor>& tensors, const c10d::BroadcastOptions& options) {
-  const auto& tensor = single(tensors, "broadcast");
-  checkTensor(tensor, "broadcast");
-  Operation operation{OpType::BROADCAST, {}, tensors, tensor.device().index(), options.asyncOp};
-  const int root = int(options.rootRank);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || (root != rank_ && root != peer)) continue;
-    operation.group.transfers.push_back({MessageKind::kBroadcast, root == rank_, peer, bytesOf(tensor), int64_t(tensor.nbytes())});
-  }
-  return run(std::move(operation));
-}
-
-WorkPtr EmuNccl::allreduce(std::vector<Tensor>& tensors, const c10d::AllreduceOptions& options) {
-  const auto& tensor = single(tensors, "allreduce");
-  checkTensor(tensor, "allreduce");
-  Operation operation{OpType::ALLREDUCE, {}, tensors, tensor.device().index(), options.asyncOp};
-  const auto num_bytes = int64_t(tensor.nbytes());
-  auto parts = std::make_shared<std::vector<std::vector<char>>>(size_);
-  for (int peer = 0; peer < size_; ++peer) {
-    (*parts)[peer].resize(num_bytes);
-    if (peer == rank_) continue;
-    operation.group.transfers.push_back({MessageKind::kAllreduce, true, peer, bytesOf(tensor), num_bytes});
-    operation.group.transfers.push_back({MessageKind::kAllreduce, false, peer, (*parts)[peer].data(), num_bytes});
-  }
-  // All ranks add in the order of the ranks, so that all get the same bits.
-  operation.group.finishers.push_back([parts, target = aliasOf(tensor), rank = rank_, type = options.reduceOp.op_] {
-    std::memcpy((*parts)[rank].data(), target.data_ptr(), (*parts)[rank].size());
-    for (size_t peer = 0; peer < parts->size(); ++peer) {
-      const auto part = at::from_blob((*parts)[peer].data(), target.sizes(), target.strides(), target.options());
-      if (peer == 0) {
-        target.copy_(part);
-      } else {
-        combine(target, part, type);
-      }
-    }
-    if (type == c10d::ReduceOp::AVG) target.div_(int64_t(parts->size()));
-  });
-  return run(std::move(operation));
-}
-
-WorkPtr EmuNccl::gather(const std::vector<Tensor>& outputs, const Tensor& input, bool is_async) {
-  TORCH_CHECK(int(outputs.size()) == size_, "emunccl: allgather takes an output for each of ", size_, " ranks, but got ", outputs.size());
-  checkTensor(input, "allgather");
-  Operation operation{OpType::ALLGATHER, {}, outputs, input.device().index(), is_async};
-  operation.tensors.push_back(input);
-  for (int peer = 0; peer < size_; ++peer) {
-    checkTensor(outputs[peer], "allgather");
-    if (peer == rank_) continue;
-    operation.group.transfers.push_back({MessageKind::kAllgather, true, peer, bytesOf(input), int64_t(input.nbytes())});
-    operation.group.transfers.push_back({MessageKind::kAllgather, false, peer, bytesOf(outputs[peer]), int64_t(outputs[peer].nbytes())});
-  }
-  operation.group.finishers.push_back([from = aliasOf(input), to = aliasOf(outputs[rank_])] { to.copy_(from); });
-  return run(std::move(operation));
-}
-
-WorkPtr EmuNccl::allgather(std::vector<std::vector<Tensor>>& outputs, std::vector<Tensor>& inputs, const c10d::AllgatherOptions& options) {
-  TORCH_CHECK(outputs.size() == 1, "emunccl: allgather takes one list of outputs, but got ", outputs.size());
-  return gather(outputs[0], single(inputs, "allgather"), options.asyncOp);
-}
-
-WorkPtr EmuNccl::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
-  TORCH_CHECK(output.numel() == input.numel() * size_, "emunccl: allgather of ", input.numel(), " elements on ", size_, " ranks needs ",
-              input.numel() * size_, " elements of output, but got ", output.numel());
-  checkTensor(output, "allgather");
-  std::vector<Tensor> parts;
-  for (int peer = 0; peer < size_; ++peer) parts.push_back(output.view({size_, -1})[peer].view(input.sizes()));
-  return gather(parts, input, options.asyncOp);
-}
-
-WorkPtr EmuNccl::allgather_into_tensor_coalesced(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs, const c10d::AllgatherOptions& options) {
-  const bool is_inner = isCoalescing();
-  if (!is_inner) startCoalescing();
-  for (size_t i = 0; i < outputs.size(); ++i) _allgather_base(outputs[i], inputs[i], options);
-  return is_inner ? nullptr : endCoalescing();
-}
 
 WorkPtr EmuNccl::barrier(const c10d::BarrierOptions& options) {
   auto device = currentDevice();

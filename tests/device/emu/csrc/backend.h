@@ -69,6 +69,15 @@ class EmuNccl final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                                                                  const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                                                 const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
   void eagerConnectSingleDevice(at::Device device) override;
   void setSequenceNumberForGroup() override {}
@@ -96,6 +105,9 @@ class EmuNccl final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> pointToPoint(std::vector<at::Tensor>& tensors, int peer, bool is_send);
   c10::intrusive_ptr<c10d::Work> gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, bool is_async);
+  c10::intrusive_ptr<c10d::Work> scatterSums(const at::Tensor& output, const std::vector<at::Tensor>& inputs, c10d::ReduceOp::RedOpType type,
+                                             bool is_async);
+  c10::intrusive_ptr<c10d::Work> exchange(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, bool is_async);
   // Enqueues the operation on the communicator of all ranks, or adds it to the group that is being coalesced.
   c10::intrusive_ptr<c10d::Work> run(Operation operation);
   c10::intrusive_ptr<c10d::Work> enqueue(Communicator& communicator, Operation operation);

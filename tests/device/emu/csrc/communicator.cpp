@@ -34,6 +34,10 @@ const char* nameOf(MessageKind kind) {
       return "allgather";
     case MessageKind::kBarrier:
       return "barrier";
+    case MessageKind::kReduceScatter:
+      return "reduce_scatter";
+    case MessageKind::kAlltoall:
+      return "all_to_all";
   }
   return "unknown";
 }

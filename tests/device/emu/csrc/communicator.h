@@ -17,7 +17,7 @@
 namespace emu {
 
 // What a message belongs to. Both ends must agree, or the message is refused.
-enum class MessageKind : int32_t { kPointToPoint = 1, kBroadcast, kAllreduce, kAllgather, kBarrier };
+enum class MessageKind : int32_t { kPointToPoint = 1, kBroadcast, kAllreduce, kAllgather, kBarrier, kReduceScatter, kAlltoall };
 
 // One message of a group, from or into memory that stays valid until the group has run.
 struct Transfer {
