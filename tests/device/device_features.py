@@ -294,7 +294,7 @@ def fully_sharded(rank: int, world_size: int) -> None:
             num_microbatches=4,
             loss_fn=F.mse_loss,
             schedule="zb_h1",
-            parallelize=lambda stage, module, mesh, mine=mine: fully_shard(module, mesh=mine),  # type: ignore[misc]
+            parallelize=lambda stage, module, mesh, mine=mine: fully_shard(module, mesh=mine),  # type: ignore[arg-type,misc]
         )
         optimizer = torch.optim.SGD(engine.parameters(), 1e-2)
         results = []

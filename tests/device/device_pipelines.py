@@ -3,25 +3,26 @@ tests hold against one process: equal to the last bit."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pipeline_random
 import torch
-from pipeline_cases import Run, about, case_of, example, make_engine
+from pipeline_cases import Graph, Run, about, case_of, example, make_engine
 from torch import nn
 
 import torch_xmesh as xm
-from torch_xmesh.pipeline.cut.partition import partition
+from torch_xmesh.pipeline.cut.partition import Partition, partition
 
 
 def on_cpu(value: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
-def place(model: nn.Module, run: Run, kinds: tuple[str, ...]) -> nn.Module:
+def place(model: nn.Module, made: Partition, kinds: Sequence[str]) -> nn.Module:
     """The model with each stage's parameters and buffers on its kind of device. A tensor of several names stays one on
     a device, as with .to("cuda"), though not with .to() of devices whose tensors are of another class."""
-    args, kwargs = example(case_of(run.model), run.samples // run.microbatches)
-    made = partition(model, args, kwargs, xm.split_at(*run.split))
     moved: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
     names: dict[str, str] = {}
     for stage, kind in zip(made.stages, kinds, strict=True):
@@ -38,6 +39,13 @@ def place(model: nn.Module, run: Run, kinds: tuple[str, ...]) -> nn.Module:
         held: dict[str, Any] = holder._parameters if key in holder._parameters else holder._buffers
         held[key] = moved[tensor, kind]
     return model
+
+
+def placed(run: Run, kinds: Sequence[str]) -> nn.Module:
+    """A run's model, each stage on its kind of device."""
+    model = build(run)
+    args, kwargs = example(case_of(run.model), run.samples // run.microbatches)
+    return place(model, partition(model, args, kwargs, xm.split_at(*run.split)), kinds)
 
 
 def build(run: Run) -> nn.Module:
@@ -57,7 +65,7 @@ def train_both(run: Run, kinds: tuple[str, ...] | None = None, **options: Any) -
     kinds = kinds or ("emu",) * len(run.meshes)
     engines = [
         make_engine(run, build(run), **options),
-        make_engine(run, place(build(run), run, kinds), **options),
+        make_engine(run, placed(run, kinds), **options),
     ]
     optimizers = [torch.optim.SGD(engine.parameters(), 1e-3) for engine in engines]
     for step in range(run.steps):
@@ -94,3 +102,72 @@ def train_both(run: Run, kinds: tuple[str, ...] | None = None, **options: Any) -
 
 def assert_same(several: list[Any], where: str, rtol: float = 0) -> None:
     torch.testing.assert_close(several[1], several[0], rtol=rtol, atol=rtol / 100, equal_nan=True, msg=about(where))
+
+
+def _share_tensors(kinds: Sequence[str], plan: Any, split: Sequence[str]) -> bool:
+    """Whether stages on both kinds of device have a parameter or buffer in common."""
+    with torch.device("cpu"):
+        model, given = Graph(plan, pipeline_random.WIDTH), (torch.empty(2, pipeline_random.WIDTH),) * 2
+    held: dict[str, set[str]] = {"emu": set(), "cpu": set()}
+    for stage, kind in zip(partition(model, given, {}, xm.split_at(*split)).stages, kinds, strict=True):
+        held[kind].update(stage.module.state_dict())
+    return bool(held["emu"] & held["cpu"])
+
+
+def train_random(seed: int, rank: int, world_size: int) -> None:
+    """A pipeline drawn from a seed, on cpu and with each stage on a kind of device that is drawn, too."""
+    case = pipeline_random.draw(seed, world_size)
+    if rank not in case.ranks:
+        return
+    where = f"seed {seed}: {case}"
+    print(f"at seed {seed}", flush=True)  # shown of a rank that hangs
+    rng = random.Random(f"{seed} kinds")
+    of_place = {ranks: rng.choice(("emu", "emu", "cpu")) for ranks in sorted({xm.Mesh(m).ranks for m in case.meshes})}
+    kinds = [of_place[xm.Mesh(mesh).ranks] for mesh in case.meshes]
+    if _share_tensors(kinds, case.plan, case.split):
+        kinds = ["emu"] * len(kinds)
+
+    def made(kinds: Sequence[str]) -> xm.PipelineEngine:
+        torch.manual_seed(seed)
+        with torch.device("cpu"):
+            model = Graph(case.plan, pipeline_random.WIDTH)
+            given = (torch.empty(2, pipeline_random.WIDTH), torch.empty(2, pipeline_random.WIDTH))
+        return xm.PipelineEngine(
+            place(model, partition(model, given, {}, xm.split_at(*case.split)), kinds),
+            given,
+            meshes=[xm.Mesh(mesh) for mesh in case.meshes],
+            split=xm.split_at(*case.split),
+            data_axis=case.axes,
+            schedule=case.schedule,
+            num_microbatches=case.microbatches,
+            loss_fn=pipeline_random._loss,
+            overlap=case.overlap,
+        )
+
+    def step(engine: xm.PipelineEngine, number: int) -> Any:
+        torch.manual_seed(1000 * seed + number)
+        with torch.device("cpu"):
+            first, second, target = (torch.randn(case.samples, pipeline_random.WIDTH) for _ in range(3))
+        losses: list[torch.Tensor] = []
+        return engine.step(first, second, target=target, losses=losses), losses
+
+    compare_steps(made(["cpu"] * len(kinds)), made(kinds), step, 2, f"{where} on {kinds}")
+
+
+def compare_steps(
+    on_host: xm.PipelineEngine, engine: xm.PipelineEngine, step: Callable[[Any, int], Any], steps: int, where: str
+) -> None:
+    """Both engines' steps, with SGD behind each, have the same bits; the engines are closed."""
+    engines = [on_host, engine]
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-2) for one in engines]
+    for number in range(steps):
+        found = []
+        for one, optimizer in zip(engines, optimizers, strict=True):
+            optimizer.zero_grad()
+            result = step(one, number)
+            gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
+            found.append(on_cpu([result, one.last_loss(), gradients]))
+            optimizer.step()
+        assert_same(found, f"{where}, step {number}")
+    for one in engines:
+        one.close()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import device_features
 import pytest
 import test_pipeline
+import test_pipeline_library_models as library
 import torch
-from device_pipelines import train_both
+from device_pipelines import compare_steps, place, train_both, train_random
 from device_ranks import on_device
 from pipeline_cases import Run
+
+import torch_xmesh as xm
+from torch_xmesh.pipeline.cut.partition import partition
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
 
@@ -84,6 +90,51 @@ def usual(rank: int, world_size: int, case: Callable[[int, int], None]) -> None:
     """With torch's own default device, as most programs have it."""
     torch.set_default_device("cpu")
     case(rank, world_size)
+
+
+def train_many(rank: int, world_size: int, first: int, count: int) -> None:
+    import emu_device
+
+    emu_device.delays(0.3, 300, rank)
+    for seed in range(first, first + count):
+        train_random(seed, rank, world_size)
+
+
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize("part", range(8))
+def test_random_pipelines(part: int) -> None:
+    """200 of them with --soak."""
+    on_device(train_many, 4, 25 * part, 25)
+
+
+def families(rank: int, world_size: int, names: Sequence[str]) -> None:
+    """Models as their libraries make them, in two stages."""
+    torch.set_default_device("cpu")
+    torch.backends.cuda.enable_flash_sdp(False)
+    for name in names:
+
+        def made(kind: str, name: str = name) -> xm.PipelineEngine:
+            torch.manual_seed(0)
+            model = library.build(name)
+            given, split = library.batch_of(name), library.SPLITS[name][0]
+            cut = partition(model, (), given, xm.split_at(*split))
+            engine: xm.PipelineEngine = library.make(place(model, cut, [kind] * 2), given, library.TWO, split)
+            return engine
+
+        def step(engine: xm.PipelineEngine, number: int, name: str = name) -> Any:
+            losses: list[torch.Tensor] = []
+            engine.step(**library.batches_of(name)[number], losses=losses)
+            return losses
+
+        compare_steps(made("cpu"), made("emu"), step, 3, name)
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the packages of the extra `models`")
+def test_library_models(part: int) -> None:
+    names = [name for name in library.FAMILIES if name not in ("Mixtral", "Qwen2-MoE")]  # histc of int32: not on a CPU
+    on_device(families, 3, names[part::4])
 
 
 @pytest.mark.parametrize("case", device_features.CASES)
