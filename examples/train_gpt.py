@@ -107,6 +107,8 @@ def check_against_serial(
 def own_device(kind: str) -> torch.device:
     """This rank's, made the current one; torchrun says how many-th rank of its machine it is."""
     if kind != "cpu":
+        if not torch.accelerator.is_available():
+            raise SystemExit(f"--device {kind}: there is no such device here")
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
     return torch.device(kind)
 

@@ -16,24 +16,26 @@ class Generators:
     def __init__(self, device: torch.device | None) -> None:
         module: Any = None if device is None or device.type == "cpu" else torch.get_device_module(device.type)
         self._module = module if hasattr(module, "set_rng_state") else None
-        self._device = device
+        is_only = device is None or not hasattr(module, "device")  # there is one device of the kind
+        self._which = () if is_only else (device,)
 
     def states(self) -> Drawn:
         """How far they have drawn."""
         of_cpu = torch.random.get_rng_state()
-        return (of_cpu,) if self._module is None else (of_cpu, self._module.get_rng_state(self._device))
+        return (of_cpu,) if self._module is None else (of_cpu, self._module.get_rng_state(*self._which))
 
     def set_states(self, states: Drawn) -> None:
         """They go on from there."""
         torch.random.set_rng_state(states[0])
         if self._module is not None:
-            self._module.set_rng_state(states[1], self._device)
+            self._module.set_rng_state(states[1], *self._which)
 
     def seed(self, seed: int) -> None:
-        """They begin anew; of a device that is the current one of its kind."""
+        """They begin anew."""
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
-            self._module.manual_seed(seed)
+            with self._module.device(*self._which) if self._which else contextlib.nullcontext():
+                self._module.manual_seed(seed)
 
 
 @contextlib.contextmanager

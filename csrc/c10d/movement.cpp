@@ -2,6 +2,8 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -19,7 +21,7 @@ runtime::LocalTensor localOf(const at::Tensor& tensor, int16_t kind) {
 
 /// Memory of a lazy view (Tensor.conj(), .imag of one) has other values than the tensor.
 at::Tensor withValuesInMemory(const at::Tensor& tensor) {
-  return tensor.is_conj() || tensor.is_neg() ? tensor.detach().resolve_conj().resolve_neg() : tensor;
+  return tensor.defined() && (tensor.is_conj() || tensor.is_neg()) ? tensor.detach().resolve_conj().resolve_neg() : tensor;
 }
 
 at::Tensor checkedTarget(const at::Tensor& tensor) {
@@ -63,7 +65,7 @@ runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>&
   out.prepared = prepared;
   for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
     const runtime::DeviceKinds& kinds = prepared->devices.at(tensor);
-    out.src.push_back(program.srcShape(tensor).has_value() ? lent(withValuesInMemory(src.at(tensor)), kinds.src) : runtime::LocalTensor{});
+    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor), kinds.src) : runtime::LocalTensor{});
     out.dst.push_back(program.dstShape(tensor).has_value() ? lent(checkedTarget(dst.at(tensor)), kinds.dst) : runtime::LocalTensor{});
   }
   program.checkLocalTensors(out.src, out.dst);
@@ -82,8 +84,11 @@ runtime::DeviceKinds kindsOf(const std::pair<std::string, std::string>& names) {
 
 CallMovement Movements::of(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
                            const std::vector<at::Tensor>& dst) {
-  CallMovement out{movementOf(prepared, src, dst), nullptr};
-  const std::optional<c10::Device> device = deviceOf(*prepared, src, dst);
+  std::vector<at::Tensor> sources;
+  sources.reserve(src.size());
+  std::transform(src.begin(), src.end(), std::back_inserter(sources), withValuesInMemory);
+  CallMovement out{movementOf(prepared, sources, dst), nullptr};
+  const std::optional<c10::Device> device = deviceOf(*prepared, sources, dst);
   if (!device.has_value()) {
     return out;
   }
@@ -95,7 +100,7 @@ CallMovement Movements::of(const std::shared_ptr<const runtime::PreparedPlan>& p
     return out;
   }
   const auto mirrors = std::make_shared<HostMirrors>(lines_->mirrorLines(*device), out.on_device);
-  mirrors->standIn(out.movement, src, dst);
+  mirrors->standIn(out.movement, sources, dst);
   if (!mirrors->hasDestinations()) {
     out.on_device = nullptr;
   }

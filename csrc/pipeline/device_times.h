@@ -25,6 +25,8 @@ class DeviceTimes {
   /// What the current stream of `device` gets from now on is the action's, until ends().
   void begins(const core::Action& action, c10::Device device);
   void ends();
+  /// Whether the device has yet to pass the last one.
+  bool isBusy() const { return used_ > 0 && !marks_.at(used_ - 1).end.query(); }
   /// Of a step that has ended; waits for the devices. Empty where one of them measures no times.
   const std::map<core::Action, DeviceSpan>& spans() const;
 

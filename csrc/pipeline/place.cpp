@@ -60,6 +60,7 @@ std::vector<runtime::EngineSpan> PipelinePlace::spans() const {
     out.push_back(computed);
     last_ns = computed.end_ns;
   }
+  std::stable_sort(out.begin(), out.end(), [](const EngineSpan& a, const EngineSpan& b) { return a.begin_ns < b.begin_ns; });
   return out;
 }
 

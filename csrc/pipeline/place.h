@@ -27,7 +27,7 @@ class PipelinePlace {
   /// after the other. Whatever it throws, nothing of the step is left behind.
   void run(const core::Schedule& schedule, int32_t place, StepInputs inputs, StepTransfers plans);
   const runtime::Engine& engine() const { return *engine_; }
-  /// What the last step did and waited for, ordered by begin: of what is on a device, when the device did it.
+  /// What the last step did and waited for, ordered by begin: of what is on a device, when the device did it, beside what is on cpu.
   std::vector<runtime::EngineSpan> spans() const;
   /// Its transfers that have ended by now; one from a device begins when the device has made the value.
   std::vector<TrafficSpan> transfers() const;

@@ -60,6 +60,7 @@ class StageRunner final : public runtime::ActionRunner {
   void endStep(bool is_done);
 
   void run(const core::Action& action) override;
+  bool isBusy() const override { return device_times_.isBusy(); }
   /// True of a stage alone on its mesh, and of one whose W have called no collective so far, a step of the same key among them: others of its mesh
   /// may be elsewhere in their lists. An I that is a whole backward adds to weight gradients too, perhaps to those that stages of a group share:
   /// after one, and in a group of several stages before a step without one, none of the group runs early.

@@ -92,6 +92,52 @@ def clipping(rank: int, world_size: int) -> None:
     compared(_clipped)
 
 
+def late_batches(rank: int, world_size: int) -> None:
+    """A batch that the device has not made yet, for stages on cpu and on the device; evaluation waits for no loss."""
+    import emu_device
+
+    x, _ = batch(0)
+    for kinds in (("cpu", "emu"), ("emu", "cpu")):
+        with made(("cpu", "cpu"), dropout=0.0) as engine:
+            engine.eval()
+            want = engine.evaluate(x)
+        with made(kinds, dropout=0.0) as engine:
+            engine.eval()
+            for _ in range(2):
+                there = torch.zeros(16, 6, device="emu")
+                torch.accelerator.synchronize()
+                gate = emu_device.hold(max_ms=200)  # opens by itself
+                there.copy_(x.to("emu", non_blocking=True))
+                found = engine.evaluate(there)
+                there.zero_()
+                assert_same([on_cpu(want), on_cpu(found)], f"late batch on {kinds}")
+                del gate
+
+
+def one_rank_on_both(rank: int, world_size: int) -> None:
+    """A scaler where one rank has a stage on each kind of device."""
+    if rank > 1:
+        return
+    for pair in (("emu", "cpu"), ("cpu", "emu")):
+        found = []
+        for kinds in (("cpu", "cpu"), pair):
+            with made(kinds, mesh=([0, 1], [0, 1]), schedule="1f1b") as engine:
+                scaler = engine.scaler(torch.amp.GradScaler("emu", init_scale=1024.0, growth_interval=2))
+                optimizer = torch.optim.SGD(engine.parameters(), 1e-2)
+                seen = []
+                for step in range(4):
+                    x, y = batch(step)
+                    if step == 2:
+                        x[3] = float("inf")
+                    optimizer.zero_grad()
+                    engine.step(x, target=y)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    seen.append(on_cpu([scaler.get_scale(), dict(engine.named_parameters())]))
+                found.append(seen)
+        assert_same(found, f"scaled on {pair}")
+
+
 def _scaled(engine: Any, kinds: tuple[str, ...]) -> Any:
     found: list[Any] = []
     kind = kinds[engine.stages[0]]
@@ -131,6 +177,7 @@ def _cast(engine: Any, kinds: tuple[str, ...]) -> Any:
 def autocast(rank: int, world_size: int) -> None:
     """The CPU multiplies bfloat16 in another order where a matrix lies otherwise in memory, so the last bit differs."""
     compared(_cast, rtol=2**-7)
+    compared(_cast, rtol=2**-7, on_meta=True, init_fn=_set_all)
 
 
 def _evaluated(engine: Any, kinds: tuple[str, ...]) -> Any:
@@ -237,7 +284,16 @@ def mistakes(rank: int, world_size: int) -> None:
         (Net().to("cpu"), ("emu", None), "stage 0's mesh is one of emu devices, its parameters are on cpu"),
         (Net().to("emu"), (None, "cpu"), "stage 1's mesh is one of cpu devices, its parameters are on emu"),
         (Net().to("emu:1"), (None, None), "is on emu:1, the current device is emu:0"),
-        (Net().to("emu" if rank else "cpu"), (None, None), "stage 0 is on cpu on rank 0 and on emu on rank 1"),
+        (
+            Net().to("emu" if rank else "cpu"),
+            (None, None),
+            "stage 0 is on cpu on rank 0 and on emu on rank 1",
+        ),
+        (
+            Net().to("meta"),
+            ("emu" if rank else "cpu", None),
+            "mesh of stage 0 is on cpu on rank 0 and on emu",
+        ),
         (Net().to("meta"), ("cuda", None), "stage . is to be on a cuda device, and rank . has none"),
     ):
         meshes = [xm.Mesh(here, device_type=kind) for here, kind in zip(ranks, kinds, strict=True)]
@@ -371,6 +427,8 @@ CASES = (
     fully_sharded,
     clipping,
     scaler,
+    late_batches,
+    one_rank_on_both,
     autocast,
     evaluating,
     on_meta,

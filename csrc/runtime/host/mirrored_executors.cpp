@@ -97,7 +97,7 @@ std::unique_ptr<Executor> MirroredExecutors::make(Execution execution) {
       hasArrived(alive);
     }
   });
-  execution.movement.writes_once_agreed = false;  // it starts once they have
+  execution.movement.writes_once_agreed = false;  // a call that is compared starts once they have
   call->host = host_.make(std::move(execution));
   return std::make_unique<MirroredExecutor>(std::move(call));
 }

@@ -4,9 +4,15 @@
 #include <chrono>
 #include <map>
 #include <set>
+#include <thread>
 #include <utility>
 
 namespace xmesh::runtime {
+namespace {
+
+constexpr std::chrono::microseconds kLookEvery{50};  ///< at a device that computes, and at what may have arrived
+
+}  // namespace
 
 using core::Action;
 using core::Crossing;
@@ -127,6 +133,13 @@ void Engine::runWeightsEarly(const std::vector<PlaceStep>& steps, size_t current
     if (!is_ready || !runner.mayRunEarly(step.action.stage)) {
       blocked.insert(group);
       continue;
+    }
+    while (runner.isBusy() && !hasArrived()) {  // else all W would be enqueued ahead of what this waits for
+      traffic.check();
+      std::this_thread::sleep_for(kLookEvery);
+    }
+    if (hasArrived()) {
+      return;
     }
     traffic.check();
     compute(step.action, runner);

@@ -30,6 +30,8 @@ class ActionRunner {
   virtual void release(const core::Action& action) = 0;
   /// The action's sends have been started. Now is the time for what comes of it and is less urgent, as sums of gradients.
   virtual void follow(const core::Action& action) = 0;
+  /// What has run is not over yet: a device has it enqueued.
+  virtual bool isBusy() const { return false; }
   /// Whether a stage's W may run before the place's list comes to it: it communicates with nobody.
   virtual bool mayRunEarly(int32_t stage) const = 0;
   /// Stages of one number add to the same gradients: their B and W keep the order of the place's list.

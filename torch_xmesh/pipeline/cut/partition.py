@@ -93,7 +93,7 @@ def partition(
         num_stages: checked against `split` where that says it.
         args_chunk_spec: which dim holds the samples, as for ``torch.distributed.pipelining``; dim 0 by default.
         exchange: needed for a list with None: see `Exchange`.
-        device: where a model or arguments on meta will run; default: the device of what is not on meta, else the CPU.
+        device: where a model on meta will run; default: the device of what is not on meta, else the CPU.
 
     Raises:
         ValueError: the model cannot be captured, a split point is unknown or out of order, the number of stages
@@ -104,7 +104,7 @@ def partition(
     specs = leaf_specs(arguments[0], args_chunk_spec, "args") + leaf_specs(arguments[1], kwargs_chunk_spec, "kwargs")
     samples = batch_size(*arguments, args_chunk_spec, kwargs_chunk_spec)
     _check_split(model, split, num_stages)
-    device = device or _device_of(model, arguments)
+    device = _device_of(model) or device or _device_of_tensors(pytree.tree_leaves(arguments)) or torch.device("cpu")
     if not isinstance(model, nn.Module):
         return _partition_ready(list(model), arguments, specs, samples=samples, exchange=exchange, device=device)
     assert isinstance(split, SplitAt | None)
@@ -129,11 +129,14 @@ def check_example(model: Any, example_args: Any, example_kwargs: Any, split: Any
         )
 
 
-def _device_of(model: Any, arguments: Any) -> torch.device:
+def _device_of(model: Any) -> torch.device | None:
     modules = [model] if isinstance(model, nn.Module) else [stage for stage in model if stage is not None]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    tensors += [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    return _device_of_tensors([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
+
+
+def _device_of_tensors(leaves: Sequence[Any]) -> torch.device | None:
+    """That of the first one that is not on meta."""
+    return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta), None)
 
 
 def _check_split(model: Any, split: Any, num_stages: int | None) -> None:

@@ -12,7 +12,7 @@ from torch_xmesh.pipeline.capture.node_forms import expecter
 from torch_xmesh.pipeline.capture.regions import autocasts, enter_modes, exit_modes
 from torch_xmesh.pipeline.cut.graph_cut import GraphCut
 
-_DEVICE = "stage_device"
+_DEVICE = "_xmesh_stage_device"
 
 
 class StageBuilder:
@@ -54,10 +54,10 @@ class StageBuilder:
                 token = None if wanted is None else self._graph.call_function(enter_modes, wanted)
                 modes = wanted
             if node.op == "get_attr" and str(node.target) in self._cut.recording.constants:
-                reader = _constant_reader(str(node.target), self._cut.recording.constants[str(node.target)])
-                self._here[node] = self._graph.call_function(reader)
-                if isinstance(self._cut.recording.constants[str(node.target)], torch.Tensor):
-                    self._here[node] = self._graph.call_method("to", (self._here[node], self._device()))
+                constant = self._cut.recording.constants[str(node.target)]
+                reader = _constant_reader(str(node.target), constant)
+                arguments = (self._device(),) if isinstance(constant, torch.Tensor) else ()
+                self._here[node] = self._graph.call_function(reader, arguments)
                 continue
             args, kwargs = self._placed(fx.node.map_arg((node.args, node.kwargs), lambda source: self._here[source]))
             self._here[node] = self._graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -93,9 +93,16 @@ class StageBuilder:
                     )
 
 
-def _constant_reader(name: str, value: Any) -> Callable[[], Any]:
-    def read() -> Any:
-        return value
+def _constant_reader(name: str, value: Any) -> Callable[..., Any]:
+    """Gives a constant, of a tensor always the same one on a device."""
+    on_device: dict[torch.device, torch.Tensor] = {}
+
+    def read(device: torch.device | None = None) -> Any:
+        if device is None or value.device == device:
+            return value
+        if device not in on_device:
+            on_device[device] = value.to(device)
+        return on_device[device]
 
     read.__name__ = read.__qualname__ = name
     return read
@@ -149,19 +156,19 @@ class StageCode:
 
 
 class StageModule(nn.Module):
-    """A stage: what its graph calls and reads, under the model's names. Runs the code that was chosen last.
-
-    Attributes:
-        stage_device: on which it makes tensors; to be set before it runs elsewhere than it was recorded.
-    """
+    """A stage: what its graph calls and reads, under the model's names. Runs the code that was chosen last."""
 
     def __init__(self, code: StageCode, training: bool) -> None:
         super().__init__()
         self.training = training
-        self.stage_device = code.device
+        self.on_device(code.device)
         self.chosen = code
         self.looked_into: list[nn.Module] = []  # the modules that hold others of the stage
         self._ran: dict[Any, set[StageCode]] = {}  # by shapes, mode and autocast
+
+    def on_device(self, device: torch.device) -> None:
+        """From now on it makes tensors there, where it was recorded before."""
+        setattr(self, _DEVICE, device)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Input values in order to output values in order."""

@@ -85,7 +85,7 @@ class StageProgram:
     def on_device(self, device: torch.device) -> None:
         """From now on it runs there; its parameters and buffers are there already."""
         if self.inner is not None:
-            self.inner.stage_device = device
+            self.inner.on_device(device)
 
     def begin_step(self) -> None:
         """What ran in the last step runs no more, neither in a checkpoint's backward."""

@@ -86,13 +86,15 @@ def microbatch_columns(
         where = f"{what}, tensor {position}"
         if not isinstance(spec, Chunk):
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            columns.append([_on(mesh, whole.detach()) if isinstance(whole, torch.Tensor) else whole] * len(order.sizes))
+            one = _on(mesh, [whole.detach()]) if isinstance(whole, torch.Tensor) else [whole]
+            columns.append([*one] * len(order.sizes))
         elif not isinstance(leaf, DTensor):
-            columns.append(_shards_of_whole(leaf, spec.split_dim, order=order, mesh=mesh, what=where))
+            columns.append(_on(mesh, _shards_of_whole(leaf, spec.split_dim, order=order, mesh=mesh, what=where)))
         elif mesh.num_shards == 1:
-            columns.append(_shards_of_whole(leaf.to_local(), spec.split_dim, order=order, mesh=mesh, what=where))
+            whole = leaf.to_local()
+            columns.append(_on(mesh, _shards_of_whole(whole, spec.split_dim, order=order, mesh=mesh, what=where)))
         else:
-            columns.append(_shards_of_dtensor(leaf, spec.split_dim, order=order, mesh=mesh, what=where))
+            columns.append(_on(mesh, _shards_of_dtensor(leaf, spec.split_dim, order=order, mesh=mesh, what=where)))
     return columns, structure
 
 
@@ -117,9 +119,12 @@ def model_inputs(
     return [list(parts) for parts in zip(*chosen, strict=True)]
 
 
-def _on(mesh: StageMesh, tensor: torch.Tensor) -> torch.Tensor:
-    """On the stage's device: batches come from anywhere. The host does not wait for the copy."""
-    return tensor.to(mesh.device, non_blocking=True)
+def _on(mesh: StageMesh, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """On the stage's device: batches come from anywhere. Once this returns they are copied: the caller may write to the
+    batch when the step is over."""
+    if not parts or parts[0].device == mesh.device:
+        return parts
+    return [part.to(mesh.device) for part in parts]
 
 
 def _shards_of_whole(
@@ -127,7 +132,7 @@ def _shards_of_whole(
 ) -> Sequence[torch.Tensor]:
     if tensor.size(dim) != sum(order.sizes):
         raise ValueError(f"{what} has {tensor.size(dim)} samples along dim {dim}, expected {sum(order.sizes)}")
-    tensor, num_shards = _on(mesh, tensor.detach()), mesh.num_shards
+    tensor, num_shards = tensor.detach(), mesh.num_shards
     if order.num_shards == 1:
         if num_shards == 1:
             return torch.split(tensor, list(order.sizes), dim)
@@ -159,7 +164,7 @@ def _shards_of_dtensor(
 ) -> list[torch.Tensor]:
     _check_placed(tensor, dim, mesh, what)
     mine = [shard_sizes(size, mesh.num_shards)[mesh.shard] for size in order.sizes]
-    local = _on(mesh, tensor.to_local().detach())
+    local = tensor.to_local().detach()
     if local.size(dim) != sum(mine):
         raise ValueError(
             f"{what} has {local.size(dim)} samples in data shard {mesh.shard}, which microbatches of "

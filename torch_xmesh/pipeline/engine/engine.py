@@ -399,7 +399,9 @@ class PipelineEngine:
             ValueError: it is none.
         """
         guard = functools.partial(self._guarded, "the scaler's unscale_() or step()")
-        self._steps.scaler = PipelineScaler(self._transfers, scaler, guard, self._device)
+        devices = [self._place.meshes[stage].device for stage in self._place.stages]
+        where = next((device for device in devices if device.type == "cpu"), devices[0])
+        self._steps.scaler = PipelineScaler(self._transfers, scaler, guard, where)
         return self._steps.scaler
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

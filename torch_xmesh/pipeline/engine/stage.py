@@ -237,7 +237,7 @@ class StageWork:
             raise ValueError(
                 f"value {info.name} of stage {self.stage} has dtype {output.dtype}, expected {info.dtype} as the model "
                 "gives it without hooks of yours and wrappers: convert it back where one of them, or model.to(), "
-                "changes it"
+                "changes it; where stages are on several kinds of device, autocast is on for all of them or for none"
             )
         local = self._local(index, output)
         if local.shape != shape:

@@ -106,9 +106,9 @@ class EngineSteps:
         self.ran = plan.schedule if is_train else Schedule(plan.schedule.core.forwards())
         self.ran_early = place.overlap and plan.early_weights
         auto = place.auto if plan.is_measured else None
-        state.meter = (
-            None if auto is None else MemoryMeter(place, tensors_of((batch.arguments.tree, batch.target.tree)))
-        )
+        if auto is not None:
+            held = (batch.arguments.tree, batch.target.tree, batch.inputs, batch.targets)
+            state.meter = MemoryMeter(place, tensors_of(held))
         place.source.begin_step(is_train)
         if is_train:
             place.sharded.begin_step(self.is_sync)

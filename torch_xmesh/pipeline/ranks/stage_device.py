@@ -26,21 +26,18 @@ def on_devices(transfers: Transfers, meshes: Sequence[StageMesh], modules: Mappi
     """
     held = {stage: _device_of(module, stage) for stage, module in modules.items()}
     mine = {stage: device.type for stage, device in held.items() if device is not None}
-    told = dict(zip(transfers.ranks, transfers.gather("devices", mine), strict=True))
+    said = {stage: kind for stage, mesh in enumerate(meshes) if (kind := device_type_of(mesh.mesh)) is not None}
+    told = dict(zip(transfers.ranks, transfers.gather("devices", (mine, said)), strict=True))
     found: list[str | None] = []
-    for stage, mesh in enumerate(meshes):
-        said = device_type_of(mesh.mesh)
-        kinds = {rank: by_stage[stage] for rank, by_stage in told.items() if stage in by_stage}
-        first, *others = kinds.items() if kinds else [(None, said)]
-        for rank, kind in others:
-            if kind != first[1]:
-                raise ValueError(f"stage {stage} is on {first[1]} on rank {first[0]} and on {kind} on rank {rank}")
-        if kinds and said is not None and said != first[1]:
+    for stage in range(len(meshes)):
+        kind = _same({rank: on for rank, (on, _) in told.items()}, stage, "stage {} is on")
+        of_mesh = _same({rank: says for rank, (_, says) in told.items()}, stage, "the mesh of stage {} is on")
+        if kind is not None and of_mesh is not None and of_mesh != kind:
             raise ValueError(
-                f"stage {stage}'s mesh is one of {said} devices, its parameters are on {first[1]}: move the module "
-                f'there before, as model.to("{said}") does, or make it on the meta device'
+                f"stage {stage}'s mesh is one of {of_mesh} devices, its parameters are on {kind}: move the module "
+                f'there before, as model.to("{of_mesh}") does, or make it on the meta device'
             )
-        found.append(first[1])
+        found.append(kind or of_mesh)
     kinds_of_stages = _filled(found)
     placed = []
     for stage, (mesh, kind) in enumerate(zip(meshes, kinds_of_stages, strict=True)):
@@ -50,6 +47,24 @@ def on_devices(transfers: Transfers, meshes: Sequence[StageMesh], modules: Mappi
     _check_own([placed[stage].device for stage in modules], transfers.rank)
     _check_ties({stage: (module, placed[stage].device) for stage, module in modules.items()})
     return placed
+
+
+def device_of_meshes(meshes: Sequence[StageMesh]) -> torch.device | None:
+    """Where a model on the meta device will run, as far as this process has such a device: on the first kind of
+    accelerator that a mesh names."""
+    said = (device_type_of(mesh.mesh) for mesh in meshes)
+    kind = next((kind for kind in said if kind not in (None, "cpu") and is_device_here(kind)), None)
+    return None if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _same(by_rank: Mapping[int, Mapping[int, str]], stage: int, what: str) -> str | None:
+    """What all ranks say of a stage that say something."""
+    found = [(rank, said[stage]) for rank, said in by_rank.items() if stage in said]
+    for rank, kind in found[1:]:
+        if kind != found[0][1]:
+            text = f"{what.format(stage)} {found[0][1]} on rank {found[0][0]} and on {kind} on rank {rank}"
+            raise ValueError(f"ranks disagree on devices: {text}")
+    return found[0][1] if found else None
 
 
 def _device_of(module: nn.Module, stage: int) -> torch.device | None:
@@ -91,7 +106,7 @@ def _check_own(devices: Sequence[torch.device], rank: int) -> None:
     for device in devices:
         if device.type == "cpu":
             continue
-        current = _own_device(device.type, -1, rank)
+        current = torch.device(device.type, torch.get_device_module(device.type).current_device())
         if device != current:
             raise ValueError(
                 f"a stage of rank {rank} is on {device}, the current device is {current}: a rank has one device of a "

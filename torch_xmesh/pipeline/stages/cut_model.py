@@ -8,6 +8,7 @@ from torch import nn
 from torch_xmesh.pipeline.cut.partition import SplitAt, partition
 from torch_xmesh.pipeline.cut.split_choice import check_limit, choose_split
 from torch_xmesh.pipeline.cut.values import Partition
+from torch_xmesh.pipeline.ranks.stage_device import device_of_meshes
 from torch_xmesh.pipeline.stages.agreement import with_agreed_ties
 from torch_xmesh.pipeline.stages.live_model import LiveModel
 from torch_xmesh.pipeline.stages.model_checks import check_given
@@ -60,7 +61,8 @@ class CutModel(StageSource):
                     **specs,
                 )
             split = transfers.broadcast("split", leader, chosen)
-        cut = partition(self.model, self._args, self._kwargs, split, num_stages=num_stages, **specs)
+        device = device_of_meshes(request.meshes)
+        cut = partition(self.model, self._args, self._kwargs, split, num_stages=num_stages, device=device, **specs)
         return with_agreed_ties(cut, transfers, request.meshes)
 
     def live(self, partition: Partition) -> LiveModel | None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch_xmesh.pipeline.cut.partition import SplitAt, partition
 from torch_xmesh.pipeline.cut.split_choice import check_limit
 from torch_xmesh.pipeline.cut.values import Partition
+from torch_xmesh.pipeline.ranks.stage_device import device_of_meshes
 from torch_xmesh.pipeline.stages.agreement import exchange_of, with_agreed_ties
 from torch_xmesh.pipeline.stages.model_checks import check_given
 from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
@@ -51,6 +52,7 @@ class ReadyModules(StageSource):
             self._split,
             num_stages=len(request.meshes),
             exchange=exchange_of(request.transfers, request.meshes),
+            device=device_of_meshes(request.meshes),
             args_chunk_spec=request.chunk_specs["args"],
             kwargs_chunk_spec=request.chunk_specs["kwargs"],
         )

@@ -63,7 +63,7 @@ class _Row:
 
 
 def clip_gradients(transfers: Transfers, parameters: Sequence[OwnParameter], clipping: Clipping) -> torch.Tensor:
-    """Scales the gradients of the whole model; returns their norm before, equal everywhere, where this rank's are.
+    """Scales the gradients of the whole model; returns their norm before, equal everywhere, on their device.
 
     Raises:
         StepRefusedError: on all ranks, with all gradients as they were: ranks pass other arguments, or the norm is not

@@ -324,11 +324,11 @@ class GradientSync:
             for p, local in zip(bucket, locals_, strict=True)
         ]
         total = self._transfers.sum(lane, torch.cat([*parts, has]), line)
-        start = 0
-        for index, (parameter, local) in enumerate(zip(bucket, locals_, strict=True)):
+        start, counts = 0, total[-len(bucket) :].tolist()
+        for count, parameter, local in zip(counts, bucket, locals_, strict=True):
             summed = total[start : start + local.numel()].view(local.shape)
             start += local.numel()
-            if total[index - len(bucket)] == 0:
+            if count == 0:
                 continue
             if parameter.grad is None:
                 parameter.grad = _like(parameter, summed.clone())

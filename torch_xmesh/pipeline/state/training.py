@@ -72,7 +72,7 @@ class PipelineScaler:
         guard: Callable[[], AbstractContextManager[None]],
         device: torch.device,
     ) -> None:
-        """`device`: of this rank's parameters."""
+        """`device`: where the scale is kept: that of this rank's parameters, or cpu if some are there."""
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"engine.scaler() takes a torch.amp.GradScaler, got {type(scaler).__name__}")
         self._transfers = transfers
@@ -103,10 +103,9 @@ class PipelineScaler:
         mine = torch.tensor([sum(numbers_of(list(found.values())))], dtype=torch.float64, device="cpu")
         with self._guard():
             total = self._transfers.sum("found_inf", mine)
-        if not found:
-            found[self._device] = torch.zeros((), dtype=torch.float32, device=self._device)
-        for flag in found.values():
-            flag.fill_(float(total[0] > 0))
+        # One flag where the scale is: the scaler would not wait for a copy of one from a device to the host.
+        found.clear()
+        found[self._device] = torch.full((), float(total[0] > 0), device=self._device)
         self._unscaled.add(id(optimizer))
 
     def _unscale_locals(self, optimizer: torch.optim.Optimizer) -> None:

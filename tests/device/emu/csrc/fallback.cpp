@@ -71,7 +71,7 @@ Tensor toAlias(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.is_privateuseone()) return aliasOf(tensor);
   Tensor taken = tensor.detach().clone();
-  taken.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) taken.unsafeGetTensorImpl()->set_wrapped_number(true);
   return taken;
 }
 
