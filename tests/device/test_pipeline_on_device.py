@@ -16,13 +16,18 @@ import test_pipeline
 import test_pipeline_library_models as library
 import torch
 from device_pipelines import compare_steps, place, train_both, train_random
-from device_ranks import on_device
+from device_ranks import on_device as on_ranks
 from pipeline_cases import Run
 
 import torch_xmesh as xm
 from torch_xmesh.pipeline.cut.partition import partition
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
+
+
+def on_device(body: Callable[..., Any], world_size: int, *args: Any) -> None:
+    """Many engines one after another, on machines of any speed."""
+    on_ranks(body, world_size, *args, timeout=800)
 
 
 def train_all(rank: int, world_size: int, runs: list[tuple[Run, tuple[str, ...] | None]]) -> int:
