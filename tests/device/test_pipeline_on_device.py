@@ -136,7 +136,9 @@ def families(rank: int, world_size: int, names: Sequence[str]) -> None:
 
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the packages of the extra `models`")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="runs on any machine with the extra `models`"
+)
 def test_library_models(part: int) -> None:
     names = [name for name in library.FAMILIES if name not in ("Mixtral", "Qwen2-MoE")]  # histc of int32: not on a CPU
     on_device(families, 3, names[part::4])
