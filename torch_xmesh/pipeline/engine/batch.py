@@ -12,6 +12,7 @@ from torch_xmesh.pipeline.cut.microbatch import common_size, shard_sizes
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
+from torch_xmesh.pipeline.ranks.stage_device import has_pinned_memory
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.spec import mesh_grid, wrap_local
 
@@ -120,10 +121,16 @@ def model_inputs(
 
 
 def _on(mesh: StageMesh, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """On the stage's device: batches come from anywhere. Once this returns they are copied: the caller may write to the
-    batch when the step is over."""
+    """On the stage's device: batches come from anywhere. Once this returns the caller may write to the batch.
+
+    The host waits for the device that a batch comes from, and not for the one that it goes to, which may have work of
+    the last step, or of one whose peer is lost, before it.
+    """
     if not parts or parts[0].device == mesh.device:
         return parts
+    if parts[0].is_cpu and has_pinned_memory(mesh.device.type):
+        pinned = [torch.empty_like(part, device="cpu", pin_memory=True).copy_(part) for part in parts]
+        return [part.to(mesh.device, non_blocking=True) for part in pinned]
     return [part.to(mesh.device) for part in parts]
 
 

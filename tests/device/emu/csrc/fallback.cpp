@@ -180,6 +180,10 @@ bool makeResults(const Call& call, Stack& results) {
   try {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     meta = mapped(call.arguments, toMeta, c10::kMeta);
+    if (call.op.schema().name() == "aten::convolution_backward") {
+      // The CPU's kernel lays gradients out as the input is; the one for meta tensors, as the output's gradient is.
+      meta[0] = meta[0].toTensor().contiguous(meta[1].toTensor().suggest_memory_format());
+    }
     const auto before = meta;
     const auto direct = kMetaKernels.find(c10::toString(call.op.operator_name()));
     if (direct != kMetaKernels.end()) {
