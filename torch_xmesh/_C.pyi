@@ -415,6 +415,9 @@ class PipelineTraffic:
         """Tells all ranks that these are to blame: PeerError there."""
     def ends_too(self, group: ProcessGroupXmesh) -> None:
         """A failure of the pipeline ends the group's collectives on this rank from now on."""
+    def expect_end(self, enqueued: Work) -> None:
+        """The pipeline fails where this collective, which a device's stream has, lasts for longer than the group's
+        timeout."""
     def await_cause(self, suspects: bool) -> None:
         """Raises what the pipeline has failed with, or fails with within seconds; with ``suspects`` all ranks are asked
         what they do."""

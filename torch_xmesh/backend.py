@@ -63,12 +63,25 @@ def _create(created: Any, given: Any) -> ProcessGroupXmesh:
             "others call destroy_process_group, then init_process_group"
         )
     options = _options(given)
+    if not options.inner and (default := _default_options()) is not None:
+        options.inner = default.inner
     options._timeout = created.timeout
     options.blocking_wait = options.blocking_wait or os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
     options.group_name = created.group_id
     options.global_ranks_in_group = created.global_ranks_in_group
     accelerators = [kind for kind, name in _inner_names(options).items() if _is_there(kind, name)]
     return ProcessGroupXmesh(created.store, created.group_rank, created.group_size, options, _make_inner, accelerators)
+
+
+def _default_options() -> Options | None:
+    """Of the default group, if there is one on xmesh: its inner backends carry the devices of later groups, too, as
+    c10d gives these its backends."""
+    if not dist.is_initialized():
+        return None
+    try:
+        return backend_of().options
+    except ValueError:
+        return None
 
 
 def _inner_names(options: Options) -> dict[str, str]:

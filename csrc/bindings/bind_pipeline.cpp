@@ -101,6 +101,7 @@ void bindTraffic(py::module_& module) {
           },
           py::arg("text"), py::arg("ranks"), Release())
       .def("ends_too", &PipelineTraffic::endsToo, py::arg("group"), Release())
+      .def("expect_end", &PipelineTraffic::expectEnd, py::arg("enqueued"), Release())
       .def("await_cause", &PipelineTraffic::awaitCause, py::arg("suspects"), Release())
       .def("begin_phase", &PipelineTraffic::beginPhase, Release())
       .def("refuse", &PipelineTraffic::refuse, py::arg("text"), Release())

@@ -81,6 +81,24 @@ void InnerBackends::forEach(const std::function<void(::c10d::Backend&)>& visit) 
   }
 }
 
+bool InnerBackends::hasAccelerators() const {
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [this](const Slot& slot) { return &slot != &slotOf(c10::DeviceType::CPU) && slot.fast.load() != nullptr; });
+}
+
+void InnerBackends::abortAccelerators() const noexcept {
+  for (const Slot& slot : slots_) {
+    ::c10d::Backend* const backend = &slot == &slotOf(c10::DeviceType::CPU) ? nullptr : slot.fast.load(std::memory_order_acquire);
+    try {
+      if (backend != nullptr) {
+        backend->abort();
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "xmesh: collectives of " << backend->getBackendName() << " could not be aborted: " << error.what();
+    }
+  }
+}
+
 void InnerBackends::end() noexcept {
   hooks_.run_unlocked([this] {
     for (Slot& slot : slots_) {

@@ -85,6 +85,9 @@ class InnerBackends {
   ::c10d::Backend* made(c10::DeviceType kind) const;
   /// Calls `visit` on every backend made so far.
   void forEach(const std::function<void(::c10d::Backend&)>& visit) const;
+  /// Whether one of an accelerator was made; abortAccelerators() ends what these have in flight, and may wait for the devices.
+  bool hasAccelerators() const;
+  void abortAccelerators() const noexcept;
   /// True if the kind can be carried on this machine.
   bool canMake(c10::DeviceType kind) const;
   /// The kind for calls without tensors: the first accelerator, or cpu.

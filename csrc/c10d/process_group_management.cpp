@@ -1,5 +1,7 @@
 // Everything of ProcessGroupXmesh that moves no tensors: sub-groups, timeouts, hooks, allocators, errors, the end.
 #include <algorithm>
+#include <exception>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -149,6 +151,19 @@ void ProcessGroupXmesh::abort() {
   inner_.hooks().run_unlocked([this] { faults_->abort(); });  // first: close() says that this rank has left
   close(/*abort=*/true);
   inner_.forEach([](::c10d::Backend& made) { made.abort(); });
+}
+
+void ProcessGroupXmesh::endCollectives(runtime::Failure failure) noexcept {
+  faults_->end(std::move(failure));
+  if (!fork_.isHere() || !inner_.hasAccelerators()) {
+    return;
+  }
+  try {
+    // An abort may wait for the device.
+    std::thread([self = c10::intrusive_ptr<ProcessGroupXmesh>::unsafe_reclaim_from_nonowning(this)] { self->inner_.abortAccelerators(); }).detach();
+  } catch (const std::exception&) {
+    return;  // no thread: they end with the group's timeout
+  }
 }
 
 void ProcessGroupXmesh::shutdown() {

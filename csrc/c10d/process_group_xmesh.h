@@ -48,8 +48,9 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
 
   /// What lives as long as this group does; closed with it.
   AttachmentSlot& attachment() { return attachment_; }
-  /// Ends gloo's calls in flight on this rank, and all later ones, with a failure that the other ranks learn elsewhere. Any thread.
-  void endCollectives(runtime::Failure failure) noexcept { faults_->end(std::move(failure)); }
+  /// Ends collectives in flight on this rank, and all later ones, with a failure that the other ranks learn elsewhere: gloo's at once; an
+  /// accelerator's are aborted, so that its streams go on. Any thread; does not wait for a device.
+  void endCollectives(runtime::Failure failure) noexcept;
   /// True after abort() or shutdown().
   bool isClosed() const { return attachment_.isClosed(); }
 

@@ -24,7 +24,8 @@ PipelineTraffic::PipelineTraffic(std::shared_ptr<c10d_backend::ReshardGroup> gro
       number_(group_->arrive(ranks_)),
       name_("pipeline " + std::to_string(number_) + " of ranks " + runtime::rankList(ranks_)),
       participants_(runtime::hashRanks(ranks_)),
-      description_(std::make_shared<Description>()) {
+      description_(std::make_shared<Description>()),
+      enqueued_(group_->timeout(), [this] { group_->service().suspect(watch_->key()); }) {
   runtime::WatchRequest request;
   request.terms = group_->terms(ranks_, {}, name_);
   request.key = runtime::pipelineWatch(ranks_, number_);
@@ -120,6 +121,7 @@ void PipelineTraffic::fail(runtime::Failure failure) { group_->service().failCal
 
 void PipelineTraffic::close() {
   if (!std::exchange(is_closed_, true) && fork_.isHere()) {
+    enqueued_.close();
     const std::string text = "rank " + std::to_string(group_->globalRank()) + " has closed the pipeline's engine";
     group_->service().release(watch_->key(), runtime::Failure{runtime::FailureKind::kPeer, text, {group_->globalRank()}, -1, -1, phase_ + 1});
     describeBy([] { return std::string("has closed the pipeline"); });

@@ -5,10 +5,13 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 #include <vector>
 
 #include "c10d/process_group_xmesh.h"
 #include "c10d/reshard_group.h"
+#include "pipeline/enqueued_collectives.h"
 #include "runtime/fork_mark.h"
 
 namespace xmesh::pipeline {
@@ -60,6 +63,9 @@ class PipelineTraffic {
   bool hasFailed() const { return watch_->failure().has_value(); }
   /// From now on the pipeline's failure ends the group's collectives on this rank. The group may go before.
   void endsToo(const c10::intrusive_ptr<c10d_backend::ProcessGroupXmesh>& group);
+  /// A collective of the pipeline's that a device's stream has: where it lasts for longer than the group's timeout, all ranks are asked, and the
+  /// pipeline fails.
+  void expectEnd(c10::intrusive_ptr<::c10d::Work> enqueued) { enqueued_.add(std::move(enqueued)); }
   /// For a collective that failed: throws what the pipeline has failed with, or will, since another rank has died or failed. Returns where it does
   /// not fail within seconds. `suspects`: the ranks are asked what they do, and it fails with what they say.
   void awaitCause(bool suspects);
@@ -82,6 +88,7 @@ class PipelineTraffic {
   std::map<std::string, Lane> lanes_;
   std::shared_ptr<Description> description_;
   std::shared_ptr<runtime::ReshardCall> watch_;
+  EnqueuedCollectives enqueued_;
   uint64_t phase_ = 0;
   uint64_t num_meetings_ = 0;
   const runtime::ForkMark fork_;

@@ -11,13 +11,20 @@ import pipeline_random
 import torch
 from pipeline_cases import Graph, Run, about, case_of, example, make_engine
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import torch_xmesh as xm
 from torch_xmesh.pipeline.cut.partition import Partition, partition
 
 
 def on_cpu(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+    """Copies; of a DTensor of this rank's part."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.detach().cpu().clone()
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, copied, value)
 
 
 def place(model: nn.Module, made: Partition, kinds: Sequence[str]) -> nn.Module:

@@ -68,6 +68,6 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(indices) + self.positions(torch.arange(indices.shape[1]))
+        x = self.tokens(indices) + self.positions(torch.arange(indices.shape[1], device=indices.device))
         logits: torch.Tensor = self.head(self.norm(self.layers(x)))
         return logits

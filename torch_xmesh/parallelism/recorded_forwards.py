@@ -22,6 +22,7 @@ from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.capture.sandbox import as_if_compiling
 from torch_xmesh.pipeline.cut.microbatch import batch_size
 from torch_xmesh.pipeline.cut.partition_parts import input_names
+from torch_xmesh.pipeline.stages.model_checks import device_of_model
 
 
 def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:
@@ -33,10 +34,16 @@ def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | N
     return recorded_forward(model, args, kwargs).forward
 
 
-def recorded_forward(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Recorded:
-    """The same with the recording."""
+def recorded_forward(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    device: torch.device | None = None,
+) -> Recorded:
+    """The same with the recording. `device`: where a model on meta will run, None for the CPU."""
     with torch.enable_grad():
-        (recorded,) = _Readings(model, args, kwargs).read(1, None)
+        (recorded,) = _Readings(model, args, kwargs, device).read(1, None)
         return recorded
 
 
@@ -83,8 +90,15 @@ class _Readings:
     """Forwards of a model with the same arguments. What is found in one is used for the later ones: which modules have
     to be called as one, in both modes alike, and how the model is recorded without looking at values."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        device: torch.device | None = None,
+    ) -> None:
         self._model, self._args, self._kwargs = model, args, kwargs
+        self._device = device or device_of_model(model)
         self._closed: set[str] = set()
         self._compiles = False
         if not model.training and any(True for _ in model.buffers()):
@@ -106,7 +120,7 @@ class _Readings:
         then: transformers' models keep a mask that hides nothing in the example."""
         if self._compiles and (general := self._as_if_compiling(count, training, frozenset())) is not None:
             return general
-        recorded, inputs = _recorder(self._model, self._args, self._kwargs, self._closed)
+        recorded, inputs = self._recorder()
         found = recorded.record_turns([inputs] * count, training, is_last=_looks_at_values)
         if not any(map(_looks_at_values, found)):
             return found
@@ -116,7 +130,7 @@ class _Readings:
 
     def _as_if_compiling(self, count: int, training: bool | None, opened: frozenset[str]) -> list[Recording] | None:
         """None where that looks at values, too, or into fewer modules than those `opened`."""
-        recorded, inputs = _recorder(self._model, self._args, self._kwargs, self._closed)
+        recorded, inputs = self._recorder()
         try:
             with as_if_compiling():
                 found = recorded.record_turns([inputs] * count, training, is_last=_looks_at_values)
@@ -124,38 +138,33 @@ class _Readings:
             return None
         return None if any(map(_looks_at_values, found)) or not opened <= found[-1].opened else found
 
+    def _recorder(self) -> tuple[RecordedModel, list[torch.Tensor]]:
+        """Who records, and the tensors to do it with.
+
+        Raises:
+            ValueError: something hangs on the model that a plan cannot have.
+        """
+        check_plannable(self._model)
+        arguments = (tuple(self._args), dict(self._kwargs or {}))
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        recorded = RecordedModel(
+            self._model,
+            arguments,
+            names=_names_of(self._model, arguments),
+            opened=_opened(self._model, self._closed),
+            batch=(),
+            device=self._device,
+            closes_what_fails=True,
+            opens_functions=True,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            recorded.switch_caches_off()
+        return recorded, list(stand_ins(tensors, self._device))
+
 
 def _looks_at_values(recording: Recording) -> bool:
     return bool(recording.value_guards)
-
-
-def _recorder(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, closed: Collection[str]
-) -> tuple[RecordedModel, list[torch.Tensor]]:
-    """Who records, and the tensors to do it with.
-
-    Raises:
-        ValueError: something hangs on the model that a plan cannot have.
-    """
-    check_plannable(model)
-    arguments = (tuple(args), dict(kwargs or {}))
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    names = _names_of(model, arguments)
-    device = torch.device("cpu")
-    recorded = RecordedModel(
-        model,
-        arguments,
-        names=names,
-        opened=_opened(model, closed),
-        batch=(),
-        device=device,
-        closes_what_fails=True,
-        opens_functions=True,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recorded.switch_caches_off()
-    return recorded, list(stand_ins(tensors, device))
 
 
 def _names_of(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:

@@ -203,7 +203,11 @@ class OperatorCall:
     def _given(self, source: _Source, parts: dict[Value, Any]) -> Any:
         value, way = source.value, source.way
         if way is None:
-            return parts[value] if value in parts else torch.empty((), dtype=value.dtype).expand(value.shape)
+            return (
+                parts[value]
+                if value in parts
+                else torch.empty((), dtype=value.dtype, device=self._moves.device).expand(value.shape)
+            )
         moved = way.moved(parts[value], self._moves)
         is_moved = moved.requires_grad or bool(way.there)
         if self._changes and is_moved and moved._is_view():  # made by a move: autograd cannot change it

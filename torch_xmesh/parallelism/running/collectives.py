@@ -15,6 +15,7 @@ from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED
 from torch_xmesh.parallelism.running.stage_groups import StageGroups
 from torch_xmesh.parallelism.space import CollectiveUse
+from torch_xmesh.pipeline.ranks.stage_device import device_here
 
 Seen = Callable[[CollectiveUse], None]
 
@@ -44,6 +45,9 @@ def kind_of(step: AxisMove) -> str:
 class Moves:
     """Moves of values on one mesh, planned as the search has priced them.
 
+    Attributes:
+        device: this process's, of the mesh's kind.
+
     Args:
         mesh: a mesh of one or two axes.
         on_collective: told of each collective that moves values.
@@ -52,6 +56,7 @@ class Moves:
 
     def __init__(self, mesh: DeviceMesh, on_collective: Seen | None = None, groups: StageGroups | None = None) -> None:
         self.shape = tuple(mesh.shape)
+        self.device = device_here(mesh.device_type)
         self._groups = groups or StageGroups.of_mesh(mesh)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None

@@ -78,9 +78,8 @@ class _Routes:
         self._axes = [axis for axis, label in enumerate(labels) if label in ("shown", "routed")]
         self._shown = [axis for axis in self._axes if labels[axis] == "shown"]
         self.routed = [axis for axis in self._axes if labels[axis] == "routed"]
-        self._grid = torch.arange(math.prod(local.mesh_shape[axis] for axis in self._axes) * num_local).view(
-            *(local.mesh_shape[axis] for axis in self._axes), num_local
-        )
+        sizes = [local.mesh_shape[axis] for axis in self._axes]
+        self._grid = torch.arange(math.prod(sizes) * num_local, device=self._moves.device).view(*sizes, num_local)
         self.first = local.place_along(self._axes) * num_local
 
     def is_reached(self, experts: torch.Tensor) -> torch.Tensor:
@@ -90,7 +89,7 @@ class _Routes:
         for axis in self._shown:
             place = self._axes.index(axis)
             reached = reached.narrow(place, self._moves.coordinate[axis], 1)
-        found = torch.zeros(self._grid.numel() + 1, dtype=torch.bool)
+        found = torch.zeros(self._grid.numel() + 1, dtype=torch.bool, device=self._grid.device)
         found[reached.flatten()] = True
         return found[experts]
 

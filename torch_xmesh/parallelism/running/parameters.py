@@ -24,7 +24,7 @@ from torch_xmesh.parallelism.running.fetching import Fetch, FetchedLayer, InTurn
 from torch_xmesh.parallelism.running.parcels import Member, Parcel, Sent, parcels_of
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.pipeline.state.gradient_sync import local_of
-from torch_xmesh.spec import mesh_grid
+from torch_xmesh.spec import Mesh, mesh_grid
 
 
 def in_turn_of(planned: PlannedStage) -> frozenset[str]:
@@ -66,7 +66,7 @@ class StageParameters:
         self._layers: dict[tuple[tuple[str, ...], int], FetchedLayer] = {}
         self._ahead: set[Fetch] = set()  # on their way, and not yet needed
         self._going_back: tuple[Fetch, Underway] | None = None  # gradients of a layer's parts
-        self._grid = mesh_grid(mesh)
+        self._grid = Mesh(mesh_grid(mesh), device_type=mesh.device_type)
 
     # How they are kept.
 

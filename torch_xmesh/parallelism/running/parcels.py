@@ -58,13 +58,17 @@ class Parcel:
         moving = [step.axis for step in self._steps[0]]
         self._still = [axis for axis, size in enumerate(moves.shape) if axis not in moving and size > 1]
         self.is_packed = self.is_sum or _is_gather(self._steps[0])
-        self.moves = [self._packed()] if self.is_packed else [self._alone(), self._flag()]
+        # Who has a gradient is read by the host: from a device it goes beside the values, on cpu.
+        self._has_flags = not self.is_packed or (self.is_sum and moves.device.type != "cpu")
+        self.moves = [self._packed() if self.is_packed else self._alone()]
+        if self._has_flags:
+            self.moves.append(self._flags())
 
     def _packed(self) -> Move:
         shape = self._moves.shape
         numel = sum(math.prod(member.shape) for member in self.members)
         if self.is_sum:
-            numel = numel // math.prod(self._blocks) + len(self.members)
+            numel = numel // math.prod(self._blocks) + (0 if self._has_flags else len(self.members))
         src: list[Placement] = [Replicate()] * len(shape)
         dst: list[Placement] = [Replicate()] * len(shape)
         for place, axis in enumerate(self._still):
@@ -104,14 +108,15 @@ class Parcel:
                     placements.append(Partial("sum") if state == PARTIAL else Replicate())
         return Move.of(whole, member.dtype, (self._mesh, ends[0]), (self._mesh, ends[1]))
 
-    def _flag(self) -> Move:
-        """Whether any device has it."""
+    def _flags(self) -> Move:
+        """How many devices have each."""
+        mesh = Mesh(self._mesh, device_type="cpu")
         shape, lead = self._moves.shape, [self._moves.shape[axis] for axis in self._still]
         src: list[Placement] = [Partial("sum") if size > 1 else Replicate() for size in shape]
         dst: list[Placement] = [Replicate()] * len(shape)
         for place, axis in enumerate(self._still):
             src[axis] = dst[axis] = Shard(place)
-        return Move.of((*lead, 1), torch.int32, (self._mesh, src), (self._mesh, dst))
+        return Move.of((*lead, len(self.members)), torch.int32, (mesh, src), (mesh, dst))
 
     def start(self, transfers: Transfers, lane: str, parts: Sequence[torch.Tensor | None], why: str) -> "Sent":
         """Its members' parts leave, in order. None is zero, and None of all devices comes as None; what is gathered is
@@ -124,19 +129,28 @@ class Parcel:
         still = (1,) * len(self._still)
         if not self.is_packed:
             (part,), (member,) = parts, self.members
-            given = torch.zeros(member.shape, dtype=member.dtype) if part is None else part
-            flag = torch.tensor([part is not None], dtype=torch.int32)
-            return [given.reshape(*still, *member.shape), flag.view(*still, 1)]
+            return [self._given(part, member).reshape(*still, *member.shape), *self._packed_flags(parts)]
         if not self.is_sum:
             flat = [part.reshape(-1) for part in parts if part is not None]
             assert len(flat) == len(parts)
             return [(flat[0] if len(flat) == 1 else torch.cat(flat)).view(*still, *(1 for _ in self._blocks), -1)]
         pieces = [
-            self._in_blocks(torch.zeros(member.shape, dtype=member.dtype) if part is None else part, steps)
+            self._in_blocks(self._given(part, member), steps)
             for part, member, steps in zip(parts, self.members, self._steps, strict=True)
         ]
-        has = torch.tensor([part is not None for part in parts], dtype=self.members[0].dtype)
-        return [torch.cat([*pieces, has.expand(*self._blocks, len(parts))], -1).view(*still, *self._blocks, -1)]
+        if not self._has_flags:
+            has = torch.tensor([part is not None for part in parts], dtype=self.members[0].dtype)
+            pieces.append(has.expand(*self._blocks, len(parts)))
+        return [torch.cat(pieces, -1).view(*still, *self._blocks, -1), *self._packed_flags(parts)]
+
+    def _given(self, part: torch.Tensor | None, member: Member) -> torch.Tensor:
+        return torch.zeros(member.shape, dtype=member.dtype, device=self._moves.device) if part is None else part
+
+    def _packed_flags(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        if not self._has_flags:
+            return []
+        flags = torch.tensor([part is not None for part in parts], dtype=torch.int32, device="cpu")
+        return [flags.view(*(1 for _ in self._still), -1)]
 
     def _in_blocks(self, part: torch.Tensor, steps: Sequence[AxisMove]) -> torch.Tensor:
         """One of a sum with an axis for each of its moves to parts."""
@@ -156,9 +170,10 @@ class Parcel:
             return [received if int(tensors[1]) else None]
         if self.is_sum:
             flat = received.reshape(-1)
-            has = flat[-len(self.members) :].tolist()
+            end = flat.numel() if self._has_flags else flat.numel() - len(self.members)
+            has = (tensors[1].reshape(-1) if self._has_flags else flat[end:]).tolist()
             shapes = [self._moves.shape_after(member.shape, member.way) for member in self.members]
-            sums = torch.split(flat[: -len(self.members)], [math.prod(shape) for shape in shapes])
+            sums = torch.split(flat[:end], [math.prod(shape) for shape in shapes])
             return [one.view(shape) if held else None for one, shape, held in zip(sums, shapes, has, strict=True)]
         pieces = torch.split(received, [math.prod(member.shape) for member in self.members], -1)
         return [self._whole(*one) for one in zip(pieces, self.members, self._steps, strict=True)]

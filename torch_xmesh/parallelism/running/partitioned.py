@@ -27,6 +27,7 @@ from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
 from torch_xmesh.pipeline.cut.stage_program import StageProgram
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.values import OutputStructure, Partition, Shapes, SizedStages, ValueName
+from torch_xmesh.pipeline.stages.model_checks import device_of_model
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """A model's positional arguments, and its keyword arguments by name."""
@@ -62,7 +63,7 @@ def planned_partition(
     )
     result.tied_parameters = [[(stage, tie.name) for stage in tie.stages] for tie in plan.ties]
     result.outputs = OutputStructure(of_values, structure)
-    copies = MetaCopies([model], keep_forward_hooks=True)
+    copies, device = MetaCopies([model], keep_forward_hooks=True), device_of_model(model)
     examples = pytree.tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
 
     def resize(shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> SizedStages:
@@ -71,7 +72,7 @@ def planned_partition(
             raise ValueError("a plan is for its example's sizes alone")
         (copy,) = copies.modules()
         assert copy is not None
-        recorded = recorded_forward(copy, *examples)
+        recorded = recorded_forward(copy, *examples, device=device)
         _, others = crossing.values(recorded)
         stages = [
             dataclasses.replace(stage, segments=with_types(stage.segments, recorded))

@@ -27,7 +27,7 @@ from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.stages.batch_parts import ByRank
 from torch_xmesh.pipeline.stages.live_model import LiveModel
-from torch_xmesh.pipeline.stages.model_checks import check_given, check_on_cpu
+from torch_xmesh.pipeline.stages.model_checks import check_given, device_of_model
 from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
 from torch_xmesh.spec import Mesh
 
@@ -59,7 +59,7 @@ class PlannedStages(StageSource):
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_given(model, example_args, example_kwargs, None)
-        check_on_cpu(model)
+        self._kind = device_of_model(model).type
         self._given: nn.Module | None = model
         self._live = PlannedModel(model)
         self._arguments = _of_microbatch(plan, sorted_arguments(example_args, example_kwargs))
@@ -71,8 +71,10 @@ class PlannedStages(StageSource):
         for number, stage in enumerate(self._plan.stages):
             check_divided(stage, number, self._modes.by_mode)
         check_buffers(model, self._modes.recorded, [_operators_of(stage) for stage in self._plan.stages])
-        self._grids = [_ascending(torch.tensor(stage.ranks).view(stage.mesh_shape)) for stage in plan.stages]
-        self.meshes = [Mesh(grid) for grid in self._grids]
+        self._grids = [
+            _ascending(torch.tensor(stage.ranks, device="cpu").view(stage.mesh_shape)) for stage in plan.stages
+        ]
+        self.meshes = [Mesh(grid, device_type=self._kind) for grid in self._grids]
         self.placements = crossing_placements(self._plan)
         self.schedule = Schedule.from_csv(plan.schedule_csv, name=plan.schedule)
         self.num_microbatches = plan.num_microbatches
@@ -143,8 +145,8 @@ class PlannedStages(StageSource):
                 "with a plan each takes its parts of its own model: seed them alike, or load the same state"
             )
         by_samples = request.is_mean and all(_is_along_first(specs) for specs in request.chunk_specs.values())
-        meshes = parameter_meshes(self._grids)
-        self._groups = StageGroups.make(self._grids, transfers)
+        meshes = parameter_meshes(self._grids, self._kind)
+        self._groups = StageGroups.make(self._grids, self._kind, transfers)
         transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {
             number: ShardedStage(

@@ -55,7 +55,12 @@ def device_of_meshes(meshes: Sequence[StageMesh]) -> torch.device | None:
     accelerator that a mesh names."""
     said = (device_type_of(mesh.mesh) for mesh in meshes)
     kind = next((kind for kind in said if kind not in (None, "cpu") and is_device_here(kind)), None)
-    return None if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
+    return None if kind is None else device_here(kind)
+
+
+def device_here(kind: str) -> torch.device:
+    """This process's current device of a kind."""
+    return _CPU if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @functools.cache
@@ -106,12 +111,10 @@ def _filled(found: Sequence[str | None]) -> list[str]:
 
 
 def _own_device(kind: str, stage: int, rank: int) -> torch.device:
-    """This process's current device of a kind."""
-    if kind == "cpu":
-        return _CPU
-    if not is_device_here(kind):
+    """Where a stage of this rank is to be that is on a kind of device."""
+    if kind != "cpu" and not is_device_here(kind):
         raise ValueError(f"stage {stage} is to be on a {kind} device, and rank {rank} has none")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return device_here(kind)
 
 
 def _check_own(devices: Sequence[torch.device], rank: int) -> None:
@@ -119,7 +122,7 @@ def _check_own(devices: Sequence[torch.device], rank: int) -> None:
     for device in devices:
         if device.type == "cpu":
             continue
-        current = torch.device(device.type, torch.get_device_module(device.type).current_device())
+        current = device_here(device.type)
         if device != current:
             raise ValueError(
                 f"a stage of rank {rank} is on {device}, the current device is {current}: a rank has one device of a "

@@ -1,0 +1,156 @@
+"""Plans on a device whose ranks die, stop or fail at any collective, segment or parcel: every survivor raises, and can
+leave; also where the collective is the device's own, which then never ends by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_ranks import on_device, start
+from faults import leave, survive
+from small_models import Mlp
+from test_planned_faults import PLANS, at_places, works_as_before
+from torch import nn
+from torch.nn import functional as F
+
+import torch_xmesh as xm
+from torch_xmesh.testing import World, mark
+
+pytestmark = pytest.mark.timeout(900)  # the first test builds the device
+TIMEOUT = 4.0
+
+
+class Normed(nn.Module):
+    """Batch norm over devices: its moments are added up by the device's backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+def make(name: str) -> tuple[xm.PipelineEngine, torch.Tensor]:
+    torch.set_default_device("cpu")
+    torch.manual_seed(1)
+    is_normed = name == "batch norm"
+    model, x = (Normed() if is_normed else Mlp(64, 4)).double(), torch.randn(16, 64, dtype=torch.float64)
+    plan = PLANS["data" if is_normed else name][1](model, (x,))
+    return xm.PipelineEngine(model.to("emu"), (x,), plan=plan, loss_fn=F.mse_loss), torch.cat([x, x])
+
+
+NAMES = ["batch norm", "megatron", "ZeRO-3", "2x2"]
+RANKS = {"batch norm": 2, **{name: count for name, (count, _) in PLANS.items()}}
+
+
+def number_of_places(name: str) -> int:
+    engine, batch = make(name)
+    with at_places(lambda number: None) as count:
+        engine.step(batch, target=batch)
+    engine.close()
+    dist.barrier()
+    return count[0]
+
+
+def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
+    """Rank 1 raises at each place of a step, each time in an engine of its own."""
+    number = torch.tensor([number_of_places(name)])
+    dist.broadcast(number, 1)
+    told = []
+    for turn in range(int(number)):
+        engine, batch = make(name)
+        engine.step(batch, target=batch)
+        dist.barrier()  # a failure ends what others are still at
+
+        def fails(number: int, turn: int = turn) -> None:
+            if number == turn and rank == 1:
+                raise FileNotFoundError("no such shard")
+
+        with at_places(fails), pytest.raises((xm.StageError, FileNotFoundError)) as caught:  # noqa: PT012
+            engine.step(batch, target=batch)
+            engine.step(batch, target=batch)  # another stage may be through with the first
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        engine.close()
+        works_as_before(world_size)
+    return told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_raises_anywhere(name: str) -> None:
+    for rank, told in enumerate(on_device(raises_everywhere, RANKS[name], name)):
+        assert told
+        for text in told:
+            assert "no such shard" in text, (rank, text)
+            assert rank == 1 or (text.startswith("StageError") and "rank 1" in text), (rank, text)
+
+
+def struck(rank: int, world_size: int, name: str, part: float, number: int) -> Any:
+    """Rank 1 gets a signal at a place, which lies at that part of a step."""
+    start(TIMEOUT if number == signal.SIGSTOP else None)
+    turn = int(part * (number_of_places(name) - 1))
+    engine, batch = make(name)
+    engine.step(batch, target=batch)
+
+    def ends(count: int) -> None:
+        if count == turn and rank == 1:
+            mark("there")
+            os.kill(os.getpid(), number)
+
+    with at_places(ends), pytest.raises(xm.PeerError) as caught:  # noqa: PT012
+        engine.step(batch, target=batch)
+        engine.step(batch, target=batch)  # another stage may be through with the first
+    engine.close()
+    leave()
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_dies_or_stops_anywhere(name: str, number: int, part: float) -> None:
+    with World(struck, RANKS[name], name, part, number, backend=None) as world:
+        world.wait_mark(1, "there", 60)
+        for value in survive(world, 1):
+            assert value[0] == (1,), value
+
+
+def waits_for_a_collective(rank: int, world_size: int, number: int) -> Any:
+    """The loss reads a value on the host, which waits for the device, and that for a collective with rank 1."""
+    start(TIMEOUT if number == signal.SIGSTOP else None)
+    torch.set_default_device("cpu")
+    torch.manual_seed(1)
+    model, x = Normed().double(), torch.randn(16, 64, dtype=torch.float64)
+    plan = PLANS["data"][1](model, (x,))
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output.sum().item()
+        return F.mse_loss(output, target)
+
+    engine, batch = xm.PipelineEngine(model.to("emu"), (x,), plan=plan, loss_fn=loss_fn), torch.cat([x, x])
+    engine.step(batch, target=batch)
+
+    def ends(count: int) -> None:
+        if count == 1 and rank == 1:  # a collective: the segment was 0
+            mark("there")
+            os.kill(os.getpid(), number)
+
+    with at_places(ends), pytest.raises(xm.PeerError) as caught:
+        engine.step(batch, target=batch)
+    engine.close()
+    leave()
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_waits_for_a_collective_with_the_dead(number: int) -> None:
+    with World(waits_for_a_collective, 2, number, backend=None) as world:
+        world.wait_mark(1, "there", 60)
+        for value in survive(world, 1):
+            assert value[0] == (1,), value
