@@ -17,12 +17,12 @@ from torch_xmesh.parallelism.plannable import check_plannable
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.view_writes import with_direct_writes
 from torch_xmesh.pipeline.capture.errors import CaptureError
+from torch_xmesh.pipeline.capture.model_device import device_of_model
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.capture.sandbox import as_if_compiling
 from torch_xmesh.pipeline.cut.microbatch import batch_size
 from torch_xmesh.pipeline.cut.partition_parts import input_names
-from torch_xmesh.pipeline.stages.model_checks import device_of_model
 
 
 def forward_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Forward:

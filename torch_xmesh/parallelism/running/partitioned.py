@@ -18,6 +18,7 @@ from torch_xmesh.parallelism.recorded_forwards import recorded_forward
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_segments import stage_segments, with_types
 from torch_xmesh.parallelism.stage_parts import outputs_of
+from torch_xmesh.pipeline.capture.model_device import device_of_model
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
@@ -27,7 +28,6 @@ from torch_xmesh.pipeline.cut.ready_adapter import ReadyAdapter
 from torch_xmesh.pipeline.cut.stage_program import StageProgram
 from torch_xmesh.pipeline.cut.value_info import ValueInfo
 from torch_xmesh.pipeline.cut.values import OutputStructure, Partition, Shapes, SizedStages, ValueName
-from torch_xmesh.pipeline.stages.model_checks import device_of_model
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """A model's positional arguments, and its keyword arguments by name."""

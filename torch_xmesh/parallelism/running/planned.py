@@ -23,11 +23,12 @@ from torch_xmesh.parallelism.running.partitioned import crossing_placements, pla
 from torch_xmesh.parallelism.running.planned_model import PlannedModel
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_groups import StageGroups, parameter_meshes
+from torch_xmesh.pipeline.capture.model_device import device_of_model
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.stages.batch_parts import ByRank
 from torch_xmesh.pipeline.stages.live_model import LiveModel
-from torch_xmesh.pipeline.stages.model_checks import check_given, device_of_model
+from torch_xmesh.pipeline.stages.model_checks import check_given
 from torch_xmesh.pipeline.stages.source import StageRequest, StageSource
 from torch_xmesh.spec import Mesh
 

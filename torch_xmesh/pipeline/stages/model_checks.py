@@ -1,10 +1,8 @@
 """What no model of an engine may be."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from torch_xmesh.arguments import no_inference_tensors
@@ -36,22 +34,3 @@ def check_model(model: Any, what: str) -> None:
         )
     else:
         no_inference_tensors(model)
-
-
-def device_of_model(model: nn.Module) -> torch.device:
-    """Where a model's parameters and buffers are; the CPU, where all of them are on meta.
-
-    Raises:
-        ValueError: they are on several devices.
-    """
-    out: tuple[str, torch.device] | None = None
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            continue
-        if out is not None and tensor.device != out[1]:
-            raise ValueError(
-                f"the model is on several devices: {out[0]} on {out[1]}, {name} on {tensor.device}: move all of it to "
-                "one, as model.to(device) does; a plan's stages are on one kind of device"
-            )
-        out = out or (name, tensor.device)
-    return torch.device("cpu") if out is None else out[1]
