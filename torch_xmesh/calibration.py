@@ -17,16 +17,18 @@ duration: each number comes from the difference of two calls of the same ranks t
 
 import dataclasses
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torch_xmesh.devices import has_pinned_memory
 from torch_xmesh.group import group_of
 from torch_xmesh.resharding import reshard_many
 from torch_xmesh.spec import Mesh, Spec, device_mesh, mesh_grid, wrap_local
@@ -65,10 +67,12 @@ class Timing(NamedTuple):
 Clock = Callable[[Sequence[Probe], int], list[Timing]]
 
 
-def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
+def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3, device: torch.device | str = "cpu") -> Topology:
     """Measures hosts and links of the default group. Called by every rank; needs an idle network.
 
     Args:
+        device: where tensors are that move. From a device to a device that is a copy to the host, the network, and a
+            copy to the device, as between the stages of a pipeline on devices.
         num_bytes: size of the transfer that measures a network interface's rate, bytes; inside a host 4 times as many.
         repeats: measurements of each kind, of short calls more; the fastest counts.
 
@@ -81,7 +85,7 @@ def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
     """
     ranks_of = _ranks_of_hosts()
     host_of = {rank: host for host, ranks in ranks_of.items() for rank in ranks}
-    clock = functools.partial(_timings, repeats=repeats)
+    clock = functools.partial(_timings, repeats=repeats, device=torch.device(device))
     fields: dict[str, float] = {}
     nic_of = {host: int(rate) for host, rate in nic_rates(ranks_of, clock, num_bytes).items()}
     if nic_of:
@@ -92,12 +96,15 @@ def calibrate(*, num_bytes: int = 32 << 20, repeats: int = 3) -> Topology:
     return Topology(host_of, nic_of_host=nic_of, is_measured=True, **fields)  # type: ignore[arg-type]
 
 
-def measure_costs(*, num_bytes: int = 128 << 20, repeats: int = 3) -> dict[str, float]:
+def measure_costs(
+    *, num_bytes: int = 128 << 20, repeats: int = 3, device: torch.device | str = "cpu"
+) -> dict[str, float]:
     """What a byte inside a host and a message cost in the default group. Called by every rank; needs idle links.
 
     Args:
         num_bytes: size of the transfer that measures the rate inside a host, bytes.
         repeats: measurements of each kind, of short calls more; the fastest counts.
+        device: as of :func:`calibrate`.
 
     Returns:
         on every rank the same arguments of :class:`Topology`: ``latency_us`` and ``message_us`` where there are several
@@ -106,7 +113,8 @@ def measure_costs(*, num_bytes: int = 128 << 20, repeats: int = 3) -> dict[str, 
     Raises:
         ValueError: the default group is not on xmesh, or has one rank only.
     """
-    return link_costs(_ranks_of_hosts(), functools.partial(_timings, repeats=repeats), num_bytes)
+    clock = functools.partial(_timings, repeats=repeats, device=torch.device(device))
+    return link_costs(_ranks_of_hosts(), clock, num_bytes)
 
 
 def _ranks_of_hosts() -> dict[int, list[int]]:
@@ -220,21 +228,46 @@ def _chain(ranks: Sequence[int]) -> list[int]:
     return list(ranks[: _MOST_HOPS + 1])
 
 
-def _timings(probes: Sequence[Probe], factor: int, *, repeats: int) -> list[Timing]:
+def _timings(probes: Sequence[Probe], factor: int, *, repeats: int, device: torch.device) -> list[Timing]:
     """The clock of a running group: the least of each kind, from a common start on."""
     inputs = [[_tensor(spec) for spec in probe.sources] for probe in probes]
+    copies = _Copies(device) if device.type != "cpu" else None
     rounds = [
-        [_timed(probe, tensors) for probe, tensors in zip(probes, inputs, strict=True)]
+        [_timed(probe, tensors, copies) for probe, tensors in zip(probes, inputs, strict=True)]
         for _ in range(1 + factor * repeats)
     ]
     return [Timing(*map(min, zip(*timings, strict=True))) for timings in zip(*rounds, strict=True)]
 
 
-def _timed(probe: Probe, tensors: list[DTensor | Spec]) -> Timing:
+class _Copies:
+    """Between a device and the host, by way of pinned memory where torch has it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_pinned = device, has_pinned_memory(device.type)
+        self._beside: dict[int, torch.Tensor] = {}  # on the device, by number of bytes
+
+    def of(self, tensors: Sequence[Any], *, to_host: bool) -> None:
+        """One way, each as large as this rank's part of a tensor; returns when they are there."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor) and (local := tensor.to_local()).numel() > 0:
+                host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=self._is_pinned)
+                if local.nbytes not in self._beside:
+                    self._beside[local.nbytes] = torch.ones(local.nbytes, dtype=torch.uint8, device=self._device)
+                beside = self._beside[local.nbytes].view(local.dtype)
+                ends = (host.view(-1), beside) if to_host else (beside, host.view(-1))
+                ends[0].copy_(ends[1], non_blocking=True)
+        torch.get_device_module(self._device).synchronize()
+
+
+def _timed(probe: Probe, tensors: list[DTensor | Spec], copies: _Copies | None) -> Timing:
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
     if any(dist.get_rank() in mesh_grid(mesh).ranks for mesh in (probe.mesh, *(spec.mesh for spec in probe.sources))):
-        reshard_many(tensors, probe.mesh, probe.placements, strategy=probe.strategy)
+        if copies is not None:
+            copies.of(tensors, to_host=True)
+        moved = reshard_many(tensors, probe.mesh, probe.placements, strategy=probe.strategy)
+        if copies is not None:
+            copies.of(moved, to_host=False)
     cpu_seconds = time.process_time() - cpu_start
     mine = torch.tensor([time.perf_counter() - start, cpu_seconds], dtype=torch.float64, device="cpu")
     dist.all_reduce(mine, dist.ReduceOp.MAX)
@@ -251,11 +284,13 @@ def _tensor(spec: Spec) -> DTensor | Spec:
     return wrap_local(local, spec.shape, device_mesh(spec.mesh), spec.placements)
 
 
-def run(path: str, num_bytes: int) -> None:
+def run(path: str, num_bytes: int, device: str = "cpu") -> None:
     """The command: joins the group that torchrun describes, measures, writes the file on rank 0."""
+    if device != "cpu":
+        torch.get_device_module(device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("xmesh", timeout=timedelta(minutes=5))
     try:
-        topology = calibrate(num_bytes=num_bytes)
+        topology = calibrate(num_bytes=num_bytes, device=device)
         if dist.get_rank() == 0:
             topology.save(path)
             print(f"{topology.to_json()}\nwritten to {path}", flush=True)

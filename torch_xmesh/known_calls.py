@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from torch_xmesh import _C
+from torch_xmesh.devices import is_device_here
 from torch_xmesh.plan_cache import Move, PlanRequest, Plans, Prepared, RecentlyUsed
-from torch_xmesh.spec import Spec, device_mesh, dtensor_spec, empty_shape, is_device_here
+from torch_xmesh.spec import Spec, device_mesh, dtensor_spec, empty_shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_xmesh import _C
+from torch_xmesh.devices import is_device_here
 
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
@@ -432,13 +433,6 @@ def empty_local(shape: torch.Size, dtype: torch.dtype, device_type: str) -> torc
 def empty_shape(shape: torch.Size) -> list[int]:
     """The local shape of a rank outside the mesh: of the global tensor's number of dims, which autograd asks for."""
     return [0] * max(len(shape), 1)
-
-
-@functools.cache
-def is_device_here(device_type: str) -> bool:
-    """Whether this process has such a device."""
-    is_available = getattr(getattr(torch, device_type, None), "is_available", None)
-    return is_available is None or is_available()
 
 
 def stage_meshes(world_mesh: AnyMesh, axis: str | int) -> list[Mesh]:

@@ -36,6 +36,12 @@ def add_calibrate(commands: Any) -> None:
         default=32 << 20,
         help="of the transfer that measures a rate, inside a host 4 times as many (default: 32MiB)",
     )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="kind of device, such as cuda, whose tensors move as between stages of a pipeline: through host memory "
+        "(default: %(default)s)",
+    )
 
 
 def add_schedule(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 from device_ranks import on_device
 from planned_cases import PLANS
+from small_models import Gpt
+
+import torch_xmesh as xm
+from torch_xmesh.calibration import calibrate
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
 Call = tuple[Callable[..., None], tuple[Any, ...]]
@@ -55,3 +60,24 @@ def test_features(call: Call) -> None:
 def test_random_plans(first: int) -> None:
     """200 of them with --soak."""
     on_device(runs, 4, [(device_plans.drawn, (seed,)) for seed in range(first, first + 20)], timeout=800)
+
+
+def measures(rank: int, world_size: int) -> tuple[str, int]:
+    """What a search is told of this device: operators' times there, links by way of host memory."""
+    torch.set_default_device("cpu")
+    times = xm.OperatorTimes(1e11, 1e10, "emu:0")
+    torch.manual_seed(1)
+    model, tokens = Gpt(num_layers=1).to("emu"), torch.zeros(8, 16, dtype=torch.int64)
+    topology = calibrate(num_bytes=1 << 20, repeats=1, device="emu")
+    plan = xm.presets.megatron(
+        model, (tokens,), tensor_parallel=2, num_microbatches=2, devices=xm.Mesh([[0, 1]]), compute=times
+    )
+    assert len(times.table) > 5
+    assert any(not math.isnan(seconds) for of_operator in times.table.values() for seconds in of_operator)
+    return topology.to_json(), len(plan.stages)
+
+
+def test_measured_on_the_device() -> None:
+    found = on_device(measures, 2)
+    assert found[0] == found[1]
+    assert xm.Topology.from_json(found[0][0]).links.is_measured

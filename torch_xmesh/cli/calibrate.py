@@ -3,7 +3,10 @@
 import argparse
 import os
 
+import torch
+
 from torch_xmesh.calibration import run as measure
+from torch_xmesh.devices import is_device_here
 
 
 def run(options: argparse.Namespace) -> None:
@@ -12,4 +15,6 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(
             "calibrate measures a running group: torchrun --nproc-per-node N -m xmesh_cli calibrate --out FILE"
         )
-    measure(options.out, options.num_bytes)
+    if options.device != "cpu" and not (hasattr(torch, options.device) and is_device_here(options.device)):
+        raise ValueError(f"--device {options.device}: this process has no such device")
+    measure(options.out, options.num_bytes, options.device)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_xmesh.devices import device_here
 from torch_xmesh.parallelism.conversions import AxisMove
 from torch_xmesh.parallelism.loops import PARTIAL, REPLICATED
 from torch_xmesh.parallelism.running.stage_groups import StageGroups
 from torch_xmesh.parallelism.space import CollectiveUse
-from torch_xmesh.pipeline.ranks.stage_device import device_here
 
 Seen = Callable[[CollectiveUse], None]
 

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.devices import has_pinned_memory
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.microbatch import common_size, shard_sizes
 from torch_xmesh.pipeline.cut.partition import Partition
 from torch_xmesh.pipeline.cut.values import ValueName
 from torch_xmesh.pipeline.engine.sample_order import SampleOrder
-from torch_xmesh.pipeline.ranks.stage_device import has_pinned_memory
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.spec import mesh_grid, wrap_local
 

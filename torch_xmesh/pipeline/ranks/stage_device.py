@@ -1,17 +1,15 @@
 """The device that each stage of a pipeline computes on: that of its tensors, or of its mesh."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
+from torch_xmesh.devices import device_here, is_device_here
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
-from torch_xmesh.spec import device_type_of, is_device_here
-
-_CPU = torch.device("cpu")
+from torch_xmesh.spec import device_type_of
 
 
 def on_devices(transfers: Transfers, meshes: Sequence[StageMesh], modules: Mapping[int, nn.Module]) -> list[StageMesh]:
@@ -56,23 +54,6 @@ def device_of_meshes(meshes: Sequence[StageMesh]) -> torch.device | None:
     said = (device_type_of(mesh.mesh) for mesh in meshes)
     kind = next((kind for kind in said if kind not in (None, "cpu") and is_device_here(kind)), None)
     return None if kind is None else device_here(kind)
-
-
-def device_here(kind: str) -> torch.device:
-    """This process's current device of a kind."""
-    return _CPU if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-@functools.cache
-def has_pinned_memory(kind: str) -> bool:
-    """Whether torch has host memory here that this kind of device copies from by itself, while the host goes on."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != kind:
-        return False
-    try:
-        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
-    except RuntimeError:
-        return False
 
 
 def _same(by_rank: Mapping[int, Mapping[int, str]], stage: int, what: str) -> str | None:
