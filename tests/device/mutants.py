@@ -1,4 +1,5 @@
-"""Takes each guard of a reshard's order on a device out of the sources, builds that, and counts its test's wrong turns.
+"""Takes each guard of a reshard's or a pipeline's order on a device out of the sources, builds that, and counts its
+test's wrong turns.
 
     python tests/device/mutants.py            # all of MUTANTS, behind a build of the whole
     python tests/device/mutants.py producer   # those of one test
@@ -46,6 +47,10 @@ MUTANTS = [
     Mutant("mirrored_target", "csrc/c10d/stream/call_on_device.cpp", "ready_.block(currentStream(device_));"),
     Mutant("mirrored_consumer", "csrc/c10d/stream/call_on_device.cpp", "end_.block(currentStream(device_));"),
     Mutant("mirrored_consumer", "csrc/c10d/stream/host_mirrors.cpp", "call_->markEnd(nullptr);"),
+    Mutant("pipeline_producer", "csrc/c10d/stream/call_on_device.cpp", "ready_.block(currentStream(device_));"),
+    Mutant("pipeline_producer", "csrc/c10d/stream/call_on_device.cpp", "ready_.record(currentStream(device_));"),
+    Mutant("pipeline_consumer", "csrc/pipeline/traffic.cpp", "call.on_device->orderCurrentStream();"),
+    Mutant("pipeline_consumer", "csrc/c10d/stream/host_mirrors.cpp", "call_->markEnd(nullptr);"),
 ]
 
 

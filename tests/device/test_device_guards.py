@@ -1,8 +1,10 @@
-"""What keeps a reshard's order on a device: with it none of 100 turns is wrong. `mutants.py` counts them without it."""
+"""What keeps a reshard's order on a device, and a pipeline's: with it none of 100 turns is wrong. `mutants.py` counts
+them without it."""
 
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import on_device
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import torch_xmesh as xm
@@ -261,6 +264,103 @@ def mirrored_consumer(rank: int, turn: int) -> bool:
     return value_is(seen, turn + 1)
 
 
+class Gated(nn.Module):
+    """A stage that adds nothing. In a microbatch the test has its turn, before or behind the addition."""
+
+    __module__ = "torch.nn.gated"  # not looked into
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.microbatch = -1
+        self.before: Callable[[int], None] = lambda microbatch: None
+        self.behind: Callable[[int, torch.Tensor], None] = lambda microbatch, out: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before(self.microbatch)
+        out = x + 0
+        self.behind(self.microbatch, out)
+        self.microbatch += 1
+        return out
+
+
+def _pipeline(rank: int, kinds: tuple[str, str]) -> tuple[xm.PipelineEngine, Gated]:
+    """Two stages, each of which adds nothing; two microbatches. Made once."""
+    if kinds not in _PIPELINES:
+        with torch.device("cpu"):
+            stages = [Gated(), Gated()]
+            meshes = [xm.Mesh([stage], device_type=kind) for stage, kind in enumerate(kinds)]
+            engine = xm.PipelineEngine(
+                stages,
+                (torch.zeros(*SHAPE),),
+                meshes=meshes,
+                num_microbatches=2,
+                loss_fn=lambda y, target: y.mean(),
+                schedule="gpipe",
+            )
+        _PIPELINES[kinds] = engine, stages[rank]
+    return _PIPELINES[kinds]
+
+
+_PIPELINES: dict[tuple[str, str], tuple[xm.PipelineEngine, Gated]] = {}
+
+
+def pipeline_producer(rank: int, turn: int) -> bool:
+    """What a stage sends to the host waits for what makes it."""
+    import emu_device
+
+    engine, stage = _pipeline(rank, ("emu", "cpu"))
+    stage.microbatch = 0
+    seen: list[torch.Tensor] = []
+
+    def holds(microbatch: int) -> None:
+        if microbatch == 0:
+            gate = emu_device.hold()
+
+            def release() -> None:
+                give_time(lambda: is_told(f"{turn} has come"))
+                gate.release()
+
+            threading.Thread(target=release).start()
+
+    def looks(microbatch: int, out: torch.Tensor) -> None:
+        tell(f"{turn} has come")
+        seen.append(out.clone())
+
+    if rank == 0:
+        stage.before = holds
+    else:
+        stage.behind = looks
+    engine.evaluate(torch.full((2 * SHAPE[0], SHAPE[1]), turn + 1.0, device="cpu"))
+    return all(value_is(one, turn + 1) for one in seen)
+
+
+def pipeline_consumer(rank: int, turn: int) -> bool:
+    """A stage's stream waits for what comes from the host."""
+    import emu_device
+
+    engine, stage = _pipeline(rank, ("cpu", "emu"))
+    stage.microbatch = 0
+    usual, other = torch.accelerator.current_stream(), emu_device.own_stream()
+    gate = emu_device.hold() if rank == 1 else None
+    seen: list[torch.Tensor] = []
+
+    def switches(microbatch: int, out: torch.Tensor) -> None:
+        if microbatch == 0:  # room for the next microbatch was made on the usual stream, which is late
+            other.__enter__()
+            return
+        seen.append(out)
+        give_time(other.query)
+        assert gate is not None
+        gate.release()
+        other.__exit__(None, None, None)
+        usual.wait_stream(other)
+
+    if rank == 1:
+        stage.behind = switches
+    engine.evaluate(torch.full((2 * SHAPE[0], SHAPE[1]), turn + 1.0, device="cpu"))
+    return all(value_is(one, turn + 1) for one in seen)
+
+
 def _wait_enqueued(work: Any) -> None:
     """On a stream that nobody uses: what waits for the call there is of no account."""
     import emu_device
@@ -279,6 +379,8 @@ CASES = [
     mirrored_source,
     mirrored_target,
     mirrored_consumer,
+    pipeline_producer,
+    pipeline_consumer,
 ]
 
 
@@ -287,6 +389,8 @@ def count_wrong(rank: int, world_size: int, case: Callable[[int, int], bool]) ->
     for turn in range(TURNS):
         wrong += not case(rank, turn)
         dist.barrier()
+    for engine, _ in _PIPELINES.values():
+        engine.close()
     return wrong
 
 
