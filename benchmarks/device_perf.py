@@ -1,4 +1,5 @@
-"""Reshards of an accelerator's tensors against the backend that carries them: sends, broadcasts, packing.
+"""Reshards of an accelerator's tensors against the backend that carries them: sends, broadcasts, packing. Pipelines on
+it against pipelines on cpu.
 
     python benchmarks/device_perf.py --device cuda --ranks 2
 
@@ -9,24 +10,27 @@ the machine alone makes. A block ends when the device is done; its results are c
   columns     Shard(1) to Shard(0) of another shape of the same bytes, which is packed, beside that isend and irecv
   broadcast   one rank to all others, by chunked broadcasts, beside one broadcast of the same bytes
   copy        a strided box on one rank, by the kernels, beside torch's copy of as many contiguous bytes
+  boundary    of two ranks: a value from stage to stage of a pipeline, through host memory, beside a pipeline on cpu,
+              with a copy to the host before and one to the device behind
+  action      of two ranks: CPU time of the calling thread that the engine needs for an action, without what the
+              stage's own operators need, beside the same on cpu
 
 Ranks that are more than the devices share them. NCCL then takes each for a host of its own.
 """
 
 import argparse
-import dataclasses
 import importlib
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from parts.device import pipelines
+from parts.device.blocks import CONTROL, OURS, RIVAL, Block, Record, compared
 from parts.shared.harness import MeasurementError, job_of_arguments, launch, machine_notes, publish, save
 from parts.shared.progress import Listener
 from parts.shared.table import LiveTable
@@ -40,41 +44,7 @@ _HEAD = (
     *(("case", ""), ("method", ""), ("size", "(MiB)"), ("time", "(ms)"), ("min", "(ms)"), ("max", "(ms)")),
     *(("rate", "(GB/s)"), ("of rival", ""), ("runs", ""), ("#wrong", "")),
 )
-CASES = ("send", "columns", "broadcast", "copy")
-RIVAL, OURS, CONTROL = "rival", "xmesh", "rival again"
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """`of_rival`: the rival's median time over this one's, 1 where they are equal and less where this is slower."""
-
-    case: str
-    method: str
-    num_bytes: int
-    seconds: float
-    seconds_min: float
-    seconds_max: float
-    of_rival: float
-    wrong: int
-    runs: int
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def cells(self) -> list[str]:
-        times = [f"{seconds * 1e3:.3f}" for seconds in (self.seconds, self.seconds_min, self.seconds_max)]
-        rate = f"{self.num_bytes / self.seconds / 1e9:.2f}"
-        size = f"{self.num_bytes / 2**20:.1f}"
-        return [self.case, self.method, size, *times, rate, f"{self.of_rival:.3f}", str(self.runs), str(self.wrong)]
-
-
-@dataclasses.dataclass
-class Block:
-    """One way to fill `out`, which is None on a rank that gets nothing."""
-
-    run: Callable[[], object]
-    out: torch.Tensor | None
-    wanted: torch.Tensor | None
+CASES = ("send", "columns", "broadcast", "copy", "boundary", "action")
 
 
 def whole_of(num_bytes: int, columns: int) -> torch.Tensor:
@@ -102,58 +72,9 @@ class Worker:
         return xm.Mesh(list(ranks), device_type=self.kind)
 
     def compare(self, case: str, num_bytes: int, blocks: dict[str, Block]) -> None:
-        """A round that does not count, then `runs` rounds."""
-        seconds: dict[str, list[float]] = {name: [] for name in blocks}
-        wrong = dict.fromkeys(blocks, 0)
-        for turn in range(self.job["runs"] + 1):
-            for name, block in blocks.items():
-                took, bad = self._time(block)
-                wrong[name] += bad
-                if turn > 0:
-                    seconds[name].append(took)
-        rival = statistics.median(seconds[RIVAL])
-        records = [
-            Record(
-                case,
-                name,
-                num_bytes,
-                statistics.median(seconds[name]),
-                min(seconds[name]),
-                max(seconds[name]),
-                rival / statistics.median(seconds[name]),
-                wrong[name],
-                self.job["runs"],
-            )
-            for name in blocks
-        ]
-        publish(self.job, [record.to_json() for record in records])
-
-    def _time(self, block: Block) -> tuple[float, int]:
-        """From the first start to the last end of a run, and wrong elements, over all ranks."""
-        if block.out is not None:
-            block.out.fill_(-1)
-        torch.accelerator.synchronize()
-        dist.barrier(group=self.control)
-        begin = time.monotonic()
-        for _ in range(self.job["repeats"]):
-            block.run()
-        torch.accelerator.synchronize()
-        end = time.monotonic()
-        bad = 0
-        if block.out is not None and block.wanted is not None:
-            bad = int((block.out.cpu() != block.wanted).sum())
-        everyone = torch.empty(self.size, 3, dtype=torch.float64)
-        mine = torch.tensor([begin, end, bad], dtype=torch.float64)
-        dist.all_gather(list(everyone.unbind(0)), mine, group=self.control)
-        took = float(everyone[:, 1].max() - everyone[:, 0].min()) / self.job["repeats"]
-        return took, int(everyone[:, 2].sum())
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """What carries the times, on cpu."""
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+        """By turns."""
+        found = compared(case, num_bytes, blocks, runs=self.job["runs"], repeats=self.job["repeats"])
+        publish(self.job, [record.to_json() for record in found])
 
     def move(self, case: str, num_bytes: int, columns: int, src: Any, dst: Any) -> None:
         """From rank 0 to rank 1, beside the bytes alone."""
@@ -168,31 +89,32 @@ class Worker:
 
         run, out = self._reshard(whole, self.mesh(0), src, self.mesh(1), dst, "auto")
         is_target = self.rank == 1
-        rival = Block(send, raw if is_target else None, whole if is_target else None)
+        rival = Block(send, lambda: raw if is_target else None, whole if is_target else None)
         self.compare(case, num_bytes, {RIVAL: rival, OURS: Block(run, *out), CONTROL: rival})
 
     def _reshard(
         self, whole: torch.Tensor, source: xm.Mesh, src: Any, target: xm.Mesh, dst: Any, strategy: Any
-    ) -> tuple[Callable[[], object], tuple[torch.Tensor | None, torch.Tensor | None]]:
+    ) -> tuple[Callable[[], object], tuple[Callable[[], torch.Tensor | None], torch.Tensor | None]]:
         """Into memory that is kept. On several targets dst is Replicate()."""
         x: Any = xm.Spec(whole.shape, whole.dtype, source, [src])
         if self.rank in source.ranks:
             x = dtensor(whole.to(self.device), whole.shape, source, src)
         if self.rank not in (*source.ranks, *target.ranks):
-            return lambda: None, (None, None)
+            return lambda: None, (lambda: None, None)
         is_target = self.rank in target.ranks
         local = torch.empty_like(whole, device=self.device) if is_target else torch.empty(0, 0, dtype=whole.dtype)
         out = dtensor(local.to(self.device), whole.shape, target, dst)
         wanted = whole if is_target else None
         return (
             lambda: xm.reshard(x, target, [dst], out=out, strategy=strategy),
-            (out.to_local() if is_target else None, wanted),
+            (lambda: out.to_local() if is_target else None, wanted),
         )
 
     def broadcast(self, num_bytes: int) -> None:
         whole = whole_of(num_bytes, 1024)
         raw = whole.to(self.device) if self.rank == 0 else torch.empty_like(whole, device=self.device)
-        rival = Block(lambda: dist.broadcast(raw, 0), raw if self.rank > 0 else None, whole if self.rank > 0 else None)
+        wanted = whole if self.rank > 0 else None
+        rival = Block(lambda: dist.broadcast(raw, 0), lambda: raw if self.rank > 0 else None, wanted)
         target = self.mesh(*range(1, self.size))
         strategy = xm.Broadcast(collective=True)
         run, out = self._reshard(whole, self.mesh(0), Replicate(), target, Replicate(), strategy)
@@ -208,8 +130,8 @@ class Worker:
         local = torch.empty_like(whole, device=self.device)
         out = dtensor(local, whole.shape, mesh, Shard(0))
         dense, copied = whole.to(self.device), torch.empty_like(local)
-        rival = Block(lambda: copied.copy_(dense), copied, whole)
-        ours = Block(lambda: xm.reshard(x, mesh, [Shard(0)], out=out), out.to_local(), whole)
+        rival = Block(lambda: copied.copy_(dense), lambda: copied, whole)
+        ours = Block(lambda: xm.reshard(x, mesh, [Shard(0)], out=out), out.to_local, whole)
         self.compare("copy", num_bytes, {RIVAL: rival, OURS: ours, CONTROL: rival})
 
     def all(self) -> None:
@@ -219,6 +141,13 @@ class Worker:
             self.move("send", num_bytes, 1024, Shard(0), Shard(0))
             self.move("columns", num_bytes, 1024, Shard(1), Shard(0))
             self.broadcast(num_bytes)
+        if self.size == 2:
+            runs, repeats = self.job["runs"], self.job["repeats"]
+            for found in (
+                pipelines.boundary(self.device, num_bytes, runs=runs, repeats=repeats),
+                pipelines.action(self.device, runs=runs),
+            ):
+                publish(self.job, [record.to_json() for record in found])
 
 
 def work(job: dict[str, Any]) -> None:

@@ -96,14 +96,17 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   static c10::DeviceIndex indexOf(c10::Device device) { return device.has_index() ? device.index() : currentDevice(); }
 };
 
-// Pinned memory is plain memory that is known by its address.
+// Pinned memory is plain memory that is known by its address. What is freed is kept for the next of its size, as CUDA's is: new memory costs a
+// fault for each of its pages.
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
     if (num_bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
-    auto* data = std::malloc(num_bytes);
-    TORCH_CHECK(data != nullptr, "emu: no memory for ", num_bytes, " pinned bytes");
     std::lock_guard lock(mutex_);
+    const auto known = free_.find(num_bytes);
+    void* const data = known == free_.end() ? std::malloc(num_bytes) : known->second;
+    TORCH_CHECK(data != nullptr, "emu: no memory for ", num_bytes, " pinned bytes");
+    if (known != free_.end()) free_.erase(known);
     pinned_[data] = num_bytes;
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
@@ -125,14 +128,14 @@ class PinnedAllocator final : public c10::Allocator {
  private:
   static void release(void* data) {
     if (data == nullptr) return;
-    {
-      std::lock_guard lock(instance().mutex_);
-      instance().pinned_.erase(data);
-    }
-    std::free(data);
+    std::lock_guard lock(instance().mutex_);
+    const auto found = instance().pinned_.find(data);
+    instance().free_.emplace(found->second, data);
+    instance().pinned_.erase(found);
   }
   std::mutex mutex_;
   std::map<const void*, size_t> pinned_;
+  std::multimap<size_t, void*> free_;
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {

@@ -6,6 +6,7 @@ import it in processes made for that. :func:`build` only builds, and may be call
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,9 @@ torch.set_num_threads(1)
 torch.utils.rename_privateuse1_backend("emu")
 torch._register_device_module("emu", _make_module(_native))  # type: ignore[no-untyped-call]
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+if os.environ.get("EMU_POISON") == "0":  # for benchmarks: overwriting freed memory takes its time
+    _native.poison(False)
 
 Gate = _native.Gate
 
