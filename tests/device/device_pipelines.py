@@ -28,17 +28,21 @@ def on_cpu(value: Any) -> Any:
 
 
 def place(model: nn.Module, made: Partition, kinds: Sequence[str]) -> nn.Module:
-    """The model with each stage's parameters and buffers on its kind of device. A tensor of several names stays one on
-    a device, as with .to("cuda"), though not with .to() of devices whose tensors are of another class."""
-    moved: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+    """The model with each stage's parameters and buffers on its kind of device."""
     names: dict[str, str] = {}
     for stage, kind in zip(made.stages, kinds, strict=True):
         for name, _ in (*stage.module.named_parameters(remove_duplicate=False), *stage.module.named_buffers()):
             names.setdefault(name, kind)
+    return move(model, lambda name: names.get(name, kinds[0]))
+
+
+def move(model: nn.Module, kind_of: Callable[[str], str]) -> nn.Module:
+    """The model with each parameter and buffer on a kind of device, by name. A tensor of several names stays one on a
+    device, as with .to("cuda"), though not with .to() of devices whose tensors are of another class."""
+    moved: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         owner, _, key = name.rpartition(".")
-        holder = model.get_submodule(owner)
-        kind = names.get(name, kinds[0])
+        holder, kind = model.get_submodule(owner), kind_of(name)
         if (tensor, kind) not in moved:
             there = tensor.detach().to(kind)
             is_parameter = isinstance(tensor, nn.Parameter)

@@ -10,7 +10,7 @@ from typing import Any
 import test_experts
 import test_workloads
 import torch
-from device_pipelines import assert_same, on_cpu
+from device_pipelines import assert_same, move, on_cpu
 from planned_cases import OPTIONS, PLANS
 from random_plans import loss_of, random_case, random_input, random_plan
 from small_models import Gpt, Mlp
@@ -30,7 +30,7 @@ def on_both(model: nn.Module, made: Made, use: Uses, where: str, rtol: float = 0
     """What `use` returns of an engine that was made of a copy of the model on either kind of device."""
     found = []
     for kind in KINDS:
-        with made(copy.deepcopy(model).to(kind)) as engine:
+        with made(move(copy.deepcopy(model), lambda _, kind=kind: kind)) as engine:  # type: ignore[misc]
             assert all(parameter.device.type == kind for parameter in engine.parameters())
             found.append(on_cpu(use(engine)))
     assert_same(found, where, rtol)

@@ -81,6 +81,7 @@ def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
     return told
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_raises_anywhere(name: str) -> None:
     for rank, told in enumerate(on_device(raises_everywhere, RANKS[name], name)):
@@ -110,7 +111,7 @@ def struck(rank: int, world_size: int, name: str, part: float, number: int) -> A
     return caught.value.ranks, str(caught.value)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ FEATURES: list[Call] = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("call", FEATURES, ids=lambda call: f"{call[0].__name__}{call[1]}")
 def test_features(call: Call) -> None:
     on_device(runs, 4, [call], timeout=800)
@@ -81,3 +83,33 @@ def test_measured_on_the_device() -> None:
     found = on_device(measures, 2)
     assert found[0] == found[1]
     assert xm.Topology.from_json(found[0][0]).links.is_measured
+
+
+WORKLOADS = [
+    ("ResNet-50", "found", 1e9),
+    ("BERT", "Megatron", 1e11),
+    ("Llama", "pipeline with ZeRO-3", 1e11),
+    ("Llama with checkpoints", "Megatron", 1e11),
+    ("GPT-2", "found", 1e9),
+    ("T5", "found", 1e11),
+    ("ViT", "Megatron", 1e11),
+    ("nn.TransformerEncoder", "pipeline with ZeRO-3", 1e11),
+]
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="runs on any machine with the extra `models`"
+)
+@pytest.mark.parametrize("part", range(4))
+def test_workloads(part: int) -> None:
+    on_device(runs, 4, [(device_plans.workload, case) for case in WORKLOADS[part::4]], timeout=800)
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="runs on any machine with the extra `models`"
+)
+@pytest.mark.parametrize("first", [0, 4])
+def test_experts(first: int) -> None:
+    on_device(runs, 4, [(device_plans.of_experts, (seed,)) for seed in range(first, first + 4)], timeout=800)
