@@ -15,6 +15,7 @@ from planned_cases import OPTIONS, PLANS
 from random_plans import loss_of, random_case, random_input, random_plan
 from small_models import Gpt, Mlp
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -221,3 +222,28 @@ def compiled(plan_of: str) -> None:
         return engine
 
     on_both(model, made, lambda engine: trained(engine, [((x,), {"target": target})] * 2), f"compiled, {plan_of}")
+
+
+def on_meta() -> None:
+    """A model on meta runs where its plan was made for."""
+    with torch.device("meta"):
+        model = Mlp(64, 4)
+    x = torch.randn(16, 64)
+    batches = [((torch.cat([x, x.flip(0)]),), {"target": torch.ones(32, 64)}) for _ in range(2)]
+    found = []
+
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            with torch.no_grad():
+                local.copy_(torch.linspace(-0.2, 0.2, local.numel()).view(local.shape))
+
+    for kind in KINDS:
+        devices = xm.Mesh([[0, 1], [2, 3]], device_type=kind)
+        options = {**OPTIONS, "devices": devices, "collectives": "ring"}
+        plan = xm.presets.pipeline(model, (x,), num_stages=2, tensor_parallel=2, **options)
+        assert xm.ParallelPlan.from_json(plan.to_json()).device_type == kind
+        with xm.PipelineEngine(copy.deepcopy(model), (x,), plan=plan, loss_fn=F.mse_loss, init_fn=fill) as engine:
+            assert all(parameter.device.type == kind for parameter in engine.parameters())
+            found.append(trained(engine, batches))
+    assert_same(found, "on meta")

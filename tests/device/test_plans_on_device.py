@@ -40,6 +40,7 @@ def test_presets() -> None:
 
 FEATURES: list[Call] = [
     (device_plans.overlapped, ()),
+    (device_plans.on_meta, ()),
     (device_plans.used, (0,)),
     (device_plans.used, (3,)),
     (device_plans.norm_and_dropout, ("data",)),

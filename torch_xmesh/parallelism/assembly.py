@@ -108,6 +108,7 @@ def assembled(subject: Subject, judged: Judged, judge: Judge) -> ParallelPlan:
         ties=tuple(PlannedTie(tie.name, tie.stages, tie.seconds) for tie in judged.ties),
         notes=_notes(subject, judged),
         parts=subject.parts,
+        device_type=subject.cluster.device_type,
     )
     out = with_programs(plan, subject.modes, layers.forward.num_samples)
     try:

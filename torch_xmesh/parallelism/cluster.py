@@ -47,6 +47,7 @@ class Cluster:
 
     Attributes:
         is_assumed: nothing was said of what devices do.
+        device_type: of the devices; None where their mesh says none.
     """
 
     hosts: tuple[Host, ...]
@@ -54,6 +55,7 @@ class Cluster:
     local_latency_s: float
     latency_s: float
     is_assumed: bool = False
+    device_type: str | None = None
 
     @functools.cached_property
     def kinds(self) -> list[HostKind]:
@@ -160,6 +162,7 @@ def cluster_of(
         links.links.local_latency_us * 1e-6,
         links.links.latency_us * 1e-6,
         compute is None,
+        mesh.device_type,
     )
 
 

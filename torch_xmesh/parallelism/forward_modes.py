@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -59,17 +60,20 @@ def runnable(
     example_kwargs: Mapping[str, Any] | None,
     *,
     checks_next: bool = True,
+    device: torch.device | None = None,
 ) -> ForwardModes:
     """The forward in both modes.
 
     Args:
         checks_next: the forward is recorded once more, and compared.
+        device: where a model on meta will run; None for the CPU.
 
     Raises:
         ValueError: it depends on values, on how often it was called, or changes buffers in a way that parts of them
             would not.
     """
-    (first, *again), other = recorded_turns(model, example_args, dict(example_kwargs or {}), 1 + checks_next)
+    kwargs = dict(example_kwargs or {})
+    (first, *again), other = recorded_turns(model, example_args, kwargs, 1 + checks_next, device=device)
     check_runnable(first, model)
     for turn in again:
         if differs := difference(first.recording, turn.recording):

@@ -255,6 +255,8 @@ class ParallelPlan:
             the other communicates.
         one_mode_because: why it does not run in the mode, of training and evaluation, in which the model was not when
             it was planned; empty where it does.
+        device_type: of the mesh that it was planned for, where that says one. There a model on the meta device runs;
+            others run where they are.
     """
 
     model: str
@@ -273,6 +275,7 @@ class ParallelPlan:
     notes: tuple[str, ...] = ()
     one_mode_because: str = ""
     parts: int = 1
+    device_type: str | None = None
     _explainer: Callable[["ParallelPlan", str], str] | None = dataclasses.field(
         default=None, repr=False, compare=False, kw_only=True
     )

@@ -72,12 +72,17 @@ def part_of_samples(
 
 
 def recorded_turns(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, count: int
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    count: int,
+    *,
+    device: torch.device | None = None,
 ) -> tuple[list[Recorded], Recorded | ValueError]:
     """The forward, so many times, and in the other mode, of training and evaluation, where it can be recorded in
-    that."""
+    that. `device`: where a model on meta will run, None for the CPU."""
     with torch.enable_grad():
-        readings = _Readings(model, args, kwargs)
+        readings = _Readings(model, args, kwargs, device)
         turns = readings.read(count, None)
         try:
             (other,) = readings.read(1, not model.training)
@@ -98,7 +103,7 @@ class _Readings:
         device: torch.device | None = None,
     ) -> None:
         self._model, self._args, self._kwargs = model, args, kwargs
-        self._device = device or device_of_model(model)
+        self._device = device_of_model(model) or device or torch.device("cpu")
         self._closed: set[str] = set()
         self._compiles = False
         if not model.training and any(True for _ in model.buffers()):

@@ -18,7 +18,6 @@ from torch_xmesh.parallelism.recorded_forwards import recorded_forward
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_segments import stage_segments, with_types
 from torch_xmesh.parallelism.stage_parts import outputs_of
-from torch_xmesh.pipeline.capture.model_device import device_of_model
 from torch_xmesh.pipeline.cut.chunk_specs import Chunk
 from torch_xmesh.pipeline.cut.infos import Affine, TensorInfo
 from torch_xmesh.pipeline.cut.microbatch import batch_size, leaf_specs
@@ -40,9 +39,11 @@ def planned_partition(
     modules: Sequence[ShardedStage | None],
     arguments: Arguments,
     chunk_specs: Mapping[str, Any],
+    *,
+    device: torch.device,
 ) -> Partition:
     """The stages of a plan, each with its module, or None where that is another rank's. Values have the names that
-    the plan gives them."""
+    the plan gives them. `device`: this process's."""
     specs = leaf_specs(arguments[0], chunk_specs["args"], "args")
     specs += leaf_specs(arguments[1], chunk_specs["kwargs"], "kwargs")
     samples = batch_size(*arguments, chunk_specs["args"], chunk_specs["kwargs"])
@@ -63,7 +64,7 @@ def planned_partition(
     )
     result.tied_parameters = [[(stage, tie.name) for stage in tie.stages] for tie in plan.ties]
     result.outputs = OutputStructure(of_values, structure)
-    copies, device = MetaCopies([model], keep_forward_hooks=True), device_of_model(model)
+    copies = MetaCopies([model], keep_forward_hooks=True)
     examples = pytree.tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
 
     def resize(shapes: Shapes, usual: Mapping[str, torch.Tensor]) -> SizedStages:

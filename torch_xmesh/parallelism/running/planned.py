@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.devices import device_here, is_device_here
 from torch_xmesh.digests import checksum, digest_of
 from torch_xmesh.parallelism.dividing import check_divided
 from torch_xmesh.parallelism.forward_modes import runnable
@@ -60,11 +61,12 @@ class PlannedStages(StageSource):
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_given(model, example_args, example_kwargs, None)
-        self._kind = device_of_model(model).type
+        device = device_of_model(model) or _device_of_plan(plan)
+        self._kind = device.type
         self._given: nn.Module | None = model
         self._live = PlannedModel(model)
         self._arguments = _of_microbatch(plan, sorted_arguments(example_args, example_kwargs))
-        self._modes = runnable(model, *self._arguments)
+        self._modes = runnable(model, *self._arguments, device=device)
         for number, turn in enumerate(self._modes.runnable):
             self.ways.add(f"turn {number}", turn.recording)
         self._check(plan)
@@ -122,7 +124,15 @@ class PlannedStages(StageSource):
                 "kwargs_chunk_spec say that samples are elsewhere: plan with overlap=False, or two microbatches"
             )
         modules = self._modules(self._given, request)
-        out = planned_partition(self._given, self._modes, self._plan, modules, self._arguments, request.chunk_specs)
+        out = planned_partition(
+            self._given,
+            self._modes,
+            self._plan,
+            modules,
+            self._arguments,
+            request.chunk_specs,
+            device=device_here(self._kind),
+        )
         self._num_samples = out.batch_size
         return out
 
@@ -214,6 +224,16 @@ class PlannedStages(StageSource):
         for groups in self._groups:
             if groups is not None:
                 groups.leave()
+
+
+def _device_of_plan(plan: ParallelPlan) -> torch.device:
+    """Where a model on the meta device runs."""
+    kind = plan.device_type or "cpu"
+    if not is_device_here(kind):
+        raise ValueError(
+            f"the plan was made for {kind} devices, the model is on meta, and this process has no such device"
+        )
+    return device_here(kind)
 
 
 def _of_microbatch(

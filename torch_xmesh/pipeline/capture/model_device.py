@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 
-def device_of_model(model: nn.Module) -> torch.device:
-    """Where a model's parameters and buffers are; the CPU, where all of them are on meta.
+def device_of_model(model: nn.Module) -> torch.device | None:
+    """Where a model's parameters and buffers are; None where all of them are on meta.
 
     Raises:
         ValueError: they are on several devices.
@@ -22,4 +22,4 @@ def device_of_model(model: nn.Module) -> torch.device:
                 "one, as model.to(device) does; a plan's stages are on one kind of device"
             )
         out = out or (name, tensor.device)
-    return torch.device("cpu") if out is None else out[1]
+    return None if out is None else out[1]
