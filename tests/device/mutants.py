@@ -50,7 +50,6 @@ MUTANTS = [
     Mutant("pipeline_producer", "csrc/c10d/stream/call_on_device.cpp", "ready_.block(currentStream(device_));"),
     Mutant("pipeline_producer", "csrc/c10d/stream/call_on_device.cpp", "ready_.record(currentStream(device_));"),
     Mutant("pipeline_consumer", "csrc/pipeline/traffic.cpp", "call.on_device->orderCurrentStream();"),
-    Mutant("pipeline_consumer", "csrc/c10d/stream/host_mirrors.cpp", "call_->markEnd(nullptr);"),
 ]
 
 
