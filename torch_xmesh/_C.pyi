@@ -387,6 +387,9 @@ class PipelineCall:
     def has_arrived(self) -> bool:
         """What it receives is there, or on its way on a stream of the device; what it sends need not be kept."""
 
+class StreamMark:
+    """A point of a device's stream."""
+
 class PipelineTraffic:
     """The transfers of one pipeline on one rank."""
 
@@ -415,9 +418,14 @@ class PipelineTraffic:
         """Tells all ranks that these are to blame: PeerError there."""
     def ends_too(self, group: ProcessGroupXmesh) -> None:
         """A failure of the pipeline ends the group's collectives on this rank from now on."""
-    def expect_end(self, enqueued: Work) -> None:
-        """The pipeline fails where this collective, which a device's stream has, lasts for longer than the group's
-        timeout."""
+    @staticmethod
+    def mark(device: torch.device) -> StreamMark:
+        """Where a device's current stream is now."""
+    def expect_end(self, begin: StreamMark, device: torch.device) -> None:
+        """The pipeline fails where a collective, which the device's current stream has got since ``begin``, lasts for
+        longer than the group's timeout."""
+    def await_ends(self) -> None:
+        """Waits until the device is through with these collectives. Raises what the pipeline has failed with."""
     def await_cause(self, suspects: bool) -> None:
         """Raises what the pipeline has failed with, or fails with within seconds; with ``suspects`` all ranks are asked
         what they do."""

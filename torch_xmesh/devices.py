@@ -10,8 +10,9 @@ _CPU = torch.device("cpu")
 @functools.cache
 def is_device_here(kind: str) -> bool:
     """Whether this process has such a device."""
-    is_available = getattr(getattr(torch, kind, None), "is_available", None)
-    return is_available is None or is_available()
+    module = getattr(torch, kind, None)
+    is_available = getattr(module, "is_available", None)
+    return module is not None and (is_available is None or is_available())
 
 
 def device_here(kind: str) -> torch.device:

@@ -67,7 +67,12 @@ py::list transfersOf(const PipelinePlace& place) {
   return out;
 }
 
+struct StreamMark {
+  PipelineTraffic::Mark mark;
+};
+
 void bindTraffic(py::module_& module) {
+  py::class_<StreamMark>(module, "StreamMark");
   py::class_<pipeline::PipelineCall>(module, "PipelineCall").def("has_arrived", &pipeline::PipelineCall::hasArrived);
   py::class_<PipelineTraffic, std::shared_ptr<PipelineTraffic>>(module, "PipelineTraffic")
       .def(py::init([](std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks) {
@@ -101,7 +106,12 @@ void bindTraffic(py::module_& module) {
           },
           py::arg("text"), py::arg("ranks"), Release())
       .def("ends_too", &PipelineTraffic::endsToo, py::arg("group"), Release())
-      .def("expect_end", &PipelineTraffic::expectEnd, py::arg("enqueued"), Release())
+      .def_static(
+          "mark", [](c10::Device device) { return StreamMark{PipelineTraffic::mark(device)}; }, py::arg("device"))
+      .def(
+          "expect_end", [](PipelineTraffic& self, const StreamMark& begin, c10::Device device) { self.expectEnd(begin.mark, device); },
+          py::arg("begin"), py::arg("device"), Release())
+      .def("await_ends", &PipelineTraffic::awaitEnds, Release())
       .def("await_cause", &PipelineTraffic::awaitCause, py::arg("suspects"), Release())
       .def("begin_phase", &PipelineTraffic::beginPhase, Release())
       .def("refuse", &PipelineTraffic::refuse, py::arg("text"), Release())

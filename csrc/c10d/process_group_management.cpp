@@ -155,6 +155,11 @@ void ProcessGroupXmesh::abort() {
 
 void ProcessGroupXmesh::endCollectives(runtime::Failure failure) noexcept {
   faults_->end(std::move(failure));
+  has_ended_ = true;
+  abortAccelerators();
+}
+
+void ProcessGroupXmesh::abortAccelerators() noexcept {
   if (!fork_.isHere() || !inner_.hasAccelerators()) {
     return;
   }

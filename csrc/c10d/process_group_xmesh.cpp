@@ -174,10 +174,14 @@ void ProcessGroupXmesh::setTimeout(std::chrono::milliseconds timeout) {
 template <class Call>
 ProcessGroupXmesh::Work ProcessGroupXmesh::run(GuardedCall what, c10::DeviceType kind, Call&& call) {
   fork_.check();
-  if (kind == kCpu) {
+  if (kind == kCpu || has_ended_) {
     faults_->check(what.what);
   }
   Work work = forward(kind, call);
+  if (kind != kCpu && has_ended_) {  // meanwhile: its backend may be younger than the abort
+    abortAccelerators();
+    faults_->check(what.what);
+  }
   if (kind == kCpu && work) {
     work = c10::make_intrusive<GuardedWork>(std::move(work), faults_, std::move(what));
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <future>
 #include <memory>
 #include <mutex>
@@ -145,12 +146,14 @@ class ProcessGroupXmesh final : public ::c10d::Backend {
   void closeReshards(bool abort) noexcept;
   void close(bool abort) noexcept;
   void end() noexcept;
+  void abortAccelerators() noexcept;
 
   c10::intrusive_ptr<XmeshOptions> options_;
   mutable InnerBackends inner_;
   std::shared_ptr<CollectiveFaults> faults_;  ///< has the life line, by which others know that this rank is still in the group
   const runtime::ForkMark fork_;
-  bool is_coalescing_ = false;  // startCoalescing .. endCoalescing, on one thread as c10d asks
+  std::atomic<bool> has_ended_ = false;  ///< by endCollectives()
+  bool is_coalescing_ = false;           // startCoalescing .. endCoalescing, on one thread as c10d asks
   std::vector<Work> coalesced_;
   AttachmentSlot attachment_;
   mutable std::mutex mutex_;  // guards what follows

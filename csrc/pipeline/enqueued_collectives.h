@@ -2,22 +2,24 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "runtime/fork_mark.h"
 
 namespace xmesh::pipeline {
 
-/// Collectives that stand in a device's stream, and for which nobody may be waiting but the device: one that has not ended after the timeout is
-/// told of once. Threading: any thread; close() from one that is not told. Its thread is there from the first collective on.
+/// Collectives that stand in a device's stream, where nobody may be waiting for them but the device. One that has not ended within the timeout from
+/// when the device came to it is told of, once; it is noticed within another half of that. Threading: any thread; close() from one that is not told.
+/// Its thread is there from the first collective on.
 class EnqueuedCollectives {
  public:
   using Clock = std::chrono::steady_clock;
+  /// Whether the device has come to the collective, or is through. What it throws is a sign that the device has failed, which is told, too.
+  using Query = std::function<bool()>;
 
   /// `tell` is called on the thread, without locks.
   EnqueuedCollectives(std::chrono::milliseconds timeout, std::function<void()> tell);
@@ -26,18 +28,19 @@ class EnqueuedCollectives {
   EnqueuedCollectives& operator=(const EnqueuedCollectives&) = delete;
 
   /// In the order in which they are enqueued.
-  void add(c10::intrusive_ptr<::c10d::Work> work);
+  void add(Query has_begun, Query has_ended);
   /// The thread is gone. Idempotent.
   void close() noexcept;
 
  private:
   struct Entry {
-    c10::intrusive_ptr<::c10d::Work> work;
-    Clock::time_point deadline;
+    Query has_begun;
+    Query has_ended;
+    std::optional<Clock::time_point> deadline;  ///< once it is known to have begun
   };
-  void run();
-  /// With the lock held: lets go of those that have ended.
-  void dropEnded();
+  void run() noexcept;
+  /// With the lock held: whether one is late, or its device has failed.
+  bool isLate();
 
   const std::chrono::milliseconds timeout_;
   const std::function<void()> tell_;

@@ -1,5 +1,7 @@
 #include "pipeline/traffic.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <chrono>
 #include <mutex>
 #include <utility>
@@ -107,6 +109,24 @@ void PipelineTraffic::endsToo(const c10::intrusive_ptr<c10d_backend::ProcessGrou
       ended->endCollectives(*failure);
     }
   });
+}
+
+PipelineTraffic::Mark PipelineTraffic::mark(c10::Device device) {
+  auto mark = std::make_shared<c10::Event>(device.type());
+  mark->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return mark;
+}
+
+void PipelineTraffic::expectEnd(const Mark& begin, c10::Device device) {
+  last_end_ = mark(device);
+  enqueued_.add([begin] { return begin->query(); }, [end = last_end_] { return end->query(); });
+}
+
+void PipelineTraffic::awaitEnds() {
+  if (const Mark last = std::exchange(last_end_, nullptr)) {
+    last->synchronize();
+    check();
+  }
 }
 
 void PipelineTraffic::awaitCause(bool suspects) {

@@ -1,12 +1,12 @@
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-#include <utility>
 #include <vector>
 
 #include "c10d/process_group_xmesh.h"
@@ -31,6 +31,8 @@ struct PipelineCall {
 class PipelineTraffic {
  public:
   using Prepared = std::shared_ptr<const runtime::PreparedPlan>;
+  /// A point of a device's stream.
+  using Mark = std::shared_ptr<c10::Event>;
   /// Transfers that are numbered together.
   struct Lane {
     uint64_t key = 0;
@@ -63,9 +65,13 @@ class PipelineTraffic {
   bool hasFailed() const { return watch_->failure().has_value(); }
   /// From now on the pipeline's failure ends the group's collectives on this rank. The group may go before.
   void endsToo(const c10::intrusive_ptr<c10d_backend::ProcessGroupXmesh>& group);
-  /// A collective of the pipeline's that a device's stream has: where it lasts for longer than the group's timeout, all ranks are asked, and the
-  /// pipeline fails.
-  void expectEnd(c10::intrusive_ptr<::c10d::Work> enqueued) { enqueued_.add(std::move(enqueued)); }
+  /// Where a device's current stream is now.
+  static Mark mark(c10::Device device);
+  /// A collective of the pipeline's that a device's current stream has got since `begin`: where it lasts for longer than the group's timeout, all
+  /// ranks are asked, and the pipeline fails.
+  void expectEnd(const Mark& begin, c10::Device device);
+  /// Waits until the device is through with all of these. Throws what the pipeline has failed with: they may have been aborted.
+  void awaitEnds();
   /// For a collective that failed: throws what the pipeline has failed with, or will, since another rank has died or failed. Returns where it does
   /// not fail within seconds. `suspects`: the ranks are asked what they do, and it fails with what they say.
   void awaitCause(bool suspects);
@@ -89,6 +95,7 @@ class PipelineTraffic {
   std::shared_ptr<Description> description_;
   std::shared_ptr<runtime::ReshardCall> watch_;
   EnqueuedCollectives enqueued_;
+  Mark last_end_;  ///< of the collectives that were enqueued, if there are some since the last awaitEnds()
   uint64_t phase_ = 0;
   uint64_t num_meetings_ = 0;
   const runtime::ForkMark fork_;

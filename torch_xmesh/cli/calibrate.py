@@ -3,8 +3,6 @@
 import argparse
 import os
 
-import torch
-
 from torch_xmesh.calibration import run as measure
 from torch_xmesh.devices import is_device_here
 
@@ -15,6 +13,6 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(
             "calibrate measures a running group: torchrun --nproc-per-node N -m xmesh_cli calibrate --out FILE"
         )
-    if options.device != "cpu" and not (hasattr(torch, options.device) and is_device_here(options.device)):
+    if not is_device_here(options.device):
         raise ValueError(f"--device {options.device}: this process has no such device")
     measure(options.out, options.num_bytes, options.device)

@@ -1,9 +1,13 @@
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "pipeline/enqueued_collectives.h"
@@ -13,11 +17,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-class FakeWork final : public ::c10d::Work {
- public:
-  bool isCompleted() override { return is_done; }
-  std::atomic<bool> is_done{false};
-};
+bool yes() { return true; }
+bool no() { return false; }
 
 struct Told {
   std::promise<void> told;
@@ -34,33 +35,66 @@ struct Told {
 TEST(EnqueuedCollectives, TellsOnceOfOneThatDoesNotEnd) {
   Told told;
   EnqueuedCollectives collectives(milliseconds(1), told.tell());
-  const auto ended = c10::make_intrusive<FakeWork>();
-  ended->is_done = true;
-  collectives.add(ended);
-  collectives.add(c10::make_intrusive<FakeWork>());
-  collectives.add(c10::make_intrusive<FakeWork>());
+  collectives.add(yes, yes);
+  collectives.add(yes, no);
+  collectives.add(yes, no);
   told.told.get_future().wait();
-  collectives.add(c10::make_intrusive<FakeWork>());
+  collectives.add(yes, no);
   collectives.close();
   EXPECT_EQ(told.times, 1);
+}
+
+TEST(EnqueuedCollectives, CountsFromWhenTheDeviceComesToIt) {
+  Told told;
+  EnqueuedCollectives collectives(milliseconds(1), told.tell());
+  std::atomic<int> looks{0};
+  std::promise<void> has_looked;
+  std::atomic<bool> has_begun{false};
+  collectives.add(
+      [&] {
+        if (++looks == 50) {
+          has_looked.set_value();
+        }
+        return has_begun.load();
+      },
+      no);
+  has_looked.get_future().wait();
+  EXPECT_EQ(told.times, 0) << "what is before it on the device may take as long as it likes";
+  has_begun = true;
+  told.told.get_future().wait();
+  collectives.close();
+  EXPECT_EQ(told.times, 1);
+}
+
+TEST(EnqueuedCollectives, TellsOfADeviceThatFails) {
+  const EnqueuedCollectives::Query fails = []() -> bool { throw std::runtime_error("device-side assert"); };
+  for (const bool is_begun : {false, true}) {
+    Told told;
+    EnqueuedCollectives collectives(std::chrono::hours(1), told.tell());
+    collectives.add(is_begun ? fails : yes, is_begun ? no : fails);
+    collectives.add(yes, no);
+    told.told.get_future().wait();
+    collectives.close();
+    EXPECT_EQ(told.times, 1);
+  }
 }
 
 TEST(EnqueuedCollectives, LetsGoOfThoseThatHaveEnded) {
   Told told;
   EnqueuedCollectives collectives(std::chrono::hours(1), told.tell());
-  std::vector<c10::intrusive_ptr<FakeWork>> works;
+  std::vector<std::shared_ptr<std::atomic<bool>>> ends;
   for (int i = 0; i < 100; ++i) {
-    works.push_back(c10::make_intrusive<FakeWork>());
-    collectives.add(works.back());
-    works.back()->is_done = true;
+    ends.push_back(std::make_shared<std::atomic<bool>>(false));
+    collectives.add(yes, [end = ends.back()] { return end->load(); });
+    *ends.back() = true;
   }
   int held = 0;
-  for (const auto& work : works) {
-    held += work.use_count() > 1 ? 1 : 0;
+  for (const auto& end : ends) {
+    held += end.use_count() > 1 ? 1 : 0;
   }
   EXPECT_LE(held, 1) << "the last one, until another is added";
   collectives.close();
-  EXPECT_EQ(works.back().use_count(), 1U);
+  EXPECT_EQ(ends.back().use_count(), 1);
   EXPECT_EQ(told.times, 0);
 }
 
@@ -70,6 +104,30 @@ TEST(EnqueuedCollectives, EndsWithoutAny) {
   collectives.close();
   collectives.close();
   EXPECT_EQ(told.times, 0);
+}
+
+int statusOfChild(const std::function<void()>& in_child) {
+  const pid_t child = fork();
+  if (child == 0) {
+    in_child();
+    _exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+TEST(EnqueuedCollectives, EndInAForkedChild) {
+  for (const bool has_thread : {false, true}) {
+    Told told;
+    auto collectives = std::make_unique<EnqueuedCollectives>(std::chrono::hours(1), told.tell());
+    if (has_thread) {
+      collectives->add(yes, no);
+    }
+    EXPECT_EQ(statusOfChild([&] { collectives->close(); }), 0);
+    collectives->close();
+    EXPECT_EQ(statusOfChild([&] { collectives->close(); }), 0);
+  }
 }
 
 }  // namespace

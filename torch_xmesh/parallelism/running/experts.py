@@ -97,13 +97,14 @@ class _Routes:
         """To the devices along an axis that have these experts, which ascend, and the experts of the rows that come
         from there."""
         place = self._axes.index(axis)
-        counts = (
-            torch.bincount(experts, minlength=self._grid.numel()).view(self._grid.shape).movedim(place, 0).flatten(1)
-        )
+        counts = torch.zeros_like(self._grid).flatten().scatter_add(0, experts, torch.ones_like(experts))
+        counts = counts.view(self._grid.shape).movedim(place, 0).flatten(1)
         coming = self._moves.swapped(counts, axis)
         own = self._grid.select(place, self._moves.coordinate[axis]).flatten()
-        hop = Hop(axis, tuple(counts.sum(1).tolist()), tuple(coming.sum(1).tolist()))
-        return hop, own.repeat(len(coming)).repeat_interleave(coming.flatten())
+        sent, received = torch.stack([counts.sum(1), coming.sum(1)]).tolist()  # the host waits for the device once
+        repeats = coming.flatten()
+        there = own.repeat(len(coming)).repeat_interleave(repeats, output_size=sum(received))
+        return Hop(axis, tuple(sent), tuple(received)), there
 
     def move(self, rows: torch.Tensor, hop: Hop, *, is_back: bool) -> torch.Tensor:
         """Rows on a hop, or back, with autograd."""

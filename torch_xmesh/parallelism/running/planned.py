@@ -63,6 +63,7 @@ class PlannedStages(StageSource):
         check_given(model, example_args, example_kwargs, None)
         device = device_of_model(model) or _device_of_plan(plan)
         self._kind = device.type
+        _check_device(device)
         self._given: nn.Module | None = model
         self._live = PlannedModel(model)
         self._arguments = _of_microbatch(plan, sorted_arguments(example_args, example_kwargs))
@@ -109,7 +110,12 @@ class PlannedStages(StageSource):
 
     def fields(self) -> list[tuple[str, str]]:
         """What of it must be equal on all ranks, by name."""
-        return [("the model", "a module"), ("split", "None"), ("plan", self._digest)]
+        return [
+            ("the model", "a module"),
+            ("split", "None"),
+            ("plan", self._digest),
+            ("the model's type of device", self._kind),
+        ]
 
     def partition(self, request: StageRequest) -> Partition:
         """The stages.
@@ -157,7 +163,7 @@ class PlannedStages(StageSource):
             )
         by_samples = request.is_mean and all(_is_along_first(specs) for specs in request.chunk_specs.values())
         meshes = parameter_meshes(self._grids, self._kind)
-        self._groups = StageGroups.make(self._grids, self._kind, transfers)
+        self._groups = StageGroups.make(self._grids, device_here(self._kind), transfers)
         transfers.traffic.meet([])  # nobody leaves with an error of its own while others connect
         self._stages = {
             number: ShardedStage(
@@ -224,6 +230,23 @@ class PlannedStages(StageSource):
         for groups in self._groups:
             if groups is not None:
                 groups.leave()
+
+
+def _check_device(device: torch.device) -> None:
+    """Raises ValueError where collectives among a plan's devices could not be carried, or would be on another one."""
+    if device.type == "cpu":
+        return
+    if device != device_here(device.type):
+        raise ValueError(
+            f"the model is on {device}, the current device is {device_here(device.type)}: a rank has one device of a "
+            f"kind, and is told which before anything else, as torch.{device.type}.set_device({device.index}) does"
+        )
+    group = dist.distributed_c10d._get_default_group()
+    if device.type not in {one.type for one in group._device_types}:
+        raise ValueError(
+            f"the model is on {device}, and the default group carries no {device.type} tensors: a plan's operators "
+            f'need its collectives, so call init_process_group("cpu:xmesh,{device.type}:xmesh")'
+        )
 
 
 def _device_of_plan(plan: ParallelPlan) -> torch.device:

@@ -156,6 +156,7 @@ class EngineSteps:
                 outputs=state.outputs,
                 merge_spec=self._merge_spec,
             )
+        place.transfers.traffic.await_ends()  # what is aborted later must not be taken for a result
         if auto is not None and state.meter is not None:
             with self._timed("schedule"):
                 auto.note(place, state.meter, cuts, sizes)

@@ -72,7 +72,7 @@ class Transfers:
         """Raises what the pipeline has failed with, where a collective has failed on this rank with `error` because
         another rank has died, stopped or failed."""
         self.traffic.check()
-        if isinstance(error, PeerError | dist.DistNetworkError):
+        if isinstance(error, PeerError | dist.DistNetworkError | dist.DistBackendError):
             self.traffic.await_cause(suspects=not isinstance(error, PeerError))
 
     def prepare(self, moves: Sequence[Move], plan_options: PlanOptions = _USUAL) -> "_C.PreparedPlan":
