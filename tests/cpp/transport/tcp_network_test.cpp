@@ -235,11 +235,11 @@ TEST(TcpNetwork, TracksOfACallGoByCookie) {
                                                            {{kFirst, 1}, 1}, {{kFirst, 2}, 4}, {kSecond, 10}, {kSecond, 11}};
   for (const bool shared_memory : {true, false}) {
     for (const size_t num_bytes : {size_t{100}, size_t{3} << 20}) {
+      const std::vector<char> data(num_bytes);  // may be in the midst of a write when all of it has come
+      std::vector<std::vector<char>> got(sends.size(), std::vector<char>(num_bytes));
       TcpNetworkOptions options;
       options.shared_memory = shared_memory;
       TcpCluster cluster(2, options);
-      const std::vector<char> data(num_bytes);
-      std::vector<std::vector<char>> got(sends.size(), std::vector<char>(num_bytes));
       for (const OperationId operation : {OperationId(kFirst), OperationId(kFirst, 1), OperationId(kFirst, 2), OperationId(kSecond)}) {
         cluster.open(0, operation);
         cluster.open(1, operation);
