@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_xmesh as xm
+from torch_xmesh.parallelism.running import stage_groups
 from torch_xmesh.testing import World, mark
 
 pytestmark = pytest.mark.timeout(900)  # the first test builds the device
@@ -155,3 +156,47 @@ def test_a_host_waits_for_a_collective_with_the_dead(number: int) -> None:
         world.wait_mark(1, "there", 60)
         for value in survive(world, 1):
             assert value[0] == (1,), value
+
+
+def dies_while_groups_are_connected(rank: int, world_size: int, number: int) -> Any:
+    """Rank 1, whom the others wait for to make a communicator with, which nothing aborts."""
+    start(TIMEOUT if number == signal.SIGSTOP else None)
+    connect = stage_groups._connect
+
+    def struck(*args: Any) -> None:
+        if rank == 1:
+            mark("there")
+            os.kill(os.getpid(), number)
+        connect(*args)
+
+    stage_groups._connect = struck  # type: ignore[assignment]
+    with pytest.raises(xm.PeerError) as caught:
+        make("megatron")
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_dies_while_groups_are_connected(number: int) -> None:
+    with World(dies_while_groups_are_connected, 2, number, backend=None) as world:
+        world.wait_mark(1, "there", 60)
+        outcome = world.wait(0, 60)
+        assert outcome.error is None, outcome.error
+        assert outcome.value == (1,)
+        world.signal(1, signal.SIGKILL)
+
+
+def on_other_kinds(rank: int, world_size: int) -> str:
+    """A forgotten model.to() on one rank."""
+    torch.set_default_device("cpu")
+    torch.manual_seed(1)
+    model, x = Mlp(64, 4).double(), torch.randn(16, 64, dtype=torch.float64)
+    plan = PLANS["megatron"][1](model, (x,))
+    with pytest.raises(ValueError, match="disagree") as caught:
+        xm.PipelineEngine(model.to("emu") if rank == 1 else model, (x,), plan=plan, loss_fn=F.mse_loss)
+    return str(caught.value)
+
+
+def test_models_on_other_kinds_of_device() -> None:
+    for text in on_device(on_other_kinds, 2):
+        assert "the model's type of device" in text
+        assert "emu" in text
