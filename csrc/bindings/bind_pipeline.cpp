@@ -72,7 +72,7 @@ struct StreamMark {
 };
 
 void bindTraffic(py::module_& module) {
-  py::class_<StreamMark>(module, "StreamMark");
+  const py::class_<StreamMark> stream_mark(module, "StreamMark");
   py::class_<pipeline::PipelineCall>(module, "PipelineCall").def("has_arrived", &pipeline::PipelineCall::hasArrived);
   py::class_<PipelineTraffic, std::shared_ptr<PipelineTraffic>>(module, "PipelineTraffic")
       .def(py::init([](std::shared_ptr<c10d_backend::ReshardGroup> group, std::vector<int64_t> ranks) {
