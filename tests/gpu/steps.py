@@ -33,6 +33,7 @@ STEPS = [
     Step("aborts", "twenty communicators that are aborted under load", 75, "check_aborts"),
     Step("waits", "graph capture beside a reshard, blocking waits, what a communicator costs", 60, "check_waits"),
     Step("backward", "the split backward against one whole backward, to the bit", 60, "check_backward"),
+    Step("pipelines", "pipelines and plans of two ranks against one process; I and W", 120, "check_pipelines"),
     Step("four-ranks", "the same with four ranks", 90, "check_four_ranks"),
     Step("quickstart", "the example, with eight ranks", 60, "check_quickstart"),
     Step("speed", "the kernels beside torch's copy, reshards beside NCCL's sends", 75, "check_speed"),
@@ -41,7 +42,7 @@ STEPS = [
 
 def main() -> int:
     name, device = sys.argv[1:]
-    for folder in ("gpu", "", "distributed", "device", "device/emu"):
+    for folder in ("gpu", "", "distributed", "device", "device/emu", "parallelism"):
         sys.path.insert(0, str(ROOT / "tests" / folder))
     sys.path.insert(0, str(ROOT))
     step = next(step for step in STEPS if step.name == name)
