@@ -136,10 +136,13 @@ def _refused_in_a_capture(rank: int) -> None:
     _expect(xm.reshard(x, TARGET, [Shard(0)]), rank, Shard(0), whole)
 
 
-def _refused_by_other_options(rank: int) -> None:
-    """Those of a group count, not those of the default group."""
-    group = dist.new_group(backend="cpu:xmesh,emu:xmesh")
+def _options_of_later_groups(rank: int) -> None:
+    """They carry what the default group does, unless their own options name inner backends."""
     x = _source(rank, _whole(0).chunk(2)[rank].to("emu") if rank in SOURCE.ranks else None, torch.float32, Shard(0))
+    xm.reshard(x, TARGET, [Shard(0)], group=dist.new_group(backend="cpu:xmesh,emu:xmesh"))
+    own = xm.Options()
+    own.inner = {"cuda": "nccl"}
+    group = dist.new_group(backend="cpu:xmesh,emu:xmesh", pg_options=own)
     with pytest.raises(NotImplementedError, match="unless Options.inner names"):
         xm.reshard(x, TARGET, [Shard(0)], group=group)
 
@@ -153,7 +156,7 @@ def _refused_by_other_options(rank: int) -> None:
         _circles,
         _many_communicators,
         _refused_in_a_capture,
-        _refused_by_other_options,
+        _options_of_later_groups,
     ],
 )
 def test_reshard(body: Callable[[int], None]) -> None:
