@@ -16,9 +16,7 @@ void EnqueuedCollectives::add(Query has_begun, Query has_ended) {
     return;
   }
   try {
-    while (!entries_.empty() && entries_.front().has_ended()) {
-      entries_.pop_front();
-    }
+    dropEnded();
   } catch (const std::exception&) {
     changed_.notify_all();  // the thread sees that it failed
   }
@@ -30,11 +28,15 @@ void EnqueuedCollectives::add(Query has_begun, Query has_ended) {
   }
 }
 
+void EnqueuedCollectives::dropEnded() {
+  while (!entries_.empty() && entries_.front().has_ended()) {
+    entries_.pop_front();
+  }
+}
+
 bool EnqueuedCollectives::isLate() {
   try {
-    while (!entries_.empty() && entries_.front().has_ended()) {
-      entries_.pop_front();
-    }
+    dropEnded();
     if (entries_.empty()) {
       return false;
     }

@@ -39,6 +39,8 @@ class EnqueuedCollectives {
     std::optional<Clock::time_point> deadline;  ///< once it is known to have begun
   };
   void run() noexcept;
+  /// With the lock held.
+  void dropEnded();
   /// With the lock held: whether one is late, or its device has failed.
   bool isLate();
 

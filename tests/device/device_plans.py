@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from random import Random
@@ -191,7 +192,8 @@ def norm_and_dropout(plan_of: str) -> None:
     on_both(model, made, lambda engine: trained(engine, batches), f"batch norm, {plan_of}", rtol=1e-5)
 
 
-def autocast(plan_of: str) -> None:
+def of_gpt(plan_of: str, prepare: Callable[[xm.PipelineEngine], Any]) -> None:
+    """Steps of a small GPT. `prepare` is given the engine before them, and returns what is on around them."""
     torch.manual_seed(1)
     model, x = Gpt(num_layers=2), torch.randint(0, 96, (16, 16))
     target = torch.randn(16, 16, 96)
@@ -201,27 +203,25 @@ def autocast(plan_of: str) -> None:
         return xm.PipelineEngine(own, (x[:8],), plan=plan, loss_fn=F.mse_loss)
 
     def use(engine: xm.PipelineEngine) -> Any:
-        kind = next(iter(engine.parameters())).device.type
-        with torch.autocast(kind, torch.bfloat16):
+        with prepare(engine):
             return trained(engine, [((x,), {"target": target})] * 2)
 
-    on_both(model, made, use, f"autocast, {plan_of}")
+    on_both(model, made, use, plan_of)
+
+
+def autocast(plan_of: str) -> None:
+    of_gpt(plan_of, lambda engine: torch.autocast(next(iter(engine.parameters())).device.type, torch.bfloat16))
 
 
 def compiled(plan_of: str) -> None:
     """What is between collectives, by aot_eager."""
-    torch.manual_seed(1)
-    model, x = Gpt(num_layers=2), torch.randint(0, 96, (16, 16))
-    target = torch.randn(16, 16, 96)
-    plan = PLANS[plan_of](model, (x[:8],))
 
-    def made(own: nn.Module) -> xm.PipelineEngine:
-        engine = xm.PipelineEngine(own, (x[:8],), plan=plan, loss_fn=F.mse_loss)
+    def compile_stages(engine: xm.PipelineEngine) -> Any:
         for stage in engine.stages:
             engine.stage_module(stage).compile(backend="aot_eager")
-        return engine
+        return contextlib.nullcontext()
 
-    on_both(model, made, lambda engine: trained(engine, [((x,), {"target": target})] * 2), f"compiled, {plan_of}")
+    of_gpt(plan_of, compile_stages)
 
 
 def on_meta() -> None:

@@ -31,5 +31,5 @@ def test_all_rows_are_right(ranks: int, cases: tuple[str, ...], tmp_path: Path) 
     assert [(record["case"], record["method"]) for record in records] == [
         (case, method) for case in cases for method in methods
     ]
-    assert all(record["wrong"] == 0 and record["seconds"] >= 0 for record in records)
+    assert all(record["wrong"] == 0 and (record["seconds"] > 0 or record["case"] == "action") for record in records)
     assert ran.stdout.splitlines()[-1] == "# #wrong over all rows: 0"

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from device_ranks import on_device, start
 from faults import leave, survive
 from small_models import Mlp
-from test_planned_faults import PLANS, at_places, works_as_before
+from test_planned_faults import PLANS, at_places, number_of_places, raises_everywhere
 from torch import nn
 from torch.nn import functional as F
 
@@ -50,42 +49,10 @@ NAMES = ["batch norm", "megatron", "ZeRO-3", "2x2"]
 RANKS = {"batch norm": 2, **{name: count for name, (count, _) in PLANS.items()}}
 
 
-def number_of_places(name: str) -> int:
-    engine, batch = make(name)
-    with at_places(lambda number: None) as count:
-        engine.step(batch, target=batch)
-    engine.close()
-    dist.barrier()
-    return count[0]
-
-
-def raises_everywhere(rank: int, world_size: int, name: str) -> list[str]:
-    """Rank 1 raises at each place of a step, each time in an engine of its own."""
-    number = torch.tensor([number_of_places(name)])
-    dist.broadcast(number, 1)
-    told = []
-    for turn in range(int(number)):
-        engine, batch = make(name)
-        engine.step(batch, target=batch)
-        dist.barrier()  # a failure ends what others are still at
-
-        def fails(number: int, turn: int = turn) -> None:
-            if number == turn and rank == 1:
-                raise FileNotFoundError("no such shard")
-
-        with at_places(fails), pytest.raises((xm.StageError, FileNotFoundError)) as caught:  # noqa: PT012
-            engine.step(batch, target=batch)
-            engine.step(batch, target=batch)  # another stage may be through with the first
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
-        engine.close()
-        works_as_before(world_size)
-    return told
-
-
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_raises_anywhere(name: str) -> None:
-    for rank, told in enumerate(on_device(raises_everywhere, RANKS[name], name)):
+    for rank, told in enumerate(on_device(raises_everywhere, RANKS[name], name, make)):
         assert told
         for text in told:
             assert "no such shard" in text, (rank, text)
@@ -95,7 +62,7 @@ def test_a_rank_raises_anywhere(name: str) -> None:
 def struck(rank: int, world_size: int, name: str, part: float, number: int) -> Any:
     """Rank 1 gets a signal at a place, which lies at that part of a step."""
     start(TIMEOUT if number == signal.SIGSTOP else None)
-    turn = int(part * (number_of_places(name) - 1))
+    turn = int(part * (number_of_places(name, make) - 1))
     engine, batch = make(name)
     engine.step(batch, target=batch)
 

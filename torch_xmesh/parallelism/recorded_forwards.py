@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_xmesh.devices import device_of
 from torch_xmesh.parallelism.called_whole import modules_called_whole
 from torch_xmesh.parallelism.node_reader import NodeReader
 from torch_xmesh.parallelism.operators import Forward, Recorded
@@ -17,7 +18,6 @@ from torch_xmesh.parallelism.plannable import check_plannable
 from torch_xmesh.parallelism.rows.experts import has_row
 from torch_xmesh.parallelism.view_writes import with_direct_writes
 from torch_xmesh.pipeline.capture.errors import CaptureError
-from torch_xmesh.pipeline.capture.model_device import device_of_model
 from torch_xmesh.pipeline.capture.recorded import RecordedModel, stand_ins
 from torch_xmesh.pipeline.capture.recording import Recording
 from torch_xmesh.pipeline.capture.sandbox import as_if_compiling
@@ -103,7 +103,7 @@ class _Readings:
         device: torch.device | None = None,
     ) -> None:
         self._model, self._args, self._kwargs = model, args, kwargs
-        self._device = device_of_model(model) or device or torch.device("cpu")
+        self._device = device_of(model, "the model") or device or torch.device("cpu")
         self._closed: set[str] = set()
         self._compiles = False
         if not model.training and any(True for _ in model.buffers()):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.utils import _pytree as pytree
 
-from torch_xmesh.devices import device_here, is_device_here
+from torch_xmesh.devices import check_current, device_here, device_of, is_device_here
 from torch_xmesh.digests import checksum, digest_of
 from torch_xmesh.parallelism.dividing import check_divided
 from torch_xmesh.parallelism.forward_modes import runnable
@@ -24,7 +24,6 @@ from torch_xmesh.parallelism.running.partitioned import crossing_placements, pla
 from torch_xmesh.parallelism.running.planned_model import PlannedModel
 from torch_xmesh.parallelism.running.stage import ShardedStage
 from torch_xmesh.parallelism.running.stage_groups import StageGroups, parameter_meshes
-from torch_xmesh.pipeline.capture.model_device import device_of_model
 from torch_xmesh.pipeline.cut.values import Partition, sorted_arguments
 from torch_xmesh.pipeline.schedule.schedule import Schedule
 from torch_xmesh.pipeline.stages.batch_parts import ByRank
@@ -61,7 +60,7 @@ class PlannedStages(StageSource):
         if not isinstance(model, nn.Module):
             raise ValueError(f"with a plan the model is one nn.Module, got {type(model).__name__}")
         check_given(model, example_args, example_kwargs, None)
-        device = device_of_model(model) or _device_of_plan(plan)
+        device = device_of(model, "the model") or _device_of_plan(plan)
         self._kind = device.type
         _check_device(device)
         self._given: nn.Module | None = model
@@ -236,11 +235,7 @@ def _check_device(device: torch.device) -> None:
     """Raises ValueError where collectives among a plan's devices could not be carried, or would be on another one."""
     if device.type == "cpu":
         return
-    if device != device_here(device.type):
-        raise ValueError(
-            f"the model is on {device}, the current device is {device_here(device.type)}: a rank has one device of a "
-            f"kind, and is told which before anything else, as torch.{device.type}.set_device({device.index}) does"
-        )
+    check_current(device, "the model")
     group = dist.distributed_c10d._get_default_group()
     if device.type not in {one.type for one in group._device_types}:
         raise ValueError(

@@ -1,12 +1,11 @@
 """The device that each stage of a pipeline computes on: that of its tensors, or of its mesh."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from torch_xmesh.devices import device_here, is_device_here
+from torch_xmesh.devices import check_current, device_here, device_of, is_device_here
 from torch_xmesh.pipeline.ranks.stage_mesh import StageMesh
 from torch_xmesh.pipeline.ranks.transfers import Transfers
 from torch_xmesh.spec import device_type_of
@@ -23,7 +22,7 @@ def on_devices(transfers: Transfers, meshes: Sequence[StageMesh], modules: Mappi
             rank; this rank has no such device, or stages on several of one kind; two of its stages that are on other
             devices than each other share a parameter.
     """
-    held = {stage: _device_of(module, stage) for stage, module in modules.items()}
+    held = {stage: device_of(module, f"stage {stage}") for stage, module in modules.items()}
     mine = {stage: device.type for stage, device in held.items() if device is not None}
     said = {stage: kind for stage, mesh in enumerate(meshes) if (kind := device_type_of(mesh.mesh)) is not None}
     told = dict(zip(transfers.ranks, transfers.gather("devices", (mine, said)), strict=True))
@@ -66,21 +65,6 @@ def _same(by_rank: Mapping[int, Mapping[int, str]], stage: int, what: str) -> st
     return found[0][1] if found else None
 
 
-def _device_of(module: nn.Module, stage: int) -> torch.device | None:
-    """Where a stage's tensors are; None where nothing says."""
-    out: tuple[str, torch.device] | None = None
-    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if tensor.is_meta:
-            continue
-        if out is not None and tensor.device != out[1]:
-            raise ValueError(
-                f"stage {stage} is on several devices: {out[0]} on {out[1]}, {name} on {tensor.device}: move all of it "
-                "to one, as module.to(device) does"
-            )
-        out = out or (name, tensor.device)
-    return None if out is None else out[1]
-
-
 def _filled(found: Sequence[str | None]) -> list[str]:
     """By stage its kind of device: where none is known, that of the nearest stage before, or else behind."""
     known = next((kind for kind in found if kind is not None), "cpu")
@@ -101,14 +85,7 @@ def _own_device(kind: str, stage: int, rank: int) -> torch.device:
 def _check_own(devices: Sequence[torch.device], rank: int) -> None:
     """Raises ValueError where this rank's stages are not all on its current device, or on cpu."""
     for device in devices:
-        if device.type == "cpu":
-            continue
-        current = device_here(device.type)
-        if device != current:
-            raise ValueError(
-                f"a stage of rank {rank} is on {device}, the current device is {current}: a rank has one device of a "
-                f"kind, and is told which before anything else, as torch.{device.type}.set_device({device.index}) does"
-            )
+        check_current(device, f"a stage of rank {rank}")
 
 
 def _check_ties(stages: Mapping[int, tuple[nn.Module, torch.device]]) -> None:
