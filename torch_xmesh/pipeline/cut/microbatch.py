@@ -215,7 +215,7 @@ def _merge_leaf(parts: list[Any], spec: Any) -> Any:
     if isinstance(spec, Stack):
         return torch.stack(parts)
     if isinstance(spec, Chunk):
-        return torch.cat(parts, spec.split_dim)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, spec.split_dim)
     if isinstance(spec, Fold):
         value = spec.init_value
         for part in parts:
