@@ -1,11 +1,9 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -14,14 +12,13 @@
 #include <vector>
 
 #include "c10d/call_details.h"
+#include "c10d/endpoint.h"
 #include "c10d/group_attachment.h"
 #include "c10d/inner_backends.h"
-#include "c10d/life_lines.h"
-#include "c10d/movement.h"
+#include "c10d/members.h"
 #include "core/resharding/plan.h"
 #include "core/topology.h"
 #include "runtime/calls/reshard_service.h"
-#include "runtime/fork_mark.h"
 
 namespace xmesh::c10d_backend {
 
@@ -35,8 +32,8 @@ struct ReshardGroupOptions {
   OwnInnerFactory make_inner = {};            ///< for tensors on a device
 };
 
-/// The reshards of one process group on one rank: finds the other ranks through the store, keeps the ReshardService, turns torch tensors into plain
-/// memory. Made at the first reshard; the store keys and the connections are its own.
+/// The reshards of one process group on one rank: its members, found through the store, over one endpoint. Made at the first reshard; the store keys
+/// and the connections are its own.
 /// Threading: calls are begun and refused by one thread at a time (the Python layer sees to it); topology(), prepare(), terms() and close() come
 /// from any thread at any time. No method needs the GIL.
 class ReshardGroup final : public GroupAttachment {
@@ -48,12 +45,14 @@ class ReshardGroup final : public GroupAttachment {
   ReshardGroup(const ReshardGroup&) = delete;
   ReshardGroup& operator=(const ReshardGroup&) = delete;
 
-  int64_t globalRank() const { return global_ranks_.at(static_cast<size_t>(group_rank_)); }
+  int64_t globalRank() const { return endpoint_->globalRank(); }
   /// Which host each of `ranks` (global) is on, as they published it; hosts are numbered in order of their lowest rank. Waits for ranks that have not
   /// made their group yet, up to the timeout; PeerError then. InvalidArgument for a rank outside the group.
   core::Topology topology(const std::vector<int64_t>& ranks, const core::LinkModel& links);
   /// Compiles what this rank does for a plan. Keep it: later calls with the same arguments start from it.
-  std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallDetails& details) const;
+  std::shared_ptr<const runtime::PreparedPlan> prepare(std::shared_ptr<const core::ReshardingPlan> plan, const CallDetails& details) const {
+    return endpoint_->prepare(std::move(plan), details);
+  }
   /// Options of one call.
   struct CallOptions {
     std::optional<runtime::CallKey> forward;  ///< the call whose backward this is
@@ -64,11 +63,8 @@ class ReshardGroup final : public GroupAttachment {
   /// call until it has ended.
   c10::intrusive_ptr<::c10d::Work> begin(const std::shared_ptr<const runtime::PreparedPlan>& prepared, std::vector<at::Tensor> src,
                                          std::vector<at::Tensor> dst, const CallOptions& call);
-  /// The terms of meetings and watches of `ranks` (ascending global ranks; this one among them), who compare `fields`. Waits until all of them use
-  /// the group.
-  std::shared_ptr<const runtime::CallTerms> terms(std::vector<int64_t> ranks, const runtime::CallFields& fields, std::string summary);
-  runtime::ReshardService& service() { return *service_; }
-  Movements& movements() { return *movements_; }
+  /// What moves the tensors; who begins calls there himself has found their ranks before (arrive()).
+  const std::shared_ptr<Endpoint>& endpoint() const { return endpoint_; }
   /// Tells the other participants that this rank refuses its call; see runtime::Refusals::refuse.
   void refuse(std::vector<int64_t> participants, const std::string& text);
   /// The same where only some of the participants (global ranks) are known; see runtime::Refusals::refuseUnnamed.
@@ -79,42 +75,20 @@ class ReshardGroup final : public GroupAttachment {
   /// It could not make a pipeline of `ranks` (any; none where they are not known).
   void refusePipeline(std::vector<int64_t> ranks, const runtime::Failure& failure);
   /// Most staging memory that was allocated at once, in bytes.
-  int64_t peakStagingBytes() const { return service_->peakStagingBytes(); }
+  int64_t peakStagingBytes() const { return service().peakStagingBytes(); }
 
-  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-  std::chrono::milliseconds timeout() const { return timeout_.load(); }
-  void close(bool abort) noexcept override;
+  void setTimeout(std::chrono::milliseconds timeout) { endpoint_->setTimeout(timeout); }
+  std::chrono::milliseconds timeout() const { return endpoint_->timeout(); }
+  void close(bool abort) noexcept override { endpoint_->close(abort); }
 
  private:
-  struct Member {
-    std::string host;
-  };
-  enum class AwaitedFor : uint8_t { kReshard, kPipeline };  ///< what those that are missing are said not to have done
-  /// Waits until all `ranks` have made their ReshardGroup. PeerError when one has left instead, or at the timeout; what `check`, which is called
-  /// again and again meanwhile, throws.
-  void findMembers(const std::vector<int64_t>& ranks, AwaitedFor why = AwaitedFor::kReshard, const std::function<void()>& check = {});
-  void awaitMembers(std::vector<int64_t> missing, AwaitedFor why, const std::function<void()>& check);
-  /// As findMembers() for those that are there already; waits for nobody.
-  void findPresentMembers(const std::vector<int64_t>& ranks);
-  bool isFound(int64_t rank) const;
-  bool areMembers(const std::vector<int64_t>& ranks) const;
-  int32_t groupRankOf(int64_t global_rank) const;
-  std::vector<int32_t> peersOf(const std::vector<int64_t>& ranks) const;
-  runtime::Participants participantsOf(std::vector<int64_t> ranks) const;
+  runtime::ReshardService& service() const { return endpoint_->service(); }
+  void find(const std::vector<int64_t>& ranks) { members_.find(ranks, {timeout()}); }
 
-  c10::intrusive_ptr<::c10d::Store> store_;
-  const int32_t group_rank_;
-  const std::vector<int64_t> global_ranks_;
-  std::atomic<std::chrono::milliseconds> timeout_;
-  const ReshardGroupOptions options_;
-  const c10::intrusive_ptr<::c10d::Store> group_store_;
-  const runtime::ForkMark fork_;
-  std::map<int64_t, int32_t> group_rank_of_;
-  mutable std::mutex members_mutex_;
-  std::map<int64_t, Member> members_;   ///< by global rank; those found so far
-  std::shared_ptr<DeviceLines> lines_;  ///< before the service, which uses them
-  std::unique_ptr<Movements> movements_;
-  std::unique_ptr<runtime::ReshardService> service_;
+  const runtime::RankNumbers numbers_;
+  const bool blocking_wait_;
+  Members members_;
+  std::shared_ptr<Endpoint> endpoint_;
 };
 
 /// The call behind a Work that ReshardGroup::begin returned, or nothing for other Works.

@@ -19,7 +19,7 @@ class PeerEvents {
   virtual void onPeerLost(int32_t peer, const std::string& reason, bool is_goodbye) = 0;
 };
 
-/// Carries small messages between the ranks of a group, knows when a peer is gone, and keeps time. It is there whatever moves the tensors' bytes.
+/// Carries small messages between peers, knows when a peer is gone, and keeps time. It is there whatever moves the tensors' bytes.
 /// Threading: everything but post() is called on the network's own thread, as are the PeerEvents.
 class ControlNetwork {
  public:
@@ -34,6 +34,8 @@ class ControlNetwork {
   /// Tells where a peer listens ("host:port"); needed once before the first message to it.
   virtual void setAddress(int32_t peer, std::string address) = 0;
   virtual bool hasAddress(int32_t peer) const = 0;
+  /// The peer has been told as lost, and will not be spoken of again: frees what is kept of it. What it still sends is dropped.
+  virtual void forget(int32_t peer) { static_cast<void>(peer); }
 };
 
 }  // namespace xmesh::transport

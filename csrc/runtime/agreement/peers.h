@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/agreement/messages.h"
+#include "runtime/agreement/rank_numbers.h"
 #include "transport/control_network.h"
 
 namespace xmesh::runtime {
@@ -22,7 +23,7 @@ struct LostPeer {
 /// numbers excepted.
 class Peers {
  public:
-  Peers(std::vector<int64_t> global_ranks, int32_t group_rank) : global_ranks_(std::move(global_ranks)), group_rank_(group_rank) {}
+  Peers(RankNumbers numbers, int32_t group_rank) : numbers_(std::move(numbers)), group_rank_(group_rank) {}
   /// Once, before anything is sent. `address`: where the others reach this rank.
   void connect(transport::ControlNetwork& network, std::string address) {
     network_ = &network;
@@ -30,7 +31,7 @@ class Peers {
   }
 
   int32_t groupRank() const { return group_rank_; }
-  int64_t globalRank(int32_t peer) const { return global_ranks_.at(static_cast<size_t>(peer)); }
+  int64_t globalRank(int32_t peer) const { return numbers_.globalRank(peer); }
   int64_t myGlobalRank() const { return globalRank(group_rank_); }
 
   /// Whether the peer is another rank, is not lost, and can be reached.
@@ -72,7 +73,7 @@ class Peers {
   const std::map<int32_t, LostPeer>& lost() const { return lost_; }
 
  private:
-  const std::vector<int64_t> global_ranks_;
+  const RankNumbers numbers_;
   const int32_t group_rank_;
   transport::ControlNetwork* network_ = nullptr;
   std::string address_;

@@ -5,7 +5,7 @@
 namespace xmesh::runtime {
 
 ReshardService::ReshardService(Options options, const MakeNetworks& make_networks)
-    : peers_(std::move(options.global_ranks), options.group_rank),
+    : peers_(std::move(options.numbers), options.group_rank),
       refusals_(mailbox_, peers_, history_),
       arrivals_(mailbox_, peers_, history_),
       calls_(peers_, history_, refusals_, arrivals_) {

@@ -40,8 +40,8 @@ namespace xmesh::runtime {
 class ReshardService final : public transport::PeerEvents {
  public:
   struct Options {
-    std::vector<int64_t> global_ranks;  ///< of every group rank
-    int32_t group_rank = 0;
+    RankNumbers numbers;
+    int32_t group_rank = 0;  ///< this rank's peer number
   };
   /// What carries the ranks' messages, and what moves the tensors.
   struct Networks {

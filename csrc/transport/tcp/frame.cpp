@@ -12,7 +12,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "frames are written as the CPU keeps its numbers");
 
 constexpr std::string_view kMagic = "xmeshtcp";
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 
 template <typename T>
 void put(T value, size_t offset, std::span<char> out) {
@@ -87,10 +87,8 @@ void appendFrame(const FrameHeader& header, std::string_view text, std::string& 
 void encodeHello(const Hello& hello, std::span<char, kHelloBytes> out) {
   std::memcpy(out.data(), kMagic.data(), kMagic.size());
   put(kVersion, 8, out);
-  put(hello.group_rank, 12, out);
-  put(hello.group_size, 16, out);
-  put(uint32_t{0}, 20, out);
-  std::memcpy(out.data() + 24, hello.token.data(), hello.token.size());
+  put(hello.peer, 12, out);
+  std::memcpy(out.data() + 16, hello.token.data(), hello.token.size());
 }
 
 std::optional<Hello> decodeHello(std::span<const char, kHelloBytes> bytes) {
@@ -98,9 +96,8 @@ std::optional<Hello> decodeHello(std::span<const char, kHelloBytes> bytes) {
     return std::nullopt;
   }
   Hello hello;
-  hello.group_rank = get<uint32_t>(12, bytes);
-  hello.group_size = get<uint32_t>(16, bytes);
-  std::memcpy(hello.token.data(), bytes.data() + 24, hello.token.size());
+  hello.peer = get<uint32_t>(12, bytes);
+  std::memcpy(hello.token.data(), bytes.data() + 16, hello.token.size());
   return hello;
 }
 

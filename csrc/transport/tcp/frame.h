@@ -53,15 +53,14 @@ std::optional<FrameHeader> decodeFrameHeader(std::span<const char, kFrameHeaderB
 /// Appends header and text, if any, of a frame.
 void appendFrame(const FrameHeader& header, std::string_view text, std::string& out);
 
-/// The secret that ranks of one group share; a connection that does not begin with it is dropped.
+/// The secret that those share who may connect to each other; a connection that does not begin with it is dropped.
 using Token = std::array<uint8_t, 16>;
 
-constexpr size_t kHelloBytes = 40;
+constexpr size_t kHelloBytes = 32;
 
 /// First bytes of every connection.
 struct Hello {
-  uint32_t group_rank = 0;
-  uint32_t group_size = 0;
+  uint32_t peer = 0;  ///< the number of the one that connects
   Token token{};
 };
 

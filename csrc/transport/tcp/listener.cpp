@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <utility>
 
 namespace xmesh::transport {
@@ -50,8 +51,14 @@ struct TcpListener::Handshake final : FdHandler {
   size_t num_bytes = 0;
 };
 
-TcpListener::TcpListener(EventLoop& loop, const std::string& host, const Hello& own_hello, std::chrono::milliseconds handshake_timeout, Events events)
-    : loop_(loop), own_hello_(own_hello), handshake_timeout_(handshake_timeout), events_(std::move(events)), fd_(listenOn(host, kBacklog)) {
+TcpListener::TcpListener(EventLoop& loop, const std::string& host, const Hello& own_hello, std::chrono::milliseconds handshake_timeout,
+                         int32_t most_peers, Events events)
+    : loop_(loop),
+      own_hello_(own_hello),
+      handshake_timeout_(handshake_timeout),
+      most_handshakes_(static_cast<size_t>(most_peers) + kSpareHandshakes),
+      events_(std::move(events)),
+      fd_(listenOn(host, kBacklog)) {
   address_ = SocketAddress::ofSocket(fd_.get()).str();
 }
 
@@ -85,7 +92,7 @@ void TcpListener::pause(int error) {
 }
 
 void TcpListener::begin(Fd fd) {
-  if (handshakes_.size() >= own_hello_.group_size + kSpareHandshakes) {
+  if (handshakes_.size() >= most_handshakes_) {
     reject(handshakes_.begin()->first, "too many connections without a hello");
   }
   const uint64_t id = next_id_++;
@@ -103,13 +110,13 @@ void TcpListener::reject(uint64_t id, const std::string& reason) {
 void TcpListener::finish(uint64_t id) {
   const auto hello = decodeHello(handshakes_.at(id)->bytes);
   if (!hello || !equalTokens(hello->token, own_hello_.token)) {
-    reject(id, hello ? "its token is not the group's" : "it speaks another version");
-  } else if (hello->group_size != own_hello_.group_size || hello->group_rank >= own_hello_.group_size || hello->group_rank == own_hello_.group_rank) {
-    reject(id, "it says it is rank " + std::to_string(hello->group_rank) + " of " + std::to_string(hello->group_size));
+    reject(id, hello ? "its token is another" : "it speaks another version");
+  } else if (hello->peer > std::numeric_limits<int32_t>::max() || hello->peer == own_hello_.peer) {
+    reject(id, "it says it is rank " + std::to_string(hello->peer));
   } else {
     const std::unique_ptr<Handshake> handshake = std::move(handshakes_.extract(id).mapped());
     loop_.remove(std::exchange(handshake->registration, 0));
-    events_.on_peer(static_cast<int32_t>(hello->group_rank), std::move(handshake->fd));
+    events_.on_peer(static_cast<int32_t>(hello->peer), std::move(handshake->fd));
   }
 }
 

@@ -16,16 +16,17 @@
 
 namespace xmesh::transport {
 
-/// Accepts connections and lets through those that begin with the group's hello in time. Loop thread only, but for the constructor.
+/// Accepts connections and lets through those that begin in time with a hello that knows the secret. Loop thread only, but for the constructor.
 class TcpListener final : private FdHandler {
  public:
   struct Events {
-    std::function<void(int32_t rank, Fd fd)> on_peer;
+    std::function<void(int32_t peer, Fd fd)> on_peer;
     std::function<void(const std::string& reason)> on_rejected;
   };
 
   /// Listens at once, on a free port of `host`; accepts after start(). Throws std::invalid_argument or std::system_error.
-  TcpListener(EventLoop& loop, const std::string& host, const Hello& own_hello, std::chrono::milliseconds handshake_timeout, Events events);
+  TcpListener(EventLoop& loop, const std::string& host, const Hello& own_hello, std::chrono::milliseconds handshake_timeout, int32_t most_peers,
+              Events events);
   ~TcpListener() override;
   TcpListener(const TcpListener&) = delete;
   TcpListener& operator=(const TcpListener&) = delete;
@@ -46,6 +47,7 @@ class TcpListener final : private FdHandler {
   EventLoop& loop_;
   const Hello own_hello_;
   const std::chrono::milliseconds handshake_timeout_;
+  const size_t most_handshakes_;
   Events events_;
   Fd fd_;
   std::string address_;

@@ -61,6 +61,11 @@ void TcpNetwork::setAddress(int32_t peer, std::string address) {
   impl_->setAddress(peer, address);
 }
 
+void TcpNetwork::forget(int32_t peer) {
+  impl_->checkedLoop("forget");
+  impl_->forget(peer);
+}
+
 bool TcpNetwork::hasAddress(int32_t peer) const {
   impl_->checkedLoop("hasAddress");
   return impl_->hasAddress(peer);

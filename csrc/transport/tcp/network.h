@@ -12,11 +12,14 @@
 namespace xmesh::transport {
 
 struct TcpNetworkOptions {
-  int32_t group_rank = 0;
-  int32_t group_size = 1;
+  /// This end's number. The others are any numbers from 0 on, which who is connected knows them by: those of a group's ranks, say. They may come
+  /// and go; a number is never used by two.
+  int32_t own_peer = 0;
+  /// How many peers may connect at once: of more connections, and a few, that have not said who they are the oldest are dropped.
+  int32_t most_peers = 4096;
   /// Address of the interface to listen on and to be reached at.
   std::string listen_host = "127.0.0.1";
-  /// The group's secret; connections without it are dropped.
+  /// The secret of those who may connect; connections without it are dropped.
   Token token{};
   /// Whether payload goes to and comes from peers at this rank's own address through memory shared with them, where both wish so and the kernel
   /// allows it. What goes there is not paced.
@@ -58,7 +61,7 @@ class TcpNetwork final : public PeerNetwork {
   std::string address() const;
   /// Waits until everything is written that the peers' posted receives do not hold back; false when `timeout` comes first.
   bool drain(std::chrono::milliseconds timeout);
-  /// Connections dropped because they did not belong to the group.
+  /// Connections dropped because they did not know the secret, or were no peers.
   int64_t numRejectedConnections() const;
 
   void post(std::function<void()> task) override;
@@ -71,6 +74,7 @@ class TcpNetwork final : public PeerNetwork {
   uint64_t startTimer(std::chrono::milliseconds delay, std::function<void()> task) override;
   void cancelTimer(uint64_t timer) override;
   void setAddress(int32_t peer, std::string address) override;
+  void forget(int32_t peer) override;
   bool hasAddress(int32_t peer) const override;
 
  private:

@@ -18,11 +18,11 @@ TcpNetwork::Impl::Impl(TcpNetworkOptions options, PeerEvents& events)
     : options_(std::move(options)),
       peer_events_(events),
       loop_([this] { return turnEnd(); }, [this](const std::string& what) { log("a callback failed: " + what); }) {
-  if (options_.group_size < 1 || options_.group_rank < 0 || options_.group_rank >= options_.group_size) {
-    throw std::invalid_argument("group rank " + std::to_string(options_.group_rank) + " is not in a group of " + std::to_string(options_.group_size));
+  if (options_.own_peer < 0 || options_.most_peers < 0) {
+    throw std::invalid_argument("a peer's number is not negative, nor is how many there are; got " + std::to_string(options_.own_peer) + " of " +
+                                std::to_string(options_.most_peers));
   }
-  peers_.resize(static_cast<size_t>(options_.group_size));
-  listener_ = std::make_unique<TcpListener>(loop_, options_.listen_host, hello(), options_.handshake_timeout,
+  listener_ = std::make_unique<TcpListener>(loop_, options_.listen_host, hello(), options_.handshake_timeout, options_.most_peers,
                                             TcpListener::Events{[this](int32_t rank, Fd fd) { onIncoming(rank, std::move(fd)); },
                                                                 [this](const std::string& reason) { onRejected(reason); }});
   address_ = listener_->address();
@@ -35,9 +35,7 @@ TcpNetwork::Impl::~Impl() {
   loop_.join();
 }
 
-Hello TcpNetwork::Impl::hello() const {
-  return {static_cast<uint32_t>(options_.group_rank), static_cast<uint32_t>(options_.group_size), options_.token};
-}
+Hello TcpNetwork::Impl::hello() const { return {static_cast<uint32_t>(options_.own_peer), options_.token}; }
 
 EventLoop& TcpNetwork::Impl::checkedLoop(const char* call) {
   if (!loop_.onThread()) {
@@ -46,12 +44,11 @@ EventLoop& TcpNetwork::Impl::checkedLoop(const char* call) {
   return loop_;
 }
 
-TcpNetwork::Impl::Peer& TcpNetwork::Impl::peerAt(int32_t rank) {
-  if (rank < 0 || rank >= options_.group_size || rank == options_.group_rank) {
-    throw std::invalid_argument("rank " + std::to_string(rank) + " is no peer of rank " + std::to_string(options_.group_rank) + " in a group of " +
-                                std::to_string(options_.group_size));
+TcpNetwork::Impl::Peer& TcpNetwork::Impl::peerAt(int32_t peer) {
+  if (peer < 0 || peer == options_.own_peer) {
+    throw std::invalid_argument(std::to_string(peer) + " is no peer of " + std::to_string(options_.own_peer));
   }
-  return peers_[static_cast<size_t>(rank)];
+  return peers_[peer];
 }
 
 TcpSender& TcpNetwork::Impl::senderTo(int32_t rank) {
@@ -66,7 +63,7 @@ TcpSender& TcpNetwork::Impl::senderTo(int32_t rank) {
 TcpReceiver& TcpNetwork::Impl::receiverFrom(int32_t rank) {
   Peer& peer = peerAt(rank);
   if (!peer.receiver) {
-    peer.receiver = std::make_unique<TcpReceiver>(loop_, *this, rank, options_.group_rank, options_.shared_memory);
+    peer.receiver = std::make_unique<TcpReceiver>(loop_, *this, rank, options_.own_peer, options_.shared_memory);
   }
   return *peer.receiver;
 }
@@ -152,6 +149,14 @@ void TcpNetwork::Impl::sendControl(int32_t peer, const std::string& message) {
 
 void TcpNetwork::Impl::setAddress(int32_t peer, const std::string& address) { peerAt(peer).address = SocketAddress::parse(address); }
 
+void TcpNetwork::Impl::forget(int32_t peer) {
+  Peer& known = peerAt(peer);
+  if (known.is_lost) {
+    known.sender.reset();
+    known.receiver.reset();
+  }
+}
+
 bool TcpNetwork::Impl::hasAddress(int32_t peer) { return peerAt(peer).address.has_value(); }
 
 void TcpNetwork::Impl::onIncoming(int32_t rank, Fd fd) {
@@ -170,7 +175,7 @@ void TcpNetwork::Impl::onRejected(const std::string& reason) {
 }
 
 void TcpNetwork::Impl::log(const std::string& line) {
-  const std::string text = "rank " + std::to_string(options_.group_rank) + ": " + line;
+  const std::string text = "rank " + std::to_string(options_.own_peer) + ": " + line;
   options_.log ? options_.log(text) : writeToStderr(text);
 }
 
@@ -240,7 +245,7 @@ void TcpNetwork::Impl::losePeer(int32_t rank, Event::Kind kind, const std::strin
 
 /// While this rank leaves, others may be leaving too: those that keep their own connection to it are not.
 bool TcpNetwork::Impl::mayStillListen(int32_t rank) const {
-  const Peer& peer = peers_[static_cast<size_t>(rank)];
+  const Peer& peer = peers_.at(rank);
   return !is_closing_ || (peer.receiver && peer.receiver->isAttached());
 }
 
@@ -318,7 +323,7 @@ bool TcpNetwork::Impl::flushPeers() {
 }
 
 bool TcpNetwork::Impl::isDrained() const {
-  for (const Peer& peer : peers_) {
+  for (const auto& [number, peer] : peers_) {
     if (peer.sender && peer.sender->hasQueued()) {
       return false;
     }
@@ -365,7 +370,7 @@ void TcpNetwork::Impl::sayGoodbye() {
     close(operation);
   }
   events_due_.clear();
-  for (Peer& peer : peers_) {
+  for (auto& [number, peer] : peers_) {
     const bool owes_goodbye = peer.sender && peer.sender->owesGoodbye();
     if (peer.receiver && peer.receiver->isAttached()) {
       std::string frame;
@@ -374,7 +379,7 @@ void TcpNetwork::Impl::sayGoodbye() {
     }
     if (owes_goodbye) {
       peer.sender->queueGoodbye();
-      wantFlush(static_cast<int32_t>(&peer - peers_.data()));
+      wantFlush(number);
     } else if (peer.sender) {
       peer.sender->stop();
     }

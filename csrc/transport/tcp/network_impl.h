@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,7 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   void sendControl(int32_t peer, const std::string& message);
   void setAddress(int32_t peer, const std::string& address);
   bool hasAddress(int32_t peer);
+  void forget(int32_t peer);
   /// Throws std::logic_error on any other thread than the loop's.
   EventLoop& checkedLoop(const char* call);
 
@@ -84,7 +86,8 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   void wantFlush(int32_t peer) override;
 
   Hello hello() const;
-  Peer& peerAt(int32_t rank);
+  /// Throws std::invalid_argument for this end's own number and for what is none.
+  Peer& peerAt(int32_t peer);
   TcpSender& senderTo(int32_t rank);
   TcpReceiver& receiverFrom(int32_t rank);
   void startConnection(int32_t rank, const char* call);
@@ -104,7 +107,7 @@ class TcpNetwork::Impl final : public ConnectionOwner {
   PeerEvents& peer_events_;
   EventLoop loop_;
   std::unique_ptr<TcpListener> listener_;
-  std::vector<Peer> peers_;
+  std::unordered_map<int32_t, Peer> peers_;  ///< those that have been spoken of
   OperationTable operations_;
   std::deque<Event> events_due_;
   std::vector<int32_t> flush_due_;

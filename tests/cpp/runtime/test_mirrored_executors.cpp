@@ -68,14 +68,15 @@ class MirroredExecutorsTest : public testing::Test {
  protected:
   MirroredExecutorsTest() : network_(3, 1) {
     for (int32_t rank = 0; rank < 3; ++rank) {
-      services_.push_back(std::make_unique<ReshardService>(ReshardService::Options{{0, 1, 2}, rank}, [this, rank](transport::PeerEvents& events) {
-        std::unique_ptr<transport::PeerNetwork> joined = network_.join(rank, events);
-        auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
-        auto make = [network = joined.get(), on_host = host.get()](const Route& /*route*/) {
-          return std::make_unique<MirroredExecutors>(*on_host, [network](std::function<void()> task) { network->post(std::move(task)); });
-        };
-        return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
-      }));
+      services_.push_back(
+          std::make_unique<ReshardService>(ReshardService::Options{RankNumbers({0, 1, 2}), rank}, [this, rank](transport::PeerEvents& events) {
+            std::unique_ptr<transport::PeerNetwork> joined = network_.join(rank, events);
+            auto host = std::make_unique<HostExecutors>(*joined, int64_t{1} << 20);
+            auto make = [network = joined.get(), on_host = host.get()](const Route& /*route*/) {
+              return std::make_unique<MirroredExecutors>(*on_host, [network](std::function<void()> task) { network->post(std::move(task)); });
+            };
+            return ReshardService::Networks{std::move(joined), std::make_unique<ExecutorsByRoute>(std::move(host), std::move(make)), "fake"};
+          }));
       introduce(*services_.back(), rank, 3);
     }
   }

@@ -240,8 +240,7 @@ class StreamThreadsTest : public testing::TestWithParam<uint64_t> {
     std::iota(ranks.begin(), ranks.end(), 0);
     return std::make_unique<ReshardService>(ReshardService::Options{ranks, rank}, [this, rank, group](transport::PeerEvents& events) {
       transport::TcpNetworkOptions options;
-      options.group_rank = rank;
-      options.group_size = kNumRanks;
+      options.own_peer = rank;
       auto network = std::make_unique<transport::TcpNetwork>(options, events);
       const auto post = [network = network.get()](std::function<void()> task) { network->post(std::move(task)); };
       auto make = [this, rank, group, post](const Route& /*route*/) {

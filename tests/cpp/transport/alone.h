@@ -19,7 +19,6 @@ namespace xmesh::transport::test {
 class Alone {
  public:
   explicit Alone(TcpNetworkOptions options = {}) {
-    options.group_size = 2;
     options.log = [this](const std::string& line) {
       const std::lock_guard lock(monitor_.mutex);
       lines_.push_back(line);

@@ -229,7 +229,7 @@ TEST_P(Conformance, MisuseThrows) {
     EXPECT_THROW(network.send(9, 1, &byte, 1, 0), std::logic_error);
     EXPECT_THROW(network.recv(9, 1, &byte, 1, 0), std::logic_error);
     EXPECT_THROW(network.send(1, 0, &byte, 1, 0), std::invalid_argument);
-    EXPECT_THROW(network.recv(1, 2, &byte, 1, 0), std::invalid_argument);
+    EXPECT_THROW(network.recv(1, 2, &byte, 1, 0), std::logic_error);
     EXPECT_THROW(network.sendControl(-1, ""), std::invalid_argument);
     network.close(1);
     network.close(1);

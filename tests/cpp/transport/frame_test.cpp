@@ -46,7 +46,7 @@ TEST(Frame, RefusesWhatIsNoHeader) {
 }
 
 TEST(Frame, HelloComesBackAndOthersDoNot) {
-  Hello hello{3, 8, {}};
+  Hello hello{3, {}};
   for (size_t i = 0; i < hello.token.size(); ++i) {
     hello.token[i] = static_cast<uint8_t>(200 + i);
   }
@@ -54,8 +54,7 @@ TEST(Frame, HelloComesBackAndOthersDoNot) {
   encodeHello(hello, bytes);
   const auto decoded = decodeHello(bytes);
   ASSERT_TRUE(decoded.has_value());
-  EXPECT_EQ(decoded->group_rank, 3U);
-  EXPECT_EQ(decoded->group_size, 8U);
+  EXPECT_EQ(decoded->peer, 3U);
   EXPECT_TRUE(equalTokens(decoded->token, hello.token));
   hello.token[15] ^= 1;
   EXPECT_FALSE(equalTokens(decoded->token, hello.token));

@@ -98,8 +98,7 @@ void FakeCluster::call(int32_t rank, const std::function<void()>& task) {
 TcpCluster::TcpCluster(int32_t size, const TcpNetworkOptions& options, int32_t unwilling) {
   for (int32_t rank = 0; rank < size; ++rank) {
     TcpNetworkOptions own = options;
-    own.group_rank = rank;
-    own.group_size = size;
+    own.own_peer = rank;
     own.shared_memory = own.shared_memory && rank != unwilling;
     recorders_.push_back(std::make_unique<Recorder>(monitor_));
     networks_.push_back(std::make_unique<TcpNetwork>(own, *recorders_.back()));

@@ -50,7 +50,7 @@ TEST(TcpNetwork, KeepsTryingWhileThePeerStarts) {
   }
   ASSERT_EQ(::listen(port.get(), 1), 0);
   const Fd accepted(::accept(port.get(), nullptr, nullptr));
-  EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, 2, {}}));
+  EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, {}}));
   EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes + 5).substr(kFrameHeaderBytes), "hello");
   alone.destroyNetwork();  // before its peer ends without goodbye
   EXPECT_TRUE(alone.told().losses.empty());
@@ -60,7 +60,7 @@ TEST(TcpNetwork, LeavesWhenItsWordsHaveGoneThoughItHasYetToConnect) {
   Alone alone;
   const Fd port = rawBind();
   const Fd peer = rawConnect(alone.network().address());
-  rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+  rawWrite(peer, helloBytes({1, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
   ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
   std::promise<void> said;
   alone.call(addressOf(port), [&](TcpNetwork& network) {
@@ -75,7 +75,7 @@ TEST(TcpNetwork, LeavesWhenItsWordsHaveGoneThoughItHasYetToConnect) {
   pollfd ready{port.get(), POLLIN, 0};
   ASSERT_EQ(::poll(&ready, 1, 0), 1) << "it has left without its words";
   const Fd accepted(::accept(port.get(), nullptr, nullptr));
-  EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, 2, {}}));
+  EXPECT_EQ(rawRead(accepted, kHelloBytes), helloBytes({0, {}}));
   EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes + 5).substr(kFrameHeaderBytes), "hello");
   EXPECT_EQ(rawRead(accepted, kFrameHeaderBytes), headerBytes({FrameKind::kGoodbye, 0, kGoodbyeFinal, 0}));
 }
@@ -84,7 +84,7 @@ TEST(TcpNetwork, EndWithoutGoodbyeIsALossFromBothSides) {
   {
     Alone alone;
     Fd peer = rawConnect(alone.network().address());
-    rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+    rawWrite(peer, helloBytes({1, {}}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
     ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
     peer.reset();
     EXPECT_EQ(alone.waitLoss().reason.find("connection reset by peer"), 0U);
@@ -125,7 +125,7 @@ TEST(TcpNetwork, CallsGoInQuanta) {
   ASSERT_EQ(::listen(port.get(), 1), 0);
   const Fd peer = rawConnect(alone.network().address());
   // The peer's receives are posted before anything is sent.
-  std::string ready = helloBytes({1, 2, {}});
+  std::string ready = helloBytes({1, {}});
   const std::vector<OperationId> operations{1, 2, OperationId(2, 1), 3, 4, 5};
   for (const OperationId operation : operations) {
     ready += headerBytes({FrameKind::kReady, operation, 2, 0});
@@ -176,8 +176,7 @@ TEST(TcpNetwork, AKilledProcessIsLost) {
     Monitor monitor;
     Recorder recorder(monitor);
     TcpNetworkOptions options;
-    options.group_rank = 1;
-    options.group_size = 2;
+    options.own_peer = 1;
     TcpNetwork network(options, recorder);
     std::string address = network.address() + "\n";
     static_cast<void>(!::write(from_child[1], address.data(), address.size()));
@@ -388,10 +387,9 @@ TEST(TcpNetwork, MisuseThrows) {
   Monitor monitor;
   Recorder recorder(monitor);
   TcpNetworkOptions options;
-  options.group_rank = 2;
-  options.group_size = 2;
+  options.own_peer = -1;
   EXPECT_THROW(TcpNetwork(options, recorder), std::invalid_argument);
-  options.group_rank = 0;
+  options.own_peer = 0;
   options.listen_host = "203.0.113.1";  // no interface of this machine has it
   EXPECT_THROW(TcpNetwork(options, recorder), std::system_error);
 }

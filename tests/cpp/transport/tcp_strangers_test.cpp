@@ -34,8 +34,7 @@ TEST(TcpNetwork, DropsWhoIsNotOfTheGroup) {
     Hello hello;
     std::string why;
   };
-  for (const Case& wrong : {Case{{1, 2, token}, "token"}, Case{{1, 3, {}}, "rank 1 of 3"}, Case{{2, 2, {}}, "rank 2 of 2"},
-                            Case{{0, 2, {}}, "rank 0 of 2"}, Case{{0xffffffff, 2, {}}, "rank 4294967295"}}) {
+  for (const Case& wrong : {Case{{1, token}, "token"}, Case{{0, {}}, "rank 0"}, Case{{0xffffffff, {}}, "rank 4294967295"}}) {
     Alone alone;
     expectRejected(alone, helloBytes(wrong.hello), wrong.why);
     EXPECT_EQ(alone.network().numRejectedConnections(), 1);
@@ -46,15 +45,15 @@ TEST(TcpNetwork, DropsASlowHandshake) {
   TcpNetworkOptions options;
   options.handshake_timeout = milliseconds(20);
   Alone alone(options);
-  expectRejected(alone, helloBytes({1, 2, {}}).substr(0, 39), "no hello in time");
+  expectRejected(alone, helloBytes({1, {}}).substr(0, 31), "no hello in time");
 }
 
 TEST(TcpNetwork, DropsASecondConnectionOfARank) {
   Alone alone;
   const Fd first = rawConnect(alone.network().address());
-  rawWrite(first, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kControl, 0, 5, 0}) + "first");
+  rawWrite(first, helloBytes({1, {}}) + headerBytes({FrameKind::kControl, 0, 5, 0}) + "first");
   ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
-  expectRejected(alone, helloBytes({1, 2, {}}), "connected already");
+  expectRejected(alone, helloBytes({1, {}}), "connected already");
   rawWrite(first, headerBytes({FrameKind::kControl, 0, 6, 0}) + "second");
   ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 2; }));
   EXPECT_EQ(alone.told().controls[1].second, "second");
@@ -65,8 +64,7 @@ TEST(TcpNetwork, AWrongTokenLosesThePeerForItsOwner) {
   Monitor monitor;
   Recorder recorder(monitor);
   TcpNetworkOptions options;
-  options.group_rank = 1;
-  options.group_size = 2;
+  options.own_peer = 1;
   options.token.fill(9);
   TcpNetwork other(options, recorder);
   alone.call(other.address(), [](TcpNetwork& network) { network.sendControl(1, "hello?"); });
@@ -80,7 +78,7 @@ TEST(TcpNetwork, TrustsNoLengthOfAFrame) {
         FrameHeader{static_cast<FrameKind>(77), 0, 0, 0}}) {
     Alone alone;
     const Fd peer = rawConnect(alone.network().address());
-    rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes(header));
+    rawWrite(peer, helloBytes({1, {}}) + headerBytes(header));
     EXPECT_NE(alone.waitLoss().reason.find("protocol error"), std::string::npos);
     const std::string answer = rawRead(peer, kFrameHeaderBytes);
     ASSERT_EQ(answer.size(), kFrameHeaderBytes);
@@ -93,7 +91,7 @@ TEST(TcpNetwork, ARingThatIsNotThereIsAProtocolError) {
     Alone alone;
     const Fd peer = rawConnect(alone.network().address());
     // A ring that cannot be opened is no error: its owner is told and goes on without.
-    rawWrite(peer, helloBytes({1, 2, {}}) + headerBytes({FrameKind::kRing, 1, 1, 1}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+    rawWrite(peer, helloBytes({1, {}}) + headerBytes({FrameKind::kRing, 1, 1, 1}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
     ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
     rawWrite(peer, headerBytes(header));
     EXPECT_NE(alone.waitLoss().reason.find("protocol error"), std::string::npos);
@@ -107,7 +105,7 @@ TEST(TcpNetwork, ASecondRingIsAProtocolError) {
   Alone alone;
   const Fd peer = rawConnect(alone.network().address());
   // Of an operation that is not open: taken and discarded.
-  rawWrite(peer, helloBytes({1, 2, {}}) + offer + headerBytes({FrameKind::kRingData, 1, 4, 4}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
+  rawWrite(peer, helloBytes({1, {}}) + offer + headerBytes({FrameKind::kRingData, 1, 4, 4}) + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok");
   ASSERT_TRUE(alone.waitFor([&] { return alone.told().controls.size() == 1; }));
   EXPECT_EQ(alone.told().controls[0].second, "ok");
   rawWrite(peer, offer);
@@ -121,7 +119,7 @@ TEST(TcpNetwork, DataWithoutAReceiveIsAProtocolErrorOrDiscarded) {
   const Fd peer = rawConnect(alone.network().address());
   // Operation 2 is not open: discarded, byte by byte.
   const std::string bytes =
-      helloBytes({1, 2, {}}) + headerBytes({FrameKind::kData, 2, 4, 4}) + "data" + '\0' + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok";
+      helloBytes({1, {}}) + headerBytes({FrameKind::kData, 2, 4, 4}) + "data" + '\0' + headerBytes({FrameKind::kControl, 0, 2, 0}) + "ok";
   for (const char byte : bytes) {
     rawWrite(peer, {&byte, 1});
   }

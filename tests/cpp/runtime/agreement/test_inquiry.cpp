@@ -30,7 +30,7 @@ class InquiryTest : public testing::Test {
   transport::FakeHostNetwork network_{3, 1};
   Silent others_;
   std::vector<std::unique_ptr<transport::PeerNetwork>> ends_;
-  Peers peers_{{10, 11, 12}, 0};
+  Peers peers_{RankNumbers({10, 11, 12}), 0};
   const Participants all_{{10, 11, 12}, {0, 1, 2}, 5, 0};
   const CallKey key_{5, 0, 0};
   Inquiry inquiry_;
