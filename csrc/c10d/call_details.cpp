@@ -4,6 +4,20 @@
 #include <string>
 
 namespace xmesh::c10d_backend {
+namespace {
+
+void addPlaces(const std::string& end, const std::string& tensor, const core::TensorSpec& spec, runtime::CallFields& fields) {
+  if (spec.isBoxed()) {
+    fields.emplace_back(end + " boxes" + tensor, spec.whereStr());
+    return;
+  }
+  fields.emplace_back(end + " mesh" + tensor, spec.mesh.str());
+  fields.emplace_back(end + " placements" + tensor, core::placementsStr(spec.placements));
+}
+
+std::string placesOf(const core::TensorSpec& spec) { return spec.isBoxed() ? spec.whereStr() : core::placementsStr(spec.placements); }
+
+}  // namespace
 
 runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails& details, int64_t staging_bytes) {
   runtime::CallFields fields = details.entries;
@@ -14,11 +28,9 @@ runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails
     const auto& [src, dst] = plan.tensors[i];
     fields.emplace_back("shape" + tensor, core::shapeStr(src.shape));
     fields.emplace_back("dtype" + tensor, src.dtype.name);
-    fields.emplace_back("source mesh" + tensor, src.mesh.str());
-    fields.emplace_back("source placements" + tensor, core::placementsStr(src.placements));
+    addPlaces("source", tensor, src, fields);
     fields.emplace_back("source device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).first);
-    fields.emplace_back("destination mesh" + tensor, dst.mesh.str());
-    fields.emplace_back("destination placements" + tensor, core::placementsStr(dst.placements));
+    addPlaces("destination", tensor, dst, fields);
     fields.emplace_back("destination device" + tensor, details.devices.empty() ? "cpu" : details.devices.at(i).second);
     fields.emplace_back("requires_grad" + tensor, i < details.requires_grad.size() && details.requires_grad[i] == '1' ? "True" : "False");
   }
@@ -34,8 +46,8 @@ runtime::CallFields fieldsOf(const core::ReshardingPlan& plan, const CallDetails
 
 std::string summaryOf(const core::ReshardingPlan& plan, const CallDetails& details) {
   const auto& [src, dst] = plan.tensors.front();
-  std::string out = (details.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " +
-                    core::placementsStr(src.placements) + " -> " + core::placementsStr(dst.placements);
+  std::string out =
+      (details.is_backward ? "gradient of " : "") + src.dtype.name + core::shapeStr(src.shape) + " " + placesOf(src) + " -> " + placesOf(dst);
   return plan.tensors.size() > 1
              ? "tensor " + (details.labels.empty() ? "0" : details.labels.front()) + " of " + std::to_string(plan.tensors.size()) + ": " + out
              : out;

@@ -41,10 +41,12 @@ std::optional<c10::Device> deviceOf(const runtime::PreparedPlan& prepared, const
                       tensor.device());
     out = tensor.device();
   };
-  for (int64_t i = 0; i < prepared.program->numTensors(); ++i) {
+  for (int64_t i = 0; i < prepared.program->numSources(); ++i) {
     if (prepared.program->srcShape(i).has_value()) {
       look(src.at(i));
     }
+  }
+  for (int64_t i = 0; i < prepared.program->numDestinations(); ++i) {
     if (prepared.program->dstShape(i).has_value()) {
       look(dst.at(i));
     }
@@ -63,10 +65,13 @@ runtime::Movement movementOf(const std::shared_ptr<const runtime::PreparedPlan>&
   const runtime::Program& program = *prepared->program;
   runtime::Movement out;
   out.prepared = prepared;
-  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
-    const runtime::DeviceKinds& kinds = prepared->devices.at(tensor);
-    out.src.push_back(program.srcShape(tensor).has_value() ? lent(src.at(tensor), kinds.src) : runtime::LocalTensor{});
-    out.dst.push_back(program.dstShape(tensor).has_value() ? lent(checkedTarget(dst.at(tensor)), kinds.dst) : runtime::LocalTensor{});
+  for (int64_t i = 0; i < program.numSources(); ++i) {
+    const int16_t kind = prepared->devices.at(program.src_tensors[i]).src;
+    out.src.push_back(program.srcShape(i).has_value() ? lent(src.at(i), kind) : runtime::LocalTensor{});
+  }
+  for (int64_t i = 0; i < program.numDestinations(); ++i) {
+    const int16_t kind = prepared->devices.at(program.dst_tensors[i]).dst;
+    out.dst.push_back(program.dstShape(i).has_value() ? lent(checkedTarget(dst.at(i)), kind) : runtime::LocalTensor{});
   }
   program.checkLocalTensors(out.src, out.dst);
   out.keep_alive = std::move(alive);

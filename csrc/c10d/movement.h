@@ -33,9 +33,9 @@ struct CallMovement {
 class Movements {
  public:
   explicit Movements(std::shared_ptr<DeviceLines> lines) : lines_(std::move(lines)) {}
-  /// The movement has the tensors' memory without the tensors, one entry per tensor of the plan. Throws ValueError where a tensor is on another kind
-  /// of device than its plan says, where some are on several devices or on another one than the group's before, and what Program::checkLocalTensors
-  /// throws.
+  /// The movement has the tensors' memory without the tensors, one entry per local tensor of the program. Throws ValueError where a tensor is on
+  /// another kind of device than its plan says, where some are on several devices or on another one than the group's before, and what
+  /// Program::checkLocalTensors throws.
   CallMovement of(const std::shared_ptr<const runtime::PreparedPlan>& prepared, const std::vector<at::Tensor>& src,
                   const std::vector<at::Tensor>& dst);
 

@@ -77,6 +77,8 @@ const JsonValue& JsonValue::at(std::string_view name) const {
   return items_[static_cast<size_t>(found - names_.begin())];
 }
 
+bool JsonValue::has(std::string_view name) const { return kind_ == Kind::kObject && std::find(names_.begin(), names_.end(), name) != names_.end(); }
+
 void JsonValue::expectMembers(const std::vector<std::string_view>& names) const {
   for (std::string_view name : names) {
     at(name);

@@ -24,6 +24,8 @@ class JsonValue {
   std::vector<int64_t> integers() const;
   /// A member of an object.
   const JsonValue& at(std::string_view name) const;
+  /// Whether it is an object that has the member.
+  bool has(std::string_view name) const;
   /// Throws unless this is an object with these members and no others.
   void expectMembers(const std::vector<std::string_view>& names) const;
   /// Throws InvalidArgument "<where>: <message>".

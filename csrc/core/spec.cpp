@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -85,6 +86,20 @@ bool mayMeet(ReduceOp left, ReduceOp right) {
   return left == right || (is_linear(left) && is_linear(right));
 }
 
+void validateBoxes(const TensorSpec& spec, const std::string& what) {
+  require(!spec.isBoxed() || (spec.mesh.numRanks() == 0 && spec.placements.empty()), what + "a tensor is placed by a mesh or by boxes, not by both");
+  for (const OwnedBox& owned : spec.boxes) {
+    bool is_inside = owned.box.size() == spec.shape.size();
+    for (size_t dim = 0; is_inside && dim < owned.box.size(); ++dim) {
+      is_inside = owned.box[dim].begin >= 0 && owned.box[dim].begin < owned.box[dim].end && owned.box[dim].end <= spec.shape[dim];
+    }
+    require(is_inside, what + "the box " + boxStr(owned.box) + " is empty, or not inside the tensor");
+    const bool ascends = std::adjacent_find(owned.ranks.begin(), owned.ranks.end(), std::greater_equal<>()) == owned.ranks.end();
+    require(ascends && (owned.ranks.empty() || owned.ranks.front() >= 0),
+            what + "the ranks of the box " + boxStr(owned.box) + " do not ascend from 0");
+  }
+}
+
 }  // namespace
 
 DType DType::parse(std::string_view name) {
@@ -116,6 +131,7 @@ void TensorSpec::validate() const {
   }
   require(std::cmp_equal(placements.size(), mesh.numAxes()),
           what + "expected one placement per mesh axis (" + std::to_string(mesh.numAxes()) + "), got " + std::to_string(placements.size()));
+  validateBoxes(*this, what);
   const Placement* first_partial = nullptr;
   for (const Placement& placement : placements) {
     if (placement.isShard()) {
@@ -138,7 +154,31 @@ bool TensorSpec::hasPartial() const {
   return std::any_of(placements.begin(), placements.end(), [](const Placement& p) { return p.kind == PlacementKind::kPartial; });
 }
 
-std::string TensorSpec::str() const { return dtype.name + shapeStr(shape) + " on " + mesh.str() + " as " + placementsStr(placements); }
+std::vector<int64_t> TensorSpec::ranks() const {
+  std::vector<int64_t> out = mesh.ranks();
+  for (const OwnedBox& box : boxes) {
+    out.insert(out.end(), box.ranks.begin(), box.ranks.end());
+  }
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+std::string TensorSpec::str() const {
+  return dtype.name + shapeStr(shape) + (isBoxed() ? " in " + whereStr() : " on " + mesh.str() + " as " + placementsStr(placements));
+}
+
+std::string TensorSpec::whereStr() const {
+  if (!isBoxed()) {
+    return placementsStr(placements) + " on " + mesh.str();
+  }
+  std::string out = std::to_string(boxes.size()) + (boxes.size() == 1 ? " box on ranks " : " boxes on ranks ");
+  const std::vector<int64_t> all = ranks();
+  for (size_t i = 0; i < all.size(); ++i) {
+    out += (i > 0 ? ", " : "") + std::to_string(all[i]);
+  }
+  return out;
+}
 
 std::string shapeStr(const std::vector<int64_t>& shape) {
   std::string out = "[";

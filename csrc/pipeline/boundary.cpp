@@ -38,8 +38,8 @@ std::vector<at::Tensor> PipelineBoundary::buffersFor(const Transfer& transfer) {
   const std::vector<size_t>& differentiable = flights_.differentiable(transfer.edge);
   const runtime::Program& program = *planOf(transfer)->program;
   std::vector<at::Tensor> out;
-  out.reserve(static_cast<size_t>(program.numTensors()));
-  for (int64_t tensor = 0; tensor < program.numTensors(); ++tensor) {
+  out.reserve(static_cast<size_t>(program.numDestinations()));
+  for (int64_t tensor = 0; tensor < program.numDestinations(); ++tensor) {
     const auto i = static_cast<size_t>(tensor);
     const std::vector<int64_t>& shape = program.dstShape(tensor).value();
     const at::ScalarType dtype = dtypes.at(transfer.is_gradient ? differentiable.at(i) : i);

@@ -131,6 +131,65 @@ inline core::TensorPair randomPair(std::mt19937_64& rng, const LayoutOptions& op
   return pair;
 }
 
+/// Cuts a box in two at random, again and again.
+inline std::vector<core::Box> randomPartition(std::mt19937_64& rng, const core::Box& whole) {
+  std::vector<core::Box> out = {whole};
+  for (int64_t cuts = randomInt(rng, 0, 5); cuts > 0 && !whole.empty(); --cuts) {
+    const auto which = static_cast<size_t>(randomInt(rng, 0, static_cast<int64_t>(out.size()) - 1));
+    const auto dim = static_cast<size_t>(randomInt(rng, 0, static_cast<int64_t>(whole.size()) - 1));
+    const core::Interval interval = out[which][dim];
+    if (interval.size() > 1) {
+      const int64_t at = randomInt(rng, interval.begin + 1, interval.end - 1);
+      out.push_back(out[which]);
+      out.back()[dim].begin = at;
+      out[which][dim].end = at;
+    }
+  }
+  return out;
+}
+
+/// Boxes with owners: groups of ranks cut the tensor each in its own way; within a group some boxes have one owner, some several, some none but in
+/// the first group, which covers the tensor where it must.
+inline std::vector<core::OwnedBox> randomBoxes(std::mt19937_64& rng, const std::vector<int64_t>& shape, std::vector<int64_t> ranks, bool covers) {
+  core::Box whole;
+  for (const int64_t extent : shape) {
+    whole.push_back({0, extent});
+  }
+  shuffleRanks(rng, ranks);
+  std::vector<core::OwnedBox> out;
+  for (size_t begin = 0; begin < ranks.size();) {
+    const auto end = static_cast<size_t>(randomInt(rng, static_cast<int64_t>(begin) + 1, static_cast<int64_t>(ranks.size())));
+    for (core::Box& box : randomPartition(rng, whole)) {
+      std::vector<int64_t> owners;
+      for (size_t i = begin; i < end; ++i) {
+        if (randomInt(rng, 0, 2) == 0) {
+          owners.push_back(ranks[i]);
+        }
+      }
+      if (owners.empty() && covers && begin == 0) {
+        owners.push_back(ranks[static_cast<size_t>(randomInt(rng, 0, static_cast<int64_t>(end) - 1))]);
+      }
+      std::sort(owners.begin(), owners.end());
+      out.push_back({std::move(box), std::move(owners)});
+    }
+    begin = end;
+  }
+  return out;
+}
+
+/// Turns one end of a pair or both into random boxes on the same ranks, where that is possible: not of what has no elements or is Partial.
+inline void drawBoxes(std::mt19937_64& rng, core::TensorPair& pair) {
+  if (product(pair.src.shape) == 0 || pair.src.hasPartial()) {
+    return;
+  }
+  const int64_t which = randomInt(rng, 0, 2);
+  for (core::TensorSpec* spec : {&pair.src, &pair.dst}) {
+    if (which != (spec == &pair.src ? 1 : 0)) {
+      *spec = {spec->shape, spec->dtype, {}, {}, randomBoxes(rng, spec->shape, spec->mesh.ranks(), spec == &pair.src)};
+    }
+  }
+}
+
 /// Ranks 0..num_ranks-1 on random hosts: consecutive blocks or scattered; NIC rates sometimes differ between hosts.
 inline core::Topology randomTopology(std::mt19937_64& rng, int64_t num_ranks) {
   std::map<int64_t, int64_t> host_of;

@@ -51,13 +51,14 @@ runtime::LocalTensor HostMirrors::mirror(std::vector<Pair>& pairs, const at::Ten
 }
 
 void HostMirrors::standIn(runtime::Movement& movement, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst) {
-  const runtime::PreparedPlan& prepared = *movement.prepared;
-  for (size_t i = 0; i < prepared.devices.size(); ++i) {
-    const auto tensor = static_cast<int64_t>(i);
-    if (prepared.program->srcShape(tensor).has_value() && !src.at(i).is_cpu()) {
+  const runtime::Program& program = *movement.prepared->program;
+  for (int64_t i = 0; i < program.numSources(); ++i) {
+    if (program.srcShape(i).has_value() && !src.at(i).is_cpu()) {
       movement.src.at(i) = mirror(sources_, src[i]);
     }
-    if (prepared.program->dstShape(tensor).has_value() && !dst.at(i).is_cpu()) {
+  }
+  for (int64_t i = 0; i < program.numDestinations(); ++i) {
+    if (program.dstShape(i).has_value() && !dst.at(i).is_cpu()) {
       movement.dst.at(i) = mirror(destinations_, dst[i]);
     }
   }

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
+#include "core/error.h"
+#include "core/resharding/box_refinement.h"
 #include "core/tiling.h"
 
 namespace xmesh::core {
@@ -142,6 +145,62 @@ bool advance(std::vector<size_t>& index, const std::vector<size_t>& extents) {
   return false;
 }
 
+/// Meshes at both ends: dim by dim.
+void decomposeTiles(ReshardingPlan& plan, size_t tensor, HoldersInterner& holders, NeedersInterner& needers) {
+  const auto& [src, dst] = plan.tensors[tensor];
+  const Tiling src_tiling(src);
+  const Tiling dst_tiling(dst);
+  TableIndexOfTile holders_of = holdersOfTiles(src, src_tiling, holders);
+  TableIndexOfTile needers_of = needersOfTiles(dst, dst_tiling, needers);
+  const size_t num_dims = src.shape.size();
+  std::vector<std::vector<DimSlice>> slices(num_dims);
+  std::vector<size_t> extents(num_dims);
+  for (size_t dim = 0; dim < num_dims; ++dim) {
+    slices[dim] = intersect(src_tiling.pieces(static_cast<int64_t>(dim)), dst_tiling.pieces(static_cast<int64_t>(dim)));
+    extents[dim] = slices[dim].size();
+  }
+  size_t num_slices = 1;
+  for (size_t extent : extents) {
+    num_slices *= extent;
+  }
+  plan.tasks.reserve(plan.tasks.size() + num_slices);
+  std::vector<size_t> index(num_dims, 0);
+  std::vector<int64_t> src_parts(num_dims);
+  std::vector<int64_t> dst_parts(num_dims);
+  do {
+    UnitTask task;
+    task.tensor = static_cast<int64_t>(tensor);
+    task.box.resize(num_dims);
+    for (size_t dim = 0; dim < num_dims; ++dim) {
+      const DimSlice& slice = slices[dim][index[dim]];
+      task.box[dim] = slice.interval;
+      src_parts[dim] = slice.src_part;
+      dst_parts[dim] = slice.dst_part;
+    }
+    task.holders = holders_of[tileIndex(src_tiling, src_parts)];
+    task.needers = needers_of[tileIndex(dst_tiling, dst_parts)];
+    plan.tasks.push_back(std::move(task));
+  } while (advance(index, extents));
+}
+
+/// Boxes at an end or both.
+void decomposeBoxes(ReshardingPlan& plan, size_t tensor, HoldersInterner& holders, NeedersInterner& needers) {
+  const auto& [src, dst] = plan.tensors[tensor];
+  try {
+    for (SharedBox& shared : refineBoxes(src.shape, ownedBoxes(src), ownedBoxes(dst))) {
+      UnitTask task;
+      task.tensor = static_cast<int64_t>(tensor);
+      task.box = std::move(shared.box);
+      const Holders held{{std::move(shared.holders)}};
+      task.holders = holders.indexOf(held.contributions, held);
+      task.needers = needers.indexOf(shared.needers, shared.needers);
+      plan.tasks.push_back(std::move(task));
+    }
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument("tensor " + std::to_string(tensor) + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 void decompose(ReshardingPlan& plan) {
@@ -155,39 +214,11 @@ void decompose(ReshardingPlan& plan) {
     if (src.numElements() == 0) {
       continue;
     }
-    const Tiling src_tiling(src);
-    const Tiling dst_tiling(dst);
-    TableIndexOfTile holders_of = holdersOfTiles(src, src_tiling, holders);
-    TableIndexOfTile needers_of = needersOfTiles(dst, dst_tiling, needers);
-    const size_t num_dims = src.shape.size();
-    std::vector<std::vector<DimSlice>> slices(num_dims);
-    std::vector<size_t> extents(num_dims);
-    for (size_t dim = 0; dim < num_dims; ++dim) {
-      slices[dim] = intersect(src_tiling.pieces(static_cast<int64_t>(dim)), dst_tiling.pieces(static_cast<int64_t>(dim)));
-      extents[dim] = slices[dim].size();
+    if (src.isBoxed() || dst.isBoxed()) {
+      decomposeBoxes(plan, tensor, holders, needers);
+    } else {
+      decomposeTiles(plan, tensor, holders, needers);
     }
-    size_t num_slices = 1;
-    for (size_t extent : extents) {
-      num_slices *= extent;
-    }
-    plan.tasks.reserve(plan.tasks.size() + num_slices);
-    std::vector<size_t> index(num_dims, 0);
-    std::vector<int64_t> src_parts(num_dims);
-    std::vector<int64_t> dst_parts(num_dims);
-    do {
-      UnitTask task;
-      task.tensor = static_cast<int64_t>(tensor);
-      task.box.resize(num_dims);
-      for (size_t dim = 0; dim < num_dims; ++dim) {
-        const DimSlice& slice = slices[dim][index[dim]];
-        task.box[dim] = slice.interval;
-        src_parts[dim] = slice.src_part;
-        dst_parts[dim] = slice.dst_part;
-      }
-      task.holders = holders_of[tileIndex(src_tiling, src_parts)];
-      task.needers = needers_of[tileIndex(dst_tiling, dst_parts)];
-      plan.tasks.push_back(std::move(task));
-    } while (advance(index, extents));
   }
 }
 

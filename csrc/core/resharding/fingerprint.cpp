@@ -58,6 +58,13 @@ void addSpec(Digest& digest, const TensorSpec& spec) {
   for (const Placement& placement : spec.placements) {
     digest.add(placement.str());
   }
+  for (const OwnedBox& owned : spec.boxes) {
+    for (const Interval& interval : owned.box) {
+      digest.add(interval.begin);
+      digest.add(interval.end);
+    }
+    digest.add(owned.ranks);
+  }
 }
 
 void addInputs(Digest& digest, const std::vector<TensorPair>& tensors, const Topology& topology, const std::string& strategy) {

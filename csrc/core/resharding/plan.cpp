@@ -37,8 +37,10 @@ std::string payloadStr(const Message& message) {
 std::vector<int64_t> ReshardingPlan::participants() const {
   std::vector<int64_t> out;
   for (const TensorPair& pair : tensors) {
-    out.insert(out.end(), pair.src.mesh.ranks().begin(), pair.src.mesh.ranks().end());
-    out.insert(out.end(), pair.dst.mesh.ranks().begin(), pair.dst.mesh.ranks().end());
+    for (const TensorSpec* spec : {&pair.src, &pair.dst}) {
+      const std::vector<int64_t> ranks = spec->ranks();
+      out.insert(out.end(), ranks.begin(), ranks.end());
+    }
   }
   std::sort(out.begin(), out.end());
   out.erase(std::unique(out.begin(), out.end()), out.end());

@@ -38,7 +38,23 @@ void writeTopology(JsonWriter& json, const Topology& topology) {
   json.endObject().endObject();
 }
 
+void writeBoxes(JsonWriter& json, const TensorSpec& spec) {
+  json.beginObject().name("boxes").beginArray();
+  for (const OwnedBox& owned : spec.boxes) {
+    json.beginArray().beginArray();
+    for (const Interval& interval : owned.box) {
+      json.integers({interval.begin, interval.end});
+    }
+    json.endArray().integers(owned.ranks).endArray();
+  }
+  json.endArray().endObject();
+}
+
 void writeSpec(JsonWriter& json, const TensorSpec& spec) {
+  if (spec.isBoxed()) {
+    writeBoxes(json, spec);
+    return;
+  }
   json.beginObject().name("mesh_shape").integers(spec.mesh.shape()).name("ranks").integers(spec.mesh.ranks());
   json.name("placements").beginArray();
   for (const Placement& placement : spec.placements) {
@@ -110,11 +126,31 @@ Topology readTopology(const JsonValue& value) {
   return readAt(value, [&] { return Topology(readPairs(value.at("host_of")), model, readPairs(value.at("nic_of_host"))); });
 }
 
+Box readBox(const JsonValue& value) {
+  Box out;
+  for (const JsonValue& interval : value.array()) {
+    const std::vector<int64_t> ends = interval.integers();
+    if (ends.size() != 2) {
+      interval.fail("expected begin and end");
+    }
+    out.push_back({ends[0], ends[1]});
+  }
+  return out;
+}
+
 TensorSpec readSpec(const JsonValue& value, const std::vector<int64_t>& shape, const DType& dtype) {
-  value.expectMembers({"mesh_shape", "ranks", "placements"});
   TensorSpec out;
   out.shape = shape;
   out.dtype = dtype;
+  if (value.has("boxes")) {
+    value.expectMembers({"boxes"});
+    for (const JsonValue& owned : value.at("boxes").array()) {
+      const std::vector<JsonValue>& items = owned.array(2);
+      out.boxes.push_back({readBox(items[0]), items[1].integers()});
+    }
+    return out;
+  }
+  value.expectMembers({"mesh_shape", "ranks", "placements"});
   out.mesh = readAt(value, [&] { return Mesh(value.at("mesh_shape").integers(), value.at("ranks").integers()); });
   for (const JsonValue& placement : value.at("placements").array()) {
     out.placements.push_back(readAt(placement, [&] { return Placement::parse(placement.string()); }));

@@ -20,9 +20,10 @@ namespace xmesh::core {
 namespace {
 
 void checkRanks(const TensorSpec& spec, const Topology& topology, const std::string& what) {
-  for (int64_t rank : spec.mesh.ranks()) {  // texts only for a mistake: meshes are long
+  for (int64_t rank : spec.ranks()) {  // texts only for a mistake: meshes are long
     if (!topology.hasRank(rank)) {
-      throw InvalidArgument(what + "rank " + std::to_string(rank) + " of mesh " + spec.mesh.str() + " has no host in the topology");
+      throw InvalidArgument(what + "rank " + std::to_string(rank) + " of " + (spec.isBoxed() ? spec.whereStr() : "mesh " + spec.mesh.str()) +
+                            " has no host in the topology");
     }
     if (rank > std::numeric_limits<int32_t>::max()) {
       throw InvalidArgument(what + "rank " + std::to_string(rank) + " does not fit 31 bits");
@@ -45,7 +46,9 @@ void checkTensor(const TensorPair& pair, size_t index, const Topology& topology)
           what + "a reshard keeps the dtype; the source has " + pair.src.dtype.name + ", the destination " + pair.dst.dtype.name);
   require(!pair.dst.hasPartial(), what + "the destination " + placementsStr(pair.dst.placements) +
                                       " has a Partial placement; a value cannot be split into contributions, ask for Replicate() or Shard(dim)");
-  require(pair.src.mesh.numRanks() > 0 && pair.dst.mesh.numRanks() > 0, what + "a mesh without ranks cannot hold a tensor");
+  const auto is_placed = [](const TensorSpec& spec) { return spec.isBoxed() || spec.mesh.numRanks() > 0; };
+  require(is_placed(pair.src) && is_placed(pair.dst), what + "a mesh without ranks cannot hold a tensor");
+  require(!pair.src.hasPartial() || !pair.dst.isBoxed(), what + "a Partial source goes to a mesh, not to boxes");
   checkRanks(pair.src, topology, what);
   checkRanks(pair.dst, topology, what);
 }

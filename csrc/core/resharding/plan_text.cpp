@@ -41,8 +41,8 @@ std::string tensorsStr(const ReshardingPlan& plan) {
   for (size_t i = 0; i < std::min(plan.tensors.size(), kMaxTensors); ++i) {
     const auto& [src, dst] = plan.tensors[i];
     out += "  tensor " + std::to_string(i) + "  " + src.dtype.name + shapeStr(src.shape) + "  " + bytesStr(src.numBytes()) + "\n";
-    out += "    from " + placementsStr(src.placements) + " on " + src.mesh.str() + "\n";
-    out += "    to   " + placementsStr(dst.placements) + " on " + dst.mesh.str() + "\n";
+    out += "    from " + src.whereStr() + "\n";
+    out += "    to   " + dst.whereStr() + "\n";
   }
   if (plan.tensors.size() > kMaxTensors) {
     out += "  ... and " + std::to_string(plan.tensors.size() - kMaxTensors) + " more tensors\n";

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/tiling.h"
 #include "runtime/program/broadcast_stars.h"
+#include "runtime/program/local_places.h"
 #include "runtime/program/plan_checks.h"
 #include "runtime/program/program_order.h"
 
@@ -31,32 +31,22 @@ struct ArrivedRange {
   int32_t arrival = 0;
 };
 
-/// A tensor's tiling as this rank sees it.
-struct View {
-  core::Tiling tiling;
-  std::vector<int64_t> coord;
-};
-
-std::optional<View> viewOf(const core::TensorSpec& spec, int64_t global_rank) {
-  const int64_t index = spec.mesh.indexOfRank(global_rank);
-  if (index < 0) {
-    return std::nullopt;
-  }
-  return View{core::Tiling(spec), spec.mesh.coordOfIndex(index)};
-}
-
 class Compiler {
  public:
   Compiler(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options, const BroadcastStars* stars = nullptr)
-      : plan_(plan), stars_(stars), rank_(global_rank), options_(options), program_(std::make_shared<Program>()) {
+      : plan_(plan),
+        stars_(stars),
+        rank_(global_rank),
+        options_(options),
+        program_(std::make_shared<Program>()),
+        sources_(plan, LocalPlaces::End::kSource, global_rank),
+        destinations_(plan, LocalPlaces::End::kDestination, global_rank) {
     core::require(options.max_message_bytes > 0, "messages must be at least one byte long, got " + std::to_string(options.max_message_bytes));
     program_->global_rank = global_rank;
-    for (const core::TensorPair& pair : plan.tensors) {
-      src_views_.push_back(viewOf(pair.src, global_rank));
-      dst_views_.push_back(viewOf(pair.dst, global_rank));
-      program_->src_shapes.push_back(shapeOf(src_views_.back()));
-      program_->dst_shapes.push_back(shapeOf(dst_views_.back()));
-    }
+    program_->src_shapes = sources_.shapes();
+    program_->dst_shapes = destinations_.shapes();
+    program_->src_tensors = sources_.tensors();
+    program_->dst_tensors = destinations_.tensors();
     for (const core::Holders& holders : plan.holders) {
       own_contribution_.push_back(contributionOf(holders, global_rank));
     }
@@ -95,9 +85,6 @@ class Compiler {
   }
 
  private:
-  static std::optional<std::vector<int64_t>> shapeOf(const std::optional<View>& view) {
-    return view.has_value() ? std::optional(view->tiling.localShape(view->coord)) : std::nullopt;
-  }
   int32_t circleOf(const Message& message) const {
     if (stars_ == nullptr || message.payload != Payload::kValue) {
       return -1;
@@ -138,17 +125,7 @@ class Compiler {
     const auto [found, is_new] = known.try_emplace(task_index, static_cast<int32_t>(program_->boxes.size()));
     if (is_new) {
       const UnitTask& task = plan_.tasks[static_cast<size_t>(task_index)];
-      const View& view = (is_src ? src_views_ : dst_views_).at(static_cast<size_t>(task.tensor)).value();
-      SliceBox box;
-      box.tensor = static_cast<int32_t>(task.tensor);
-      box.is_src = is_src;
-      box.item_bytes = plan_.itemBytes(task);
-      const std::vector<int64_t> offset = core::localOffset(view.tiling, view.coord, task.box);
-      std::copy(offset.begin(), offset.end(), box.offsets.begin());
-      for (size_t dim = 0; dim < task.box.size(); ++dim) {
-        box.extents[dim] = task.box[dim].size();
-      }
-      program_->boxes.push_back(box);
+      program_->boxes.push_back((is_src ? sources_ : destinations_).place(task.tensor, task.box));
     }
     return found->second;
   }
@@ -335,8 +312,8 @@ class Compiler {
   const int64_t rank_;
   const ProgramOptions options_;
   std::shared_ptr<Program> program_;
-  std::vector<std::optional<View>> src_views_;
-  std::vector<std::optional<View>> dst_views_;
+  const LocalPlaces sources_;
+  const LocalPlaces destinations_;
   std::vector<int32_t> group_of_;          ///< by position; empty without groups
   std::vector<int64_t> own_contribution_;  ///< by index in plan.holders
   std::vector<bool> is_needer_;            ///< by index in plan.needers
@@ -372,22 +349,21 @@ int64_t Program::numBytes(const ReceiveStep& step) const {
 }
 
 void Program::checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const {
-  const auto count = static_cast<size_t>(numTensors());
-  if (src.size() != count || dst.size() != count) {
-    throw core::InvalidArgument("expected " + std::to_string(count) + " source and destination tensors, got " + std::to_string(src.size()) + " and " +
-                                std::to_string(dst.size()));
+  if (src.size() != src_shapes.size() || dst.size() != dst_shapes.size()) {
+    throw core::InvalidArgument("expected " + std::to_string(src_shapes.size()) + " source and " + std::to_string(dst_shapes.size()) +
+                                " destination tensors, got " + std::to_string(src.size()) + " and " + std::to_string(dst.size()));
   }
-  for (size_t i = 0; i < count; ++i) {
-    const bool src_fits =
-        !src_shapes[i].has_value() || (src[i].shape == *src_shapes[i] && src[i].strides.size() == src[i].shape.size() && src[i].data);
-    const bool dst_fits =
-        !dst_shapes[i].has_value() || (dst[i].shape == *dst_shapes[i] && dst[i].strides.size() == dst[i].shape.size() && dst[i].data);
-    if (!src_fits || !dst_fits) {
-      const std::string where = " of tensor " + std::to_string(i) + " on rank " + std::to_string(global_rank);
-      checkLocalTensor("the source's local tensor" + where, src[i], src_shapes[i]);
-      checkLocalTensor("the destination's local tensor" + where, dst[i], dst_shapes[i]);
+  const auto check = [this](const char* what, const std::vector<LocalTensor>& given, const auto& shapes, const std::vector<int32_t>& tensors) {
+    for (size_t i = 0; i < given.size(); ++i) {
+      const bool fits = !shapes[i].has_value() || (given[i].shape == *shapes[i] && given[i].strides.size() == given[i].shape.size() && given[i].data);
+      if (!fits) {  // the text only for a mistake
+        checkLocalTensor(std::string(what) + "'s local tensor of tensor " + std::to_string(tensors[i]) + " on rank " + std::to_string(global_rank),
+                         given[i], shapes[i]);
+      }
     }
-  }
+  };
+  check("the source", src, src_shapes, src_tensors);
+  check("the destination", dst, dst_shapes, dst_tensors);
 }
 
 std::shared_ptr<const Program> compileProgram(const ReshardingPlan& plan, int64_t global_rank, const ProgramOptions& options) {

@@ -24,8 +24,8 @@ struct ProgramOptions {
 
 /// Where a task's box lies in this rank's part of a tensor.
 struct SliceBox {
-  int32_t tensor = 0;
-  bool is_src = false;  ///< the source's local tensor, else the destination's
+  int32_t tensor = 0;   ///< which of this rank's local tensors
+  bool is_src = false;  ///< of the source, else of the destination
   int64_t item_bytes = 0;
   std::array<int64_t, kMaxDims> offsets{};
   std::array<int64_t, kMaxDims> extents{};
@@ -101,10 +101,13 @@ class Program {
   const std::vector<int64_t>& peers() const { return peer_ranks; }
   int64_t numSends() const { return static_cast<int64_t>(sends.size()); }
   int64_t numReceives() const { return static_cast<int64_t>(receives.size()); }
-  int64_t numTensors() const { return static_cast<int64_t>(src_shapes.size()); }
-  /// Local shape that a tensor must have on this rank; nothing when the rank is not in the source (destination) mesh.
-  const std::optional<std::vector<int64_t>>& srcShape(int64_t tensor) const { return src_shapes.at(static_cast<size_t>(tensor)); }
-  const std::optional<std::vector<int64_t>>& dstShape(int64_t tensor) const { return dst_shapes.at(static_cast<size_t>(tensor)); }
+  /// How many local tensors this rank gives at either end. Of a tensor on a mesh there is one; of a tensor in boxes one for each box of this rank,
+  /// in the order of the spec's boxes.
+  int64_t numSources() const { return static_cast<int64_t>(src_shapes.size()); }
+  int64_t numDestinations() const { return static_cast<int64_t>(dst_shapes.size()); }
+  /// Shape that a local tensor must have on this rank; nothing when the rank is not in the source (destination) mesh.
+  const std::optional<std::vector<int64_t>>& srcShape(int64_t local) const { return src_shapes.at(static_cast<size_t>(local)); }
+  const std::optional<std::vector<int64_t>>& dstShape(int64_t local) const { return dst_shapes.at(static_cast<size_t>(local)); }
   /// Throws InvalidArgument naming tensor and rank when a local tensor is missing, or its shape or strides do not fit.
   void checkLocalTensors(const std::vector<LocalTensor>& src, const std::vector<LocalTensor>& dst) const;
 
@@ -123,6 +126,8 @@ class Program {
   std::vector<int32_t> first_send_of_track;  ///< by trackIndex; -1 when there is none
   std::vector<std::optional<std::vector<int64_t>>> src_shapes;
   std::vector<std::optional<std::vector<int64_t>>> dst_shapes;
+  std::vector<int32_t> src_tensors;  ///< by local tensor: the plan's tensor
+  std::vector<int32_t> dst_tensors;
   std::vector<std::vector<int64_t>> circles;  ///< ascending global ranks; alike on every rank, also those that it is not in
   std::vector<SliceBox> boxes;
   std::vector<SendStep> sends;

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 
 #include "core/error.h"
 #include "core/json.h"
@@ -38,8 +39,12 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 TEST(PlanJson, RoundTrips) {
   for (uint64_t seed = 0; seed < 500; ++seed) {
     std::mt19937_64 rng(seed);
-    const ReshardingPlan plan = planResharding({layouts::randomPair(rng), layouts::randomPair(rng)}, layouts::randomTopology(rng, 12),
-                                               parseStrategy(seed % 2 == 0 ? "broadcast:naive+dfs,seed=3" : "auto"));
+    std::vector<TensorPair> tensors = {layouts::randomPair(rng), layouts::randomPair(rng)};
+    if (seed % 3 == 0) {
+      layouts::drawBoxes(rng, tensors.front());
+    }
+    const ReshardingPlan plan =
+        planResharding(std::move(tensors), layouts::randomTopology(rng, 12), parseStrategy(seed % 2 == 0 ? "broadcast:naive+dfs,seed=3" : "auto"));
     const std::string text = planToJson(plan);
     const ReshardingPlan read = planFromJson(text);
     ASSERT_EQ(planToJson(read), text) << "seed " << seed;

@@ -99,13 +99,21 @@ class ReshardCase {
  public:
   ReshardCase(const core::ReshardingPlan& plan, int64_t num_ranks, MemoryLayout layout, uint64_t seed) : plan_(plan) {
     std::mt19937_64 rng(seed);
-    src_.resize(static_cast<size_t>(num_ranks));
-    dst_.resize(static_cast<size_t>(num_ranks));
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      src_.emplace_back();
+      dst_.emplace_back();
       for (size_t tensor = 0; tensor < plan.tensors.size(); ++tensor) {
-        src_[static_cast<size_t>(rank)].push_back(makeTensor(plan.tensors[tensor].src, rank, layout, rng));
-        dst_[static_cast<size_t>(rank)].push_back(makeTensor(plan.tensors[tensor].dst, rank, layout, rng));
-        fillSource(rank, tensor);
+        const auto& [src, dst] = plan.tensors[tensor];
+        for (const OracleLocal& expected : oracleLocals(src, rank)) {
+          src_.back().emplace_back(expected.shape, src.dtype.item_bytes, layout, rng);
+          for (size_t e = 0; e < expected.elements.size(); ++e) {
+            oracleValue(src, static_cast<int64_t>(tensor), expected.contribution, expected.elements[e],
+                        src_.back().back().at(static_cast<int64_t>(e)));
+          }
+        }
+        for (const OracleLocal& expected : oracleLocals(dst, rank)) {
+          dst_.back().emplace_back(expected.shape, dst.dtype.item_bytes, layout, rng);
+        }
       }
     }
   }
@@ -124,32 +132,31 @@ class ReshardCase {
   std::string firstDifference() {
     const bool has_sums = std::any_of(plan_.messages.begin(), plan_.messages.end(),
                                       [](const core::Message& message) { return message.payload == core::Payload::kPartialSum; });
+    std::vector<size_t> next(dst_.size(), 0);  // of each rank's local tensors
     for (size_t tensor = 0; tensor < plan_.tensors.size(); ++tensor) {
       const auto& [src, dst] = plan_.tensors[tensor];
       const Bytes expected = oracleGlobal(src, static_cast<int64_t>(tensor));
       Bytes first_replica = expected;
       std::vector<bool> is_seen(static_cast<size_t>(src.numElements()), false);
-      for (int64_t i = 0; i < dst.mesh.numRanks(); ++i) {
-        const int64_t rank = dst.mesh.ranks()[static_cast<size_t>(i)];
-        OwnedTensor& local = dst_[static_cast<size_t>(rank)][tensor];
-        const Indices elements = oracleElements(dst, dst.mesh.coordOfIndex(i));
-        for (size_t e = 0; e < elements.size(); ++e) {
-          const auto item_bytes = static_cast<size_t>(dst.dtype.item_bytes);
-          const size_t offset = static_cast<size_t>(elements[e]) * item_bytes;
-          const uint8_t* actual = local.at(static_cast<int64_t>(e));
-          const bool is_first = has_sums && !is_seen[static_cast<size_t>(elements[e])];
-          if (is_first && oracleIsClose(src, actual, expected.data() + offset)) {
-            std::memcpy(first_replica.data() + offset, actual, item_bytes);
+      const std::string what = "tensor " + std::to_string(tensor) + " " + src.str() + " -> " + dst.str() + " by " + plan_.strategy + ": rank ";
+      for (size_t rank = 0; rank < dst_.size(); ++rank) {
+        for (const OracleLocal& wanted : oracleLocals(dst, static_cast<int64_t>(rank))) {
+          OwnedTensor& local = dst_[rank].at(next[rank]++);
+          for (size_t e = 0; e < wanted.elements.size(); ++e) {
+            const auto element = static_cast<size_t>(wanted.elements[e]);
+            const auto item_bytes = static_cast<size_t>(dst.dtype.item_bytes);
+            const uint8_t* actual = local.at(static_cast<int64_t>(e));
+            if (has_sums && !is_seen[element] && oracleIsClose(src, actual, expected.data() + element * item_bytes)) {
+              std::memcpy(first_replica.data() + element * item_bytes, actual, item_bytes);
+            }
+            is_seen[element] = true;
+            if (std::memcmp(actual, first_replica.data() + element * item_bytes, item_bytes) != 0) {
+              return what + std::to_string(rank) + " has a wrong local element " + std::to_string(e);
+            }
           }
-          is_seen[static_cast<size_t>(elements[e])] = true;
-          if (std::memcmp(actual, first_replica.data() + offset, item_bytes) != 0) {
-            return "tensor " + std::to_string(tensor) + " " + src.str() + " -> " + dst.str() + " by " + plan_.strategy + ": rank " +
-                   std::to_string(rank) + " has a wrong local element " + std::to_string(e);
+          if (!local.gapsAreIntact(static_cast<int64_t>(wanted.elements.size()))) {
+            return what + std::to_string(rank) + " wrote between its elements";
           }
-        }
-        if (!local.gapsAreIntact(static_cast<int64_t>(elements.size()))) {
-          return "tensor " + std::to_string(tensor) + " " + src.str() + " -> " + dst.str() + ": rank " + std::to_string(rank) +
-                 " wrote between its elements";
         }
       }
     }
@@ -157,32 +164,6 @@ class ReshardCase {
   }
 
  private:
-  static OwnedTensor makeTensor(const core::TensorSpec& spec, int64_t rank, MemoryLayout layout, std::mt19937_64& rng) {
-    const int64_t index = spec.mesh.indexOfRank(rank);
-    if (index < 0) {
-      return OwnedTensor({0}, spec.dtype.item_bytes, layout, rng);
-    }
-    std::vector<int64_t> shape;
-    for (const Indices& indices : oracleTile(spec, spec.mesh.coordOfIndex(index))) {
-      shape.push_back(static_cast<int64_t>(indices.size()));
-    }
-    return OwnedTensor(std::move(shape), spec.dtype.item_bytes, layout, rng);
-  }
-
-  void fillSource(int64_t rank, size_t tensor) {
-    const core::TensorSpec& spec = plan_.tensors[tensor].src;
-    const int64_t index = spec.mesh.indexOfRank(rank);
-    if (index < 0) {
-      return;
-    }
-    const std::vector<int64_t> coord = spec.mesh.coordOfIndex(index);
-    const Indices elements = oracleElements(spec, coord);
-    for (size_t e = 0; e < elements.size(); ++e) {
-      oracleValue(spec, static_cast<int64_t>(tensor), oracleContribution(spec, coord), elements[e],
-                  src_[static_cast<size_t>(rank)][tensor].at(static_cast<int64_t>(e)));
-    }
-  }
-
   static std::vector<runtime::LocalTensor> tensorsOf(const std::vector<OwnedTensor>& owned) {
     std::vector<runtime::LocalTensor> out;
     for (const OwnedTensor& tensor : owned) {
@@ -192,7 +173,7 @@ class ReshardCase {
   }
 
   const core::ReshardingPlan& plan_;
-  std::vector<std::vector<OwnedTensor>> src_;  ///< [rank][tensor]
+  std::vector<std::vector<OwnedTensor>> src_;  ///< by rank, its local tensors
   std::vector<std::vector<OwnedTensor>> dst_;
 };
 

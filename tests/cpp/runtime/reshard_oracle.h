@@ -88,6 +88,48 @@ inline int64_t oracleNumContributions(const core::TensorSpec& spec) {
   return count;
 }
 
+/// A local tensor as it must be: its shape, and which elements of the tensor it has, in row-major local order.
+struct OracleLocal {
+  std::vector<int64_t> shape;
+  Indices elements;
+  int64_t contribution = 0;
+};
+
+/// The local tensors of a rank; an empty one outside a mesh.
+inline std::vector<OracleLocal> oracleLocals(const core::TensorSpec& spec, int64_t rank) {
+  std::vector<OracleLocal> out;
+  for (const core::OwnedBox& owned : spec.boxes) {
+    if (std::find(owned.ranks.begin(), owned.ranks.end(), rank) == owned.ranks.end()) {
+      continue;
+    }
+    OracleLocal local{{}, {0}, 0};
+    for (size_t dim = 0; dim < owned.box.size(); ++dim) {
+      local.shape.push_back(owned.box[dim].end - owned.box[dim].begin);
+      Indices next;
+      for (const int64_t prefix : local.elements) {
+        for (int64_t index = owned.box[dim].begin; index < owned.box[dim].end; ++index) {
+          next.push_back(prefix * spec.shape[dim] + index);
+        }
+      }
+      local.elements = std::move(next);
+    }
+    out.push_back(std::move(local));
+  }
+  if (spec.isBoxed()) {
+    return out;
+  }
+  const int64_t index = spec.mesh.indexOfRank(rank);
+  if (index < 0) {
+    return {{{0}, {}, 0}};
+  }
+  const std::vector<int64_t> coord = spec.mesh.coordOfIndex(index);
+  OracleLocal local{{}, oracleElements(spec, coord), oracleContribution(spec, coord)};
+  for (const Indices& indices : oracleTile(spec, coord)) {
+    local.shape.push_back(static_cast<int64_t>(indices.size()));
+  }
+  return {std::move(local)};
+}
+
 inline uint64_t mix(uint64_t value) {
   value = (value ^ (value >> 31)) * 0x9e3779b97f4a7c15ULL;
   value = (value ^ (value >> 29)) * 0xbf58476d1ce4e5b9ULL;

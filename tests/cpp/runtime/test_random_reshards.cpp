@@ -29,6 +29,9 @@ std::vector<core::TensorPair> randomTensors(std::mt19937_64& rng, int64_t round)
   for (int64_t i = 0; i < num_tensors; ++i) {
     tensors.push_back(randomPair(rng, options));
     drawDType(rng, tensors.back());
+    if (randomInt(rng, 0, 2) == 0) {
+      layouts::drawBoxes(rng, tensors.back());
+    }
   }
   return tensors;
 }

@@ -187,7 +187,7 @@ TEST(Program, RefusesLocalTensorsThatDoNotFit) {
             }).find("source's local tensor of tensor 0 on rank 0: expected shape [2, 4], got [4, 2]"),
             std::string::npos);
   EXPECT_NE(errorOf([&] { program->checkLocalTensors({{nullptr, {2, 4}, {4, 1}}}, {{}}); }).find("has no memory"), std::string::npos);
-  EXPECT_NE(errorOf([&] { program->checkLocalTensors({}, {}); }).find("expected 1 source and destination tensors, got 0 and 0"), std::string::npos);
+  EXPECT_NE(errorOf([&] { program->checkLocalTensors({}, {}); }).find("expected 1 source and 1 destination tensors, got 0 and 0"), std::string::npos);
 }
 
 }  // namespace
