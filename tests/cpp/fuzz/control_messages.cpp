@@ -1,10 +1,11 @@
-/// What a rank of the group says to the others about its calls.
+/// What a rank of a group says to the others about its calls, and a member of a link about versions.
 
 #include <stdexcept>
 #include <string>
 
 #include "fuzz/fuzz.h"
 #include "runtime/agreement/messages.h"
+#include "runtime/link/messages.h"
 
 using xmesh::fuzz::promise;
 using namespace xmesh::runtime;
@@ -22,6 +23,11 @@ void expectComesBack(std::string_view bytes, Message (*decode)(std::string_view)
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view bytes = xmesh::fuzz::textOf(data, size);
   try {
+    if (link::isLinkMessage(bytes)) {
+      const std::string once = link::encode(link::decode(bytes));
+      promise(link::encode(link::decode(once)) == once, "a link's message comes back");
+      return 0;
+    }
     switch (controlKind(bytes)) {
       case ControlKind::kCallNotice: {
         expectComesBack(bytes, decodeCallNotice);
