@@ -159,11 +159,6 @@ void decomposeTiles(ReshardingPlan& plan, size_t tensor, HoldersInterner& holder
     slices[dim] = intersect(src_tiling.pieces(static_cast<int64_t>(dim)), dst_tiling.pieces(static_cast<int64_t>(dim)));
     extents[dim] = slices[dim].size();
   }
-  size_t num_slices = 1;
-  for (size_t extent : extents) {
-    num_slices *= extent;
-  }
-  plan.tasks.reserve(plan.tasks.size() + num_slices);
   std::vector<size_t> index(num_dims, 0);
   std::vector<int64_t> src_parts(num_dims);
   std::vector<int64_t> dst_parts(num_dims);
