@@ -19,6 +19,10 @@ std::string encode(const Message& message) {
   for (const uint64_t number : message.numbers) {
     writer.put(number);
   }
+  writer.put(static_cast<uint64_t>(message.texts.size()));
+  for (const std::string& text : message.texts) {
+    writer.put(std::string_view(text));
+  }
   const Party& party = message.party;
   writer.put(party.number).put(static_cast<uint8_t>(party.is_source)).put(std::string_view(party.replica));
   writer.put(static_cast<uint64_t>(party.members.size()));
@@ -44,6 +48,9 @@ Message decode(std::string_view bytes) {
   out.text = reader.getText();
   for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
     out.numbers.push_back(reader.get<uint64_t>());
+  }
+  for (uint64_t left = reader.get<uint64_t>(); left > 0; --left) {
+    out.texts.push_back(reader.getText());
   }
   out.party.number = reader.get<uint64_t>();
   out.party.is_source = reader.get<uint8_t>() != 0;

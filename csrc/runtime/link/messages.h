@@ -22,12 +22,13 @@ enum class Kind : uint8_t {
   kGo,            ///< the way of kOffer: attempt
   kDone,          ///< rank -> leader -> source's leader: attempt; has_all, else text and the numbers of members to blame
   kHolds,         ///< leader -> ranks: the party has the version, all of it
-  kSettled,       ///< source's leader -> source's ranks: version; text: why it could not be published at all; parties' numbers that hold it
-  kLeftOut,       ///< source's leader -> a replica's: it is no longer waited for; text
-  kSwap,          ///< rank -> leader: count
-  kSwapped,       ///< leader -> ranks: count, version (0: none)
-  kSourceLost,    ///< source's leader -> leaders -> ranks, or a leader that has lost it -> ranks: text
-  kBroken,        ///< leader -> ranks, source's leader -> a replica's, replica's -> source's: the receiver's, or sender's, party is over; text
+  kSettled,     ///< source's leader -> source's ranks: version; text: why it could not be published at all; parties' numbers that hold it; texts: of
+                ///< those left out
+  kLeftOut,     ///< source's leader -> a replica's: it is no longer waited for; text
+  kSwap,        ///< rank -> leader: count
+  kSwapped,     ///< leader -> ranks: count, version (0: none)
+  kSourceLost,  ///< source's leader -> leaders -> ranks, or a leader that has lost it -> ranks: text
+  kBroken,      ///< leader -> ranks, source's leader -> a replica's, replica's -> source's: the receiver's, or sender's, party is over; text
 };
 
 struct Message {
@@ -39,6 +40,7 @@ struct Message {
   bool has_all = false;
   std::string text;
   std::vector<uint64_t> numbers;
+  std::vector<std::string> texts;
   Party party;
   bool operator==(const Message&) const = default;
 };

@@ -196,7 +196,7 @@ void Node::hearLeader(const Message& message) {
       events_.onHeld(message.attempt.version);
       break;
     case Kind::kSettled:
-      events_.onSettled(message.attempt.version, message.text, message.numbers);
+      events_.onSettled({message.attempt.version, message.text, message.numbers, message.texts});
       break;
     case Kind::kSwapped:
       events_.onSwapped(message.count, message.attempt.version);
@@ -274,12 +274,13 @@ void Node::makePublisher() {
       tell(party.leader(), message);
     }
   };
-  ways.settle = [this](uint64_t version, const std::string& error, const std::vector<uint64_t>& holders) {
+  ways.settle = [this](const Settlement& settlement) {
     Message settled;
     settled.kind = Kind::kSettled;
-    settled.attempt.version = version;
-    settled.text = error;
-    settled.numbers = holders;
+    settled.attempt.version = settlement.version;
+    settled.text = settlement.error;
+    settled.numbers = settlement.holders;
+    settled.texts = settlement.left_out;
     tellRanks(settled);
   };
   ways.start_timer = [this](std::chrono::milliseconds delay, std::function<void()> task) { return network_.startTimer(delay, std::move(task)); };

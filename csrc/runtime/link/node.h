@@ -33,7 +33,7 @@ class NodeEvents {
   /// All ranks of this replica have the version. The next onGo() may end that.
   virtual void onHeld(uint64_t version) = 0;
   /// The version that this source has published has ended: who holds it, or why nobody was brought it.
-  virtual void onSettled(uint64_t version, const std::string& error, const std::vector<uint64_t>& holders) = 0;
+  virtual void onSettled(const Settlement& settlement) = 0;
   /// All ranks of the replica have called swap() so many times; the version that they take up, or 0 where there is none that all have.
   virtual void onSwapped(uint64_t count, uint64_t version) = 0;
   /// The source no longer waits for this replica, which joins again by itself.

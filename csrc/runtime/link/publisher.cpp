@@ -49,9 +49,12 @@ void Publisher::meet(const Party& replica, uint64_t newest) {
 }
 
 void Publisher::lose(uint64_t party) {
-  if (replicas_.erase(party) == 0) {
+  const auto found = replicas_.find(party);
+  if (found == replicas_.end()) {
     return;
   }
+  const std::string who = found->second.str();
+  replicas_.erase(found);
   Message forget;
   forget.kind = Kind::kForget;
   forget.numbers = {party};
@@ -62,6 +65,7 @@ void Publisher::lose(uint64_t party) {
   if (!run_.has_value()) {
     return;
   }
+  run_->left_out.push_back(who + ": it is gone");
   run_->candidates.erase(party);
   run_->holders.erase(party);
   if (run_->said.erase(party) > 0) {
@@ -76,7 +80,7 @@ void Publisher::lose(uint64_t party) {
 
 void Publisher::publish(uint64_t version) {
   if (version <= newest_) {
-    ways_.settle(version, "versions ascend: version " + std::to_string(version) + " is not above version " + std::to_string(newest_), {});
+    ways_.settle({version, "versions ascend: version " + std::to_string(version) + " is not above version " + std::to_string(newest_), {}, {}});
     return;
   }
   newest_ = version;
@@ -254,6 +258,7 @@ void Publisher::leaveOut(uint64_t party, const std::string& why) {
     return;
   }
   run_->candidates.erase(party);
+  run_->left_out.push_back(found->second.str() + ": " + why);
   Message left_out;
   left_out.kind = Kind::kLeftOut;
   left_out.attempt = run_->attempt;
@@ -274,7 +279,7 @@ void Publisher::settle(const std::string& error) {
   endTimer();
   const Run run = std::move(*run_);
   run_.reset();
-  ways_.settle(run.attempt.version, error, {run.holders.begin(), run.holders.end()});
+  ways_.settle({run.attempt.version, error, {run.holders.begin(), run.holders.end()}, run.left_out});
 }
 
 }  // namespace xmesh::runtime::link

@@ -14,6 +14,15 @@
 
 namespace xmesh::runtime::link {
 
+/// How a version that was published ended.
+struct Settlement {
+  uint64_t version = 0;
+  std::string error;                  ///< why nobody was brought it; empty where it went as it should
+  std::vector<uint64_t> holders;      ///< parties that hold it
+  std::vector<std::string> left_out;  ///< "replica 'a': why", of those that were there when it began
+  bool operator==(const Settlement&) const = default;
+};
+
 /// How the source's leader brings a version to the replicas that it knows when the version begins:
 ///
 ///     offer --> all accept, with equal fingerprints --> go --> all are done --> settled
@@ -26,8 +35,7 @@ class Publisher {
   struct Ways {
     /// To a party's leader; the source's own too.
     std::function<void(const Party& party, const Message& message)> tell;
-    /// The version has ended: who holds it, or why nobody could be brought it. `text`: also of replicas that were left out.
-    std::function<void(uint64_t version, const std::string& error, const std::vector<uint64_t>& holders)> settle;
+    std::function<void(const Settlement&)> settle;
     std::function<uint64_t(std::chrono::milliseconds, std::function<void()>)> start_timer;
     std::function<void(uint64_t)> cancel_timer;
   };
@@ -57,7 +65,8 @@ class Publisher {
     std::set<uint64_t> holders;
     bool is_moving = false;
     std::map<uint64_t, Said> said;  ///< by party of the attempt; those lost are taken out
-    bool has_lost = false;          ///< somebody has been taken out since the attempt began
+    std::vector<std::string> left_out;
+    bool has_lost = false;  ///< somebody has been taken out since the attempt began
     uint64_t timer = 0;
   };
 

@@ -38,16 +38,11 @@ class Process final : public transport::PeerEvents, public NodeEvents {
   const Node::Options options;
   std::optional<Party> party;
   std::set<uint64_t> known;
-  std::set<uint64_t> received;           ///< versions whose bytes have all been here
-  uint64_t shadow = 0;                   ///< the one whose bytes are all here now
-  std::vector<uint64_t> held;            ///< onHeld, in order
-  std::map<uint64_t, uint64_t> swapped;  ///< by count
-  struct Settled {
-    std::string error;
-    std::vector<uint64_t> holders;
-    bool operator==(const Settled&) const = default;
-  };
-  std::map<uint64_t, Settled> settled;
+  std::set<uint64_t> received;             ///< versions whose bytes have all been here
+  uint64_t shadow = 0;                     ///< the one whose bytes are all here now
+  std::vector<uint64_t> held;              ///< onHeld, in order
+  std::map<uint64_t, uint64_t> swapped;    ///< by count
+  std::map<uint64_t, Settlement> settled;  ///< by version
   std::vector<std::string> left_out;
   std::string broken;
   int num_source_losses = 0;
@@ -68,7 +63,7 @@ class Process final : public transport::PeerEvents, public NodeEvents {
     EXPECT_EQ(shadow, version);
     held.push_back(version);
   }
-  void onSettled(uint64_t version, const std::string& error, const std::vector<uint64_t>& holders) override { settled[version] = {error, holders}; }
+  void onSettled(const Settlement& settlement) override { settled[settlement.version] = settlement; }
   void onSwapped(uint64_t count, uint64_t version) override {
     EXPECT_LE(count, num_swaps);
     EXPECT_TRUE(version == 0 || shadow == version);
