@@ -387,6 +387,43 @@ class PipelineCall:
     def has_arrived(self) -> bool:
         """What it receives is there, or on its way on a stream of the device; what it sends need not be kept."""
 
+class Link:
+    """One process's end of a link between a source of weights and replicas, which find each other through a store.
+
+    Versions move on a thread of the link's. ``PeerError`` where the own source or replica has lost a rank,
+    ``RuntimeError`` once the link is closed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        is_source: bool,
+        replica: str,
+        rank: int,
+        size: int,
+        deadline: timedelta,
+        staging_bytes: int,
+        wave_bytes: int,
+    ) -> None: ...
+    def enter(self, manifest: str, held: Sequence[Sequence[torch.Tensor]], needed: Sequence[torch.Tensor]) -> None:
+        """Joins with what this process has or needs: a manifest as JSON, and the memory behind it. Once."""
+    def publish(self, version: int) -> None:
+        """Brings a version, above all before it, to the replicas that are there. Until it is settled the held memory
+        may not change."""
+    def wait_settled(self, version: int, timeout: timedelta) -> tuple[str, list[str], list[str]] | None:
+        """Why nobody was brought the version, or nothing; the replicas that hold it; those that were left out, and
+        why. None when ``timeout`` (0: none) comes first."""
+    def receive(self, timeout: timedelta) -> int:
+        """Waits until all ranks of this replica have had a version above those of the last ``swap()``; that one, or 0
+        at the timeout (0: none). All ranks then call ``swap()``."""
+    def swap(self) -> int:
+        """Called by all ranks of a replica alike: the version that all of them have, or 0. The next one waits for
+        ``resume()``."""
+    def resume(self) -> None: ...
+    @property
+    def has_source(self) -> bool: ...
+    def close(self) -> None: ...
+
 class StreamMark:
     """A point of a device's stream."""
 

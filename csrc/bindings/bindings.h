@@ -23,6 +23,8 @@ void bindStageSearch(pybind11::module_& module);
 void bindSplitBackward(pybind11::module_& module);
 /// What this build has and found. Defined in bind_about.cpp.
 void bindAbout(pybind11::module_& module);
+/// Links between a source of weights and replicas. Defined in bind_link.cpp.
+void bindLink(pybind11::module_& module);
 /// One rank's part of a pipeline. Defined in bind_pipeline.cpp; after bindReshard and bindPipelineCore.
 void bindPipeline(pybind11::module_& module);
 

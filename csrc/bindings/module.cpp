@@ -15,5 +15,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   xmesh::bindings::bindStageSearch(module);
   xmesh::bindings::bindSplitBackward(module);
   xmesh::bindings::bindPipeline(module);
+  xmesh::bindings::bindLink(module);
   xmesh::bindings::bindAbout(module);
 }

@@ -28,7 +28,7 @@ runtime::ReshardService::MakeNetworks networksMaker(int32_t own_peer, const Endp
     std::copy_n(endpoint.token.begin(), std::min(endpoint.token.size(), options.token.size()), options.token.begin());
     options.shared_memory = endpoint.shared_memory;
     options.connect_timeout = kConnectTimeout;
-    auto network = std::make_unique<transport::TcpNetwork>(options, events);
+    auto network = std::make_unique<transport::TcpNetwork>(options, endpoint.listener ? endpoint.listener(events) : events);
     std::string address = network->address();
     auto on_host = std::make_unique<runtime::HostExecutors>(*network, endpoint.staging_bytes);
     const auto on_devices = [lines, network = network.get(),

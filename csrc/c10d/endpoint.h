@@ -18,13 +18,15 @@
 
 namespace xmesh::c10d_backend {
 
-/// How the tensors of a rank move; but for the last two the same on every rank.
+/// How the tensors of a rank move; but for the last three the same on every rank.
 struct EndpointOptions {
   int64_t staging_bytes = int64_t{64} << 20;  ///< most staging memory per rank, all calls in flight together
   bool is_paced = true;                       ///< pace direct sends on topologies whose rates were measured
   bool shared_memory = true;                  ///< between ranks at one address
   std::string token = {};                     ///< the secret of those who may connect; its first 16 bytes count
   std::string listen_host = "127.0.0.1";
+  /// Who hears what the network tells, instead of the service, and passes on what is the service's; it outlives the endpoint. Empty: nobody.
+  std::function<transport::PeerEvents&(transport::PeerEvents& service)> listener = {};
 };
 
 /// One rank's end of what moves tensors between ranks: the network, the service that runs calls on it, and the ways of tensors into calls. It does

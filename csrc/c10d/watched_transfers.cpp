@@ -56,11 +56,11 @@ WatchedTransfer WatchedTransfers::begin(Lane lane, uint64_t count, const Prepare
   return {endpoint_->service().transfer(std::move(request)), std::move(moving.on_device)};
 }
 
-void WatchedTransfers::wait(const WatchedTransfer& transfer) {
-  const auto has_come = [&transfer](std::chrono::milliseconds timeout) {
-    return transfer.on_device != nullptr ? transfer.call->waitEnqueued(timeout) : transfer.call->wait(timeout);
+void WatchedTransfers::waitWithin(const WatchedTransfer& transfer, std::chrono::milliseconds timeout) {
+  const auto has_come = [&transfer](std::chrono::milliseconds limit) {
+    return transfer.on_device != nullptr ? transfer.call->waitEnqueued(limit) : transfer.call->wait(limit);
   };
-  if (!has_come(endpoint_->timeout())) {
+  if (!has_come(timeout)) {
     suspect();
     has_come(std::chrono::milliseconds(0));
   }

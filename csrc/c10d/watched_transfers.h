@@ -63,7 +63,8 @@ class WatchedTransfers {
   void flush() { endpoint_->service().flush(); }
   /// Waits for a transfer, at most the endpoint's timeout; then all ranks are asked and the watch fails. Throws what the transfer failed with. Of one
   /// that receives on a device it waits until the stream has it, behind which the current stream goes on.
-  void wait(const WatchedTransfer& transfer);
+  void wait(const WatchedTransfer& transfer) { waitWithin(transfer, endpoint_->timeout()); }
+  void waitWithin(const WatchedTransfer& transfer, std::chrono::milliseconds timeout);
   /// Throws what the watch has failed with, if it has.
   void check() const;
   bool hasFailed() const { return watch_->failure().has_value(); }

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/agreement/arrivals.h"
@@ -60,6 +61,10 @@ class ReshardService final : public transport::PeerEvents {
 
   transport::ControlNetwork& network() { return *network_; }
   const std::string& address() const { return address_; }
+  /// Runs `task` on the network's thread; false, and nothing happens, once closed. Any thread.
+  bool post(std::function<void(transport::ControlNetwork& network)> task) {
+    return mailbox_.post([this, task = std::move(task)] { task(*network_); });
+  }
   /// Says where a peer listens. Throws GroupError when closed. Any thread.
   void setAddress(int32_t peer, const std::string& address);
 

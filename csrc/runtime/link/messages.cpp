@@ -14,7 +14,13 @@ bool isLinkMessage(std::string_view bytes) {
 
 std::string encode(const Message& message) {
   WireWriter writer;
-  writer.put(message.kind).put(message.attempt.version).put(message.attempt.number).put(message.count).put(message.rank).put(message.size);
+  writer.put(message.kind)
+      .put(message.attempt.source)
+      .put(message.attempt.version)
+      .put(message.attempt.number)
+      .put(message.count)
+      .put(message.rank)
+      .put(message.size);
   writer.put(static_cast<uint8_t>(message.has_all)).put(std::string_view(message.text)).put(static_cast<uint64_t>(message.numbers.size()));
   for (const uint64_t number : message.numbers) {
     writer.put(number);
@@ -39,6 +45,7 @@ Message decode(std::string_view bytes) {
   WireReader reader(bytes);
   Message out;
   out.kind = reader.get<Kind>();
+  out.attempt.source = reader.get<uint64_t>();
   out.attempt.version = reader.get<uint64_t>();
   out.attempt.number = reader.get<uint32_t>();
   out.count = reader.get<uint64_t>();

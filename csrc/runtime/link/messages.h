@@ -20,13 +20,14 @@ enum class Kind : uint8_t {
   kOffer,         ///< source's leader -> leaders -> ranks: attempt, parties' numbers
   kAccept,        ///< rank -> leader -> source's leader: attempt; text: a fingerprint of what it is about to do
   kGo,            ///< the way of kOffer: attempt
+  kAbort,         ///< the way of kOffer: attempt, whose time is over; done is said for it all the same
   kDone,          ///< rank -> leader -> source's leader: attempt; has_all, else text and the numbers of members to blame
   kHolds,         ///< leader -> ranks: the party has the version, all of it
   kSettled,     ///< source's leader -> source's ranks: version; text: why it could not be published at all; parties' numbers that hold it; texts: of
                 ///< those left out
   kLeftOut,     ///< source's leader -> a replica's: it is no longer waited for; text
   kSwap,        ///< rank -> leader: count
-  kSwapped,     ///< leader -> ranks: count, version (0: none)
+  kSwapped,     ///< leader -> ranks: count, version (0: none), numbers: the newest that all ranks have had
   kSourceLost,  ///< source's leader -> leaders -> ranks, or a leader that has lost it -> ranks: text
   kBroken,      ///< leader -> ranks, source's leader -> a replica's, replica's -> source's: the receiver's, or sender's, party is over; text
 };

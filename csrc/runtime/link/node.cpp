@@ -146,10 +146,22 @@ void Node::meetNow(int32_t from, const Message& message) {
 void Node::pass(const Message& message) {
   switch (message.kind) {
     case Kind::kOffer:
-      reports_ = {message.attempt, {}, {}, false};
+      reports_ = {message.attempt, {}, {}, false, false};
+      if (message.attempt.version <= newest_) {
+        Message refused;
+        refused.kind = Kind::kDone;
+        refused.attempt = message.attempt;
+        refused.text = "it has had version " + std::to_string(newest_);
+        tellSource(refused);
+        return;
+      }
       break;
     case Kind::kGo:
       held_ = 0;
+      reports_.is_moving = true;
+      break;
+    case Kind::kAbort:
+      reports_.is_moving = false;
       break;
     case Kind::kBroken:
       breakParty(message.text);
@@ -192,6 +204,9 @@ void Node::hearLeader(const Message& message) {
     case Kind::kGo:
       events_.onGo(message.attempt);
       break;
+    case Kind::kAbort:
+      events_.onAbort(message.attempt);
+      break;
     case Kind::kHolds:
       events_.onHeld(message.attempt.version);
       break;
@@ -199,7 +214,7 @@ void Node::hearLeader(const Message& message) {
       events_.onSettled({message.attempt.version, message.text, message.numbers, message.texts});
       break;
     case Kind::kSwapped:
-      events_.onSwapped(message.count, message.attempt.version);
+      events_.onSwapped(message.count, message.attempt.version, message.numbers.at(0));
       break;
     case Kind::kLeftOut:
       for (const auto& [number, party] : std::exchange(known_, {})) {
@@ -267,7 +282,9 @@ void Node::makePublisher() {
   ways.tell = [this](const Party& party, const Message& message) {
     if (party.number == own_->number) {
       if (message.kind == Kind::kOffer) {
-        reports_ = {message.attempt, {}, {}, false};
+        reports_ = {message.attempt, {}, {}, false, false};
+      } else if (message.kind == Kind::kGo) {
+        reports_.is_moving = true;
       }
       tellRanks(message);
     } else {
@@ -302,16 +319,16 @@ void Node::onReady(int32_t from, uint64_t version) {
   const auto [least, most] = std::minmax_element(ready_.begin(), ready_.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   Message refused;
   refused.kind = Kind::kSettled;
-  refused.attempt.version = version;
-  if (least->second != most->second) {
-    refused.text = "the source's ranks publish different versions: " + std::to_string(least->second) + " and " + std::to_string(most->second);
-  }
-  ready_.clear();
-  if (!refused.text.empty()) {
-    tellRanks(refused);
+  if (least->second == most->second) {
+    ready_.clear();
+    publisher_->publish(version);
     return;
   }
-  publisher_->publish(version);
+  refused.text = "the source's ranks publish different versions: " + std::to_string(least->second) + " and " + std::to_string(most->second);
+  for (const auto& [member, own_version] : std::exchange(ready_, {})) {
+    refused.attempt.version = own_version;
+    tell(member, refused);
+  }
 }
 
 void Node::onOwnReport(int32_t from, const Message& message) {
@@ -321,7 +338,11 @@ void Node::onOwnReport(int32_t from, const Message& message) {
   if (message.kind == Kind::kAccept) {
     reports_.accepted[from] = message.text;
   } else {
-    reports_.done[from] = message;
+    Message& done = reports_.done[from] = message;
+    if (done.has_all && !reports_.is_moving) {
+      done.has_all = false;
+      done.text = "its time was over";
+    }
   }
   answer();
 }
@@ -385,6 +406,7 @@ void Node::onSwap(int32_t from, uint64_t count) {
     swapped.kind = Kind::kSwapped;
     swapped.count = ++num_swapped_;
     swapped.attempt.version = held_;
+    swapped.numbers = {newest_};
     tellRanks(swapped);
   }
 }

@@ -30,12 +30,15 @@ class NodeEvents {
   virtual void onOffer(const Attempt& attempt, const std::vector<Party>& parties) = 0;
   /// Move; then done().
   virtual void onGo(const Attempt& attempt) = 0;
+  /// Move no longer; done() is to be said all the same.
+  virtual void onAbort(const Attempt& attempt) = 0;
   /// All ranks of this replica have the version. The next onGo() may end that.
   virtual void onHeld(uint64_t version) = 0;
   /// The version that this source has published has ended: who holds it, or why nobody was brought it.
   virtual void onSettled(const Settlement& settlement) = 0;
-  /// All ranks of the replica have called swap() so many times; the version that they take up, or 0 where there is none that all have.
-  virtual void onSwapped(uint64_t count, uint64_t version) = 0;
+  /// All ranks of the replica have called swap() so many times; the version that they take up, or 0 where there is none that all have. `newest`: that
+  /// all have had by then, alike on all ranks.
+  virtual void onSwapped(uint64_t count, uint64_t version, uint64_t newest) = 0;
   /// The source no longer waits for this replica, which joins again by itself.
   virtual void onLeftOut(const std::string& why) = 0;
   /// A rank of the own party is gone, and with it the party.
@@ -88,6 +91,7 @@ class Node {
     std::map<int32_t, std::string> accepted;  ///< by member
     std::map<int32_t, Message> done;
     bool has_answered = false;  ///< the source's leader has been told
+    bool is_moving = false;     ///< between go and abort: the ranks can have all of it
   };
 
   bool leads() const { return options_.rank == 0; }

@@ -36,8 +36,9 @@ struct Party {
   bool operator==(const Party&) const = default;
 };
 
-/// One try to bring a version to some parties. Counted from 1 for every version; what it moves is named by both, and by nothing else.
+/// One try of a source to bring a version to some parties, counted from 1 for every version.
 struct Attempt {
+  uint64_t source = 0;  ///< the party's number: another source may use a version again that nobody has had
   uint64_t version = 0;
   uint32_t number = 0;
   bool operator==(const Attempt&) const = default;

@@ -62,7 +62,7 @@ void Publisher::lose(uint64_t party) {
   for (const auto& [number, other] : replicas_) {
     ways_.tell(other, forget);
   }
-  if (!run_.has_value()) {
+  if (run_ == nullptr) {
     return;
   }
   run_->left_out.push_back(who + ": it is gone");
@@ -84,7 +84,8 @@ void Publisher::publish(uint64_t version) {
     return;
   }
   newest_ = version;
-  run_.emplace();
+  run_ = std::make_unique<Run>();
+  run_->attempt.source = source_.number;
   run_->attempt.version = version;
   for (const auto& [number, replica] : replicas_) {
     run_->candidates.insert(number);
@@ -110,6 +111,7 @@ void Publisher::startAttempt() {
   }
   ++run_->attempt.number;
   run_->is_moving = false;
+  run_->is_aborted = false;
   run_->has_lost = false;
   run_->said.clear();
   run_->said[source_.number];
@@ -130,7 +132,7 @@ void Publisher::endTimer() {
 }
 
 void Publisher::hear(uint64_t party, const Message& message) {
-  if (!run_.has_value() || message.attempt != run_->attempt || !run_->said.contains(party)) {
+  if (run_ == nullptr || message.attempt != run_->attempt || !run_->said.contains(party)) {
     return;  // of an attempt that is over
   }
   Said& said = run_->said.at(party);
@@ -182,7 +184,7 @@ void Publisher::checkDone() {
   if (!run_->is_moving) {
     const auto source = run_->said.find(source_.number);
     if (source->second.done.has_value()) {
-      settle(source->second.done->text);  // it could not even begin
+      leaveOutMisfits(*source->second.done);
     } else {
       checkAccepted();
     }
@@ -225,6 +227,25 @@ void Publisher::checkDone() {
   }
 }
 
+/// The source could not even begin: because of replicas that it names, or of itself.
+void Publisher::leaveOutMisfits(const Message& done) {
+  std::vector<uint64_t> misfits;
+  for (const uint64_t candidate : run_->candidates) {
+    const Party& party = replicas_.at(candidate);
+    if (std::any_of(done.numbers.begin(), done.numbers.end(), [&](uint64_t member) { return party.has(static_cast<int32_t>(member)); })) {
+      misfits.push_back(candidate);
+    }
+  }
+  if (misfits.empty()) {
+    settle(done.text);
+    return;
+  }
+  for (const uint64_t misfit : misfits) {
+    leaveOut(misfit, done.text);
+  }
+  startAttempt();
+}
+
 void Publisher::onDeadline() {
   run_->timer = 0;
   std::vector<uint64_t> late;
@@ -232,6 +253,12 @@ void Publisher::onDeadline() {
     if (!said.done.has_value() && (run_->is_moving || !said.fingerprint.has_value())) {
       late.push_back(party);
     }
+  }
+  if (run_->is_moving && !run_->is_aborted) {
+    run_->is_aborted = true;
+    run_->timer = ways_.start_timer(kGrace, [this] { onDeadline(); });
+    tellAll(aboutAttempt(Kind::kAbort, run_->attempt));
+    return;
   }
   const std::string within = " within " + std::to_string(deadline_.count()) + " ms";
   if (std::find(late.begin(), late.end(), source_.number) != late.end()) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -28,8 +29,9 @@ struct Settlement {
 ///     offer --> all accept, with equal fingerprints --> go --> all are done --> settled
 ///        \__ one does not in time, is lost, fails: left out, and the rest is offered the next attempt __/
 ///
-/// Every failed attempt leaves out at least one replica, so that a version ends after one attempt more than there are replicas, each bounded by two
-/// deadlines. What goes wrong at the source itself ends the version at once. Threading: the network's thread.
+/// Whoever is not done in time is told to abort, and has some time more to say that it has: a source's memory is its own again only then. Every
+/// failed attempt leaves out at least one replica, so that a version ends after one attempt more than there are replicas. What goes wrong at the
+/// source itself ends the version. Threading: the network's thread.
 class Publisher {
  public:
   struct Ways {
@@ -64,6 +66,7 @@ class Publisher {
     std::set<uint64_t> candidates;  ///< replicas that may still get it
     std::set<uint64_t> holders;
     bool is_moving = false;
+    bool is_aborted = false;
     std::map<uint64_t, Said> said;  ///< by party of the attempt; those lost are taken out
     std::vector<std::string> left_out;
     bool has_lost = false;  ///< somebody has been taken out since the attempt began
@@ -76,6 +79,7 @@ class Publisher {
   void onDeadline();
   void checkAccepted();
   void checkDone();
+  void leaveOutMisfits(const Message& done);
   void leaveOut(uint64_t party, const std::string& why);
   void settle(const std::string& error);
 
@@ -84,7 +88,7 @@ class Publisher {
   const Ways ways_;
   std::map<uint64_t, Party> replicas_;
   uint64_t newest_ = 0;
-  std::optional<Run> run_;
+  std::unique_ptr<Run> run_;  ///< null while no version is published
 };
 
 }  // namespace xmesh::runtime::link

@@ -11,6 +11,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,14 +60,21 @@ class Process final : public transport::PeerEvents, public NodeEvents {
   void onForgotten(uint64_t number) override { known.erase(number); }
   void onOffer(const Attempt& attempt, const std::vector<Party>& parties) override;
   void onGo(const Attempt& attempt) override;
+  void onAbort(const Attempt& attempt) override {
+    if (attempt == current_ && is_going_) {
+      is_going_ = false;
+      node_->done(attempt, false, "aborted");
+    }
+  }
   void onHeld(uint64_t version) override {
     EXPECT_EQ(shadow, version);
     held.push_back(version);
   }
   void onSettled(const Settlement& settlement) override { settled[settlement.version] = settlement; }
-  void onSwapped(uint64_t count, uint64_t version) override {
+  void onSwapped(uint64_t count, uint64_t version, uint64_t newest) override {
     EXPECT_LE(count, num_swaps);
     EXPECT_TRUE(version == 0 || shadow == version);
+    EXPECT_EQ(newest, held.empty() ? 0 : held.back());
     swapped[count] = version;
   }
   void onLeftOut(const std::string& why) override { left_out.push_back(why); }
@@ -133,7 +141,7 @@ class LinkWorld {
 
   std::mt19937_64 rng;
   std::vector<std::unique_ptr<Process>> processes;
-  std::map<std::pair<uint64_t, uint32_t>, std::set<int32_t>> gone;  ///< by attempt: who was told to go
+  std::map<std::tuple<uint64_t, uint64_t, uint32_t>, std::set<int32_t>> gone;  ///< by attempt: who was told to go
 
  private:
   friend class Process;
@@ -178,7 +186,7 @@ inline void Process::onGo(const Attempt& attempt) {
   }
   is_going_ = true;
   shadow = 0;  // it is overwritten
-  world_.gone[{attempt.version, attempt.number}].insert(options.self.number);
+  world_.gone[{attempt.source, attempt.version, attempt.number}].insert(options.self.number);
   network_->startTimer(LinkWorld::kDeadline, [this, attempt] {
     if (attempt == current_) {
       look(/*is_late=*/true);
@@ -195,7 +203,7 @@ inline void Process::look(bool is_late) {
   if (!is_going_) {
     return;
   }
-  const std::set<int32_t>& gone = world_.gone[{current_.version, current_.number}];
+  const std::set<int32_t>& gone = world_.gone[{current_.source, current_.version, current_.number}];
   std::vector<int32_t> blamed;
   bool have_all_gone = true;
   for (const int32_t member : members_) {

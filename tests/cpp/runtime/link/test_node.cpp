@@ -87,8 +87,10 @@ TEST(Link, VersionsAscend) {
   source[0]->network().post([&] { source[0]->node().publish(6); });
   source[1]->network().post([&] { source[1]->node().publish(7); });
   world.network().runUntilIdle();
-  const std::string error = source[0]->settled.rbegin()->second.error;
-  EXPECT_NE(error.find("the source's ranks publish different versions: 6 and 7"), std::string::npos) << error;
+  for (const auto& [rank, version] : {std::pair(0, 6), std::pair(1, 7)}) {
+    const std::string error = source[static_cast<size_t>(rank)]->settled[static_cast<uint64_t>(version)].error;
+    EXPECT_NE(error.find("the source's ranks publish different versions: 6 and 7"), std::string::npos) << error;
+  }
   // A new source goes on above what a replica has had.
   for (Process* process : source) {
     world.kill(*process);
@@ -355,7 +357,7 @@ TEST(Link, HoldsUpWhateverHappens) {
 TEST(Link, MessagesComeBack) {
   Message message;
   message.kind = Kind::kKnow;
-  message.attempt = {7, 2};
+  message.attempt = {3, 7, 2};
   message.count = 3;
   message.rank = 1;
   message.size = 4;
