@@ -19,7 +19,9 @@ from torch_xmesh.testing import World
 
 LAST = 1_000_000  # the version after which everybody ends
 ROWS, COLUMNS = 64, 8
-DEADLINE = datetime.timedelta(seconds=4)
+DEADLINE = datetime.timedelta(
+    seconds=10
+)  # no machine is so slow that a rank that works is taken for one that stands still
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -60,7 +62,7 @@ def publishes(store: dist.Store, rank: int, size: int) -> None:
         version = int(store.get(f"next/{count}"))
         mine.copy_(values(version)[rank * rows : (rank + 1) * rows])
         link.publish(version)
-        settled = link.wait_settled(version, datetime.timedelta(seconds=60))
+        settled = link.wait_settled(version, datetime.timedelta(seconds=200))
         assert settled is not None, version
         assert not settled[0], settled
         if rank == 0:
