@@ -1,7 +1,6 @@
 #include "c10d/link.h"
 
 #include <algorithm>
-#include <future>
 #include <random>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>

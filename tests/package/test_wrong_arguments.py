@@ -16,28 +16,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from wrong_values import WRONG
 
 import torch_xmesh as xm
 from torch_xmesh.testing import spawn
 
 PACKAGE = Path(xm.__file__).parent
-WRONG: list[Any] = [
-    None,
-    "",
-    "nowhere",
-    b"x",
-    -1,
-    0,
-    2.5,
-    float("nan"),
-    10**30,
-    [],
-    [None],
-    {},
-    {"a": 1},
-    object(),
-    int,
-]
 MODEL = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 DEVICES = xm.Mesh([[0, 1]])
 COMPUTE = xm.Compute(1e12, 1e11)

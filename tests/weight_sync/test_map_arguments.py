@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from wrong_values import WRONG
 
 from torch_xmesh.weight_sync import (
     Catalog,
@@ -23,23 +24,6 @@ from torch_xmesh.weight_sync import (
 )
 from torch_xmesh.weight_sync.hugging_face import ReplicaRank, fused_map
 
-WRONG: list[Any] = [
-    None,
-    "",
-    "nowhere",
-    b"x",
-    -1,
-    0,
-    2.5,
-    float("nan"),
-    10**30,
-    [],
-    [None],
-    {},
-    {"a": 1},
-    object(),
-    int,
-]
 SOURCES = {"w": torch.zeros(4, 6)}
 CATALOG = Catalog.of(SOURCES)
 TARGET = torch.zeros(4, 6)

@@ -55,13 +55,7 @@ void Publisher::lose(uint64_t party) {
   }
   const std::string who = found->second.str();
   replicas_.erase(found);
-  Message forget;
-  forget.kind = Kind::kForget;
-  forget.numbers = {party};
-  ways_.tell(source_, forget);
-  for (const auto& [number, other] : replicas_) {
-    ways_.tell(other, forget);
-  }
+  tellGone(party);
   if (run_ == nullptr) {
     return;
   }
@@ -75,6 +69,16 @@ void Publisher::lose(uint64_t party) {
     } else {
       startAttempt();
     }
+  }
+}
+
+void Publisher::tellGone(uint64_t party) {
+  Message forget;
+  forget.kind = Kind::kForget;
+  forget.numbers = {party};
+  ways_.tell(source_, forget);
+  for (const auto& [number, other] : replicas_) {
+    ways_.tell(other, forget);
   }
 }
 
@@ -293,13 +297,7 @@ void Publisher::leaveOut(uint64_t party, const std::string& why) {
   const Party gone = found->second;
   replicas_.erase(found);
   ways_.tell(gone, left_out);
-  Message forget;
-  forget.kind = Kind::kForget;
-  forget.numbers = {party};
-  ways_.tell(source_, forget);
-  for (const auto& [number, other] : replicas_) {
-    ways_.tell(other, forget);
-  }
+  tellGone(party);
 }
 
 void Publisher::settle(const std::string& error) {

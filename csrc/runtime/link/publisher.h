@@ -74,6 +74,8 @@ class Publisher {
   };
 
   void tellAll(const Message& message);
+  /// To those who are left: nobody names the party again.
+  void tellGone(uint64_t party);
   void startAttempt();
   void endTimer();
   void onDeadline();
