@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "c10d/life_lines.h"
+#include "c10d/stores.h"
 #include "core/error.h"
 #include "runtime/interrupts.h"
 #include "runtime/link/messages.h"
@@ -22,35 +23,15 @@ constexpr std::chrono::milliseconds kLook{50};  ///< at the store, for those who
 constexpr int kLooksWithoutStore = 20;          ///< that are not made once the store has failed
 constexpr int kLooksWithSource = 20;            ///< between two looks for another source than the one that is there
 
-std::vector<uint8_t> bytesOf(const std::string& text) { return {text.begin(), text.end()}; }
 /// Without the stack that torch puts behind it.
-std::string textOf(const std::exception& error) {
+std::string whatOf(const std::exception& error) {
   const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
   return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
-}
-std::string textOf(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
-/// A client of the same store for the link's thread: one client serves one request at a time, and its caller may wait in it for long.
-c10::intrusive_ptr<::c10d::Store> ownClient(const c10::intrusive_ptr<::c10d::Store>& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store;  // no second client can be had
-  }
 }
 
 uint64_t randomNumber() {
   std::random_device device;
   return static_cast<uint64_t>(device()) << 32 | device();
-}
-
-std::string agreeOnToken(::c10d::Store& store) {
-  std::string token;
-  for (int i = 0; i < 2; ++i) {
-    const uint64_t number = randomNumber();
-    token.append(reinterpret_cast<const char*>(&number), sizeof(number));
-  }
-  return textOf(store.compareSet("token", {}, bytesOf(token)));
 }
 
 /// A number that nobody had before in this store.
@@ -339,7 +320,7 @@ void Link::offer(const Attempt& attempt, const std::vector<Party>& parties) {
   } catch (const MisfitError& error) {
     onNode([attempt, why = std::string(error.what()), misfits = error.members()](Node& node) { node.done(attempt, false, why, misfits); });
   } catch (const std::exception& error) {
-    onNode([attempt, why = textOf(error)](Node& node) { node.done(attempt, false, why); });
+    onNode([attempt, why = whatOf(error)](Node& node) { node.done(attempt, false, why); });
   }
 }
 
@@ -362,7 +343,7 @@ void Link::go(const Attempt& attempt) {
     why = error.what();
     blamed.assign(error.globalRanks().begin(), error.globalRanks().end());
   } catch (const std::exception& error) {
-    why = textOf(error);
+    why = whatOf(error);
   }
   onNode([attempt, why, blamed](Node& node) { node.done(attempt, why.empty(), why, blamed); });
 }

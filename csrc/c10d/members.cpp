@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <random>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "c10d/life_lines.h"
+#include "c10d/stores.h"
 #include "runtime/failure.h"
 #include "runtime/interrupts.h"
 #include "transport/local_address.h"
@@ -18,17 +18,6 @@ namespace {
 constexpr std::chrono::milliseconds kFirstLook{1};  ///< at ranks that are not there yet; then twice that, and so on
 constexpr std::chrono::milliseconds kLastLook{100};
 
-std::vector<uint8_t> bytesOf(const std::string& text) { return {text.begin(), text.end()}; }
-
-std::string randomToken() {
-  std::random_device device;
-  std::string token;
-  for (int i = 0; i < 16; ++i) {
-    token += static_cast<char>(device() & 0xffU);
-  }
-  return token;
-}
-
 }  // namespace
 
 Members::Members(c10::intrusive_ptr<::c10d::Store> group_store, runtime::RankNumbers numbers, int32_t own_peer, Found found)
@@ -37,11 +26,6 @@ Members::Members(c10::intrusive_ptr<::c10d::Store> group_store, runtime::RankNum
       numbers_(std::move(numbers)),
       own_peer_(own_peer),
       found_(std::move(found)) {}
-
-std::string Members::agreeOnToken() {
-  const std::vector<uint8_t> agreed = store_->compareSet("token", std::vector<uint8_t>{}, bytesOf(randomToken()));
-  return {agreed.begin(), agreed.end()};
-}
 
 std::string Members::keyOf(int64_t rank) const { return "member/" + std::to_string(numbers_.peerOf(rank)); }
 
@@ -96,8 +80,7 @@ void Members::find(const std::vector<int64_t>& ranks, const Wait& wait) {
   }
   await(missing, wait);
   for (const int64_t rank : missing) {
-    const std::vector<uint8_t> record = store_->get(keyOf(rank));
-    const std::string text(record.begin(), record.end());
+    const std::string text = textOf(store_->get(keyOf(rank)));
     const size_t space = text.find(' ');
     if (const int32_t peer = numbers_.peerOf(rank); peer != own_peer_) {
       found_(peer, text.substr(0, space));

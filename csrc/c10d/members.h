@@ -29,8 +29,6 @@ class Members {
 
   Members(c10::intrusive_ptr<::c10d::Store> group_store, runtime::RankNumbers numbers, int32_t own_peer, Found found);
 
-  /// The secret that all members present to each other: the first one to ask makes it.
-  std::string agreeOnToken();
   /// This rank is there. `host_id`: which host it is on; empty to discover it.
   void publish(const std::string& address, const std::string& host_id);
   /// Waits until all `ranks` (global) have published. PeerError when one has left instead, or at the timeout; InvalidArgument for a rank outside the

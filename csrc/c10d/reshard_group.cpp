@@ -6,6 +6,7 @@
 
 #include "c10d/life_lines.h"
 #include "c10d/reshard_work.h"
+#include "c10d/stores.h"
 #include "runtime/interrupts.h"
 #include "transport/local_address.h"
 
@@ -13,15 +14,6 @@ namespace xmesh::c10d_backend {
 namespace {
 
 constexpr std::chrono::milliseconds kLook{100};  ///< at signals, while something is waited for
-
-/// A client of the same store for the line's thread: one client serves one request at a time, and another thread may wait in it for long.
-c10::intrusive_ptr<::c10d::Store> ownConnection(const c10::intrusive_ptr<::c10d::Store>& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store;  // no second client can be had
-  }
-}
 
 void sortUnique(std::vector<int64_t>& ranks) {
   std::sort(ranks.begin(), ranks.end());
@@ -40,7 +32,7 @@ void waitAtMost(std::chrono::milliseconds timeout, const std::future<void>& read
 std::shared_ptr<DeviceLines> linesOf(const c10::intrusive_ptr<::c10d::Store>& store, const OwnInnerFactory& make, const std::string& token) {
   const auto communicator = [make, store](c10::Device device, const std::string& name, int rank, const std::vector<int64_t>& global_ranks) {
     TORCH_CHECK_NOT_IMPLEMENTED(make, "xmesh: nothing here carries tensors on ", device);
-    return make(device, ownConnection(store), name, rank, global_ranks);
+    return make(device, ownClient(store), name, rank, global_ranks);
   };
   return std::make_shared<DeviceLines>(communicator, runtime::hashBytes(token));
 }
@@ -52,7 +44,7 @@ ReshardGroup::ReshardGroup(c10::intrusive_ptr<::c10d::Store> store, int32_t grou
     : numbers_(std::move(global_ranks)),
       blocking_wait_(options.blocking_wait),
       members_(store, numbers_, group_rank, [this](int32_t peer, const std::string& address) { service().setAddress(peer, address); }) {
-  EndpointOptions moving{options.staging_bytes, options.is_paced, options.shared_memory, members_.agreeOnToken(),
+  EndpointOptions moving{options.staging_bytes, options.is_paced, options.shared_memory, agreeOnToken(*members_.store()),
                          transport::localAddress(storeHost(store))};
   std::shared_ptr<DeviceLines> lines = linesOf(members_.store(), options.make_inner, moving.token);
   endpoint_ = std::make_shared<Endpoint>(numbers_, group_rank, timeout, std::move(moving), std::move(lines));
